@@ -1,0 +1,83 @@
+"""Every error that heterollm raises on purpose.
+
+All derive from :class:`HeteroLLMError`. A message says what failed, with which values, and what to do
+next; the command line shows it as one panel, without a traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "CheckpointError",
+    "DeviceError",
+    "EngineError",
+    "GraphError",
+    "HeteroLLMError",
+    "InputError",
+    "KernelError",
+    "OptionError",
+    "PlanError",
+    "UnsupportedModelError",
+]
+
+
+class HeteroLLMError(Exception):
+    """Base class of all errors raised on purpose.
+
+    Args:
+        message: What failed, with the values that matter.
+        fix: What to do next, one sentence or command; empty when there is nothing to do.
+    """
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(f"{message} {fix}" if fix else message)
+        self.message = message
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The keyword argument is lost by the default pickling, which worker processes rely on.
+        return (_rebuild, (type(self), self.message, self.fix))
+
+
+def _rebuild(kind: type[HeteroLLMError], message: str, fix: str) -> HeteroLLMError:
+    return kind(message, fix=fix)
+
+
+class OptionError(HeteroLLMError):
+    """An option or argument has a value that is not legal."""
+
+
+class InputError(HeteroLLMError):
+    """A prompt, token id or position is outside what the model takes."""
+
+
+class CheckpointError(HeteroLLMError):
+    """A checkpoint is missing, damaged, or disagrees with its own configuration."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is sound, but heterollm does not run its kind."""
+
+
+class CacheError(HeteroLLMError):
+    """A cache file cannot be written, read or locked."""
+
+
+class DeviceError(HeteroLLMError):
+    """A device or one of its parts is missing or unusable."""
+
+
+class KernelError(DeviceError):
+    """An OpenCL program does not build or a kernel does not run."""
+
+
+class GraphError(DeviceError):
+    """An NPU graph does not compile, load, or land where it was placed."""
+
+
+class PlanError(HeteroLLMError):
+    """A plan file is damaged, does not fit the model or the device, or asks for the impossible."""
+
+
+class EngineError(HeteroLLMError):
+    """The engine is closed, busy beyond recovery, or lost a signal."""
