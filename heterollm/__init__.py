@@ -1,0 +1,1 @@
+"""heterollm: language models on a phone-class GPU and NPU at the same time."""

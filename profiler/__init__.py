@@ -1,0 +1,1 @@
+"""Measures how fast the machine is."""

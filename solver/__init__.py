@@ -1,0 +1,1 @@
+"""Chooses who computes what."""
