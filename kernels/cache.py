@@ -1,0 +1,85 @@
+"""The cache folder: where it is, and how files in it are written so that a crash never damages one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock, Timeout
+
+from heterollm.errors import CacheError
+
+__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_root", "locked"]
+
+CACHE_VARIABLE = "HETEROLLM_CACHE"
+"""Environment variable that moves the cache folder."""
+
+LOCK_TIMEOUT_S = 1800.0
+"""How long to wait for another process that builds the same file: a large model's graphs take minutes."""
+
+
+def cache_root() -> Path:
+    """Return the cache folder (not created): ``$HETEROLLM_CACHE`` or the platform's user cache."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("heterollm", False))
+
+
+@contextlib.contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``target`` that replaces it when the block ends without an error.
+
+    Raises:
+        CacheError: The folder cannot be written or the disk is full; ``target`` keeps its old content.
+    """
+    temporary: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        temporary.replace(target)
+    except OSError as error:
+        raise cache_error(target, error) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Hold the per-file lock ``<target>.lock``, so that a second process waits and then reuses the file.
+
+    Raises:
+        CacheError: The lock cannot be made, or its holder did not let go within half an hour.
+    """
+    lock_path = target.with_name(target.name + ".lock")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(lock_path, timeout=LOCK_TIMEOUT_S)
+        lock.acquire()
+    except Timeout as error:
+        raise CacheError(
+            f"{lock_path} has been held by another process for {LOCK_TIMEOUT_S:.0f} s.",
+            fix="Stop that process, or delete the lock file if it is gone.",
+        ) from error
+    except OSError as error:
+        raise cache_error(target, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cache_error(target: Path, error: OSError) -> CacheError:
+    """Return the error to raise when a file of the cache cannot be written or read."""
+    reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+    return CacheError(
+        f"Cannot write {target}: {reason}.",
+        fix=f"Free some space (`heterollm cache clear`), or point {CACHE_VARIABLE} at another folder.",
+    )
