@@ -1,0 +1,376 @@
+"""Every OpenCL call of the project: devices, programs, memory and launches.
+
+Nothing else imports pyopencl, so that another binding can serve where it has no wheel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import pyopencl as cl
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.errors import CacheError, DeviceError, KernelError
+from heterollm.kernels.cache import atomic_path, cache_root
+from heterollm.kernels.pocl_target import mend_target
+from heterollm.units import PAGE_BYTES, format_bytes, round_up
+
+__all__ = ["Argument", "DeviceTraits", "Launch", "OpenClRuntime", "SharedArray", "aligned_empty"]
+
+logger = logging.getLogger(__name__)
+
+Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
+"""A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
+
+POCL_NAME: Final = "Portable Computing Language"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """What an OpenCL device reports about itself."""
+
+    name: str
+    platform: str
+    version: str
+    driver: str
+    is_cpu: bool
+    has_half: bool
+    has_subgroups: bool
+    has_integer_dot: bool
+    compute_units: int
+    max_work_group: int
+    max_buffer_bytes: int
+    global_bytes: int
+    local_bytes: int
+    coherent: bool
+    extensions: tuple[str, ...]
+
+
+class SharedArray:
+    """Page-aligned memory that host, NPU runtime and OpenCL device all address.
+
+    ``array`` is the host's view. On a coherent device (a CPU) both sides always see each other's writes
+    once the queue is done. Elsewhere the host must :meth:`acquire` before it reads or writes and
+    :meth:`release` before the device does.
+    """
+
+    __slots__ = ("_mapped", "_queue", "array", "buffer", "coherent")
+
+    def __init__(
+        self, array: NDArray[Any], buffer: cl.Buffer, queue: cl.CommandQueue, coherent: bool
+    ) -> None:
+        self.array = array
+        self.buffer = buffer
+        self.coherent = coherent
+        self._queue = queue
+        self._mapped: Any = None
+
+    def acquire(self) -> None:
+        """Wait for the device and make its writes visible to the host."""
+        if self.coherent or self._mapped is not None:
+            return
+        flags = cl.map_flags.READ | cl.map_flags.WRITE
+        view, _ = cl.enqueue_map_buffer(
+            self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
+        )
+        self._mapped = view.base
+
+    def release(self) -> None:
+        """Make the host's writes visible to the device."""
+        if self._mapped is not None:
+            self._mapped.release(self._queue)
+            self._mapped = None
+
+    def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the start of the memory as an array of another type and shape."""
+        count = int(np.prod(shape))
+        flat = self.array.reshape(-1).view(np.uint8)
+        size = count * np.dtype(dtype).itemsize
+        if size > flat.nbytes:
+            raise KernelError(f"A view of {shape} {np.dtype(dtype)} exceeds a slot of {flat.nbytes} bytes.")
+        return flat[:size].view(dtype).reshape(shape)
+
+
+class Launch:
+    """One kernel with its arguments set, ready to be enqueued again and again.
+
+    It owns its kernel object, and keeps the memory that the arguments name: OpenCL does not.
+    """
+
+    __slots__ = ("_enqueue", "_queue", "arguments", "global_size", "kernel", "label", "local_size")
+
+    def __init__(
+        self,
+        queue: cl.CommandQueue,
+        kernel: cl.Kernel,
+        arguments: Sequence[Argument],
+        global_size: tuple[int, ...],
+        local_size: tuple[int, ...],
+        label: str,
+    ) -> None:
+        self._queue = queue
+        self._enqueue = cl.enqueue_nd_range_kernel
+        self.kernel = kernel
+        self.arguments = tuple(arguments)
+        self.global_size = global_size
+        self.local_size = local_size
+        self.label = label
+        kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
+
+    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
+        """Enqueue the kernel without waiting; returns its event."""
+        return self._enqueue(self._queue, self.kernel, self.global_size, self.local_size)
+
+
+class OpenClRuntime:
+    """One opened OpenCL device with one in-order queue.
+
+    Args:
+        device: The pyopencl device.
+        profiling: Whether events carry timestamps; costs a little on every launch.
+        coherent: Overrides whether host and device see each other's writes without map and unmap.
+    """
+
+    def __init__(self, device: cl.Device, *, profiling: bool = False, coherent: bool | None = None) -> None:
+        self.target = _mend_pocl(device)
+        self.traits = _traits(device, coherent)
+        self._device = device
+        try:
+            self.context = cl.Context([device])
+            properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
+            self.queue = cl.CommandQueue(self.context, device, properties)
+        except cl.Error as error:
+            raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
+        self._programs: dict[str, cl.Program] = {}
+
+    # -- programs ------------------------------------------------------------------------------------
+
+    def kernel(
+        self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
+    ) -> cl.Kernel:
+        """Build the named source files (once per set of defines) and return a new kernel object.
+
+        Args:
+            files: File names inside ``heterollm.kernels.opencl``, joined in order.
+            name: Kernel function.
+            defines: Preprocessor definitions.
+
+        Raises:
+            KernelError: The program does not build; the message carries the compiler's log.
+        """
+        options = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+        source = read_sources(files)
+        key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()
+        if key not in self._programs:
+            self._programs[key] = self._build(key, source, options, name)
+        try:
+            return cl.Kernel(self._programs[key], name)
+        except cl.Error as error:
+            raise KernelError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
+
+    def launch(
+        self,
+        kernel: cl.Kernel,
+        arguments: Sequence[Argument],
+        global_size: tuple[int, ...],
+        local_size: tuple[int, ...],
+        label: str,
+    ) -> Launch:
+        """Return the prepared call of a kernel."""
+        try:
+            return Launch(self.queue, kernel, arguments, global_size, local_size, label)
+        except (cl.Error, TypeError) as error:
+            raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
+
+    def _build(self, key: str, source: str, options: list[str], name: str) -> cl.Program:
+        # PoCL keeps binaries itself; for the others one file per program and driver is kept here.
+        own_cache = self.traits.platform != POCL_NAME
+        device_key = hashlib.sha256(repr((self.traits, key)).encode()).hexdigest()
+        path = cache_root() / "opencl" / f"{device_key}.bin"
+        with warnings.catch_warnings():
+            # Some compilers write to the log on success, and pyopencl warns about it.
+            warnings.simplefilter("ignore", cl.CompilerWarning)
+            if own_cache and path.exists():
+                program = self._from_binary(path)
+                if program is not None:
+                    return program
+            try:
+                # pyopencl's own cache reads pickles; it stays off.
+                program = cl.Program(self.context, source).build(options=options, cache_dir=False)
+            except cl.Error as error:
+                raise KernelError(
+                    f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
+                    f"with kernel {name!r} and options {' '.join(options)}: {error}",
+                    fix="Run `heterollm doctor` and report its table.",
+                ) from error
+        if own_cache:
+            self._keep_binary(path, program)
+        return program
+
+    def _from_binary(self, path: os.PathLike[str]) -> cl.Program | None:
+        with open(path, "rb") as file:  # noqa: PTH123
+            digest, binary = file.read(32), file.read()
+        if hashlib.sha256(binary).digest() != digest:
+            logger.warning("The cached OpenCL program %s is damaged; building it again", path)
+            return None
+        try:
+            return cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
+        except cl.Error as error:
+            logger.warning(
+                "The driver refuses the cached OpenCL program %s (%s); building it again", path, error
+            )
+            return None
+
+    @staticmethod
+    def _keep_binary(path: Any, program: cl.Program) -> None:  # noqa: ANN401
+        binary = program.get_info(cl.program_info.BINARIES)[0]
+        try:
+            with atomic_path(path) as temporary:
+                temporary.write_bytes(hashlib.sha256(binary).digest() + binary)
+        except CacheError as error:
+            logger.warning("OpenCL programs are not kept: %s", error)
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
+        """Return zeroed memory that host and device share without copies."""
+        array = aligned_empty(shape, dtype)
+        array.fill(0)
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
+        return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
+
+    def upload(self, array: NDArray[Any]) -> cl.Buffer:
+        """Return read-only device memory with the array's content.
+
+        On a CPU the array's own memory is used and must not change; the buffer keeps it alive.
+        """
+        array = np.ascontiguousarray(array)
+        if self.traits.is_cpu:
+            if array.ctypes.data % 64:
+                aligned = aligned_empty(array.shape, array.dtype)
+                aligned[...] = array
+                array = aligned
+            return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, array)
+        return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, array)
+
+    def scratch(self, size_bytes: int) -> cl.Buffer:
+        """Return device memory that the host never reads."""
+        self._check_size(size_bytes)
+        return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(1, size_bytes))
+
+    def _buffer(self, flags: int, array: NDArray[Any]) -> cl.Buffer:
+        self._check_size(array.nbytes)
+        try:
+            return cl.Buffer(self.context, flags, hostbuf=array)
+        except cl.Error as error:
+            raise KernelError(
+                f"{self.traits.name!r} cannot allocate {format_bytes(array.nbytes)}: {error}.",
+                fix="Use a smaller model or context, or close other programs.",
+            ) from error
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.traits.max_buffer_bytes:
+            raise KernelError(
+                f"One buffer of {format_bytes(size_bytes)} exceeds the limit of {self.traits.name!r}, "
+                f"{format_bytes(self.traits.max_buffer_bytes)}.",
+                fix="Use a smaller model or context.",
+            )
+
+    # -- queue ---------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Start what is enqueued."""
+        self.queue.flush()
+
+    def finish(self) -> None:
+        """Wait until everything enqueued is done.
+
+        Raises:
+            KernelError: A kernel failed.
+        """
+        try:
+            self.queue.finish()
+        except cl.Error as error:
+            raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return uninitialised page-aligned memory, padded to whole pages."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(round_up(max(size, 1), PAGE_BYTES) + PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % PAGE_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def read_sources(files: Sequence[str]) -> str:
+    """Return the OpenCL C of the named files, joined in order."""
+    folder = resources.files("heterollm.kernels.opencl")
+    return "\n".join(folder.joinpath(name).read_text("utf-8") for name in files)
+
+
+def list_opencl_devices() -> list[tuple[str, cl.Device]]:
+    """Return every OpenCL device of the process with its platform's name.
+
+    Raises:
+        DeviceError: No OpenCL runtime is installed.
+    """
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error as error:
+        raise DeviceError(f"No OpenCL runtime was found ({error}).", fix=runtime_advice()) from error
+    found: list[tuple[str, cl.Device]] = []
+    for entry in platforms:
+        try:
+            found.extend((entry.name, device) for device in entry.get_devices())
+        except cl.Error as error:
+            logger.info("OpenCL platform %s has no usable device: %s", entry.name, error)
+    return found
+
+
+def runtime_advice() -> str:
+    """Return the command that installs an OpenCL runtime for the CPU on this platform."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) in {("Linux", "x86_64"), ("Windows", "AMD64")}:
+        return "Install one with `pip install 'heterollm[host]'`."
+    if system == "Linux":
+        return "Install the distribution's PoCL, such as `apt install pocl-opencl-icd`."
+    return "Install the OpenCL driver of the machine's vendor."
+
+
+def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
+    extensions = tuple(device.extensions.split())
+    is_cpu = bool(device.type & cl.device_type.CPU)
+    return DeviceTraits(
+        name=device.name.strip(),
+        platform=device.platform.name.strip(),
+        version=device.version.strip(),
+        driver=device.driver_version.strip(),
+        is_cpu=is_cpu,
+        has_half="cl_khr_fp16" in extensions,
+        has_subgroups="cl_khr_subgroups" in extensions or "cl_intel_subgroups" in extensions,
+        has_integer_dot="cl_khr_integer_dot_product" in extensions,
+        compute_units=device.max_compute_units,
+        max_work_group=device.max_work_group_size,
+        max_buffer_bytes=device.max_mem_alloc_size,
+        global_bytes=device.global_mem_size,
+        local_bytes=device.local_mem_size,
+        coherent=is_cpu if coherent is None else coherent,
+        extensions=extensions,
+    )
+
+
+def _mend_pocl(device: cl.Device) -> str | None:
+    if device.platform.name.strip() != POCL_NAME or not device.driver_version.startswith("3."):
+        return None
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return None
+    return mend_target(device.int_ptr)

@@ -1,0 +1,105 @@
+"""Give PoCL a processor name when its LLVM is older than the processor.
+
+The PyPI wheel carries PoCL 3.0 with LLVM 14. On a processor that this LLVM does not know,
+``getHostCPUName`` answers ``generic``, which its own compiler then refuses: every build fails with
+"unknown target CPU 'generic'" (https://github.com/pocl/pocl/issues/1049). PoCL reads no option for the
+name, but keeps it as a string pointer beside the target triple in its device structure. Where exactly
+that pair is found, the pointer is turned to the newest processor whose features this machine has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+from typing import Final
+
+__all__ = ["mend_target", "target_for"]
+
+logger = logging.getLogger(__name__)
+
+STRUCTURE_BYTES: Final = 2048
+UNKNOWN: Final = b"generic"
+TRIPLE_PREFIX: Final = b"x86_64-"
+# 512-bit vectors were measured slower than 256-bit ones under LLVM 14, so the list ends at AVX2.
+TARGETS: Final = (
+    ("haswell", frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})),
+    ("ivybridge", frozenset({"avx", "f16c"})),
+    ("nehalem", frozenset({"sse4_2"})),
+)
+
+# PoCL keeps the pointer for the life of the process, so the bytes must live as long.
+_names: list[ctypes.Array[ctypes.c_char]] = []
+
+
+def target_for(flags: frozenset[str]) -> str | None:
+    """Return the LLVM processor name to use for ``/proc/cpuinfo`` flags, or None if there is none."""
+    return next((name for name, needed in TARGETS if needed <= flags), None)
+
+
+def mend_target(device_pointer: int) -> str | None:
+    """Name the processor in PoCL's device structure if PoCL could not.
+
+    Args:
+        device_pointer: The ``cl_device_id`` of a PoCL 3 CPU device on Linux x86-64.
+
+    Returns:
+        The name that was set, or None if nothing had to or could be changed.
+    """
+    readable = _readable_ranges()
+    slot = _find_name_slot(device_pointer, readable)
+    if slot is None:
+        return None
+    target = target_for(_processor_flags())
+    if target is None:
+        return None
+    name = ctypes.create_string_buffer(target.encode())
+    _names.append(name)
+    slot.value = ctypes.addressof(name)
+    logger.info("PoCL does not know this processor; compiling its kernels for %s", target)
+    return target
+
+
+def _find_name_slot(device_pointer: int, readable: list[tuple[int, int]]) -> ctypes.c_uint64 | None:
+    """Return the pointer to ``generic`` that follows the pointer to the target triple, if it is there."""
+    for offset in range(0, STRUCTURE_BYTES, 8):
+        here = device_pointer + offset
+        if not _is_readable(here, 16, readable):
+            return None
+        triple = ctypes.c_uint64.from_address(here)
+        name = ctypes.c_uint64.from_address(here + 8)
+        if _text_at(triple.value, readable).startswith(TRIPLE_PREFIX) and (
+            _text_at(name.value, readable) == UNKNOWN
+        ):
+            return name
+    return None
+
+
+def _text_at(address: int, readable: list[tuple[int, int]], limit: int = 64) -> bytes:
+    if not _is_readable(address, limit, readable):
+        return b""
+    return ctypes.string_at(address, limit).split(b"\0", 1)[0]
+
+
+def _is_readable(address: int, size: int, readable: list[tuple[int, int]]) -> bool:
+    return any(start <= address and address + size <= stop for start, stop in readable)
+
+
+def _readable_ranges() -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode = line.split()[:2]
+        if mode.startswith("r"):
+            start, stop = (int(part, 16) for part in span.split("-"))
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+    return ranges
+
+
+def _processor_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
