@@ -1,0 +1,245 @@
+"""The protocol of an NPU part: slices of linear layers become prepared graphs of standard lengths.
+
+A backend states its properties (lengths, alignment, activation type, legal forms); nothing above asks for
+its name. Activations are row-major ``[m, k]`` in and ``[m, r]`` out, computed in place on memory that the
+caller owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.errors import GraphError
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
+
+__all__ = [
+    "STANDARD_LENGTHS",
+    "Form",
+    "NpuBackend",
+    "NpuGraph",
+    "NpuSlice",
+    "TimeKind",
+    "check_array",
+    "check_prepare",
+    "standard_length",
+]
+
+TimeKind = Literal["real", "emulated", "simulated"]
+
+Form = Literal["matmul_nbits", "activation_first", "weight_first"]
+"""How a slice is written as a graph: ``x·Wᵀ`` on packed codes, ``x·Wᵀ``, or ``(W·xᵀ)ᵀ``."""
+
+STANDARD_LENGTHS: tuple[int, ...] = (1, 32, 64, 128, 256, 512, 1024)
+"""Sequence lengths for which NPU graphs exist (HeteroLLM, section 4.1)."""
+
+SliceKey: TypeAlias = tuple[str, int, str, tuple[tuple[int, int], ...], WeightFormat]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NpuSlice:
+    """The NPU's output rows of one group of linear layers.
+
+    Args:
+        weight: ``[r, k]``, the rows of all members stacked in member order.
+        layer: Decoder layer; -1 for the head.
+        group: Name of the group.
+        row_ranges: Rows ``[start, stop)`` taken of each member.
+        weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
+
+    Raises:
+        GraphError: The ranges do not add up to the weight's rows.
+    """
+
+    weight: LinearWeight
+    layer: int
+    group: str
+    row_ranges: tuple[tuple[int, int], ...]
+    weights_key: str
+
+    def __post_init__(self) -> None:
+        stated = sum(stop - start for start, stop in self.row_ranges)
+        if stated != self.rows or any(not 0 <= start <= stop for start, stop in self.row_ranges):
+            raise GraphError(
+                f"{self.label} has {self.rows} rows, but the ranges {self.row_ranges} name {stated}."
+            )
+        if self.rows < 1 or self.columns < 1:
+            raise GraphError(f"{self.label} is empty: [{self.rows}, {self.columns}].")
+
+    @property
+    def rows(self) -> int:
+        """Output rows ``r`` of all members together."""
+        return self.weight.rows if isinstance(self.weight, QuantizedTensor) else int(self.weight.shape[0])
+
+    @property
+    def columns(self) -> int:
+        """Inputs ``k``."""
+        return self.weight.columns if isinstance(self.weight, QuantizedTensor) else int(self.weight.shape[1])
+
+    @property
+    def format(self) -> WeightFormat:
+        """The number format."""
+        return weight_format(self.weight)
+
+    @property
+    def label(self) -> str:
+        """What to call the slice in messages."""
+        return f"{self.group} of layer {self.layer}" if self.layer >= 0 else self.group
+
+    @property
+    def key(self) -> SliceKey:
+        """What tells this slice's numbers apart from any other's."""
+        return (self.weights_key, self.layer, self.group, self.row_ranges, self.format)
+
+
+class NpuGraph(Protocol):
+    """One slice, ready to run at one length."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of one run."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Output rows ``r``."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Inputs ``k``."""
+        ...
+
+    def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
+        """Return a call that reads ``x`` and writes ``y`` in place, in the calling thread.
+
+        It returns when ``y`` is complete, releases the interpreter lock meanwhile, and creates no NumPy or
+        ONNX Runtime object. Both arrays must outlive the call object.
+
+        Args:
+            x: C-contiguous ``[length, k]`` in the backend's activation type, in long-lived memory.
+            y: C-contiguous ``[length, r]`` in the same type, not overlapping ``x``.
+
+        Raises:
+            GraphError: An array's shape, type or layout would make the runtime copy it.
+        """
+        ...
+
+
+class NpuBackend(Protocol):
+    """An NPU part, or what stands for one."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in reports."""
+        ...
+
+    @property
+    def time_kind(self) -> TimeKind:
+        """Whether its time is real, emulated or simulated."""
+        ...
+
+    @property
+    def standard_lengths(self) -> tuple[int, ...]:
+        """The lengths that :meth:`prepare` accepts, ascending."""
+        ...
+
+    @property
+    def row_alignment(self) -> int:
+        """Row cuts must lie on multiples of this."""
+        ...
+
+    @property
+    def activation_dtype(self) -> np.dtype[Any]:
+        """Element type of every graph's input and output."""
+        ...
+
+    @property
+    def compiled_count(self) -> int:
+        """Graphs built so far by this object, as opposed to loaded from the cache."""
+        ...
+
+    @property
+    def loaded_count(self) -> int:
+        """Graphs opened so far from an existing cache file."""
+        ...
+
+    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
+        """Return the forms in which such a weight can run, best first; empty if it cannot."""
+        ...
+
+    def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> NpuGraph:
+        """Return the graph of a slice at one standard length, built or loaded; the first form by default.
+
+        Raises:
+            GraphError: The length is not a standard one, the form is not legal for the slice's format, or
+                the graph does not compile or does not land on the NPU as a whole.
+            CacheError: The cache folder cannot be written or locked.
+        """
+        ...
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the software that computes, for keys and reports."""
+        ...
+
+    def close(self) -> None:
+        """Free all sessions; graphs must not run afterwards. May be called twice."""
+        ...
+
+
+def standard_length(backend: NpuBackend, tokens: int) -> int:
+    """Return the smallest standard length that holds ``tokens``.
+
+    Raises:
+        GraphError: There is none; a longer prompt must be run in chunks.
+    """
+    for length in backend.standard_lengths:
+        if 0 < tokens <= length:
+            return length
+    raise GraphError(
+        f"{backend.name} runs 1 to {backend.standard_lengths[-1]} tokens at a time, not {tokens}."
+    )
+
+
+def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form | None) -> Form:
+    """Return the form to build, after checking that the backend takes the slice at that length.
+
+    Raises:
+        GraphError: It does not.
+    """
+    if length not in backend.standard_lengths:
+        raise GraphError(
+            f"{backend.name} has no graphs of length {length}.",
+            fix=f"Pad to one of {', '.join(map(str, backend.standard_lengths))}.",
+        )
+    forms = backend.forms(part.format)
+    if not forms:
+        raise GraphError(
+            f"{backend.name} cannot compute {part.label} with {part.format} weights.",
+            fix="Choose another precision or group size.",
+        )
+    if form is not None and form not in forms:
+        raise GraphError(
+            f"{backend.name} cannot run {part.label} ({part.format}) as {form}.",
+            fix=f"Legal forms: {', '.join(forms)}.",
+        )
+    return form or forms[0]
+
+
+def check_array(array: NDArray[Any], what: str, shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
+    """Refuse an array that ONNX Runtime would silently copy instead of using in place.
+
+    Raises:
+        GraphError: Its shape, type, layout or writability is wrong.
+    """
+    if array.shape != shape or array.dtype != dtype:
+        raise GraphError(f"{what} must be {dtype} {list(shape)}, not {array.dtype} {list(array.shape)}.")
+    if not array.flags.c_contiguous:
+        raise GraphError(f"{what} is not contiguous (strides {array.strides}) and would be copied.")
+    if not array.flags.writeable or not array.flags.aligned:
+        raise GraphError(f"{what} is read-only or misaligned and cannot be computed on in place.")
