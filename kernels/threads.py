@@ -1,0 +1,72 @@
+"""Which processor cores each part of the ``host`` device uses."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from heterollm.errors import OptionError
+
+__all__ = ["ThreadSplit", "allowed_cores", "pin_current_thread", "split_threads"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadSplit:
+    """The cores of the two parts; they overlap only where there are fewer cores than threads."""
+
+    gpu_cores: tuple[int, ...]
+    npu_cores: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.gpu_cores)} GPU thread(s), {len(self.npu_cores)} NPU thread(s)"
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """Return the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None) -> ThreadSplit:
+    """Divide the allowed cores between the parts: half each unless told otherwise.
+
+    Args:
+        gpu_threads: Threads of the GPU part, at least 1.
+        npu_threads: Threads of the NPU part; 0 opens the device without an NPU.
+
+    Raises:
+        OptionError: A number is out of range, or both together exceed the allowed cores.
+    """
+    cores = allowed_cores()
+    half = max(1, len(cores) // 2)
+    if gpu_threads is None:
+        gpu_threads = half if npu_threads is None else max(1, len(cores) - npu_threads)
+    if npu_threads is None:
+        npu_threads = max(1 if gpu_threads <= half else 0, len(cores) - gpu_threads)
+    if gpu_threads < 1 or npu_threads < 0 or max(gpu_threads, npu_threads) > len(cores):
+        raise OptionError(
+            f"{gpu_threads} GPU and {npu_threads} NPU threads do not fit {len(cores)} cores.",
+            fix="The GPU part needs 1 thread or more, the NPU part 0 or more.",
+        )
+    if gpu_threads + npu_threads > max(2, len(cores)):
+        raise OptionError(
+            f"{gpu_threads} GPU and {npu_threads} NPU threads exceed the {len(cores)} cores of this process.",
+            fix="Lower one of them.",
+        )
+    return ThreadSplit(cores[:gpu_threads], cores[len(cores) - npu_threads :] if npu_threads else ())
+
+
+def pin_current_thread(cores: tuple[int, ...]) -> bool:
+    """Keep the calling thread on these cores; returns False, with a log line, where that fails."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return False
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        logger.warning("Cannot pin the engine thread to cores %s (%s); it runs unpinned", cores, error)
+        return False
+    return True
