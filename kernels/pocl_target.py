@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Final
 
-__all__ = ["mend_target", "target_for"]
+__all__ = ["mend_target", "target_for", "target_for_this_machine"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ def target_for(flags: frozenset[str]) -> str | None:
     return next((name for name, needed in TARGETS if needed <= flags), None)
 
 
+def target_for_this_machine() -> str | None:
+    """Return the LLVM processor name that fits this machine, or None if none of the list does."""
+    return target_for(_processor_flags())
+
+
 def mend_target(device_pointer: int) -> str | None:
     """Name the processor in PoCL's device structure if PoCL could not.
 
@@ -50,7 +55,7 @@ def mend_target(device_pointer: int) -> str | None:
     slot = _find_name_slot(device_pointer, readable)
     if slot is None:
         return None
-    target = target_for(_processor_flags())
+    target = target_for_this_machine()
     if target is None:
         return None
     name = ctypes.create_string_buffer(target.encode())
@@ -61,7 +66,7 @@ def mend_target(device_pointer: int) -> str | None:
 
 
 def _find_name_slot(device_pointer: int, readable: list[tuple[int, int]]) -> ctypes.c_uint64 | None:
-    """Return the pointer to ``generic`` that follows the pointer to the target triple, if it is there."""
+    """Find the pointer to ``generic`` that follows the pointer to the target triple, if it is there."""
     for offset in range(0, STRUCTURE_BYTES, 8):
         here = device_pointer + offset
         if not _is_readable(here, 16, readable):
@@ -99,7 +104,11 @@ def _readable_ranges() -> list[tuple[int, int]]:
 
 
 def _processor_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
     return frozenset()

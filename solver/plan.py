@@ -134,7 +134,7 @@ class Plan:
                 entry.placement.check(spec, length)
                 return entry.placement
         raise PlanError(
-            f"The plan has no entry for group {spec.group} of layer {spec.layer}, {phase} of {length} tokens.",
+            f"The plan has no entry for {spec.group} of layer {spec.layer}, {phase} of {length} tokens.",
             fix="Add one, or use a plan level.",
         )
 

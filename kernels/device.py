@@ -1,0 +1,306 @@
+"""Devices: a GPU part, an NPU part, and the memory between them, opened by name.
+
+A device is opened on the thread that will run it (the engine thread), because cores are given out by the
+affinity of the thread that opens it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import numpy as np
+
+from heterollm.errors import DeviceError, OptionError
+from heterollm.kernels.cache import cache_root
+from heterollm.kernels.npu import NpuBackend, TimeKind
+from heterollm.kernels.pocl_target import target_for_this_machine
+from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
+
+if TYPE_CHECKING:
+    from heterollm.kernels.opencl_runtime import OpenClRuntime
+
+__all__ = ["DEVICE_NAMES", "Device", "DeviceName", "DeviceStatus", "list_devices", "open_device"]
+
+logger = logging.getLogger(__name__)
+
+DeviceName = Literal["snapdragon", "host", "emulator"]
+DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
+QUALCOMM: Final = "qualcomm"
+
+# The CPU runtimes take their thread count once per process, from the environment.
+_process_split: ThreadSplit | None = None
+
+
+@dataclass(slots=True)
+class Device:
+    """An opened device.
+
+    Args:
+        name: Its name.
+        gpu: The OpenCL part.
+        npu: The NPU part; None if the device was opened without one.
+        split: Cores of the two parts, where they share one processor.
+        activation_dtype: Storage type of what feeds and leaves a linear layer.
+        cache_dtype: Storage type of the KV cache.
+        time_kind: Whether times measured on it are real, emulated or simulated.
+        reason: Why ``auto`` chose it; empty if it was asked for.
+    """
+
+    name: DeviceName
+    gpu: OpenClRuntime
+    npu: NpuBackend | None
+    split: ThreadSplit
+    activation_dtype: np.dtype[Any]
+    cache_dtype: np.dtype[Any]
+    time_kind: TimeKind
+    reason: str = ""
+
+    @property
+    def standard_lengths(self) -> tuple[int, ...]:
+        """Lengths for which NPU graphs exist; empty without an NPU."""
+        return () if self.npu is None else self.npu.standard_lengths
+
+    def pin(self) -> bool:
+        """Pin the calling thread (the engine thread) to the NPU part's cores."""
+        return pin_current_thread(self.split.npu_cores or allowed_cores())
+
+    def description(self) -> dict[str, Any]:
+        """Return parts, drivers and thread split: what a measurement must be filed under."""
+        traits = self.gpu.traits
+        return {
+            "device": self.name,
+            "time": self.time_kind,
+            "gpu": traits.name,
+            "gpu_driver": f"{traits.platform} {traits.driver}",
+            "npu": None if self.npu is None else self.npu.name,
+            "npu_versions": {} if self.npu is None else self.npu.versions(),
+            "gpu_threads": len(self.split.gpu_cores),
+            "npu_threads": len(self.split.npu_cores),
+            "activation_dtype": self.activation_dtype.name,
+        }
+
+    def fingerprint(self) -> str:
+        """Return a short hash of :meth:`description`."""
+        text = json.dumps(self.description(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def close(self) -> None:
+        """Release the NPU's sessions; OpenCL memory goes with its last reference."""
+        if self.npu is not None:
+            self.npu.close()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """Whether a device can be opened here; if not, why and what to install."""
+
+    name: str
+    usable: bool
+    gpu: str
+    npu: str
+    reason: str
+    fix: str
+
+
+def open_device(
+    name: str = "auto",
+    *,
+    gpu_threads: int | None = None,
+    npu_threads: int | None = None,
+    profiling: bool = False,
+    coherent: bool | None = None,
+) -> Device:
+    """Open a device on the calling thread.
+
+    Args:
+        name: ``snapdragon``, ``host``, ``emulator``, or ``auto``: ``snapdragon`` if both of its parts pass
+            a self-test, else ``host``.
+        gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU part on ``host``; 0 opens it without an NPU.
+        profiling: Whether OpenCL events carry timestamps.
+        coherent: Overrides whether host and GPU see each other's writes without map and unmap.
+
+    Raises:
+        DeviceError: A part is missing or fails; the message says what to install.
+        OptionError: The name or a thread count is not legal.
+    """
+    if name == "auto":
+        try:
+            device = _open_snapdragon(profiling, coherent)
+            device.reason = "both parts passed a self-test"
+        except DeviceError as error:
+            device = _open_host(gpu_threads, npu_threads, profiling, coherent)
+            device.reason = f"no snapdragon here: {error.message}"
+        return device
+    if name == "snapdragon":
+        return _open_snapdragon(profiling, coherent)
+    if name == "host":
+        return _open_host(gpu_threads, npu_threads, profiling, coherent)
+    if name == "emulator":
+        return _open_emulator(gpu_threads, profiling, coherent)
+    raise OptionError(f"There is no device {name!r}.", fix=f"Choose auto, {', '.join(DEVICE_NAMES)}.")
+
+
+def list_devices() -> list[DeviceStatus]:
+    """Return what is here, and for what is not usable why and what to install. Opens nothing."""
+    checks: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
+        "snapdragon": (_find_adreno, lambda: _require_qnn(emulator=False)),
+        "host": (_find_cpu, _require_onnxruntime),
+        "emulator": (_find_cpu, lambda: _require_qnn(emulator=True)),
+    }
+    statuses = []
+    for name, parts in checks.items():
+        texts: list[str] = []
+        reasons: list[str] = []
+        fixes: list[str] = []
+        for check in parts:
+            try:
+                texts.append(check())
+            except DeviceError as error:
+                texts.append("missing")
+                reasons.append(error.message)
+                fixes.append(error.fix)
+        reason, fix = " ".join(reasons), " ".join(dict.fromkeys(filter(None, fixes)))
+        statuses.append(DeviceStatus(name, not reasons, texts[0], texts[1], reason, fix))
+    return statuses
+
+
+# -- the three devices -------------------------------------------------------------------------------
+
+
+def _open_host(
+    gpu_threads: int | None, npu_threads: int | None, profiling: bool, coherent: bool | None
+) -> Device:
+    _require_onnxruntime()
+    split = split_threads(gpu_threads, npu_threads)
+    gpu = _open_cpu_opencl(split, profiling, coherent)
+    from heterollm.kernels.npu_host import HostNpu
+
+    npu = HostNpu(threads=len(split.npu_cores)) if split.npu_cores else None
+    float32 = np.dtype(np.float32)
+    return Device("host", gpu, npu, split, float32, float32, "real")
+
+
+def _open_emulator(gpu_threads: int | None, profiling: bool, coherent: bool | None) -> Device:
+    _require_qnn(emulator=True)
+    split = split_threads(gpu_threads)
+    gpu = _open_cpu_opencl(split, profiling, coherent)
+    from heterollm.kernels.npu_qnn import QnnNpu
+
+    npu = QnnNpu(emulator=True)
+    return Device("emulator", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "emulated")
+
+
+def _open_snapdragon(profiling: bool, coherent: bool | None) -> Device:
+    _find_adreno()
+    _require_qnn(emulator=False)
+    from heterollm.kernels.npu_qnn import QnnNpu
+    from heterollm.kernels.opencl_runtime import OpenClRuntime
+
+    device = next(device for _, device in _opencl_devices() if QUALCOMM in device.vendor.lower())
+    gpu = OpenClRuntime(device, profiling=profiling, coherent=coherent)
+    npu = QnnNpu(emulator=False)
+    npu.self_test()
+    split = ThreadSplit((), ())
+    return Device("snapdragon", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "real")
+
+
+def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None) -> OpenClRuntime:
+    global _process_split
+    if _process_split is not None and _process_split.gpu_cores != split.gpu_cores:
+        raise DeviceError(
+            f"OpenCL is already open in this process with {len(_process_split.gpu_cores)} thread(s), "
+            f"not {len(split.gpu_cores)}.",
+            fix="Its thread count is fixed at the first use: start another process for another split.",
+        )
+    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
+    target = target_for_this_machine() or "default"
+    os.environ.setdefault("POCL_CACHE_DIR", str(cache_root() / "opencl" / f"pocl-{target}"))
+    before = allowed_cores()
+    # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
+    pin_current_thread(split.gpu_cores)
+    try:
+        _find_cpu()
+        from heterollm.kernels.opencl_runtime import OpenClRuntime
+
+        device = next(device for platform_name, device in _cpu_devices(_opencl_devices()))
+        runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
+    finally:
+        pin_current_thread(before)
+    _process_split = split
+    if "portable" in runtime.traits.platform.lower() and runtime.traits.compute_units != len(split.gpu_cores):
+        raise DeviceError(
+            f"OpenCL runs {runtime.traits.compute_units} thread(s) in this process, not "
+            f"{len(split.gpu_cores)}: it was opened before heterollm could set the number.",
+            fix="Open the device first, or set POCL_MAX_PTHREAD_COUNT before anything uses OpenCL.",
+        )
+    return runtime
+
+
+# -- what is installed -------------------------------------------------------------------------------
+
+
+def _opencl_devices() -> list[tuple[str, Any]]:
+    if importlib.util.find_spec("pyopencl") is None:
+        if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
+            raise DeviceError(
+                "pyopencl is not installed, and has no wheel for Windows on Arm.",
+                fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`.",
+            )
+        raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
+    from heterollm.kernels.opencl_runtime import list_opencl_devices
+
+    return list_opencl_devices()
+
+
+def _cpu_devices(devices: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    import pyopencl as cl
+
+    return [(name, device) for name, device in devices if device.type & cl.device_type.CPU]
+
+
+def _find_cpu() -> str:
+    found = _cpu_devices(_opencl_devices())
+    if not found:
+        from heterollm.kernels.opencl_runtime import runtime_advice
+
+        raise DeviceError("No OpenCL runtime for the CPU was found.", fix=runtime_advice())
+    name, device = found[0]
+    return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
+
+
+def _find_adreno() -> str:
+    devices = _opencl_devices()
+    for name, device in devices:
+        if QUALCOMM in device.vendor.lower():
+            return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
+    seen = ", ".join(f"{device.name.strip()}" for _, device in devices) or "none"
+    raise DeviceError(
+        f"No Adreno among the OpenCL devices ({seen}).",
+        fix="On a Snapdragon whose `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder.",
+    )
+
+
+def _require_onnxruntime() -> str:
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise DeviceError("onnxruntime is not installed.", fix="Run `pip install onnxruntime`.")
+    import onnxruntime
+
+    return f"onnxruntime {onnxruntime.__version__} CPU provider"
+
+
+def _require_qnn(*, emulator: bool) -> str:
+    from heterollm.kernels.npu_qnn import qnn_available
+
+    usable, text, fix = qnn_available(emulator=emulator)
+    if not usable:
+        raise DeviceError(text, fix=fix)
+    return text
