@@ -228,10 +228,9 @@ def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None)
     # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
     pin_current_thread(split.gpu_cores)
     try:
-        _find_cpu()
+        _, device = _cpu_device()
         from heterollm.kernels.opencl_runtime import OpenClRuntime
 
-        device = next(device for platform_name, device in _cpu_devices(_opencl_devices()))
         runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
     finally:
         pin_current_thread(before)
@@ -261,20 +260,19 @@ def _opencl_devices() -> list[tuple[str, Any]]:
     return list_opencl_devices()
 
 
-def _cpu_devices(devices: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    import pyopencl as cl
-
-    return [(name, device) for name, device in devices if device.type & cl.device_type.CPU]
-
-
 def _find_cpu() -> str:
-    found = _cpu_devices(_opencl_devices())
-    if not found:
-        from heterollm.kernels.opencl_runtime import runtime_advice
-
-        raise DeviceError("No OpenCL runtime for the CPU was found.", fix=runtime_advice())
-    name, device = found[0]
+    name, device = _cpu_device()
     return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
+
+
+def _cpu_device() -> tuple[str, Any]:
+    devices = _opencl_devices()
+    from heterollm.kernels.opencl_runtime import is_cpu, runtime_advice
+
+    found = next((entry for entry in devices if is_cpu(entry[1])), None)
+    if found is None:
+        raise DeviceError("No OpenCL runtime for the CPU was found.", fix=runtime_advice())
+    return found
 
 
 def _find_adreno() -> str:
@@ -285,7 +283,7 @@ def _find_adreno() -> str:
     seen = ", ".join(f"{device.name.strip()}" for _, device in devices) or "none"
     raise DeviceError(
         f"No Adreno among the OpenCL devices ({seen}).",
-        fix="On a Snapdragon whose `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder.",
+        fix="If `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder.",
     )
 
 

@@ -24,7 +24,18 @@ from heterollm.kernels.cache import atomic_path, cache_root
 from heterollm.kernels.pocl_target import mend_target
 from heterollm.units import PAGE_BYTES, format_bytes, round_up
 
-__all__ = ["Argument", "DeviceTraits", "Launch", "OpenClRuntime", "SharedArray", "aligned_empty"]
+__all__ = [
+    "Argument",
+    "DeviceTraits",
+    "Launch",
+    "OpenClRuntime",
+    "SharedArray",
+    "aligned_empty",
+    "is_cpu",
+    "list_opencl_devices",
+    "read_sources",
+    "runtime_advice",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -336,6 +347,11 @@ def list_opencl_devices() -> list[tuple[str, cl.Device]]:
     return found
 
 
+def is_cpu(device: cl.Device) -> bool:
+    """Whether a device computes on the host's processor."""
+    return bool(device.type & cl.device_type.CPU)
+
+
 def runtime_advice() -> str:
     """Return the command that installs an OpenCL runtime for the CPU on this platform."""
     system, machine = platform.system(), platform.machine()
@@ -348,13 +364,12 @@ def runtime_advice() -> str:
 
 def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
     extensions = tuple(device.extensions.split())
-    is_cpu = bool(device.type & cl.device_type.CPU)
     return DeviceTraits(
         name=device.name.strip(),
         platform=device.platform.name.strip(),
         version=device.version.strip(),
         driver=device.driver_version.strip(),
-        is_cpu=is_cpu,
+        is_cpu=is_cpu(device),
         has_half="cl_khr_fp16" in extensions,
         has_subgroups="cl_khr_subgroups" in extensions or "cl_intel_subgroups" in extensions,
         has_integer_dot="cl_khr_integer_dot_product" in extensions,
@@ -363,7 +378,7 @@ def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
         max_buffer_bytes=device.max_mem_alloc_size,
         global_bytes=device.global_mem_size,
         local_bytes=device.local_mem_size,
-        coherent=is_cpu if coherent is None else coherent,
+        coherent=is_cpu(device) if coherent is None else coherent,
         extensions=extensions,
     )
 

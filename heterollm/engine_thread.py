@@ -1,0 +1,82 @@
+"""The one thread that talks to the device: opened, pinned and fed here.
+
+Everything that touches OpenCL or an NPU session runs on it, so calls from several threads are serialised,
+and the caller's own thread is never pinned.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from heterollm.errors import EngineError
+
+__all__ = ["EngineThread"]
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs submitted calls one after the other on its own thread."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        # A daemon, so that a program which forgets to close the model still ends.
+        self._thread = threading.Thread(target=self._work, name="heterollm-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more calls are taken."""
+        return self._closed
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call and return its future.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise EngineError("The model is closed.", fix="Load it again.")
+            self._calls.put((call, future))
+        return future
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Run a call on the engine thread and return its result.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
+        if threading.current_thread() is self._thread:
+            return call()
+        return self.submit(call).result()
+
+    def close(self) -> None:
+        """Let the queued calls finish and end the thread. May be called twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            # Nothing of the last call, its memory above all, may live on while the thread waits.
+            del item, call, future
