@@ -1,0 +1,323 @@
+"""Linear layers on the OpenCL device: packing of the weights, and one launch for any cut of a group.
+
+Weights keep their number format. Output rows are stored in blocks of 64 whose words of consecutive inputs lie
+side by side (`kernels/opencl/linear.h`): 64 work-items of a GPU read one contiguous run, and so does one
+work-item of a CPU with 8-wide vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.errors import KernelError
+from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray, aligned_empty
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
+from heterollm.units import round_up
+
+__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "KernelStyle", "RowRange"]
+
+RowRange: TypeAlias = tuple[int, int]
+"""Output rows ``[start, stop)`` of one member."""
+
+KernelStyle = Literal["vector", "simt"]
+"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: a column a work-item, for GPUs."""
+
+ROW_ALIGNMENT: Final = 64
+"""Multiple at which the kept rows of a member may start; they may stop anywhere."""
+
+COLUMNS_MULTIPLE: Final = 16
+"""Multiple that the inputs of a linear must be of."""
+
+BLOCKS: Final = (16, 32, 64, 128)
+"""Quantisation blocks that the kernels take."""
+
+# As in linear_vector.cl and linear_simt.cl.
+VECTOR_ONE_TILES: Final = 2
+VECTOR_MANY_TILES: Final = 4
+VECTOR_STRIP: Final = 4
+VECTOR_MAX_TOKEN_STEP: Final = 128
+SIMT_SLICES: Final = 4
+SIMT_ITEMS: Final = (16, 8)
+SIMT_TOKEN_STEP: Final = 32
+SIMT_EMBEDDING_SPAN: Final = 16
+SIMT_EMBEDDING_ITEMS: Final = 64
+
+
+class GpuLinear:
+    """The linear layers of one group, packed and uploaded; made by :meth:`pack`.
+
+    Attributes:
+        member_rows: Output rows of each member.
+        columns: Inputs ``k``.
+        format: Number format of the weights.
+        size_bytes: Device memory that the weights take.
+    """
+
+    __slots__ = (
+        "_half",
+        "_parameters",
+        "_runtime",
+        "_scales",
+        "_tiles",
+        "_weights",
+        "_zeros",
+        "columns",
+        "format",
+        "member_rows",
+        "size_bytes",
+    )
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        member_rows: tuple[int, ...],
+        columns: int,
+        number_format: WeightFormat,
+        arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None],
+        activation_dtype: DTypeLike,
+    ) -> None:
+        self.member_rows = member_rows
+        self.columns = columns
+        self.format = number_format
+        self.size_bytes = sum(array.nbytes for array in arrays if array is not None)
+        self._runtime = runtime
+        self._half = np.dtype(activation_dtype) == np.float16
+        self._weights, self._scales, self._zeros = (
+            None if array is None else runtime.upload(array) for array in arrays
+        )
+        self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
+        self._tiles: dict[tuple[RowRange, ...], tuple[Any, int]] = {}
+
+    @classmethod
+    def pack(
+        cls, runtime: OpenClRuntime, members: Sequence[LinearWeight], *, activation_dtype: DTypeLike
+    ) -> GpuLinear:
+        """Pack the weights of a group and give them to the device.
+
+        Args:
+            runtime: The device.
+            members: Weights ``[n, k]`` of one format and one ``k``.
+            activation_dtype: float32 or float16, of inputs and outputs.
+
+        Raises:
+            KernelError: A shape or format that the kernels cannot compute, or too little device memory.
+        """
+        number_format, columns = _check_members(members)
+        if np.dtype(activation_dtype) not in (np.float32, np.float16):
+            raise KernelError(f"Activations are float32 or float16, not {np.dtype(activation_dtype)}.")
+        blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(_codes, members))
+        depth = columns * number_format.bits // 32 if number_format.quantized else columns
+        word = np.dtype(np.uint32) if number_format.quantized else _codes(members[0]).dtype
+        weights = aligned_empty((blocks, depth, 64), word)
+        scales = zeros = None
+        if number_format.quantized:
+            groups = columns // number_format.block
+            scales = aligned_empty((blocks, groups, 64), np.float16)
+            zeros = None if number_format.symmetric else aligned_empty((blocks, groups, 64), np.uint8)
+        first = 0
+        for member in members:
+            count = round_up(_codes(member).shape[0], 64) // 64
+            _pack_member(member, first, count, weights, scales, zeros)
+            first += count
+        rows = tuple(_codes(member).shape[0] for member in members)
+        return cls(runtime, rows, columns, number_format, (weights, scales, zeros), activation_dtype)
+
+    def launch(
+        self,
+        x: SharedArray,
+        y: SharedArray,
+        *,
+        tokens: int,
+        first_token: int = 0,
+        kept: Sequence[RowRange] | None = None,
+        output_dtype: DTypeLike | None = None,
+        style: KernelStyle | None = None,
+        label: str,
+    ) -> Launch:
+        """Return the prepared call of ``y[t] = x[t] @ kept rows of W.T`` for ``tokens`` rows.
+
+        Args:
+            x: Slot that starts with the activations, ``[first_token + tokens, k]`` in the activation type.
+            y: Slot for the output, ``[first_token + tokens, kept rows]``.
+            tokens: Rows ``m`` to compute.
+            first_token: The first of them; both slots are counted from token 0.
+            kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; default all. The
+                output columns are the kept rows of the members one after the other.
+            output_dtype: float32, where the activations are float16 and the output is not.
+            style: Kernel family; default by what the device is.
+            label: Name for traces and errors.
+
+        Raises:
+            KernelError: Ranges that do not fit, or a slot that is too small.
+        """
+        if tokens < 1 or first_token < 0:
+            raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
+        ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
+        rows = sum(stop - start for start, stop in ranges)
+        tiles, tile_count = self._tile_map(ranges, label)
+        half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
+        _check_slot(x, (first_token + tokens) * self.columns * (2 if self._half else 4), f"{label} input")
+        _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
+        chosen = style or ("vector" if self._runtime.traits.is_cpu else "simt")
+        token_step, global_size, local_size = _grid(chosen, tokens, tile_count)
+        defines = {"BITS": self.format.bits}
+        if self._half:
+            defines["ACT_HALF"] = 1
+            if not half_output:
+                defines["OUT_FLOAT"] = 1
+        kernel = self._runtime.kernel(
+            ("common.h", "linear.h", f"linear_{chosen}.cl"),
+            f"linear_{chosen}_{'one' if tokens == 1 else 'many'}",
+            defines,
+        )
+        sizes = (np.int32(self.columns), np.int32(rows), *self._parameters)
+        span = (np.int32(first_token), np.int32(tokens), np.int32(token_step))
+        arguments: tuple[Argument, ...] = (*self._device_weights(), x, y, tiles, *sizes, *span)
+        return self._runtime.launch(kernel, arguments, global_size, local_size, label)
+
+    def embed_launch(
+        self,
+        tokens: SharedArray,
+        y: SharedArray,
+        *,
+        count: int,
+        scale: float = 1.0,
+        style: KernelStyle | None = None,
+        label: str = "embedding",
+    ) -> Launch:
+        """Return the prepared call of ``y[t] = scale * W[tokens[t]]`` for ``count`` tokens.
+
+        The table is the only member, so that a tied head and the embedding share one copy.
+
+        Args:
+            tokens: Slot that starts with int32 row ids; the kernel limits them to the table.
+            y: Slot for the float32 residual stream ``[count, k]``.
+            count: Tokens to look up.
+            scale: Factor on every element.
+            style: Kernel family; default by what the device is.
+            label: Name for traces and errors.
+
+        Raises:
+            KernelError: Several members, or a slot that is too small.
+        """
+        if len(self.member_rows) != 1 or count < 1:
+            raise KernelError(f"{label}: cannot look up {count} tokens in {len(self.member_rows)} tables.")
+        _check_slot(tokens, count * 4, f"{label} token")
+        _check_slot(y, count * self.columns * 4, f"{label} output")
+        chosen = style or ("vector" if self._runtime.traits.is_cpu else "simt")
+        kernel = self._runtime.kernel(
+            ("common.h", "linear.h", "embedding.cl"), "embedding", {"BITS": self.format.bits}
+        )
+        span, items = self.columns, 1
+        if chosen == "simt":
+            span, items = SIMT_EMBEDDING_SPAN, SIMT_EMBEDDING_ITEMS
+        sizes = (np.int32(self.columns), np.int32(self.member_rows[0]), *self._parameters, np.int32(span))
+        arguments: tuple[Argument, ...] = (*self._device_weights(), tokens, y, *sizes, np.float32(scale))
+        global_size = (round_up(self.columns // span, items), count)
+        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label)
+
+    def _device_weights(self) -> tuple[Argument, Argument, Argument]:
+        # Arguments that a format does not use still need a buffer on some drivers.
+        return self._weights, self._scales or self._weights, self._zeros or self._weights
+
+    def _tile_map(self, kept: tuple[RowRange, ...], label: str) -> tuple[Any, int]:
+        if kept in self._tiles:
+            return self._tiles[kept]
+        if len(kept) != len(self.member_rows):
+            raise KernelError(f"{label}: {len(kept)} row ranges for {len(self.member_rows)} members.")
+        tiles: list[tuple[int, int, int, int]] = []
+        first_block = column = 0
+        for (start, stop), rows in zip(kept, self.member_rows, strict=True):
+            if not 0 <= start <= stop <= rows or (start < stop and start % ROW_ALIGNMENT):
+                raise KernelError(
+                    f"{label}: rows [{start}, {stop}) of a member with {rows} rows; a range starts at a "
+                    f"multiple of {ROW_ALIGNMENT} and lies inside."
+                )
+            for row in range(start, stop, 64):
+                width = min(64, stop - row)
+                tiles.append((first_block + row // 64, column, width, 0))
+                column += width
+            first_block += round_up(rows, 64) // 64
+        if not tiles:
+            raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
+        self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
+        return self._tiles[kept]
+
+
+def _grid(style: KernelStyle, tokens: int, tiles: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that a work-group computes, the global and the local size."""
+    if style == "simt":
+        if tokens == 1:
+            return 1, (64 * tiles, SIMT_SLICES), (64, SIMT_SLICES)
+        steps = -(-tokens // SIMT_TOKEN_STEP)
+        return SIMT_TOKEN_STEP, (SIMT_ITEMS[0] * tiles, SIMT_ITEMS[1] * steps), SIMT_ITEMS
+    if tokens == 1:
+        return 1, (VECTOR_ONE_TILES * tiles,), (1,)
+    # Equal steps: a short last one would dequantise all weights again for a few tokens.
+    steps = -(-tokens // VECTOR_MAX_TOKEN_STEP)
+    token_step = round_up(-(-tokens // steps), VECTOR_STRIP)
+    return token_step, (VECTOR_MANY_TILES * tiles, -(-tokens // token_step)), (1, 1)
+
+
+def _codes(weight: LinearWeight) -> NDArray[Any]:
+    return weight.codes if isinstance(weight, QuantizedTensor) else weight
+
+
+def _check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
+    if not members:
+        raise KernelError("A group needs at least one linear layer.")
+    formats = {weight_format(member) for member in members}
+    widths = {
+        member.columns if isinstance(member, QuantizedTensor) else int(member.shape[1]) for member in members
+    }
+    if len(formats) != 1 or len(widths) != 1:
+        raise KernelError(
+            f"The linears of a group differ: formats {sorted(map(str, formats))}, inputs {sorted(widths)}."
+        )
+    number_format, columns = formats.pop(), widths.pop()
+    if columns < 1 or columns % COLUMNS_MULTIPLE or not all(_codes(member).shape[0] for member in members):
+        raise KernelError(
+            f"A linear with {columns} inputs and {[_codes(member).shape[0] for member in members]} output rows "
+            f"cannot be computed: inputs must be a multiple of {COLUMNS_MULTIPLE}, rows at least one."
+        )
+    if number_format.quantized and number_format.block not in BLOCKS:
+        raise KernelError(f"A quantisation block of {number_format.block} is not one of {BLOCKS}.")
+    return number_format, columns
+
+
+def _pack_member(
+    member: LinearWeight,
+    first: int,
+    count: int,
+    weights: NDArray[Any],
+    scales: NDArray[Any] | None,
+    zeros: NDArray[Any] | None,
+) -> None:
+    if isinstance(member, QuantizedTensor):
+        codes = np.ascontiguousarray(member.codes).reshape(member.rows, -1)
+        _interleave(codes.view(np.uint32), weights[first : first + count])
+        if scales is not None:
+            _interleave(member.scales, scales[first : first + count])
+        if zeros is not None:
+            _interleave(member.unpacked_zero_points(), zeros[first : first + count])
+    else:
+        _interleave(member, weights[first : first + count])
+
+
+def _interleave(source: NDArray[Any], target: NDArray[Any]) -> None:
+    """Write ``source [n, depth]`` into ``target [ceil(n / 64), depth, 64]``, padded with zeros."""
+    whole, rest = divmod(source.shape[0], 64)
+    target[:whole] = source[: whole * 64].reshape(whole, 64, source.shape[1]).transpose(0, 2, 1)
+    if rest:
+        target[whole] = 0
+        target[whole, :, :rest] = source[whole * 64 :].T
+
+
+def _check_slot(slot: SharedArray, size_bytes: int, what: str) -> None:
+    if slot.array.nbytes < size_bytes:
+        raise KernelError(f"The {what} slot has {slot.array.nbytes} bytes, {size_bytes} are needed.")

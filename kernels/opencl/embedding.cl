@@ -1,0 +1,28 @@
+// Rows of a weight in the layout of linear.h, gathered by token id into the float residual stream.
+// Each work-item writes `span` inputs of one token; span is a multiple of 16.
+
+__kernel void embedding(
+    __global const weight_t *restrict weights, __global const half *restrict scales,
+    __global const uchar *restrict zeros, __global const int *restrict tokens, __global float *restrict y,
+    int columns, int table_rows, int block, int asymmetric, int span, float factor) {
+  const int first = get_global_id(0) * span, token = get_global_id(1);
+  if (first >= columns) return;
+  const int row = clamp(tokens[token], 0, table_rows - 1);
+  const size_t row_block = row / LANES;
+  const int lane = row % LANES;
+  y += (size_t)token * columns;
+  weights += row_block * (columns / WORD_INPUTS) * LANES + lane;
+#if BITS <= 8
+  for (int k = first; k < min(first + span, columns); k += WORD_INPUTS) {
+    const size_t group = (row_block * (columns / block) + k / block) * LANES + lane;
+    const float zero = asymmetric ? (float)zeros[group] : (float)MIDDLE;
+    const float scale = load_half(scales, group);
+    const uint q = weights[(size_t)(k / WORD_INPUTS) * LANES];
+    UNROLL for (int i = 0; i < WORD_INPUTS; i++)
+      y[k + i] = ((float)((q >> (BITS * i)) & CODE_MASK) - zero) * scale * factor;
+  }
+#else
+  for (int k = first; k < min(first + span, columns); k++)
+    y[k] = load_weight(weights, (size_t)k * LANES) * factor;
+#endif
+}

@@ -1,0 +1,50 @@
+// What the linear-layer kernels share: the weight layout and the arguments. Comes after common.h.
+//
+// Defines: BITS = 4, 8, 16 or 32, the bits of a weight. OUT_FLOAT = 1 writes float where act_t is half.
+//
+// Weights: rows in blocks of 64. BITS 4 or 8: uint [row block][k / WORD_INPUTS][64], the first input in the
+// lowest bits. BITS 16 or 32: half or float [row block][k][64]. Scales half and zero points uchar
+// [row block][k / block][64].
+//
+// tiles: one entry for each row block in use: (row block, its first output column, columns in use, 0).
+#define LANES 64
+
+#if BITS == 4
+typedef uint weight_t;
+#define WORD_INPUTS 8
+#define MIDDLE 8
+#elif BITS == 8
+typedef uint weight_t;
+#define WORD_INPUTS 4
+#define MIDDLE 128
+#elif BITS == 16
+typedef half weight_t;
+#define WORD_INPUTS 1
+#define load_weight8(p, i) load_half8(p, i)
+#define load_weight(p, i) load_half(p, i)
+#else
+typedef float weight_t;
+#define WORD_INPUTS 1
+#define load_weight8(p, i) load_float8(p, i)
+#define load_weight(p, i) ((p)[i])
+#endif
+#define CODE_MASK ((1u << (BITS & 15)) - 1u)
+
+#if defined(OUT_FLOAT) || !defined(ACT_HALF)
+typedef float out_t;
+#define store_out(v, p, i) ((p)[i] = (v))
+#define store_out8(v, p, i) store_float8(v, p, i)
+#else
+typedef half out_t;
+#define store_out(v, p, i) store_half(v, p, i)
+#define store_out8(v, p, i) store_half8(v, p, i)
+#endif
+
+// x is [tokens][columns] and y [tokens][rows], both counted from first_token. block, scales and zeros mean
+// nothing with float weights; zeros is read when asymmetric is not 0. token_step is the tokens that one
+// work-group of a kernel for many tokens computes.
+#define LINEAR_ARGUMENTS                                                                                     \
+  __global const weight_t *restrict weights, __global const half *restrict scales,                           \
+      __global const uchar *restrict zeros, __global const act_t *restrict x, __global out_t *restrict y,    \
+      __global const int4 *restrict tiles, int columns, int rows, int block, int asymmetric,                 \
+      int first_token, int tokens, int token_step

@@ -1,0 +1,119 @@
+// Linear layers for GPUs: a column for each work-item, inputs and weights staged in local memory.
+
+#if BITS <= 8
+static inline float zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
+  return asymmetric ? (float)zeros[index] : (float)MIDDLE;
+}
+#define CODE(q, i) ((float)(((q) >> (BITS * (i))) & CODE_MASK))
+#endif
+
+// ---- one token ------------------------------------------------------------------------------------------
+
+// Work-items that share a column, each with every SLICES-th block of inputs.
+#define SLICES 4
+// Inputs held in local memory at a time; a multiple of every block times SLICES.
+#define CHUNK 1024
+
+__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_one(LINEAR_ARGUMENTS) {
+  __local float inputs[CHUNK];
+  __local float partial[SLICES][LANES];
+  const int lane = get_local_id(0), slice = get_local_id(1);
+  const int4 tile = tiles[get_group_id(0)];
+#if BITS <= 8
+  const int step = block;
+#else
+  const int step = 16;
+#endif
+  x += (size_t)first_token * columns;
+  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
+  float total = 0.0f;
+  for (int start = 0; start < columns; start += CHUNK) {
+    const int depth = min(CHUNK, columns - start);
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int k = slice * LANES + lane; k < depth; k += LANES * SLICES) inputs[k] = load_act(x, start + k);
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int g = slice * step; g < depth; g += SLICES * step) {
+      __global const weight_t *source = weights + (size_t)((start + g) / WORD_INPUTS) * LANES;
+      float dot = 0.0f;
+#if BITS <= 8
+      const size_t group = ((size_t)tile.x * (columns / block) + (start + g) / block) * LANES + lane;
+      const float zero = zero_point(zeros, group, asymmetric);
+      for (int k = g; k < g + step; k += WORD_INPUTS, source += LANES) {
+        const uint q = *source;
+        UNROLL for (int i = 0; i < WORD_INPUTS; i++) dot = FMA(inputs[k + i], CODE(q, i) - zero, dot);
+      }
+      total = FMA(dot, load_half(scales, group), total);
+#else
+      for (int k = g; k < g + step; k++, source += LANES) dot = FMA(inputs[k], load_weight(source, 0), dot);
+      total += dot;
+#endif
+    }
+  }
+  partial[slice][lane] = total;
+  barrier(CLK_LOCAL_MEM_FENCE);
+  if (slice == 0 && lane < tile.z) {
+    for (int s = 1; s < SLICES; s++) total += partial[s][lane];
+    store_out(total, y + (size_t)first_token * rows + tile.y, lane);
+  }
+}
+
+// ---- many tokens ----------------------------------------------------------------------------------------
+
+// A work-group computes TILE_TOKENS x LANES outputs, each work-item 4 x 4 of them. token_step is TILE_TOKENS.
+#define TILE_TOKENS 32
+#define DEPTH 16
+#define ITEMS_X 16
+#define ITEMS_Y 8
+
+__kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_simt_many(LINEAR_ARGUMENTS) {
+  __local float4 inputs[DEPTH][TILE_TOKENS / 4];
+  __local float4 values[DEPTH][LANES / 4];
+  const int column = get_local_id(0), strip = get_local_id(1);
+  const int item = strip * ITEMS_X + column;
+  const int4 tile = tiles[get_group_id(0)];
+  const int token = get_group_id(1) * token_step;
+  const int count = min(token_step, tokens - token);
+  x += (size_t)(first_token + token) * columns;
+  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
+  float4 sums[4];
+  UNROLL for (int r = 0; r < 4; r++) sums[r] = 0.0f;
+
+  for (int start = 0; start < columns; start += DEPTH) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (item < TILE_TOKENS * DEPTH / 8) {
+      const int t = item / (DEPTH / 8), k = item % (DEPTH / 8) * 8;
+      // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
+      float8 v = load_act8(x, (size_t)min(t, count - 1) * columns + start + k);
+      const float *lanes = (const float *)&v;
+      UNROLL for (int i = 0; i < 8; i++) ((__local float *)inputs[k + i])[t] = lanes[i];
+    }
+    for (int i = item; i < LANES * DEPTH / WORD_INPUTS; i += ITEMS_X * ITEMS_Y) {
+      const int lane = i % LANES, k = i / LANES * WORD_INPUTS;
+      __global const weight_t *source = weights + (size_t)((start + k) / WORD_INPUTS) * LANES + lane;
+#if BITS <= 8
+      const size_t group = ((size_t)tile.x * (columns / block) + (start + k) / block) * LANES + lane;
+      const float scale = load_half(scales, group), zero = zero_point(zeros, group, asymmetric);
+      const uint q = *source;
+      UNROLL for (int j = 0; j < WORD_INPUTS; j++)
+        ((__local float *)values[k + j])[lane] = (CODE(q, j) - zero) * scale;
+#else
+      ((__local float *)values[k])[lane] = load_weight(source, 0);
+#endif
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    UNROLL for (int k = 0; k < DEPTH; k++) {
+      const float4 input = inputs[k][strip], value = values[k][column];
+      sums[0] = FMA((float4)input.x, value, sums[0]);
+      sums[1] = FMA((float4)input.y, value, sums[1]);
+      sums[2] = FMA((float4)input.z, value, sums[2]);
+      sums[3] = FMA((float4)input.w, value, sums[3]);
+    }
+  }
+  y += (size_t)(first_token + token) * rows + tile.y;
+  for (int r = 0; r < 4; r++) {
+    const int t = strip * 4 + r;
+    const float *lanes = (const float *)&sums[r];
+    for (int c = 0; c < 4; c++)
+      if (t < count && column * 4 + c < tile.z) store_out(lanes[c], y + (size_t)t * rows, column * 4 + c);
+  }
+}
