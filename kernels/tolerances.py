@@ -1,7 +1,9 @@
 """The gates that every part is held to, and the error measures they are stated in.
 
 All errors are against float64 on the dequantised weights. NMSE is ``sum((a - e)²) / sum(e²)``; SQNR is the
-same ratio in decibels, negated.
+same ratio in decibels, negated. A sum of few products can come out near zero, where rounding alone is a large
+relative error; a row or token of fewer than :data:`FEW_ELEMENTS` outputs is therefore held against the mean
+power of all where its own is smaller.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ LOGITS_WORST_DROP_DB = 15.0
 """How far below :data:`LOGITS_SQNR_DB` the worst vocabulary row or position may lie."""
 
 
+FEW_ELEMENTS = 8
+
+
 class LinearErrors(NamedTuple):
     """NMSE of one linear layer's output: as a whole, of its worst output row and of its worst token."""
 
@@ -63,9 +68,9 @@ def linear_errors(actual: NDArray[Any], expected: NDArray[Any]) -> LinearErrors:
     error = np.square(actual.astype(np.float64) - exact)
     power = np.square(exact)
     return LinearErrors(
-        float(_ratio(error.sum(keepdims=True), power.sum(keepdims=True)).item()),
-        float(np.max(_ratio(error.sum(axis=0), power.sum(axis=0)))),
-        float(np.max(_ratio(error.sum(axis=1), power.sum(axis=1)))),
+        _worst_ratio(error.sum(keepdims=True), power.sum(keepdims=True), error.size),
+        _worst_ratio(error.sum(axis=0), power.sum(axis=0), error.shape[0]),
+        _worst_ratio(error.sum(axis=1), power.sum(axis=1), error.shape[1]),
     )
 
 
@@ -85,7 +90,9 @@ def sqnr_db(actual: NDArray[Any], expected: NDArray[Any]) -> float:
         return float(10.0 * np.log10(np.square(exact).sum() / error))
 
 
-def _ratio(error: NDArray[np.float64], power: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide, where no error over no signal is no error and NaN stays NaN."""
+def _worst_ratio(error: NDArray[np.float64], power: NDArray[np.float64], elements: int) -> float:
+    """Return the largest quotient, where no error over no signal is no error and NaN stays NaN."""
+    if elements < FEW_ELEMENTS:
+        power = np.maximum(power, power.mean())
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where((error == 0.0) & (power == 0.0), 0.0, error / power)
+        return float(np.where((error == 0.0) & (power == 0.0), 0.0, error / power).max())

@@ -1,0 +1,200 @@
+"""The one builder of NPU graphs: a slice of linear layers as an ONNX model, its weights in a file beside it.
+
+Activations are ``[1, m, k]`` in and ``[1, m, r]`` out, in one element type throughout, because Hexagon takes
+MatMulNBits only at rank 3, without a bias, and rejects most casts. Weights lie in a file of their own so that
+ONNX Runtime maps them instead of copying them into a parsed model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from heterollm.errors import GraphError
+from heterollm.kernels.npu import Form, NpuSlice
+from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.units import PAGE_BYTES
+
+__all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "slice_digest", "write_graph"]
+
+GRAPH_VERSION = 1
+"""Raise when a built graph changes: cached binaries and profile samples of the old one are then dropped."""
+
+INPUT, OUTPUT = "x", "y"
+"""Names of the activations."""
+
+IR_VERSION = 10
+OPSET = 21
+MICROSOFT_OPSET = 1
+SAMPLED_ROWS = 64
+
+ONNX_TYPES: dict[np.dtype[Any], int] = {
+    np.dtype(np.float32): TensorProto.FLOAT,
+    np.dtype(np.float16): TensorProto.FLOAT16,
+    np.dtype(np.uint8): TensorProto.UINT8,
+}
+
+Tensors: TypeAlias = dict[str, NDArray[Any]]
+Built: TypeAlias = tuple[list[onnx.NodeProto], Tensors]
+
+
+def slice_digest(part: NpuSlice) -> str:
+    """Return a digest of what a slice is and, from a sample of its rows, of the numbers in it.
+
+    ``weights_key`` alone should tell contents apart; the sample catches a caller that breaks this at no cost.
+    """
+    digest = hashlib.sha256(json.dumps([*part.key[:4], str(part.format)]).encode())
+    rows = np.unique(np.linspace(0, part.rows - 1, min(part.rows, SAMPLED_ROWS)).astype(np.int64))
+    weight = part.weight
+    arrays = [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
+    for array in arrays:
+        digest.update(array[rows].tobytes())
+    return digest.hexdigest()
+
+
+def write_graph(
+    part: NpuSlice, form: Form, dtype: np.dtype[Any], folder: Path, length: int | None = None
+) -> Path:
+    """Write a slice's model and weights into ``folder`` and return the model's path.
+
+    Args:
+        part: The slice.
+        form: How to write it.
+        dtype: float16 or float32 of activations, scales and float weights.
+        folder: Existing folder; ``graph.onnx`` and ``graph.weights`` in it are overwritten.
+        length: Tokens of a static graph; None leaves ``m`` symbolic.
+
+    Raises:
+        GraphError: The form does not suit the format, or float32 weights would lose precision.
+        OSError: The files cannot be written.
+    """
+    if part.format.bits == 32 and dtype != np.float32:
+        raise GraphError(f"{part.label} has float32 weights, which a {dtype} graph would round.")
+    if (form == "matmul_nbits") != part.format.quantized:
+        raise GraphError(f"{part.label} with {part.format} weights cannot be written as {form}.")
+    nodes, tensors = BUILDERS[form](part, dtype, length)
+    weights = folder / "graph.weights"
+    tokens: int | str = "m" if length is None else length
+    element = ONNX_TYPES[dtype]
+    graph = helper.make_graph(
+        nodes,
+        f"{part.group}_{part.layer}_{part.rows}x{part.columns}_{tokens}_{slice_digest(part)[:16]}",
+        [helper.make_tensor_value_info(INPUT, element, [1, tokens, part.columns])],
+        [helper.make_tensor_value_info(OUTPUT, element, [1, tokens, part.rows])],
+        _write_tensors(tensors, weights),
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", MICROSOFT_OPSET)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+    path = folder / "graph.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def _write_tensors(tensors: Tensors, path: Path) -> list[TensorProto]:
+    """Write arrays page-aligned into one file and return the initializers that point into it."""
+    initializers = []
+    with path.open("wb") as file:
+        for name, array in tensors.items():
+            if array.dtype == np.int64:  # shapes, which ONNX Runtime needs while it loads the model
+                initializers.append(numpy_helper.from_array(array, name))
+                continue
+            file.write(b"\0" * (-file.tell() % PAGE_BYTES))
+            proto = TensorProto(
+                name=name,
+                data_type=ONNX_TYPES[array.dtype],
+                dims=array.shape,
+                data_location=TensorProto.EXTERNAL,
+            )
+            entries = {"location": path.name, "offset": file.tell(), "length": array.nbytes}
+            for key, value in entries.items():
+                proto.external_data.add(key=key, value=str(value))
+            np.ascontiguousarray(array).tofile(file)
+            initializers.append(proto)
+    return initializers
+
+
+def _matmul_nbits(part: NpuSlice, dtype: np.dtype[Any], length: int | None) -> Built:
+    weight = part.weight
+    assert isinstance(weight, QuantizedTensor)
+    if weight.zero_points is not None and dtype == np.float16:
+        return _corrected_nbits(weight, length)
+    tensors: Tensors = {"codes": weight.codes, "scales": weight.scales.astype(dtype, copy=False)}
+    if weight.zero_points is not None:
+        tensors["zero_points"] = weight.zero_points
+    return [_nbits_node(weight, list(tensors), OUTPUT)], tensors
+
+
+def _corrected_nbits(weight: QuantizedTensor, length: int | None) -> Built:
+    """Write an asymmetric weight as the symmetric one plus x's block sums times ``(middle - zero) * scale``.
+
+    Hexagon rounds asymmetric blocks to NMSE 1e-6 to 2e-6 (measured on its emulator), past the gate; this form
+    stays below 4e-7 with the weight still in its packed bits.
+    """
+    assert weight.zero_points is not None
+    blocks = weight.scales.shape[1]
+    offsets = (1 << (weight.bits - 1)) - weight.unpacked_zero_points().astype(np.float32)
+    corrections = (offsets * weight.scales).astype(np.float16).T
+    tokens = -1 if length is None else length
+    tensors: Tensors = {
+        "codes": weight.codes,
+        "scales": weight.scales,
+        "blocked_shape": np.array([1, tokens, blocks, weight.block], np.int64),
+        "block_axis": np.array([3], np.int64),
+        "corrections": corrections,
+    }
+    nodes = [
+        _nbits_node(weight, ["codes", "scales"], "y_symmetric"),
+        helper.make_node("Reshape", [INPUT, "blocked_shape"], ["x_blocked"]),
+        helper.make_node("ReduceSum", ["x_blocked", "block_axis"], ["block_sums"], keepdims=0),
+        helper.make_node("MatMul", ["block_sums", "corrections"], ["y_correction"]),
+        helper.make_node("Add", ["y_symmetric", "y_correction"], [OUTPUT]),
+    ]
+    return nodes, tensors
+
+
+def _nbits_node(weight: QuantizedTensor, tensors: list[str], output: str) -> onnx.NodeProto:
+    return helper.make_node(
+        "MatMulNBits",
+        [INPUT, *tensors],
+        [output],
+        domain="com.microsoft",
+        K=weight.columns,
+        N=weight.rows,
+        bits=weight.bits,
+        block_size=weight.block,
+        accuracy_level=0,
+    )
+
+
+def _activation_first(part: NpuSlice, dtype: np.dtype[Any], _length: int | None) -> Built:
+    node = helper.make_node("MatMul", [INPUT, "weight"], [OUTPUT])
+    return [node], {"weight": _float_weight(part, dtype).T}
+
+
+def _weight_first(part: NpuSlice, dtype: np.dtype[Any], _length: int | None) -> Built:
+    nodes = [
+        helper.make_node("Transpose", [INPUT], ["x_columns"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["weight", "x_columns"], ["y_columns"]),
+        helper.make_node("Transpose", ["y_columns"], [OUTPUT], perm=[0, 2, 1]),
+    ]
+    return nodes, {"weight": _float_weight(part, dtype)}
+
+
+def _float_weight(part: NpuSlice, dtype: np.dtype[Any]) -> NDArray[Any]:
+    assert not isinstance(part.weight, QuantizedTensor)
+    return part.weight.astype(dtype, copy=False)
+
+
+BUILDERS: dict[Form, Callable[[NpuSlice, np.dtype[Any], int | None], Built]] = {
+    "matmul_nbits": _matmul_nbits,
+    "activation_first": _activation_first,
+    "weight_first": _weight_first,
+}
