@@ -28,6 +28,7 @@ __all__ = [
     "Argument",
     "DeviceTraits",
     "Launch",
+    "OpenClError",
     "OpenClRuntime",
     "SharedArray",
     "aligned_empty",
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
 """A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
+
+OpenClError: Final = cl.Error
+"""What any OpenCL call raises."""
 
 POCL_NAME: Final = "Portable Computing Language"
 
@@ -136,6 +140,12 @@ class Launch:
         self.local_size = local_size
         self.label = label
         kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
+
+    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+        """Name other memory in place of ``old``."""
+        index = next(place for place, argument in enumerate(self.arguments) if argument is old)
+        self.kernel.set_arg(index, new.buffer)
+        self.arguments = (*self.arguments[:index], new, *self.arguments[index + 1 :])
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue the kernel without waiting; returns its event."""

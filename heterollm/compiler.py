@@ -1,0 +1,364 @@
+"""Turns a plan into flat lists of prepared calls, one list per phase and length.
+
+Everything a pass needs is decided and bound here: kernels with their arguments set, NPU graphs with their
+memory bound, waits where a processor hands over to the other. Running a pass is calling the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from heterollm.config import ModelConfig
+from heterollm.errors import PlanError
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu_layers import GpuLayers, Segments
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.npu import NpuGraph, NpuSlice
+from heterollm.kernels.opencl_runtime import Launch, SharedArray
+from heterollm.kernels.ops import Group, OpSpec, Phase
+from heterollm.kernels.pool import Pool
+from heterollm.kernels.quantized_tensor import concatenate_rows, take_rows
+from heterollm.progress import Progress
+from heterollm.rope import rope_tables
+from heterollm.solver.plan import Placement, Plan
+from heterollm.units import round_up
+from heterollm.weights import ModelWeights
+
+__all__ = ["HEAD_ROWS", "CompiledPass", "Compiler", "pool_sizes"]
+
+Call: TypeAlias = Callable[[], Any]
+
+HEAD_ROWS: Final = 32
+"""Logits of a whole prompt are computed this many positions at a time."""
+
+STEP_WORDS: Final = 16
+
+
+@dataclass(slots=True)
+class CompiledPass:
+    """One pass, ready to run: its calls in order, and the launches that name the session's KV cache."""
+
+    calls: list[Call] = field(default_factory=list)
+    cache_launches: list[Launch] = field(default_factory=list)
+    output: Segments | None = None
+    bound_cache: SharedArray | None = None
+
+    def bind_cache(self, cache: SharedArray) -> None:
+        """Point the launches at a session's cache, if they are not there yet."""
+        if self.bound_cache is not cache:
+            for launch in self.cache_launches:
+                launch.replace(self.bound_cache, cache)
+            self.bound_cache = cache
+
+
+def pool_sizes(
+    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, standard_lengths: Sequence[int], item_bytes: int
+) -> dict[str, int]:
+    """Return the size in bytes of every slot.
+
+    Args:
+        config: The model.
+        specs: Its groups.
+        plan: Gives the longest pass.
+        standard_lengths: Lengths that inputs of the NPU are padded to.
+        item_bytes: Bytes of one activation element.
+    """
+    tokens = plan.chunk_length
+    padded = next((length for length in standard_lengths if length >= tokens), None)
+    if padded is None:
+        padded = round_up(tokens, standard_lengths[-1]) if standard_lengths else tokens
+    widest = max(spec.rows for spec in specs if spec.group != "head")
+    heads = config.heads * config.head_dim
+    sizes = {
+        "residual": tokens * config.hidden_size * 4,
+        "linear_input": padded * config.hidden_size * item_bytes,
+        "query": tokens * heads * 4,
+        "attention_output": padded * heads * item_bytes,
+        "activated": padded * config.intermediate_size * item_bytes,
+        "npu_output": padded * widest * item_bytes,
+        "gpu_output": tokens * widest * item_bytes,
+        "head_input": HEAD_ROWS * config.hidden_size * item_bytes,
+        "logits": HEAD_ROWS * config.vocab_size * 4,
+    }
+    if any(entry.group == "head" and entry.placement.npu_lengths for entry in plan.entries):
+        sizes["head_npu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
+        sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
+    if not plan.uses_npu:
+        sizes["npu_output"] = item_bytes
+    return sizes
+
+
+class Compiler:
+    """Compiles passes of one model, plan and device.
+
+    Args:
+        device: The opened device.
+        weights: The model's weights; packed for the GPU here.
+        plan: Who computes what.
+        context: Positions of a session.
+        progress: Called with a stage's name, steps done and steps in all.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        weights: ModelWeights,
+        plan: Plan,
+        context: int,
+        progress: Progress,
+    ) -> None:
+        self._device = device
+        self._weights = weights
+        self._config = weights.config
+        self._plan = plan
+        self._context = context
+        self._runtime = device.gpu
+        self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._slices: dict[tuple[int, Group, tuple[int, ...]], NpuSlice] = {}
+        sizes = pool_sizes(
+            self._config,
+            weights.specs,
+            plan,
+            device.standard_lengths if plan.uses_npu else (),
+            device.activation_dtype.itemsize,
+        )
+        self.pool = Pool(device.gpu, sizes)
+        self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
+        self.step = device.gpu.shared((STEP_WORDS,), np.int32)
+        self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
+        self._linears: dict[tuple[int, Group], GpuLinear] = {}
+        for done, spec in enumerate(weights.specs):
+            progress("Packing weights for the GPU", done, len(weights.specs))
+            members = weights.linear(spec.layer, spec.group)
+            self._linears[spec.layer, spec.group] = GpuLinear.pack(
+                device.gpu, members, activation_dtype=device.activation_dtype
+            )
+        progress("Packing weights for the GPU", len(weights.specs), len(weights.specs))
+        if weights.embedding is weights.head:
+            self._embedding = self._linears[-1, "head"]
+        else:
+            self._embedding = GpuLinear.pack(
+                device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
+            )
+        self._upload_small_tensors()
+
+    def _upload_small_tensors(self) -> None:
+        weights, upload = self._weights, self._runtime.upload
+        cos, sin = rope_tables(self._config.rope, self._config.head_dim, self._context)
+        self._cos, self._sin = upload(cos), upload(sin)
+        count = self._config.layers
+        self._attention_norms = [upload(weights.norm(layer, "attention")) for layer in range(count)]
+        self._feed_forward_norms = [upload(weights.norm(layer, "feed_forward")) for layer in range(count)]
+        self._final_norm = upload(weights.final_norm)
+        self._biases: dict[tuple[int, Group], Any] = {}
+        for spec in weights.specs:
+            parts = weights.bias(spec.layer, spec.group)
+            if any(part is not None for part in parts):
+                filled = [
+                    np.zeros(rows, np.float32) if part is None else part
+                    for part, rows in zip(parts, spec.member_rows, strict=True)
+                ]
+                self._biases[spec.layer, spec.group] = upload(np.concatenate(filled))
+
+    # -- passes --------------------------------------------------------------------------------------
+
+    def compile_pass(self, phase: Phase, tokens: int, bucket: int, cache: SharedArray) -> CompiledPass:
+        """Return the calls that take ``tokens`` tokens through all layers, head excepted.
+
+        Args:
+            phase: Which placements of the plan to use.
+            tokens: Length of the pass.
+            bucket: Positions that the grids of a decode pass must cover.
+            cache: A session's KV cache to bind at first.
+        """
+        config, layers, pool = self._config, self._layers, self.pool
+        compiled = CompiledPass(bound_cache=cache)
+        calls = compiled.calls
+        calls.append(self._embedding.embed_launch(self.tokens, pool["residual"], count=tokens, scale=1.0))
+        delta: Segments | None = None
+        shape = {
+            "heads": config.heads,
+            "kv_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "capacity": self._context,
+            "tokens": tokens,
+        }
+        for layer in range(config.layers):
+            self._norm(calls, self._attention_norms[layer], tokens, delta)
+            qkv = self._linear(calls, phase, tokens, layer, "qkv", "linear_input")
+            rope = layers.rope_and_store(
+                qkv,
+                self._biases.get((layer, "qkv")),
+                self._cos,
+                self._sin,
+                pool["query"],
+                cache,
+                self.step,
+                layer=layer,
+                **shape,
+            )
+            attend = layers.attention(
+                pool["query"],
+                cache,
+                pool["attention_output"],
+                self.step,
+                layer=layer,
+                bucket=bucket,
+                scale=config.head_dim**-0.5,
+                window=0,
+                **shape,
+            )
+            calls += [rope, *attend]
+            compiled.cache_launches += [rope, attend[0]]
+            delta = self._linear(calls, phase, tokens, layer, "o", "attention_output")
+            self._norm(calls, self._feed_forward_norms[layer], tokens, delta)
+            gate_up = self._linear(calls, phase, tokens, layer, "gate_up", "linear_input")
+            calls.append(
+                layers.gated_activation(
+                    gate_up,
+                    pool["activated"],
+                    tokens=tokens,
+                    intermediate=config.intermediate_size,
+                )
+            )
+            delta = self._linear(calls, phase, tokens, layer, "down", "activated")
+        compiled.output = delta
+        return compiled
+
+    def compile_head(self, phase: Phase, rows: int, output: Segments) -> list[Call]:
+        """Return the calls from the last layer's output to the logits of ``rows`` positions."""
+        config, pool = self._config, self.pool
+        spec = self._specs[-1, "head"]
+        calls: list[Call] = [
+            self._layers.final_norm(
+                pool["residual"],
+                self._final_norm,
+                pool["head_input"],
+                self.step,
+                hidden=config.hidden_size,
+                rows=rows,
+                epsilon=config.rms_norm_eps,
+                delta=output,
+            )
+        ]
+        placement = self._plan.placement(phase, rows, spec)
+        if not placement.npu_lengths:
+            linear = self._linears[-1, "head"]
+            calls.append(
+                linear.launch(
+                    pool["head_input"], pool["logits"], tokens=rows, label="head", output_dtype=np.float32
+                )
+            )
+        else:
+            slots = pool["head_npu_output"], pool["head_gpu_output"]
+            segments = self._place(calls, spec, placement, rows, pool["head_input"], *slots)
+            calls.append(self._layers.join_logits(segments, pool["logits"], rows=rows))
+        calls.append(self._runtime.finish)
+        return calls
+
+    # -- pieces --------------------------------------------------------------------------------------
+
+    def _norm(self, calls: list[Call], weight: Any, tokens: int, delta: Segments | None) -> None:  # noqa: ANN401
+        calls.append(
+            self._layers.rms_norm(
+                self.pool["residual"],
+                weight,
+                self.pool["linear_input"],
+                hidden=self._config.hidden_size,
+                tokens=tokens,
+                epsilon=self._config.rms_norm_eps,
+                delta=delta,
+            )
+        )
+
+    def _linear(
+        self, calls: list[Call], phase: Phase, tokens: int, layer: int, group: Group, source: str
+    ) -> Segments:
+        spec = self._specs[layer, group]
+        placement = self._plan.placement(phase, tokens, spec)
+        pool = self.pool
+        return self._place(
+            calls, spec, placement, tokens, pool[source], pool["npu_output"], pool["gpu_output"]
+        )
+
+    def _place(
+        self,
+        calls: list[Call],
+        spec: OpSpec,
+        placement: Placement,
+        tokens: int,
+        source: SharedArray,
+        npu_output: SharedArray,
+        gpu_output: SharedArray,
+    ) -> Segments:
+        """Append the calls of one group and return where its output lies.
+
+        The GPU's part is started first and runs while the NPU's graphs run on this thread. The wait before
+        it is for the kernel that wrote the input; no wait follows, since the kernels that read the output
+        are enqueued after the NPU has returned.
+        """
+        linear = self._linears[spec.layer, spec.group]
+        label = f"{spec.layer}.{spec.group}"
+        rows = spec.member_rows
+        if not placement.npu_lengths:
+            calls.append(linear.launch(source, gpu_output, tokens=tokens, label=label))
+            return Segments(npu_output, gpu_output, rows, (0,) * len(rows))
+        calls.append(self._runtime.finish)
+        covered = min(tokens, sum(placement.npu_lengths))
+        if placement.npu_rows != rows:
+            kept = tuple(zip(placement.npu_rows, rows, strict=True))
+            calls.append(linear.launch(source, gpu_output, tokens=tokens, kept=kept, label=label))
+            calls.append(self._runtime.flush)
+        elif covered < tokens:
+            # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU.
+            calls.append(
+                linear.launch(source, npu_output, tokens=tokens - covered, first_token=covered, label=label)
+            )
+            calls.append(self._runtime.flush)
+        self._run_graphs(calls, spec, placement, source, npu_output)
+        return Segments(npu_output, gpu_output, rows, placement.npu_rows)
+
+    def _run_graphs(
+        self,
+        calls: list[Call],
+        spec: OpSpec,
+        placement: Placement,
+        source: SharedArray,
+        target: SharedArray,
+    ) -> None:
+        dtype = self._device.activation_dtype
+        rows, total = sum(placement.npu_rows), sum(placement.npu_lengths)
+        x = source.view(dtype, (total, spec.columns))
+        y = target.view(dtype, (total, rows))
+        if not source.coherent:
+            calls += [source.acquire, target.acquire]
+        first = 0
+        for length in placement.npu_lengths:
+            graph = self._graph(spec, placement, length)
+            calls.append(graph.bind(x[first : first + length], y[first : first + length]))
+            first += length
+        if not source.coherent:
+            calls += [source.release, target.release]
+
+    def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
+        npu = self._device.npu
+        if npu is None:
+            raise PlanError(
+                f"The plan places {spec.group} of layer {spec.layer} on the NPU, and the device has none.",
+                fix="Use plan level 'gpu', or open the device with an NPU.",
+            )
+        key = (spec.layer, spec.group, placement.npu_rows)
+        if key not in self._slices:
+            members = self._weights.linear(spec.layer, spec.group)
+            ranges = tuple((0, rows) for rows in placement.npu_rows)
+            parts = [
+                take_rows(member, [part]) for member, part in zip(members, ranges, strict=True) if part[1]
+            ]
+            self._slices[key] = NpuSlice(
+                concatenate_rows(parts), spec.layer, spec.group, ranges, self._weights.content_key
+            )
+        return npu.prepare(self._slices[key], length, placement.form)  # type: ignore[arg-type]

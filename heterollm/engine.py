@@ -1,0 +1,202 @@
+"""Runs passes: writes the step, calls the compiled list, leaves logits in their slot.
+
+Lives on the engine thread. It decides nothing (the plan did) and allocates nothing once a pass is compiled.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.compiler import HEAD_ROWS, Call, CompiledPass, Compiler
+from heterollm.errors import KernelError
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu_layers import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION
+from heterollm.kernels.opencl_runtime import OpenClError
+from heterollm.kernels.ops import Phase
+from heterollm.kv_cache import KvCache
+from heterollm.progress import Progress
+from heterollm.solver.plan import Plan
+from heterollm.weights import ModelWeights
+
+__all__ = ["Engine"]
+
+KEPT_PASSES: Final = 32
+SMALLEST_BUCKET: Final = 256
+
+
+class Engine:
+    """A model compiled for a device.
+
+    Args:
+        device: The opened device; closed with the engine.
+        weights: The model's weights.
+        plan: Who computes what.
+        context: Positions of every session.
+        progress: Called with a stage's name, steps done and steps in all.
+    """
+
+    def __init__(
+        self, device: Device, weights: ModelWeights, plan: Plan, context: int, progress: Progress
+    ) -> None:
+        self.device = device
+        self.plan = plan
+        self.context = context
+        self._config = weights.config
+        self._compiler = Compiler(device, weights, plan, context, progress)
+        self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
+        self._heads: dict[tuple[Phase, int, tuple[int, ...]], list[Call]] = {}
+        self._tokens = self._compiler.tokens
+        self._step = self._compiler.step
+        logits = self._compiler.pool["logits"]
+        self._logits_slot = logits
+        self._logits: NDArray[np.float32] = logits.view(np.float32, (HEAD_ROWS, self._config.vocab_size))
+        self.last_logits: NDArray[np.float32] = self._logits[0]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the slots."""
+        return self._compiler.pool.size_bytes
+
+    def new_cache(self) -> KvCache:
+        """Return an empty KV cache for one session."""
+        config = self._config
+        return KvCache(
+            self.device.gpu,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            capacity=self.context,
+            dtype=self.device.cache_dtype,
+        )
+
+    def prefill(
+        self, cache: KvCache, position: int, ids: NDArray[np.int32], phase: Phase, target: NDArray[Any] | None
+    ) -> None:
+        """Run tokens through the model, in the plan's chunks.
+
+        Args:
+            cache: The session's cache; written from ``position`` on.
+            position: Position of the first token.
+            ids: int32 ``[m]``.
+            phase: Which placements to use.
+            target: float32 ``[m, vocab]`` that receives the logits of every position; None leaves those of
+                the last position in :attr:`last_logits`.
+
+        Raises:
+            KernelError: A kernel failed.
+        """
+        for first, length in self.plan.chunks(len(ids)):
+            tokens = ids[first : first + length]
+            head_row = length - 1 if target is None else 0
+            compiled = self._start(cache, position + first, tokens, phase, head_row)
+            if target is not None:
+                self._all_logits(compiled, phase, target[first : first + length])
+            elif first + length == len(ids):
+                self._head(compiled, phase, 1)
+            else:
+                self.device.gpu.finish()
+
+    def decode(self, cache: KvCache, position: int, token: int) -> None:
+        """Run one token; its logits are left in :attr:`last_logits`."""
+        compiled = self._pass("decode", 1, position, cache)
+        self._tokens.acquire()
+        self._tokens.array[0] = token
+        self._tokens.release()
+        self._write_step(position, 1, 0)
+        self._call(compiled.calls)
+        self._head(compiled, "decode", 1)
+
+    def compile_ahead(self, cache: KvCache, lengths: tuple[int, ...], progress: Progress) -> None:
+        """Compile decode and the given prefill lengths, building or loading their NPU graphs."""
+        passes: list[tuple[Phase, int]] = [("decode", 1), *(("prefill", length) for length in lengths)]
+        for done, (phase, length) in enumerate(passes):
+            progress("Preparing graphs and kernels", done, len(passes))
+            compiled = self._pass(phase, length, 0, cache)
+            self._head_calls(compiled, phase, 1)
+        progress("Preparing graphs and kernels", len(passes), len(passes))
+
+    def close(self) -> None:
+        """Drop all compiled passes and close the device."""
+        self._passes.clear()
+        self._heads.clear()
+        self.device.close()
+
+    # -- pieces --------------------------------------------------------------------------------------
+
+    def _start(
+        self, cache: KvCache, position: int, tokens: NDArray[np.int32], phase: Phase, head_row: int
+    ) -> CompiledPass:
+        compiled = self._pass(phase, len(tokens), position, cache)
+        self._tokens.acquire()
+        self._tokens.array[: len(tokens)] = tokens
+        self._tokens.release()
+        self._write_step(position, len(tokens), head_row)
+        self._call(compiled.calls)
+        return compiled
+
+    def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
+        self._call(self._head_calls(compiled, phase, rows))
+        self._logits_slot.acquire()
+
+    def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
+        for row in range(0, len(target), HEAD_ROWS):
+            if row:
+                # The head's last call waits for the queue, so the step may be changed.
+                self._logits_slot.release()
+                self._step.acquire()
+                self._step.array[STEP_HEAD_ROW] = row
+                self._step.release()
+            rows = min(HEAD_ROWS, len(target) - row)
+            self._head(compiled, phase, rows)
+            target[row : row + rows] = self._logits[:rows]
+
+    def _pass(self, phase: Phase, length: int, position: int, cache: KvCache) -> CompiledPass:
+        bucket = self._bucket(position + length)
+        key = (phase, length, bucket)
+        compiled = self._passes.get(key)
+        if compiled is None:
+            compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+            self._passes[key] = compiled
+            if len(self._passes) > KEPT_PASSES:
+                self._passes.popitem(last=False)
+        else:
+            self._passes.move_to_end(key)
+        compiled.bind_cache(cache.memory)
+        return compiled
+
+    def _head_calls(self, compiled: CompiledPass, phase: Phase, rows: int) -> list[Call]:
+        assert compiled.output is not None
+        key = (phase, rows, compiled.output.splits)
+        calls = self._heads.get(key)
+        if calls is None:
+            calls = self._compiler.compile_head(phase, rows, compiled.output)
+            self._heads[key] = calls
+        return calls
+
+    def _bucket(self, positions: int) -> int:
+        """Return the smallest power of two from 256 on that covers the positions, within the context."""
+        bucket = SMALLEST_BUCKET
+        while bucket < positions:
+            bucket *= 2
+        return min(bucket, self.context)
+
+    def _write_step(self, position: int, length: int, head_row: int) -> None:
+        self._logits_slot.release()
+        self._step.acquire()
+        step = self._step.array
+        step[STEP_POSITION] = position
+        step[STEP_LENGTH] = length
+        step[STEP_HEAD_ROW] = head_row
+        self._step.release()
+
+    @staticmethod
+    def _call(calls: list[Call]) -> None:
+        try:
+            for call in calls:
+                call()
+        except OpenClError as error:
+            raise KernelError(f"An OpenCL call failed: {error}.") from error

@@ -1,0 +1,304 @@
+"""The model as a user holds it. Start reading here: load opens, profiles nothing, plans and compiles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.chat import reusable_prefix
+from heterollm.checkpoint import Checkpoint
+from heterollm.config import ModelConfig
+from heterollm.engine_thread import EngineThread
+from heterollm.errors import InputError, OptionError, PlanError
+from heterollm.generation import Generation, GenerationOptions, GenerationResult
+from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.ops import Precision
+from heterollm.progress import Progress, silent
+from heterollm.sampling import SamplingOptions
+from heterollm.session import Session
+from heterollm.solver import LEVELS, Plan, PlanLevel, level_plan
+from heterollm.solver.plan import model_shape
+from heterollm.streaming import SessionSource, Stream
+from heterollm.tokenizer import Tokenizer
+from heterollm.weights import ModelWeights, load_weights
+
+if TYPE_CHECKING:
+    from heterollm.engine import Engine
+
+__all__ = ["LLM"]
+
+DEFAULT_CONTEXT: Final = 4096
+CHUNK_LENGTH: Final = 1024
+"""Longest pass where no NPU graph says otherwise."""
+
+
+class LLM:
+    """A loaded model on an opened device. Made by :meth:`load`; use as a context manager or close it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        weights: ModelWeights,
+        engine: Engine,
+        thread: EngineThread,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._weights = weights
+        self._engine = engine
+        self._thread = thread
+        self._own_session: Session | None = None
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        plan: str | Path | Plan = "auto",
+        precision: Precision = "w4a16",
+        group_size: int = 32,
+        symmetric: bool = True,
+        context: int | None = None,
+        gpu_threads: int | None = None,
+        npu_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Load a checkpoint and make it ready to answer.
+
+        Args:
+            model: A local folder or a hub name.
+            device: ``snapdragon``, ``host``, ``emulator`` or ``auto``.
+            plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``) or ``auto``, which is ``gpu``
+                as long as the device has no profile.
+            precision: ``w4a16`` (4-bit weights, 8-bit embedding and head) or ``fp16`` (float weights; FP32
+                on ``host``).
+            group_size: Weights that share a scale: 32, 64 or 128.
+            symmetric: Whether 4-bit codes have no zero point of their own.
+            context: Positions of a session; the model's own limit, at most 4096, by default.
+            gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
+            npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
+            progress: Called with a stage's name, steps done and steps in all.
+
+        Raises:
+            HeteroLLMError: The checkpoint, device, plan or an option is not usable.
+        """
+        report = progress or silent
+        _check_options(precision, group_size)
+        checkpoint = Checkpoint.open(model)
+        config = ModelConfig.from_folder(checkpoint.folder)
+        checkpoint.validate(config)
+        positions = _context(config, context)
+        tokenizer = Tokenizer.from_folder(checkpoint.folder)
+        thread = EngineThread()
+        try:
+            opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads))
+            weights = load_weights(
+                checkpoint,
+                config,
+                precision=precision,
+                group_size=group_size,
+                symmetric=symmetric,
+                float_dtype=opened.activation_dtype,
+                progress=lambda done, total: report("Quantising weights", done, total),
+            )
+            chosen = _plan(plan, weights, opened, precision, positions)
+            engine = thread.run(lambda: _start(opened, weights, chosen, positions, report))
+        except BaseException:
+            thread.close()
+            raise
+        return cls(config, tokenizer, weights, engine, thread)
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:  # noqa: ANN401
+        """Return the whole answer to a prompt; see :meth:`stream` for the options."""
+        stream = self.stream(prompt, **options)
+        try:
+            return stream.result
+        except BaseException:
+            stream.close()
+            raise
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        session: Session | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        log_probabilities: bool = False,
+    ) -> Stream:
+        """Start an answer and return its steps as they are made.
+
+        Args:
+            prompt: Text, or token ids as they are.
+            session: Where to put the prompt. What the session holds of it is not computed again, what it
+                holds beyond is forgotten. A session of the model's own by default.
+            max_new_tokens: Upper limit; None for as many as the context holds.
+            temperature: 0 takes the likeliest token every time.
+            top_k: Sample among so many of the likeliest tokens; 0 among all.
+            top_p: Sample among the likeliest tokens that hold this much probability.
+            min_p: Leave out tokens less likely than this fraction of the likeliest.
+            repetition_penalty: Above 1 makes tokens that were seen less likely.
+            seed: Makes sampling repeatable.
+            stop: Texts that end the answer.
+            ignore_eos: Go on past end tokens.
+            log_probabilities: Report every token's log-probability.
+
+        Raises:
+            OptionError: An option is not legal.
+            InputError: The prompt is empty or longer than the context.
+        """
+        options = GenerationOptions(
+            max_new_tokens=max_new_tokens,
+            sampling=SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            ignore_eos=ignore_eos,
+            log_probabilities=log_probabilities,
+        )
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(index) for index in prompt]
+        if not ids:
+            raise InputError("The prompt has no tokens.", fix="Give at least one word.")
+        target = session or self._session_of_its_own()
+
+        def start(cancel: threading.Event) -> Generation:
+            reused = reusable_prefix(target.ids.tolist(), ids)
+            target.truncate(reused)
+            source = SessionSource(target)
+            return Generation(source, self.tokenizer, ids, options, reused=reused, cancel=cancel)
+
+        return Stream(self._thread, start)
+
+    def session(self) -> Session:
+        """Return a new, empty session."""
+        return Session(self._engine, self._thread, self.config.vocab_size)
+
+    # -- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self._engine.plan
+
+    @property
+    def device(self) -> Device:
+        """The opened device."""
+        return self._engine.device
+
+    @property
+    def context(self) -> int:
+        """Positions of a session."""
+        return self._engine.context
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What loading had to decide differently from what was asked, and why ``auto`` chose a device."""
+        reason = self.device.reason
+        chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
+        return (*chosen, *self._weights.notes)
+
+    def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Yield the tensors that the runtime computes with, float32, under their Hugging Face names.
+
+        One at a time, so that anyone can compare the runtime with transformers without holding two models.
+        """
+        return self._weights.reference_state_dict()
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model. Calls that are queued finish first; later ones raise. May be called twice."""
+        if not self._thread.closed:
+            self._thread.run(self._engine.close)
+            self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _session_of_its_own(self) -> Session:
+        if self._own_session is None:
+            self._own_session = self.session()
+        return self._own_session
+
+
+def _start(device: Device, weights: ModelWeights, plan: Plan, context: int, progress: Progress) -> Engine:
+    # Imported only now: without an OpenCL binding, opening the device has said what to install.
+    from heterollm.engine import Engine
+
+    # The OpenCL context exists by now: its workers keep their own cores (kernels.device).
+    device.pin()
+    engine = Engine(device, weights, plan, context, progress)
+    ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
+    engine.compile_ahead(engine.new_cache(), ahead, progress)
+    return engine
+
+
+def _check_options(precision: str, group_size: int) -> None:
+    if precision not in get_args(Precision):
+        raise OptionError(
+            f"There is no precision {precision!r}.", fix=f"Choose {' or '.join(get_args(Precision))}."
+        )
+    if group_size not in (32, 64, 128):
+        raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
+
+
+def _context(config: ModelConfig, context: int | None) -> int:
+    if context is None:
+        return min(config.max_positions, DEFAULT_CONTEXT)
+    if not 1 <= context <= config.max_positions:
+        raise OptionError(
+            f"A context of {context} is outside what the model was made for, 1 to {config.max_positions}."
+        )
+    return context
+
+
+def _plan(
+    plan: str | Path | Plan, weights: ModelWeights, device: Device, precision: Precision, context: int
+) -> Plan:
+    if isinstance(plan, Plan):
+        return _checked(plan, "The plan", weights, device, precision)
+    if plan == "auto":
+        plan = "gpu"
+    if plan in LEVELS:
+        lengths = device.standard_lengths
+        return level_plan(
+            cast(PlanLevel, plan),
+            weights.specs,
+            device=device.name,
+            precision=precision,
+            standard_lengths=lengths,
+            chunk_length=min(context, lengths[-1] if lengths else CHUNK_LENGTH),
+        )
+    path = Path(plan)
+    if not path.is_file():
+        raise OptionError(
+            f"{str(plan)!r} is neither a plan level nor a plan file.",
+            fix=f"Choose auto, {', '.join(LEVELS)}, or the path of a plan.",
+        )
+    return _checked(Plan.load(path), str(path), weights, device, precision)
+
+
+def _checked(plan: Plan, what: str, weights: ModelWeights, device: Device, precision: str) -> Plan:
+    wanted = {"shape": model_shape(weights.specs), "device": device.name, "precision": precision}
+    for field, value in wanted.items():
+        stated = getattr(plan, field)
+        if stated != value:
+            raise PlanError(f"{what} was made for {field} {stated!r}, and this is {value!r}.")
+    return plan

@@ -1,0 +1,15 @@
+"""How long-running steps tell their caller where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+__all__ = ["Progress", "silent"]
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with the name of a stage, the steps done and the steps in all."""
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """Report nothing."""
