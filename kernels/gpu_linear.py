@@ -36,8 +36,10 @@ COLUMNS_MULTIPLE: Final = 16
 BLOCKS: Final = (16, 32, 64, 128)
 """Quantisation blocks that the kernels take."""
 
+ONE_TOKEN_LIMIT: Final = 3
+"""Up to so many tokens are computed one by one: that was measured faster than the kernels for many."""
+
 # As in linear_vector.cl and linear_simt.cl.
-VECTOR_ONE_TILES: Final = 2
 VECTOR_MANY_TILES: Final = 4
 VECTOR_STRIP: Final = 4
 VECTOR_MAX_TOKEN_STEP: Final = 128
@@ -172,7 +174,7 @@ class GpuLinear:
                 defines["OUT_FLOAT"] = 1
         kernel = self._runtime.kernel(
             ("common.h", "linear.h", f"linear_{chosen}.cl"),
-            f"linear_{chosen}_{'one' if tokens == 1 else 'many'}",
+            f"linear_{chosen}_{'one' if tokens <= ONE_TOKEN_LIMIT else 'many'}",
             defines,
         )
         sizes = (np.int32(self.columns), np.int32(rows), *self._parameters)
@@ -252,12 +254,12 @@ class GpuLinear:
 def _grid(style: KernelStyle, tokens: int, tiles: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return the tokens that a work-group computes, the global and the local size."""
     if style == "simt":
-        if tokens == 1:
-            return 1, (64 * tiles, SIMT_SLICES), (64, SIMT_SLICES)
+        if tokens <= ONE_TOKEN_LIMIT:
+            return 1, (64 * tiles, SIMT_SLICES * tokens), (64, SIMT_SLICES)
         steps = -(-tokens // SIMT_TOKEN_STEP)
         return SIMT_TOKEN_STEP, (SIMT_ITEMS[0] * tiles, SIMT_ITEMS[1] * steps), SIMT_ITEMS
-    if tokens == 1:
-        return 1, (VECTOR_ONE_TILES * tiles,), (1,)
+    if tokens <= ONE_TOKEN_LIMIT:
+        return 1, (tiles, tokens), (1, 1)
     # Equal steps: a short last one would dequantise all weights again for a few tokens.
     steps = -(-tokens // VECTOR_MAX_TOKEN_STEP)
     token_step = round_up(-(-tokens // steps), VECTOR_STRIP)
@@ -282,8 +284,8 @@ def _check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
     number_format, columns = formats.pop(), widths.pop()
     if columns < 1 or columns % COLUMNS_MULTIPLE or not all(_codes(member).shape[0] for member in members):
         raise KernelError(
-            f"A linear with {columns} inputs and {[_codes(member).shape[0] for member in members]} output rows "
-            f"cannot be computed: inputs must be a multiple of {COLUMNS_MULTIPLE}, rows at least one."
+            f"Linears with {columns} inputs and {[_codes(member).shape[0] for member in members]} output "
+            f"rows cannot be computed: inputs must be a multiple of {COLUMNS_MULTIPLE}, rows at least one."
         )
     if number_format.quantized and number_format.block not in BLOCKS:
         raise KernelError(f"A quantisation block of {number_format.block} is not one of {BLOCKS}.")

@@ -41,8 +41,8 @@ typedef half out_t;
 #endif
 
 // x is [tokens][columns] and y [tokens][rows], both counted from first_token. block, scales and zeros mean
-// nothing with float weights; zeros is read when asymmetric is not 0. token_step is the tokens that one
-// work-group of a kernel for many tokens computes.
+// nothing with float weights; zeros is read when asymmetric is not 0. Second grid dimension: the token in
+// kernels for one token, else blocks of token_step tokens.
 #define LINEAR_ARGUMENTS                                                                                     \
   __global const weight_t *restrict weights, __global const half *restrict scales,                           \
       __global const uchar *restrict zeros, __global const act_t *restrict x, __global out_t *restrict y,    \

@@ -24,7 +24,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 #else
   const int step = 16;
 #endif
-  x += (size_t)first_token * columns;
+  const size_t token = first_token + get_group_id(1);
+  x += token * columns;
   weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
   float total = 0.0f;
   for (int start = 0; start < columns; start += CHUNK) {
@@ -53,7 +54,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
   barrier(CLK_LOCAL_MEM_FENCE);
   if (slice == 0 && lane < tile.z) {
     for (int s = 1; s < SLICES; s++) total += partial[s][lane];
-    store_out(total, y + (size_t)first_token * rows + tile.y, lane);
+    store_out(total, y + token * rows + tile.y, lane);
   }
 }
 

@@ -17,33 +17,30 @@ static inline float8 zero_points8(__global const uchar *zeros, size_t index, int
 
 // ---- one token ------------------------------------------------------------------------------------------
 
-// float8s of columns in one work-item: four of them with two sums each hide the latency of the additions.
-#define VECTORS 4
+// A work-item computes a whole row block: its weights are one contiguous stream, which one core reads 1.7
+// times faster than two halves of 128 bytes each 256. Eight sums hide the latency of the additions.
+#define VECTORS (LANES / 8)
 
 #if BITS == 4
 // Codes are masked without a shift; the input is divided by 16^i instead, which is exact. The last one is
 // shifted, since as an int it would be negative.
 #define INPUT_FACTORS (float8)(1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1.0f)
-#define LAST_SHIFT 28
 #elif BITS == 8
 #define INPUT_FACTORS (float8)(1.0f, 0x1p-8f, 0x1p-16f, 1.0f, 1.0f, 0x1p-8f, 0x1p-16f, 1.0f)
-#define LAST_SHIFT 24
 #endif
 #define MASKED(q, i) convert_float8(as_int8((q) & (uint8)(CODE_MASK << (BITS * (i)))))
-#define LAST(q) convert_float8(as_int8((q) >> (uint8)(LAST_SHIFT)))
+#define LAST(q) convert_float8(as_int8((q) >> (uint8)(32 - BITS)))
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_one(LINEAR_ARGUMENTS) {
-  const int item = get_group_id(0);
-  const int4 tile = tiles[item / (LANES / (8 * VECTORS))];
-  const int lane = item % (LANES / (8 * VECTORS)) * (8 * VECTORS);
-  if (lane >= tile.z) return;
-  x += (size_t)first_token * columns;
-  y += (size_t)first_token * rows + tile.y + lane;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
+  const int4 tile = tiles[get_group_id(0)];
+  const size_t token = first_token + get_group_id(1);
+  x += token * columns;
+  y += token * rows + tile.y;
+  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
   float8 totals[VECTORS];
   UNROLL for (int c = 0; c < VECTORS; c++) totals[c] = 0.0f;
 #if BITS <= 8
-  size_t group = (size_t)tile.x * (columns / block) * LANES + lane;
+  size_t group = (size_t)tile.x * (columns / block) * LANES;
   for (int start = 0; start < columns; start += block, group += LANES) {
     float8 inputs[16];
     float8 input_sums = 0.0f;
@@ -53,47 +50,28 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_one(L
       inputs[k / 8] = v * INPUT_FACTORS;
     }
     const float input_sum = sum8(input_sums);
-    float8 even[VECTORS], odd[VECTORS];
-    UNROLL for (int c = 0; c < VECTORS; c++) {
-      even[c] = -input_sum * zero_points8(zeros, group + 8 * c, asymmetric);
-      odd[c] = 0.0f;
-    }
+    float8 sums[VECTORS];
+    UNROLL for (int c = 0; c < VECTORS; c++)
+      sums[c] = -input_sum * zero_points8(zeros, group + 8 * c, asymmetric);
     const float *v = (const float *)inputs;
     for (int k = 0; k < block; k += WORD_INPUTS, v += WORD_INPUTS, weights += LANES) {
-      UNROLL for (int c = 0; c < VECTORS; c++) {
-        const uint8 q = load_uint8(weights, 8 * c);
-        even[c] = FMA((float8)v[0], MASKED(q, 0), even[c]);
-        odd[c] = FMA((float8)v[1], MASKED(q, 1), odd[c]);
-        even[c] = FMA((float8)v[2], MASKED(q, 2), even[c]);
-#if BITS == 4
-        odd[c] = FMA((float8)v[3], MASKED(q, 3), odd[c]);
-        even[c] = FMA((float8)v[4], MASKED(q, 4), even[c]);
-        odd[c] = FMA((float8)v[5], MASKED(q, 5), odd[c]);
-        even[c] = FMA((float8)v[6], MASKED(q, 6), even[c]);
-#endif
-        odd[c] = FMA((float8)v[WORD_INPUTS - 1], LAST(q), odd[c]);
-      }
+      uint8 q[VECTORS];
+      UNROLL for (int c = 0; c < VECTORS; c++) q[c] = load_uint8(weights, 8 * c);
+      UNROLL for (int i = 0; i < WORD_INPUTS - 1; i++)
+        UNROLL for (int c = 0; c < VECTORS; c++) sums[c] = FMA((float8)v[i], MASKED(q[c], i), sums[c]);
+      UNROLL for (int c = 0; c < VECTORS; c++)
+        sums[c] = FMA((float8)v[WORD_INPUTS - 1], LAST(q[c]), sums[c]);
     }
     UNROLL for (int c = 0; c < VECTORS; c++)
-      totals[c] = FMA(even[c] + odd[c], load_half8(scales, group + 8 * c), totals[c]);
+      totals[c] = FMA(sums[c], load_half8(scales, group + 8 * c), totals[c]);
   }
 #else
-  float8 others[VECTORS];
-  UNROLL for (int c = 0; c < VECTORS; c++) others[c] = 0.0f;
-  for (int k = 0; k < columns; k += 8) {
-    float8 inputs = load_act8(x, k);
-    const float *v = (const float *)&inputs;
-    UNROLL for (int i = 0; i < 8; i += 2) {
-      UNROLL for (int c = 0; c < VECTORS; c++) {
-        totals[c] = FMA((float8)v[i], load_weight8(weights, 8 * c), totals[c]);
-        others[c] = FMA((float8)v[i + 1], load_weight8(weights, LANES + 8 * c), others[c]);
-      }
-      weights += 2 * LANES;
-    }
+  for (int k = 0; k < columns; k++, weights += LANES) {
+    const float8 v = (float8)load_act(x, k);
+    UNROLL for (int c = 0; c < VECTORS; c++) totals[c] = FMA(v, load_weight8(weights, 8 * c), totals[c]);
   }
-  UNROLL for (int c = 0; c < VECTORS; c++) totals[c] += others[c];
 #endif
-  UNROLL for (int c = 0; c < VECTORS; c++) store_columns(totals[c], y + 8 * c, tile.z - lane - 8 * c);
+  UNROLL for (int c = 0; c < VECTORS; c++) store_columns(totals[c], y + 8 * c, tile.z - 8 * c);
 }
 
 // ---- many tokens ----------------------------------------------------------------------------------------
