@@ -1,0 +1,19 @@
+"""The README's calls as a user would type them, checked by mypy and never run."""
+
+from heterollm import LLM, GenerationResult, Session
+
+
+def generate(folder: str) -> str:
+    with LLM.load(folder, device="host", plan="layer", precision="w4a16", group_size=64) as llm:
+        result: GenerationResult = llm.generate("import os", max_new_tokens=8)
+        for step in llm.stream("def ", max_new_tokens=8, temperature=0.7, seed=1):
+            text: str = step.text
+        session: Session = llm.session()
+        row = session.prefill([1, 2, 3])
+        best: int = int(row.argmax())
+        rows = session.decode([best, best])
+        other = session.fork()
+        other.truncate(2)
+        for name, tensor in llm.reference_state_dict():
+            print(name, tensor.shape, rows.shape, text)
+    return result.text
