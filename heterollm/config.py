@@ -312,6 +312,8 @@ def _check_rope(config: RopeConfig, rope: Fields) -> None:
         raise rope.fail("factor", f"a number of at least 1 for RoPE type {config.kind}")
     if config.kind != "default" and config.factor is not None and config.factor < 1:
         raise rope.fail("factor", "a number of at least 1")
+    if config.kind == "longrope" and config.original_max_positions < 2:
+        raise rope.fail("original_max_position_embeddings", "a whole number of at least 2")
     if config.beta_fast <= config.beta_slow:
         raise rope.fail("beta_fast", f"more than beta_slow ({config.beta_slow:g})")
     if config.high_frequency_factor <= config.low_frequency_factor:

@@ -1,0 +1,240 @@
+"""Where a family keeps its weights, and the operators that its layers become.
+
+A family is one :class:`Layout`; everything that reads it is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from heterollm.config import ModelConfig
+from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, WeightFormat
+from heterollm.kernels.quantize import effective_block
+
+__all__ = [
+    "HEAD_LAYER",
+    "LAYOUTS",
+    "NORMS",
+    "Layout",
+    "Norm",
+    "bias_names",
+    "embedding_name",
+    "expected_tensors",
+    "final_norm_name",
+    "layer_of",
+    "linear_names",
+    "norm_name",
+    "op_specs",
+    "shortened_blocks",
+]
+
+Norm = Literal["attention", "feed_forward"]
+
+NORMS: tuple[Norm, ...] = ("attention", "feed_forward")
+"""The norms of a layer, named after what reads them."""
+
+HEAD_LAYER = -1
+"""The layer under which the LM head is listed."""
+
+EMBEDDING_BITS: Literal[8] = 8
+"""Of embedding and LM head, always symmetric: in 8 bits a zero point gains nothing that can be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensor names of a family, in its Hugging Face checkpoints.
+
+    Args:
+        layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
+        modules: For each group in a layer, the module of each member, below the prefix.
+        norms: For each norm in a layer, its module.
+        embedding: Module of the token embedding.
+        final_norm: Module of the norm before the head.
+        head: Module of an untied LM head.
+    """
+
+    layer: str
+    modules: Mapping[Group, Mapping[str, str]]
+    norms: Mapping[Norm, str]
+    embedding: str
+    final_norm: str
+    head: str
+
+
+LLAMA = Layout(
+    layer="model.layers.{layer}.",
+    modules=MappingProxyType(
+        {
+            "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+            "o": {"o": "self_attn.o_proj"},
+            "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
+            "down": {"down": "mlp.down_proj"},
+        }
+    ),
+    norms=MappingProxyType({"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}),
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    head="lm_head",
+)
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType({"llama": LLAMA, "qwen2": LLAMA})
+"""The layout of each supported ``model_type``."""
+
+SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
+    {
+        "qkv": ("attention_input", "qkv"),
+        "o": ("attention_output", "attention_delta"),
+        "gate_up": ("feed_forward_input", "gate_up"),
+        "down": ("activated", "feed_forward_delta"),
+        "head": ("head_input", "logits"),
+    }
+)
+"""The values that each group reads and writes."""
+
+
+def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
+    """Return the weight name of each member of each group of a layer, or of ``HEAD_LAYER``.
+
+    A tied head has the embedding's name.
+    """
+    layout = LAYOUTS[config.model_type]
+    if layer == HEAD_LAYER:
+        return {"head": {"head": f"{layout.embedding if config.tie_word_embeddings else layout.head}.weight"}}
+    prefix = layout.layer.format(layer=layer)
+    return {
+        group: {member: f"{prefix}{module}.weight" for member, module in modules.items()}
+        for group, modules in layout.modules.items()
+    }
+
+
+def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
+    """Return the bias name of each member of each group that has biases, as :func:`linear_names`."""
+    biased: dict[Group, bool] = {
+        "qkv": config.qkv_bias,
+        "o": config.o_bias,
+        "gate_up": config.mlp_bias,
+        "down": config.mlp_bias,
+        "head": False,
+    }
+    return {
+        group: {member: f"{name.removesuffix('.weight')}.bias" for member, name in members.items()}
+        for group, members in linear_names(config, layer).items()
+        if biased[group]
+    }
+
+
+def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
+    """Return the tensor name of one norm of a layer."""
+    layout = LAYOUTS[config.model_type]
+    return f"{layout.layer.format(layer=layer)}{layout.norms[norm]}.weight"
+
+
+def final_norm_name(config: ModelConfig) -> str:
+    """Return the tensor name of the norm before the head."""
+    return f"{LAYOUTS[config.model_type].final_norm}.weight"
+
+
+def embedding_name(config: ModelConfig) -> str:
+    """Return the tensor name of the token embedding."""
+    return f"{LAYOUTS[config.model_type].embedding}.weight"
+
+
+def layer_of(config: ModelConfig, name: str) -> int | None:
+    """Return the number of the decoder layer that a tensor belongs to; None outside the layers."""
+    prefix = LAYOUTS[config.model_type].layer.partition("{layer}")[0]
+    number = name.removeprefix(prefix).partition(".")[0]
+    return int(number) if name.startswith(prefix) and number.isdecimal() else None
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that the model computes with, by name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        embedding_name(config): (config.vocab_size, config.hidden_size),
+        final_norm_name(config): (config.hidden_size,),
+    }
+    for layer in (*range(config.layers), HEAD_LAYER):
+        biases = bias_names(config, layer)
+        for group, members in linear_names(config, layer).items():
+            for member, name in members.items():
+                rows = _rows(config, member)
+                shapes[name] = (rows, _columns(config, group))
+                if group in biases:
+                    shapes[biases[group][member]] = (rows,)
+        if layer != HEAD_LAYER:
+            shapes.update({norm_name(config, layer, norm): (config.hidden_size,) for norm in NORMS})
+    return shapes
+
+
+def op_specs(
+    config: ModelConfig,
+    precision: Precision,
+    group_size: int,
+    symmetric: bool,
+    *,
+    float_bits: Literal[16, 32] = 16,
+) -> tuple[OpSpec, ...]:
+    """List every group of every layer, in the order in which a token meets them, and the head.
+
+    At ``w4a16`` the layers have 4 bits and the head 8. Where ``group_size`` does not divide the inputs of a
+    group, the largest power of two below it that does is its block.
+
+    Args:
+        config: The model.
+        precision: Of the weights.
+        group_size: Inputs that share one scale.
+        symmetric: Whether 4-bit weights have no zero points.
+        float_bits: Of the weights at precision ``fp16``: 32 where the device computes in float32.
+
+    Raises:
+        OptionError: No legal block divides the inputs of some group.
+    """
+
+    def spec(layer: int, group: Group) -> OpSpec:
+        columns = _columns(config, group)
+        weight = WeightFormat(float_bits)
+        if precision == "w4a16":
+            block = effective_block(columns, group_size)
+            head = group == "head"
+            weight = WeightFormat(EMBEDDING_BITS, block) if head else WeightFormat(4, block, symmetric)
+        members = tuple(
+            Member(member, _rows(config, member)) for member in linear_names(config, layer)[group]
+        )
+        source, target = SOURCES[group]
+        return OpSpec(group, layer, members, columns, weight, source, target)
+
+    layers = (spec(layer, group) for layer in range(config.layers) for group in GROUPS if group != "head")
+    return (*layers, spec(HEAD_LAYER, "head"))
+
+
+def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str]:
+    """Say, once for each width, where the block had to be smaller than asked for."""
+    found = {spec.columns: spec for spec in reversed(specs) if spec.weight.quantized}
+    for columns, spec in sorted(found.items()):
+        if spec.weight.block != group_size:
+            yield (
+                f"Weights with {columns} inputs ({spec.group}) have blocks of {spec.weight.block}: "
+                f"{group_size} does not divide {columns}."
+            )
+
+
+def _rows(config: ModelConfig, member: str) -> int:
+    key_rows = config.kv_heads * config.head_dim
+    return {
+        "q": config.heads * config.head_dim,
+        "k": key_rows,
+        "v": key_rows,
+        "o": config.hidden_size,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+        "down": config.hidden_size,
+        "head": config.vocab_size,
+    }[member]
+
+
+def _columns(config: ModelConfig, group: Group) -> int:
+    if group == "o":
+        return config.heads * config.head_dim
+    return config.intermediate_size if group == "down" else config.hidden_size
