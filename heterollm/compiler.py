@@ -15,7 +15,7 @@ import numpy as np
 from heterollm.config import ModelConfig
 from heterollm.errors import PlanError
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu_layers import GpuLayers, Segments
+from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import NpuGraph, NpuSlice
 from heterollm.kernels.opencl_runtime import Launch, SharedArray
@@ -34,8 +34,6 @@ Call: TypeAlias = Callable[[], Any]
 
 HEAD_ROWS: Final = 32
 """Logits of a whole prompt are computed this many positions at a time."""
-
-STEP_WORDS: Final = 16
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from heterollm.kernels.gpu_layers import head_stride
 from heterollm.kernels.opencl_runtime import OpenClRuntime, SharedArray
-from heterollm.units import PAGE_BYTES, round_up
 
 __all__ = ["KvCache"]
 
@@ -36,16 +36,12 @@ class KvCache:
         capacity: int,
         dtype: np.dtype[Any],
     ) -> None:
-        stride = self.head_stride(capacity, head_dim, dtype)
         self._heads = layers * 2 * kv_heads
         self.capacity = capacity
         self.head_dim = head_dim
-        self.memory: SharedArray = runtime.shared((self._heads * stride,), dtype)
-
-    @staticmethod
-    def head_stride(capacity: int, head_dim: int, dtype: np.dtype[Any]) -> int:
-        """Return the elements from one head's block to the next."""
-        return round_up(capacity * head_dim * dtype.itemsize, PAGE_BYTES) // dtype.itemsize
+        self.memory: SharedArray = runtime.shared(
+            (self._heads * head_stride(capacity, head_dim, dtype),), dtype
+        )
 
     @property
     def size_bytes(self) -> int:
