@@ -1,0 +1,432 @@
+"""What lies between the linear layers, as prepared launches on the OpenCL device.
+
+Norms, rotary positions with the KV write, attention, the gated activation and the join of the logits. Each
+kernel that reads a linear's output takes the two segments of a row cut (:class:`Segments`), and each that
+writes a linear's input writes the type that the linear reads on either part.
+
+Kernels read the position, the length and the head's first row of a pass from the step buffer, so that a
+launch serves every pass of its length.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from heterollm.errors import KernelError
+from heterollm.kernels.gpu_linear import KernelStyle
+from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray
+from heterollm.units import PAGE_BYTES, round_up
+
+__all__ = [
+    "STEP_HEAD_ROW",
+    "STEP_LENGTH",
+    "STEP_POSITION",
+    "STEP_WORDS",
+    "GpuLayers",
+    "Segments",
+    "head_stride",
+]
+
+STEP_POSITION: Final = 0
+"""Index in the step buffer (int32) of the position of the pass's first token."""
+STEP_LENGTH: Final = 1
+"""Index of the tokens of the pass; what lies behind them is neither read nor written."""
+STEP_HEAD_ROW: Final = 2
+"""Index of the first row that the head reads."""
+STEP_WORDS: Final = 16
+"""Words of the step buffer."""
+
+SIMT_ITEMS: Final = 64
+VECTOR_COLUMNS: Final = 2048
+PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 16}
+DECODE_ROWS: Final = 8
+DECODE_PART_KEYS: Final = 128
+ONE_PART: Final = 2**31 - 1
+LOG2_E: Final = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The output of a linear group under a row cut.
+
+    Of member ``j`` the first ``splits[j]`` rows (output columns of the activation) lie in ``a``, the others in
+    ``b``; in each segment the members follow one another. A segment that no member uses may be any memory.
+
+    Args:
+        a: ``[m_padded, sum(splits)]`` in the activation type.
+        b: ``[m, sum(rows) - sum(splits)]`` in the activation type.
+        rows: Output rows of each member.
+        splits: How many of them lie in ``a``.
+    """
+
+    a: SharedArray
+    b: SharedArray
+    rows: tuple[int, ...]
+    splits: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.splits) or not all(
+            0 <= split <= rows for split, rows in zip(self.splits, self.rows, strict=True)
+        ):
+            raise KernelError(f"Splits {self.splits} do not lie inside members of {self.rows} rows.")
+
+
+def head_stride(capacity: int, head_dim: int, kv_dtype: DTypeLike) -> int:
+    """Return the elements from one head's block of the KV cache to the next; blocks start on pages."""
+    item_bytes = np.dtype(kv_dtype).itemsize
+    return round_up(capacity * head_dim * item_bytes, PAGE_BYTES) // item_bytes
+
+
+class GpuLayers:
+    """Makes the launches between the linear layers.
+
+    Args:
+        runtime: The OpenCL device.
+        activation_dtype: float32 or float16, of what linears read and write.
+        kv_dtype: float32 or float16, of the KV cache.
+        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
+
+    Raises:
+        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
+    """
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        activation_dtype: DTypeLike,
+        kv_dtype: DTypeLike,
+        *,
+        style: KernelStyle | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._item_bytes = _float_bytes(activation_dtype, "Activations")
+        self._kv_dtype = np.dtype(kv_dtype)
+        self._style: KernelStyle = style or ("vector" if runtime.traits.is_cpu else "simt")
+        self._items = 1 if self._style == "vector" else SIMT_ITEMS
+        self._defines: dict[str, str | int] = {"WG": self._items}
+        if self._item_bytes == 2:
+            self._defines["ACT_HALF"] = 1
+        self._kv_defines: dict[str, str | int] = (
+            {"KV_HALF": 1} if _float_bytes(kv_dtype, "The KV cache") == 2 else {}
+        )
+        # The queue is in order, so all launches with parts of the context share one scratch buffer each size.
+        self._partials: dict[int, Any] = {}
+
+    # -- norms ---------------------------------------------------------------------------------------
+
+    def rms_norm(
+        self,
+        residual: SharedArray,
+        weight: Argument,
+        out: SharedArray,
+        *,
+        hidden: int,
+        tokens: int,
+        epsilon: float,
+        delta: Segments | None = None,
+        label: str = "norm",
+    ) -> Launch:
+        """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
+
+        Args:
+            residual: float32 ``[tokens, hidden]``, updated in place where there is a delta.
+            weight: float32 ``[hidden]``.
+            out: ``[tokens, hidden]`` in the activation type.
+            hidden: Width of the model.
+            tokens: Rows.
+            epsilon: Added to the mean square.
+            delta: Output of the linear before, one member; None at the start of the model.
+            label: Name for traces and errors.
+        """
+        arguments = self._norm_arguments(residual, weight, out, hidden, epsilon, delta, residual)
+        self._check(residual, tokens * hidden, 4, f"{label} residual")
+        return self._norm(arguments, np.int32(delta is not None), tokens, out, hidden, label)
+
+    def final_norm(
+        self,
+        residual: SharedArray,
+        weight: Argument,
+        out: SharedArray,
+        step: SharedArray,
+        *,
+        hidden: int,
+        rows: int,
+        epsilon: float,
+        delta: Segments,
+        label: str = "final norm",
+    ) -> Launch:
+        """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
+
+        As :meth:`rms_norm`, but the sum is not stored back, so that it may run again for other rows of the
+        pass; output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
+        """
+        arguments = self._norm_arguments(residual, weight, out, hidden, epsilon, delta, step)
+        return self._norm(arguments, np.int32(2), rows, out, hidden, label)
+
+    def _norm_arguments(
+        self,
+        residual: SharedArray,
+        weight: Argument,
+        out: SharedArray,
+        hidden: int,
+        epsilon: float,
+        delta: Segments | None,
+        step: SharedArray,
+    ) -> tuple[Argument, ...]:
+        if delta is None:
+            delta = Segments(out, out, (hidden,), (0,))
+        elif delta.rows != (hidden,):
+            raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
+        sizes = (np.int32(delta.splits[0]), np.int32(hidden), np.float32(epsilon))
+        return (residual, weight, out, delta.a, delta.b, step, *sizes)
+
+    def _norm(
+        self,
+        arguments: tuple[Argument, ...],
+        mode: np.int32,
+        rows: int,
+        out: SharedArray,
+        hidden: int,
+        label: str,
+    ) -> Launch:
+        self._check(out, rows * hidden, self._item_bytes, f"{label} output")
+        kernel = self._runtime.kernel(("common.h", "layers.h", "rms_norm.cl"), "rms_norm", self._defines)
+        grid = (rows * self._items,)
+        return self._runtime.launch(kernel, (*arguments, mode), grid, (self._items,), label)
+
+    # -- attention -----------------------------------------------------------------------------------
+
+    def rope_and_store(
+        self,
+        qkv: Segments,
+        bias: Argument,
+        cos: Argument,
+        sin: Argument,
+        q_out: SharedArray,
+        cache: SharedArray,
+        step: SharedArray,
+        *,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        tokens: int,
+        rotary_dim: int | None = None,
+        label: str = "rope",
+    ) -> Launch:
+        """Return the launch that adds biases, rotates q and k and writes k and v to the KV cache.
+
+        Element i of a head's first ``rotary_dim`` turns with element ``i + rotary_dim / 2`` (the half-split
+        convention of Hugging Face checkpoints). Tokens past the step's length or the capacity are dropped.
+
+        Args:
+            qkv: Output of the group, three members.
+            bias: float32 of q, k and v one after the other, or None.
+            cos: float32 ``[context, rotary_dim / 2]``.
+            sin: The same.
+            q_out: float32 ``[tokens, heads * head_dim]``.
+            cache: ``[layer][k|v][kv_head][capacity][head_dim]``, heads :func:`head_stride` apart.
+            step: The step buffer.
+            layer: Layer of the cache.
+            heads: Query heads.
+            kv_heads: Key and value heads.
+            head_dim: Elements of a head, even.
+            capacity: Positions that the cache and the tables hold.
+            tokens: Tokens of the pass.
+            rotary_dim: Elements of a head that turn, even; default all.
+            label: Name for traces and errors.
+        """
+        rotary = head_dim if rotary_dim is None else rotary_dim
+        if qkv.rows != (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim):
+            raise KernelError(f"{label}: members of {qkv.rows} rows are not {heads} and {kv_heads} heads.")
+        if head_dim % 2 or rotary % 2 or not 0 <= rotary <= head_dim:
+            raise KernelError(f"{label}: {rotary} of {head_dim} elements cannot turn; both must be even.")
+        self._check(q_out, tokens * heads * head_dim, 4, f"{label} query")
+        offsets = self._cache_offsets(cache, layer, kv_heads, head_dim, capacity)
+        kernel = self._runtime.kernel(
+            ("common.h", "layers.h", "rope.cl"), "rope_and_store", self._defines | self._kv_defines
+        )
+        sizes = [*qkv.splits, heads, kv_heads, head_dim, rotary, capacity, bias is not None]
+        pieces = max(-(-rotary // 16) + -(-(head_dim - rotary) // 16), -(-head_dim // 16))
+        width = 1 if self._style == "vector" else round_up(pieces * (heads + 2 * kv_heads), self._items)
+        return self._runtime.launch(
+            kernel,
+            (
+                *(qkv.a, qkv.b, cos if bias is None else bias, cos, sin, q_out, cache, step),
+                *offsets,
+                *map(np.int32, sizes),
+            ),
+            (width, tokens),
+            (self._items, 1),
+            label,
+        )
+
+    def attention(
+        self,
+        q: SharedArray,
+        cache: SharedArray,
+        out: SharedArray,
+        step: SharedArray,
+        *,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        tokens: int,
+        bucket: int,
+        scale: float,
+        window: int = 0,
+        parts: int | None = None,
+        label: str = "attention",
+    ) -> tuple[Launch, ...]:
+        """Return the launches of causal attention over the cache; the first one alone names the cache.
+
+        Row ``t`` sees positions up to its own, and of these the last ``window``. The online softmax never
+        stores the scores. Few tokens are split over the context where the heads alone would leave the device
+        idle; a second launch then puts the parts together.
+
+        Args:
+            q: float32 ``[tokens, heads * head_dim]``, after RoPE.
+            cache: As for :meth:`rope_and_store`.
+            out: ``[tokens, heads * head_dim]`` in the activation type.
+            step: The step buffer.
+            layer: Layer of the cache.
+            heads: Query heads, a multiple of ``kv_heads``.
+            kv_heads: Key and value heads.
+            head_dim: Elements of a head.
+            capacity: Positions that the cache holds.
+            tokens: Tokens of the pass.
+            bucket: Positions that the context has at most when this launch runs.
+            scale: Factor on the scores.
+            window: Positions that a token sees, itself included; 0 for all.
+            parts: Parts of the context; default by the device.
+            label: Name for traces and errors.
+        """
+        if heads % kv_heads:
+            raise KernelError(f"{label}: {heads} query heads cannot share {kv_heads} key heads.")
+        group = heads // kv_heads
+        few = tokens * group <= DECODE_ROWS
+        rows = tokens * group if few else PREFILL_ROWS[self._style] if tokens > 1 else DECODE_ROWS
+        tiles = -(-tokens * group // rows)
+        if parts is None:
+            parts = self._choose_parts(tiles * kv_heads, bucket) if tokens * group <= 4 * rows else 1
+        self._check(q, tokens * heads * head_dim, 4, f"{label} query")
+        self._check(out, tokens * heads * head_dim, self._item_bytes, f"{label} output")
+        defines = self._defines | {"HEAD_DIM": head_dim, "ROWS": rows}
+        shape_defines = defines | self._kv_defines
+        if self._style == "vector":
+            micro = rows if few else 4
+            shape_defines |= {"MICRO": micro, "VECTORS": 2 if micro <= 4 else 1}
+        part_keys = ONE_PART if parts == 1 else -(-bucket // parts)
+        partial = out if parts == 1 else self._partial(tokens * heads * parts * (head_dim + 2) * 4)
+        files = ("common.h", "layers.h", "attention.h")
+        first = self._runtime.launch(
+            self._runtime.kernel((*files, f"attention_{self._style}.cl"), "attention", shape_defines),
+            (
+                *(q, cache, out, partial, step),
+                *self._cache_offsets(cache, layer, kv_heads, head_dim, capacity),
+                *(np.int32(group), np.int32(window), np.int32(part_keys), np.float32(scale * LOG2_E)),
+            ),
+            (tiles * self._items, kv_heads, parts),
+            (self._items, 1, 1),
+            label,
+        )
+        if parts == 1:
+            return (first,)
+        join = self._runtime.launch(
+            self._runtime.kernel((*files, "attention_join.cl"), "attention_join", defines),
+            (partial, out, np.int32(parts)),
+            (tokens * heads * self._items,),
+            (self._items,),
+            f"{label} join",
+        )
+        return first, join
+
+    def _choose_parts(self, groups: int, bucket: int) -> int:
+        units = self._runtime.traits.compute_units
+        if self._style == "vector":
+            # A core is busy with one work-group; several for each even out what they have to do.
+            wanted = 1 if groups % units == 0 else -(-4 * units // groups)
+        else:
+            wanted = -(-8 * units // groups)
+        return max(1, min(wanted, bucket // DECODE_PART_KEYS))
+
+    def _partial(self, size_bytes: int) -> Any:  # noqa: ANN401 - pyopencl is not typed
+        if size_bytes not in self._partials:
+            self._partials[size_bytes] = self._runtime.scratch(size_bytes)
+        return self._partials[size_bytes]
+
+    def _cache_offsets(
+        self, cache: SharedArray, layer: int, kv_heads: int, head_dim: int, capacity: int
+    ) -> tuple[np.uint64, np.uint64, np.uint64]:
+        stride = head_stride(capacity, head_dim, self._kv_dtype)
+        keys = layer * 2 * kv_heads * stride
+        # The last block may be cut to what it holds.
+        end = keys + (2 * kv_heads - 1) * stride + capacity * head_dim
+        self._check(cache, end, self._kv_dtype.itemsize, f"KV cache of layer {layer}")
+        return np.uint64(keys), np.uint64(keys + kv_heads * stride), np.uint64(stride)
+
+    # -- point by point ------------------------------------------------------------------------------
+
+    def gated_activation(
+        self,
+        gate_up: Segments,
+        out: SharedArray,
+        *,
+        tokens: int,
+        intermediate: int,
+        label: str = "activation",
+    ) -> Launch:
+        """Return the launch of ``out = silu(gate) * up``.
+
+        Args:
+            gate_up: Output of the group, two members of ``intermediate`` rows.
+            out: ``[tokens, intermediate]`` in the activation type.
+            tokens: Rows.
+            intermediate: Width of the feed-forward network.
+            label: Name for traces and errors.
+        """
+        if gate_up.rows != (intermediate, intermediate):
+            raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
+        self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
+        sizes = (*gate_up.splits, intermediate)
+        return self._pointwise("gated_activation", (gate_up.a, gate_up.b, out), sizes, tokens, label)
+
+    def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
+        """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
+        if len(head.rows) != 1:
+            raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
+        self._check(out, rows * head.rows[0], 4, f"{label} output")
+        sizes = (head.splits[0], head.rows[0])
+        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label)
+
+    def _pointwise(
+        self, name: str, memory: tuple[Argument, ...], sizes: tuple[int, ...], rows: int, label: str
+    ) -> Launch:
+        columns = sizes[-1]
+        span = VECTOR_COLUMNS if self._style == "vector" else 8
+        width = round_up(-(-columns // span), self._items)
+        kernel = self._runtime.kernel(("common.h", "layers.h", "pointwise.cl"), name, self._defines)
+        arguments = (*memory, *map(np.int32, sizes), np.int32(span))
+        return self._runtime.launch(kernel, arguments, (width, rows), (self._items, 1), label)
+
+    @staticmethod
+    def _check(slot: SharedArray, elements: int, item_bytes: int, what: str) -> None:
+        if slot.array.nbytes < elements * item_bytes:
+            raise KernelError(
+                f"The {what} slot has {slot.array.nbytes} bytes, {elements * item_bytes} are needed."
+            )
+
+
+def _float_bytes(dtype: DTypeLike, what: str) -> int:
+    kind = np.dtype(dtype)
+    if kind not in (np.float32, np.float16):
+        raise KernelError(f"{what} must be float32 or float16, not {kind}.")
+    return kind.itemsize

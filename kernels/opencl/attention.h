@@ -1,0 +1,38 @@
+// What both attention kernels share; follows common.h and layers.h.
+//
+// Causal attention with grouped heads over the KV cache, with an online softmax over blocks of keys
+// (FlashAttention: Dao et al. 2022), so that no score matrix is ever stored.
+//
+//   HEAD_DIM   elements of a head
+//   ROWS       query rows of a work-group. The query heads that share a key head are stacked with the tokens:
+//              row r of a key head is token r / group, head r % group, so that a key is read once for all.
+//
+// Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With more
+// than one part every part writes sums, largest score and weight, which attention_join puts together.
+
+// Below every score, and finite: a row that sees no key of a block has a weight of 1 for each of them, which
+// the first key that it does see wipes out.
+#define NO_SCORE -1e30f
+#define PARTIAL_COLUMNS (HEAD_DIM + 2)
+
+typedef struct {
+  int first_row;     // of the tile
+  int rows;          // of the tile that exist
+  int position;      // of the pass's first token
+  int start;         // first key of this part that any row sees
+  int stop;          // behind the last one
+} attention_tile;
+
+static inline attention_tile find_tile(__global const int *step, int group, int window, int part_keys) {
+  attention_tile tile;
+  tile.position = step[STEP_POSITION];
+  tile.first_row = (int)(get_num_groups(0) - 1 - get_group_id(0)) * ROWS;
+  tile.rows = min(ROWS, step[STEP_LENGTH] * group - tile.first_row);
+  int first_token = tile.position + tile.first_row / group;
+  int last_token = tile.position + (tile.first_row + tile.rows - 1) / group;
+  int part = get_group_id(2);
+  tile.start = max(window > 0 ? max(0, first_token - window + 1) : 0, part * part_keys);
+  tile.stop = part + 1 < (int)get_num_groups(2) ? min(last_token + 1, (part + 1) * part_keys)
+                                                : last_token + 1;
+  return tile;
+}

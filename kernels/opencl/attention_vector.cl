@@ -1,0 +1,199 @@
+// Attention for devices that run a work-group on one core with vector registers. Follows attention.h.
+//
+//   MICRO      rows that one register tile holds; divides ROWS
+//   VECTORS    8-wide columns of a register tile
+//
+// Keys of a block are transposed into private memory once for all rows of the work-group, so that scores
+// come out 8 keys wide without horizontal sums.
+
+#define KEYS 64
+#define KEY_VECTORS (KEYS / 8)
+#define WIDE ((HEAD_DIM + 15) / 16 * 2)  // vectors of a head, padded to whole register tiles
+#define TAIL (HEAD_DIM % 8)
+
+// Interleaves the 4-element halves' lower (upper) pairs, as the AVX unpack instructions do.
+#define MIX_LOW(x, y) (float8)(x.s0, y.s0, x.s1, y.s1, x.s4, y.s4, x.s5, y.s5)
+#define MIX_HIGH(x, y) (float8)(x.s2, y.s2, x.s3, y.s3, x.s6, y.s6, x.s7, y.s7)
+#define PAIR_LOW(x, y) (float8)(x.s01, y.s01, x.s45, y.s45)
+#define PAIR_HIGH(x, y) (float8)(x.s23, y.s23, x.s67, y.s67)
+
+// Writes the 8x8 transpose of r[0..7] to to[0], to[step], ...
+static inline void transpose8(const float8 *r, float8 *to, int step) {
+  float8 t0 = MIX_LOW(r[0], r[1]), t1 = MIX_HIGH(r[0], r[1]);
+  float8 t2 = MIX_LOW(r[2], r[3]), t3 = MIX_HIGH(r[2], r[3]);
+  float8 t4 = MIX_LOW(r[4], r[5]), t5 = MIX_HIGH(r[4], r[5]);
+  float8 t6 = MIX_LOW(r[6], r[7]), t7 = MIX_HIGH(r[6], r[7]);
+  float8 u0 = PAIR_LOW(t0, t2), u1 = PAIR_HIGH(t0, t2), u2 = PAIR_LOW(t1, t3), u3 = PAIR_HIGH(t1, t3);
+  float8 u4 = PAIR_LOW(t4, t6), u5 = PAIR_HIGH(t4, t6), u6 = PAIR_LOW(t5, t7), u7 = PAIR_HIGH(t5, t7);
+  to[0] = (float8)(u0.lo, u4.lo);
+  to[step] = (float8)(u1.lo, u5.lo);
+  to[2 * step] = (float8)(u2.lo, u6.lo);
+  to[3 * step] = (float8)(u3.lo, u7.lo);
+  to[4 * step] = (float8)(u0.hi, u4.hi);
+  to[5 * step] = (float8)(u1.hi, u5.hi);
+  to[6 * step] = (float8)(u2.hi, u6.hi);
+  to[7 * step] = (float8)(u3.hi, u7.hi);
+}
+
+// Reads the keys [first, stop) of a block, transposed: keys[d * KEY_VECTORS + key / 8]. Behind stop the last
+// key is repeated.
+static inline void load_keys(__global const kv_t *source, int first, int stop, float8 *keys) {
+  for (int block = 0; block < KEY_VECTORS && first + block * 8 < stop; ++block) {
+    for (int d = 0; d < HEAD_DIM; d += 8) {
+      float8 r[8];
+      UNROLL for (int i = 0; i < 8; ++i) {
+        __global const kv_t *key = source + (size_t)min(first + block * 8 + i, stop - 1) * HEAD_DIM;
+#if TAIL
+        LOAD_PART(load_kv8, load_kv, key, d, HEAD_DIM - d, value)
+        r[i] = value;
+#else
+        r[i] = load_kv8(key, d);
+#endif
+      }
+      transpose8(r, keys + d * KEY_VECTORS + block, KEY_VECTORS);
+    }
+  }
+}
+
+static inline void load_values(__global const kv_t *source, int first, int stop, float8 *values) {
+  for (int key = 0; key < min(KEYS, stop - first); ++key) {
+    __global const kv_t *value_row = source + (size_t)(first + key) * HEAD_DIM;
+    UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = load_kv8(value_row, d * 8);
+#if TAIL
+    LOAD_PART(load_kv8, load_kv, value_row, HEAD_DIM / 8 * 8, TAIL, last)
+    values[key * WIDE + HEAD_DIM / 8] = last;
+#endif
+  }
+}
+
+// scores[row][key] = queries[row] . keys[key] for MICRO rows and VECTORS * 8 keys.
+static inline void score_tile(const float *queries, const float8 *keys, float8 *scores) {
+  float8 sums[MICRO * VECTORS];
+  UNROLL for (int i = 0; i < MICRO * VECTORS; ++i) sums[i] = 0.0f;
+  for (int d = 0; d < HEAD_DIM; ++d) {
+    float8 key[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; ++v) key[v] = keys[d * KEY_VECTORS + v];
+    UNROLL for (int r = 0; r < MICRO; ++r) {
+      float8 query = (float8)queries[r * WIDE * 8 + d];
+      UNROLL for (int v = 0; v < VECTORS; ++v)
+        sums[r * VECTORS + v] = FMA(query, key[v], sums[r * VECTORS + v]);
+    }
+  }
+  UNROLL for (int r = 0; r < MICRO; ++r)
+    UNROLL for (int v = 0; v < VECTORS; ++v) scores[r * KEY_VECTORS + v] = sums[r * VECTORS + v];
+}
+
+// sums[row][d] = sums[row][d] * decay[row] + weights[row] . values[.][d] for MICRO rows, VECTORS * 8 columns.
+static inline void value_tile(const float *weights, const float *decay, const float8 *values, int count,
+                              float8 *sums) {
+  float8 tile[MICRO * VECTORS];
+  UNROLL for (int r = 0; r < MICRO; ++r)
+    UNROLL for (int v = 0; v < VECTORS; ++v) tile[r * VECTORS + v] = sums[r * WIDE + v] * decay[r];
+  for (int key = 0; key < count; ++key) {
+    float8 value[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; ++v) value[v] = values[key * WIDE + v];
+    UNROLL for (int r = 0; r < MICRO; ++r) {
+      float8 weight = (float8)weights[r * KEYS + key];
+      UNROLL for (int v = 0; v < VECTORS; ++v)
+        tile[r * VECTORS + v] = FMA(weight, value[v], tile[r * VECTORS + v]);
+    }
+  }
+  UNROLL for (int r = 0; r < MICRO; ++r)
+    UNROLL for (int v = 0; v < VECTORS; ++v) sums[r * WIDE + v] = tile[r * VECTORS + v];
+}
+
+// Turns one row's scores of a block into weights; updates its largest score and total weight and returns by
+// how much its earlier sums shrink. Keys outside [low, high], counted from the block's first, are hidden.
+static inline float soften(float8 *scores, int low, int high, float *largest, float *total) {
+  if (low > 0 || high < KEYS - 1) {
+    for (int v = 0; v < KEY_VECTORS; ++v) {
+      int8 key = (int8)(0, 1, 2, 3, 4, 5, 6, 7) + v * 8;
+      scores[v] = ((key >= low) & (key <= high)) ? scores[v] : (float8)NO_SCORE;
+    }
+  }
+  float8 top = scores[0];
+  UNROLL for (int v = 1; v < KEY_VECTORS; ++v) top = top > scores[v] ? top : scores[v];
+  float best = max8(top);
+  best = best > *largest ? best : *largest;
+  float8 weight_sum = 0.0f;
+  UNROLL for (int v = 0; v < KEY_VECTORS; ++v) {
+    scores[v] = exp2_8(scores[v] - best);
+    weight_sum += scores[v];
+  }
+  float decay = exp2_8((float8)(*largest - best)).s0;
+  *total = *total * decay + sum8(weight_sum);
+  *largest = best;
+  return decay;
+}
+
+GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
+                                   __global float *partial, __global const int *step, ulong k_offset,
+                                   ulong v_offset, ulong head_stride, int group, int window, int part_keys,
+                                   float scale) {
+  attention_tile tile = find_tile(step, group, window, part_keys);
+  if (tile.rows <= 0)
+    return;
+  int kv_head = get_group_id(1), heads = get_num_groups(1) * group;
+  __global const kv_t *key_source = cache + k_offset + kv_head * head_stride;
+  __global const kv_t *value_source = cache + v_offset + kv_head * head_stride;
+  float8 queries[ROWS * WIDE], keys[WIDE * 8 * KEY_VECTORS], values[KEYS * WIDE];
+  float8 scores[ROWS * KEY_VECTORS], sums[ROWS * WIDE];
+  float largest[ROWS], total[ROWS], decay[ROWS];
+
+  for (int r = 0; r < ROWS; ++r) {
+    int row = tile.first_row + min(r, tile.rows - 1);
+    __global const float *source =
+        q + ((size_t)(row / group) * heads + kv_head * group + row % group) * HEAD_DIM;
+    for (int d = 0; d < WIDE; ++d) {
+      LOAD_PART(load_float8, load_float, source, d * 8, HEAD_DIM - d * 8, value)
+      queries[r * WIDE + d] = value * scale;
+      sums[r * WIDE + d] = 0.0f;
+    }
+    largest[r] = NO_SCORE;
+    total[r] = 0.0f;
+  }
+#if HEAD_DIM % 16
+  for (int key = 0; key < KEYS; ++key)
+    for (int d = HEAD_DIM / 8; d < WIDE; ++d) values[key * WIDE + d] = 0.0f;
+#endif
+
+  for (int first = tile.start; first < tile.stop; first += KEYS) {
+    int count = min(KEYS, tile.stop - first);
+    load_keys(key_source, first, tile.stop, keys);
+    load_values(value_source, first, tile.stop, values);
+    for (int r = 0; r < tile.rows; r += MICRO) {
+      for (int v = 0; v < KEY_VECTORS; v += VECTORS)
+        if (v * 8 < count)
+          score_tile((const float *)(queries + r * WIDE), keys + v, scores + r * KEY_VECTORS + v);
+      for (int i = r; i < r + MICRO; ++i) {
+        int token = tile.position + (tile.first_row + min(i, tile.rows - 1)) / group;
+        decay[i] = soften(scores + i * KEY_VECTORS, window > 0 ? token - window + 1 - first : 0,
+                          min(token - first, count - 1), largest + i, total + i);
+      }
+      for (int v = 0; v < WIDE; v += VECTORS)
+        value_tile((const float *)(scores + r * KEY_VECTORS), decay + r, values + v, count,
+                   sums + r * WIDE + v);
+    }
+  }
+
+  for (int r = 0; r < tile.rows; ++r) {
+    int row = tile.first_row + r;
+    size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
+    int parts = get_num_groups(2);
+    float factor = parts > 1 ? 1.0f : 1.0f / total[r];
+    for (int d = 0; d < HEAD_DIM; d += 8) {
+      float8 value = sums[r * WIDE + d / 8] * factor;
+      if (parts > 1) {
+        __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS;
+        STORE_PART(store_float8, store_float, value, target, d, HEAD_DIM - d)
+      } else {
+        STORE_PART(store_act8, store_act, value, out + at * HEAD_DIM, d, HEAD_DIM - d)
+      }
+    }
+    if (parts > 1) {
+      __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS + HEAD_DIM;
+      target[0] = largest[r];
+      target[1] = total[r];
+    }
+  }
+}

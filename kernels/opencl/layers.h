@@ -1,0 +1,81 @@
+// Shared by the kernels between the linear layers; follows common.h.
+//
+//   WG          work-items of a work-group: 1 where one explicit vector loop is fastest (a CPU), else 64..256
+//   KV_HALF     the KV cache stores half instead of float
+//
+// The step buffer, written by the host once a pass:
+#define STEP_POSITION 0  // position of the pass's first token
+#define STEP_LENGTH 1    // tokens of the pass
+#define STEP_HEAD_ROW 2  // first row that the head reads
+
+#define GROUP_SIZE __attribute__((reqd_work_group_size(WG, 1, 1)))
+
+#ifdef KV_HALF
+typedef half kv_t;
+#define load_kv(p, i) load_half(p, i)
+#define load_kv8(p, i) load_half8(p, i)
+#define store_kv(v, p, i) store_half(v, p, i)
+#define store_kv8(v, p, i) store_half8(v, p, i)
+#else
+typedef float kv_t;
+#define load_kv(p, i) ((p)[i])
+#define load_kv8(p, i) load_float8(p, i)
+#define store_kv(v, p, i) ((p)[i] = (v))
+#define store_kv8(v, p, i) store_float8(v, p, i)
+#endif
+
+// The first `count` (at most 8) elements from i on as a float8, zero behind them; and the way back.
+#define LOAD_PART(load8, load1, p, i, count, value)                            \
+  float8 value;                                                                \
+  if ((count) >= 8) {                                                          \
+    value = load8(p, i);                                                       \
+  } else {                                                                     \
+    value = 0.0f;                                                              \
+    for (int lane_ = 0; lane_ < (count); ++lane_)                              \
+      ((float *)&value)[lane_] = load1(p, (i) + lane_);                        \
+  }
+#define STORE_PART(store8, store1, value, p, i, count)                         \
+  if ((count) >= 8) {                                                          \
+    store8(value, p, i);                                                       \
+  } else {                                                                     \
+    for (int lane_ = 0; lane_ < (count); ++lane_)                              \
+      store1(((float *)&(value))[lane_], p, (i) + lane_);                      \
+  }
+#define load_float(p, i) ((p)[i])
+#define store_float(v, p, i) ((p)[i] = (v))
+
+// One row of one member of a linear group under a row cut: its columns below `split` lie in `a`, the rest
+// in `b`. Both point at the row's first element of that member.
+typedef struct {
+  __global const act_t *a;
+  __global const act_t *b;
+  int split;
+} member_row;
+
+// The columns [column, column + count) of a row, count at most 8, zero behind them.
+static inline float8 load_member(member_row row, int column, int count) {
+  if (count == 8 && column + 8 <= row.split)
+    return load_act8(row.a, column);
+  if (count == 8 && column >= row.split)
+    return load_act8(row.b, column - row.split);
+  float8 value = 0.0f;
+  for (int lane = 0; lane < count; ++lane) {
+    int at = column + lane;
+    ((float *)&value)[lane] = at < row.split ? load_act(row.a, at) : load_act(row.b, at - row.split);
+  }
+  return value;
+}
+
+// 2^x for x <= 127, zero below -126; relative error 1e-7. Adding 1.5 * 2^23 rounds x to an integer, which
+// then lies in the sum's lowest bits; the rest goes through a minimax polynomial.
+static inline float8 exp2_8(float8 x) {
+  float8 shifted = x + 12582912.0f;
+  float8 rest = x - (shifted - 12582912.0f);
+  float8 value = FMA(rest, (float8)1.326472e-3f, (float8)9.671513e-3f);
+  value = FMA(rest, value, (float8)5.5507336e-2f);
+  value = FMA(rest, value, (float8)2.4022242e-1f);
+  value = FMA(rest, value, (float8)6.93147e-1f);
+  value = FMA(rest, value, (float8)1.0f);
+  value = as_float8(as_int8(value) + (as_int8(shifted) << 23));
+  return x < -126.0f ? (float8)0.0f : value;
+}

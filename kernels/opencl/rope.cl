@@ -1,0 +1,65 @@
+// Adds the bias to q, k and v, rotates q and k (Hugging Face's half-split convention: element i of a head
+// pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
+// Follows common.h and layers.h. Grid: work-items over 8-element pieces of heads, tokens.
+
+GROUP_SIZE __kernel void rope_and_store(
+    __global const act_t *a, __global const act_t *b, __global const float *bias,
+    __global const float *cosines, __global const float *sines, __global float *q_out, __global kv_t *cache,
+    __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride, int q_split, int k_split,
+    int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias) {
+  int token = get_global_id(1);
+  int position = step[STEP_POSITION] + token;
+  if (token >= step[STEP_LENGTH] || position >= capacity)
+    return;
+  int q_rows = heads * head_dim, kv_rows = kv_heads * head_dim;
+  int a_columns = q_split + k_split + v_split;
+  int b_columns = q_rows + 2 * kv_rows - a_columns;
+  // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
+  int rotated_pieces = (rotary / 2 + 7) / 8;
+  int pieces = max(rotated_pieces + ((head_dim - rotary) / 2 + 7) / 8, (head_dim / 2 + 7) / 8);
+  for (int item = get_global_id(0); item < pieces * (heads + 2 * kv_heads); item += get_global_size(0)) {
+    int head = item / pieces, piece = item % pieces;
+    bool is_q = head < heads, is_v = head >= heads + kv_heads;
+    int rotated = is_v ? 0 : rotary;
+    bool rotate = piece < (rotated / 2 + 7) / 8;
+    int run = (rotate ? rotated : head_dim - rotated) / 2;
+    int begin = (rotate ? piece : piece - (rotated / 2 + 7) / 8) * 8;
+    int count = min(8, run - begin);
+    if (count <= 0)
+      continue;
+    int member_head = is_q ? head : is_v ? head - heads - kv_heads : head - heads;
+    int split = is_q ? q_split : is_v ? v_split : k_split;
+    int a_before = is_q ? 0 : is_v ? q_split + k_split : q_split;
+    int rows_before = is_q ? 0 : is_v ? q_rows + kv_rows : q_rows;
+    member_row row = {a + (size_t)token * a_columns + a_before,
+                      b + (size_t)token * b_columns + (rows_before - a_before), split};
+    int low_at = (rotate ? 0 : rotated) + begin, high_at = low_at + run;
+    float8 low = load_member(row, member_head * head_dim + low_at, count);
+    float8 high = load_member(row, member_head * head_dim + high_at, count);
+    if (has_bias) {
+      __global const float *biases = bias + rows_before + member_head * head_dim;
+      LOAD_PART(load_float8, load_float, biases, low_at, count, low_bias)
+      LOAD_PART(load_float8, load_float, biases, high_at, count, high_bias)
+      low += low_bias;
+      high += high_bias;
+    }
+    if (rotate) {
+      size_t table = (size_t)position * (rotary / 2) + begin;
+      LOAD_PART(load_float8, load_float, cosines, table, count, c)
+      LOAD_PART(load_float8, load_float, sines, table, count, s)
+      float8 turned = low * c - high * s;
+      high = high * c + low * s;
+      low = turned;
+    }
+    if (is_q) {
+      __global float *target = q_out + (size_t)token * q_rows + head * head_dim;
+      STORE_PART(store_float8, store_float, low, target, low_at, count)
+      STORE_PART(store_float8, store_float, high, target, high_at, count)
+    } else {
+      __global kv_t *target = cache + (is_v ? v_offset : k_offset) + member_head * head_stride +
+                              (size_t)position * head_dim;
+      STORE_PART(store_kv8, store_kv, low, target, low_at, count)
+      STORE_PART(store_kv8, store_kv, high, target, high_at, count)
+    }
+  }
+}

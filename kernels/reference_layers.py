@@ -1,0 +1,95 @@
+"""What the operators between the linear layers compute, in float64: the oracle of the kernels' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["attention", "gated_activation", "join_members", "rms_norm", "rotate", "split_members"]
+
+
+def split_members(
+    value: NDArray[Any], rows: Sequence[int], splits: Sequence[int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Cut ``[m, sum(rows)]`` into the two segments of a row cut."""
+    members = np.split(value, np.cumsum(rows)[:-1], axis=1)
+    pairs = list(zip(members, splits, strict=True))
+    first = np.concatenate([member[:, :split] for member, split in pairs], axis=1)
+    second = np.concatenate([member[:, split:] for member, split in pairs], axis=1)
+    return first, second
+
+
+def join_members(
+    a: NDArray[Any], b: NDArray[Any], rows: Sequence[int], splits: Sequence[int]
+) -> list[NDArray[np.float64]]:
+    """Put the two segments of a row cut together: one ``[m, rows]`` per member; ``a`` may be padded."""
+    a_parts = np.split(a[: len(b)].astype(np.float64), np.cumsum(splits)[:-1], axis=1)
+    b_rows = [row - split for row, split in zip(rows, splits, strict=True)]
+    b_parts = np.split(b.astype(np.float64), np.cumsum(b_rows)[:-1], axis=1)
+    return [np.concatenate(pair, axis=1) for pair in zip(a_parts, b_parts, strict=True)]
+
+
+def rms_norm(x: NDArray[Any], weight: NDArray[Any], epsilon: float) -> NDArray[np.float64]:
+    """Return ``x [m, hidden]`` over its root mean square, times the weight."""
+    exact = x.astype(np.float64)
+    mean = np.square(exact).mean(axis=1, keepdims=True)
+    return exact / np.sqrt(mean + epsilon) * weight.astype(np.float64)
+
+
+def rotate(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[np.float64]:
+    """Turn the first elements of every head of ``x [m, heads, head_dim]`` by ``cos`` and ``sin [m, r / 2]``.
+
+    Element i turns with element ``i + r / 2``, as ``rotate_half`` of transformers does it.
+    """
+    half = cos.shape[1]
+    exact = x.astype(np.float64)
+    low, high, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]
+    c, s = cos.astype(np.float64)[:, None], sin.astype(np.float64)[:, None]
+    return np.concatenate([low * c - high * s, high * c + low * s, rest], axis=2)
+
+
+def attention(
+    q: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    *,
+    position: int,
+    scale: float,
+    window: int = 0,
+) -> NDArray[np.float64]:
+    """Return causal attention ``[m, heads, head_dim]``.
+
+    Args:
+        q: ``[m, heads, head_dim]``; row t stands at ``position + t``.
+        keys: ``[kv_heads, at least position + m, head_dim]``.
+        values: The same.
+        position: Of the first row.
+        scale: Factor on the scores.
+        window: Positions that a row sees, itself included; 0 for all.
+    """
+    rows, heads, _ = q.shape
+    length = position + rows
+    group = heads // keys.shape[0]
+    k = np.repeat(keys[:, :length].astype(np.float64), group, axis=0)
+    v = np.repeat(values[:, :length].astype(np.float64), group, axis=0)
+    scores = np.einsum("mhd,hkd->hmk", q.astype(np.float64), k) * scale
+    row, key = np.arange(position, length)[:, None], np.arange(length)[None, :]
+    hidden = key > row
+    if window > 0:
+        hidden |= key <= row - window
+    scores = np.where(hidden, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    return np.einsum("hmk,hkd->mhd", weights, v)
+
+
+def gated_activation(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[np.float64]:
+    """Return ``silu(gate) * up``."""
+    exact = gate.astype(np.float64)
+    # exp of minus the magnitude cannot overflow.
+    small = np.exp(-np.abs(exact))
+    sigmoid = np.where(exact >= 0, 1.0, small) / (1.0 + small)
+    return exact * sigmoid * up.astype(np.float64)
