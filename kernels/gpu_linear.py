@@ -167,7 +167,7 @@ class GpuLinear:
         _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
         chosen = style or ("vector" if self._runtime.traits.is_cpu else "simt")
         token_step, global_size, local_size = _grid(chosen, tokens, tile_count)
-        defines = {"BITS": self.format.bits}
+        defines: dict[str, str | int] = {"BITS": self.format.bits}
         if self._half:
             defines["ACT_HALF"] = 1
             if not half_output:

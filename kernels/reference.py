@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_rows
+from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor
 
 __all__ = ["embedding", "linear", "weight_values"]
 
@@ -27,15 +27,18 @@ def linear(
     x: NDArray[Any], members: Sequence[LinearWeight], kept: Sequence[tuple[int, int]] | None = None
 ) -> NDArray[np.float64]:
     """Return ``x [m, k]`` times the kept rows of each member, side by side, ``[m, kept rows]``."""
-    if kept is None:
-        parts = list(members)
-    else:
-        parts = [take_rows(member, [span]) for member, span in zip(members, kept, strict=True)]
-    return np.concatenate([x.astype(np.float64) @ weight_values(part).T for part in parts], axis=1)
+    spans = kept if kept is not None else [(0, None)] * len(members)
+    exact = x.astype(np.float64)
+    parts = [
+        exact @ weight_values(member)[start:stop].T
+        for member, (start, stop) in zip(members, spans, strict=True)
+    ]
+    return np.concatenate(parts, axis=1)
 
 
 def embedding(
     tokens: NDArray[np.integer[Any]], table: LinearWeight, scale: float = 1.0
 ) -> NDArray[np.float64]:
     """Return the scaled table rows ``[m, k]`` of ``tokens [m]``."""
-    return weight_values(table)[tokens] * scale
+    rows: NDArray[np.float64] = weight_values(table)[tokens] * scale
+    return rows
