@@ -51,9 +51,11 @@ def slice_digest(part: NpuSlice) -> str:
 
     ``weights_key`` alone should tell contents apart; the sample catches a caller that breaks this at no cost.
     """
-    digest = hashlib.sha256(json.dumps([*part.key[:4], str(part.format)]).encode())
+    identity = [part.weights_key, part.layer, part.group, part.row_ranges, str(part.format)]
+    digest = hashlib.sha256(json.dumps(identity).encode())
     rows = np.unique(np.linspace(0, part.rows - 1, min(part.rows, SAMPLED_ROWS)).astype(np.int64))
     weight = part.weight
+    arrays: list[NDArray[Any]]
     arrays = [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
     for array in arrays:
         digest.update(array[rows].tobytes())

@@ -1,0 +1,214 @@
+"""The NPU part of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
+
+One static graph per slice and length: compiled, closed, then loaded from its cached context binary, because
+compiled sessions are heavy and loaded ones map their weights. Features that only a device can prove (weights
+shared between lengths, the rpcmem allocator, power modes) are off.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heterollm.errors import DeviceError, GraphError
+from heterollm.kernels.cache import locked
+from heterollm.kernels.npu import STANDARD_LENGTHS, Form, NpuSlice, SliceKey, TimeKind, check_prepare
+from heterollm.kernels.npu_graphs import GRAPH_VERSION, slice_digest, write_graph
+from heterollm.kernels.npu_session import SessionGraph
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.qnn_binaries import ContextBinary
+from heterollm.kernels.qnn_compile import compile_graph
+from heterollm.kernels.qnn_runtime import QnnTarget, open_session, qnn_available, qnn_versions
+from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.kernels.tolerances import linear_errors
+from heterollm.units import MIB
+
+__all__ = ["QnnNpu", "qnn_available"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SOC_MODEL = "57"
+"""Snapdragon 8 Gen 3 (HTP v75), which the emulator plays."""
+
+FLOAT_ONLY_SOCS = frozenset({"30"})
+"""HTP v68 with FP16: it takes no MatMulNBits (QNN reports "expected >= 69")."""
+
+INTEGER_ONLY_SOCS = frozenset({"37"})
+"""HTP v68 without FP16 (8cx Gen 3): quantised activations only."""
+
+CHILD_WEIGHT_BYTES = 16 * MIB
+"""Slices of more weights are compiled in a child process by default."""
+
+
+class QnnNpu:
+    """Qualcomm's HTP, real or emulated, behind the NPU protocol.
+
+    Args:
+        emulator: Whether to use the emulator in the x86-64 Linux wheel instead of a real Hexagon.
+        soc_model: Qualcomm's number of the SoC to emulate, or to compile for; None lets a real one say.
+        compile_in_child: Whether to compile in a child process; None does so for large slices.
+
+    Raises:
+        DeviceError: The provider, the emulator or the NPU is not there.
+    """
+
+    standard_lengths = STANDARD_LENGTHS
+    row_alignment = 256
+    activation_dtype: np.dtype[Any] = np.dtype(np.float16)
+
+    def __init__(
+        self, *, emulator: bool, soc_model: str | None = None, compile_in_child: bool | None = None
+    ) -> None:
+        usable, reason, fix = qnn_available(emulator=emulator)
+        if not usable:
+            raise DeviceError(reason, fix=fix)
+        if emulator and soc_model is None:
+            soc_model = DEFAULT_SOC_MODEL
+        options = {
+            "backend_type": "htp",
+            "enable_htp_fp16_precision": "1",
+            "htp_graph_finalization_optimization_mode": "3",
+        }
+        if soc_model is not None:
+            options["soc_model"] = soc_model
+        self.name = f"Hexagon {'emulator' if emulator else 'NPU'} (QNN HTP)"
+        self.time_kind: TimeKind = "emulated" if emulator else "real"
+        self.soc_model = soc_model
+        self._soc = soc_model if emulator else _this_soc()
+        self.compiled_count = 0
+        self.loaded_count = 0
+        self._target = QnnTarget(emulator, options)
+        self._compile_in_child = compile_in_child
+        self._sessions: dict[tuple[SliceKey, Form, int], Any] = {}
+
+    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
+        """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
+
+        Weight first leads: by the emulator's cycle counts it is up to 7.7 times cheaper at 5 to 32 tokens.
+        """
+        if self.soc_model in INTEGER_ONLY_SOCS or weight.bits == 32:
+            return ()
+        if weight.quantized:
+            return () if self.soc_model in FLOAT_ONLY_SOCS else ("matmul_nbits",)
+        return ("weight_first", "activation_first")
+
+    def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> SessionGraph:
+        """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        chosen = check_prepare(self, part, length, form)
+        key = (part.key, chosen, length)
+        if key not in self._sessions:
+            self._sessions[key] = self._open(part, chosen, length)
+        return SessionGraph(
+            self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
+        )
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of ONNX Runtime, the provider and its SDK, and the SoC compiled for."""
+        return {
+            **qnn_versions(),
+            "soc": f"{self._soc} (emulated)" if self._target.emulator else str(self._soc),
+        }
+
+    def close(self) -> None:
+        """Drop all sessions."""
+        self._sessions.clear()
+
+    def self_test(self) -> None:
+        """Run one small graph against float64.
+
+        Raises:
+            DeviceError: It does not compile, run, or give the right numbers.
+        """
+        generator = np.random.default_rng(0)
+        rows, columns, tokens, block = 64, 256, 32, 32
+        weight = QuantizedTensor(
+            generator.integers(0, 256, (rows, columns // block, block // 2), np.uint8),
+            generator.uniform(0.01, 0.02, (rows, columns // block)).astype(np.float16),
+            None,
+            4,
+            block,
+        )
+        part = NpuSlice(weight, 0, "self_test", ((0, rows),), "self_test")
+        x = generator.standard_normal((tokens, columns)).astype(self.activation_dtype)
+        y = np.zeros((tokens, rows), self.activation_dtype)
+        self.prepare(part, tokens).bind(x, y)()
+        errors = linear_errors(y, x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
+        if not errors.within("fp16"):
+            raise DeviceError(
+                f"{self.name} computes wrong numbers: NMSE {errors.nmse:.1e} on the self-test.",
+                fix="Update the NPU driver and onnxruntime-qnn.",
+            )
+
+    def _open(self, part: NpuSlice, form: Form, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+        """Load the graph from the cache, building it first where the cache has no sound one."""
+        label = f"{part.label} ({form}, {length} tokens)"
+        stored = self._binary(part, form, length)
+        session, problem = self._load(stored, label)
+        if session is not None:
+            return session
+        with locked(stored.model):
+            # Another process may have built it while this one waited for the lock.
+            session, problem = self._load(stored, label)
+            if session is not None:
+                return session
+            if problem != "missing":
+                logger.warning("The cached NPU graph of %s is %s; building it again.", label, problem)
+            stored.build(lambda folder, model: self._compile(part, form, length, folder, model, label))
+            self.compiled_count += 1
+        return open_session(stored.model, self._target, label)
+
+    def _load(self, stored: ContextBinary, label: str) -> tuple[Any, str]:
+        """Return the session of a sound file, or None and what is wrong with it."""
+        problem = stored.problem()
+        if problem is not None:
+            return None, problem
+        try:
+            session = open_session(stored.model, self._target, label)
+        except GraphError as error:
+            return None, f"refused by QNN ({error.message})"
+        self.loaded_count += 1
+        return session, ""
+
+    def _compile(
+        self, part: NpuSlice, form: Form, length: int, folder: Path, model: Path, label: str
+    ) -> None:
+        source = write_graph(part, form, self.activation_dtype, folder, length)
+        in_child = self._compile_in_child
+        if in_child is None:
+            in_child = part.format.weight_bytes(part.rows, part.columns) > CHILD_WEIGHT_BYTES
+        compile_graph(source, model, self._target, label, in_child=in_child)
+
+    def _binary(self, part: NpuSlice, form: Form, length: int) -> ContextBinary:
+        identity = {
+            "weights": part.weights_key,
+            "content": slice_digest(part),
+            "layer": part.layer,
+            "group": part.group,
+            "row_ranges": part.row_ranges,
+            "columns": part.columns,
+            "format": str(part.format),
+            "form": form,
+            "length": length,
+            "dtype": str(self.activation_dtype),
+            "soc": self._soc,
+            "options": self._target.options,
+        }
+        versions = qnn_versions()
+        made_by = {
+            "graph_version": GRAPH_VERSION,
+            "onnxruntime-qnn": versions["onnxruntime-qnn"],
+            "qairt": versions["qairt"],
+        }
+        return ContextBinary(identity, made_by)
+
+
+def _this_soc() -> str:
+    """Return what the system calls the chip it runs on."""
+    try:
+        return Path("/sys/devices/soc0/machine").read_text().strip()
+    except OSError:  # not Linux, or a kernel that does not say
+        return platform.processor() or platform.machine()
