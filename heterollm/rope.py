@@ -105,10 +105,9 @@ def _llama3(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[
     periods = np.float32(2 * math.pi) / frequencies
     smooth = (np.float32(original) / periods - low) / (high - low)
     scaled = (1 - smooth) * frequencies / factor + smooth * frequencies
-    result = np.where(
-        periods > np.float32(original / rope.low_frequency_factor), frequencies / factor, scaled
-    )
-    result = np.where(periods < np.float32(original / rope.high_frequency_factor), frequencies, result)
+    longest, shortest = (np.float32(original / part) for part in (low, high))
+    result = np.where(periods > longest, frequencies / factor, scaled)
+    result = np.where(periods < shortest, frequencies, result)
     return result, 1.0
 
 
