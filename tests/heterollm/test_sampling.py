@@ -154,6 +154,16 @@ def test_excluded_tokens_are_never_drawn():
         assert {sampler.sample(logits, np.array([5, 3])) for _ in range(60)} == {3, 70}
 
 
+def test_the_least_random_number_draws_no_excluded_token(monkeypatch):
+    class Least:
+        def random(self):
+            return 0.0
+
+    sampler = Sampler(SamplingOptions(temperature=1.0), 3)
+    monkeypatch.setattr(sampler, "_random", Least())
+    assert sampler.sample(np.array([-np.inf, 0, 1], np.float32), NO_HISTORY) == 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, "all"])
 @pytest.mark.parametrize("penalty", [1.0, 1.1])

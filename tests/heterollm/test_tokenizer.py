@@ -226,6 +226,16 @@ def test_readable_text_does_not_wait_for_unreadable_bytes(loaded):
     assert decoder.finish() == "\ufffd"
 
 
+@pytest.mark.parametrize("junk", range(40))
+def test_a_character_after_much_unreadable_text_is_whole(loaded, junk):
+    tokenizer = loaded["llama3"]
+    names = _byte_names()
+    data = b"\x80" * junk + "😀日é".encode()
+    decoder = tokenizer.stream_decoder()
+    text = "".join([decoder.push(tokenizer._backend.token_to_id(names[value])) for value in data])
+    assert text + decoder.finish() == "\ufffd" * junk + "😀日é"
+
+
 def test_the_cost_of_a_token_does_not_grow(loaded):
     def seconds(name, ids):
         decoder = loaded[name].stream_decoder()
