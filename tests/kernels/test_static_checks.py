@@ -1,0 +1,216 @@
+"""What compilers and a race detector say about the kernels, without the hardware that they are for.
+
+Every source file needs an entry in PROGRAMS (the compiler's defines; a test fails for a file without one) and
+a generator in LAUNCHES (small runs that the simulator watches).
+"""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.kernels import opencl_runtime, reference
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices, read_sources
+from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.kernels.tolerances import linear_errors
+
+SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
+COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
+
+LINEAR_DEFINES = [f"-DBITS={bits}" for bits in (4, 8, 16, 32)]
+ATTENTION = ("common.h", "layers.h", "attention.h")
+
+PROGRAMS: dict[tuple[str, ...], list[str]] = {
+    # Source files in order: one string of defines for each variant to compile.
+    ("common.h", "linear.h", "linear_vector.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_simt.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "embedding.cl"): LINEAR_DEFINES,
+    ("common.h", "layers.h", "rms_norm.cl"): ["-DWG=1", "-DWG=64"],
+    ("common.h", "layers.h", "pointwise.cl"): ["-DWG=1", "-DWG=64"],
+    ("common.h", "layers.h", "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF"],
+    (*ATTENTION, "attention_vector.cl"): [
+        "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
+    ],
+    (*ATTENTION, "attention_simt.cl"): [
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
+        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DKV_HALF",
+    ],
+    (*ATTENTION, "attention_join.cl"): ["-DWG=64 -DHEAD_DIM=64 -DROWS=4"],
+}
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clang():
+    names = ["clang", *(f"clang-{version}" for version in range(30, 12, -1))]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("needs clang, such as `apt install clang`")
+    return found
+
+
+def compiler_says(clang: str, source: str, *options: str) -> str:
+    command = [clang, "-x", "cl", "-target", "spir64", "-Xclang", "-finclude-default-header"]
+    command += ["-Wall", "-Werror", "-Wno-unused-function", "-fsyntax-only", *options, "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else done.stderr
+
+
+# The plain -cl-ext= of the driver is ignored by clang 15.
+WITHOUT_EXTENSIONS = ("-Xclang", "-cl-ext=-all")
+
+
+@pytest.mark.parametrize("files", PROGRAMS, ids=lambda files: files[-1])
+def test_sources_are_portable_opencl_c(clang, files):
+    """OpenCL C 1.2 without any extension, and 3.0 with cl_khr_fp16, both with each type of activation."""
+    source = read_sources(files)
+    for defines, half in itertools.product(
+        PROGRAMS[files], ([], ["-DACT_HALF"], ["-DACT_HALF", "-DOUT_FLOAT"])
+    ):
+        options = [*defines.split(), *half]
+        assert compiler_says(clang, source, "-cl-std=CL1.2", *options, *WITHOUT_EXTENSIONS) == "", options
+        if half:
+            assert compiler_says(clang, source, "-cl-std=CL3.0", *options) == "", options
+
+
+def test_the_compiler_check_can_fail(clang):
+    arithmetic = "__kernel void f(__global half *a) { half b = a[0]; a[1] = b * b; }"
+    enabled = "#pragma OPENCL EXTENSION cl_khr_fp16 : enable\n"
+    assert "half" in compiler_says(clang, arithmetic, "-cl-std=CL1.2", *WITHOUT_EXTENSIONS)
+    assert compiler_says(clang, enabled + arithmetic, "-cl-std=CL3.0") == ""
+
+
+def test_every_source_file_is_checked():
+    folder = resources.files("heterollm.kernels.opencl")
+    sources = {entry.name for entry in folder.iterdir() if entry.name.endswith(".cl")}
+    assert sources <= {files[-1] for files in PROGRAMS}
+
+
+# ---- the simulator --------------------------------------------------------------------------------------
+
+
+def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Every kernel of the linear layers in each style, format and activation type."""
+    rng = np.random.default_rng(0)
+    rows, columns, block = (70, 3), 48, 16
+    for bits, dtype in itertools.product((4, 8, 16, 32), (np.float32, np.float16)):
+        if bits <= 8:
+            members = [
+                QuantizedTensor(
+                    rng.integers(0, 256, (n, columns // block, block * bits // 8), np.uint8),
+                    rng.uniform(0.01, 0.02, (n, columns // block)).astype(np.float16),
+                    rng.integers(0, 256, (n, -(-columns // block * bits // 8)), np.uint8),
+                    bits,
+                    block,
+                )
+                for n in rows
+            ]
+        else:
+            members = [rng.standard_normal((n, columns)).astype(f"f{bits // 8}") for n in rows]
+        packed = GpuLinear.pack(runtime, members, activation_dtype=dtype)
+        for style, tokens in itertools.product(("vector", "simt"), (1, 3, 5, 34)):
+            if tokens == 34 and bits != 4:
+                continue
+            # Slots of the exact size: the simulator tells of any byte beyond them.
+            x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, 73), dtype)
+            x.array[:] = rng.standard_normal(x.array.shape)
+            packed.launch(x, y, tokens=tokens, style=style, label="linear")()
+            yield
+            # The simulator takes the paths of common.h for devices that are no x86 CPU.
+            errors = linear_errors(y.array, reference.linear(x.array, members))
+            assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
+        table = GpuLinear.pack(runtime, members[:1], activation_dtype=dtype)
+        for style in ("vector", "simt"):
+            ids, out = runtime.shared((2,), np.int32), runtime.shared((2, columns), np.float32)
+            ids.array[:] = [69, 1 << 30]
+            table.embed_launch(ids, out, count=2, style=style)()
+            yield
+            exact = reference.embedding(np.array([69, 69]), members[0])
+            np.testing.assert_allclose(out.array, exact, rtol=1e-6)
+
+
+def racy_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Neighbours that write one element: the check must see it."""
+    source = "__kernel void racy(__global int *a) { a[get_global_id(0) / 2] += get_global_id(0); }"
+    opencl_runtime.read_sources = lambda files: source
+    slot = runtime.shared((4,), np.int32)
+    runtime.launch(runtime.kernel(("racy.cl",), "racy"), [slot], (8,), (4,), "racy")()
+    yield
+
+
+def overrunning_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """A write behind the buffer: the check must see it."""
+    source = "__kernel void over(__global int *a) { a[get_global_id(0) + 1] = 1; }"
+    opencl_runtime.read_sources = lambda files: source
+    slot = runtime.shared((4,), np.int32)
+    runtime.launch(runtime.kernel(("over.cl",), "over"), [slot], (4,), (1,), "over")()
+    yield
+
+
+LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
+    # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
+    "linear": linear_launches,
+}
+FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
+    "racy": racy_launches,
+    "overrunning": overrunning_launches,
+}
+
+
+def simulate(name: str, folder: Path) -> tuple[int, str]:
+    """Run the launches in a process of their own, under the simulator; return their number and the log."""
+    if not SIMULATOR.exists():
+        pytest.skip("needs oclgrind, such as `apt install oclgrind`")
+    environment = os.environ | {
+        "OCL_ICD_VENDORS": str(SIMULATOR),
+        "OCLGRIND_DATA_RACES": "1",
+        "HETEROLLM_CACHE": str(folder),
+    }
+    command = [sys.executable, "-P", __file__, name]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_have_no_races_and_stay_in_bounds(name, tmp_path):
+    launches, log = simulate(name, tmp_path)
+    assert launches > 0
+    assert not COMPLAINT.search(log), log[:4000]
+
+
+@pytest.mark.parametrize(("name", "message"), [("racy", "data race"), ("overrunning", "Invalid write")])
+def test_the_simulator_check_can_fail(name, message, tmp_path):
+    launches, log = simulate(name, tmp_path)
+    assert launches == 1
+    assert message in log
+    assert COMPLAINT.search(log)
+
+
+def main() -> None:
+    """Run the named launches on the only device that the process sees."""
+    (_, device), *_ = list_opencl_devices()
+    runtime = OpenClRuntime(device)
+    count = 0
+    for _ in (LAUNCHES | FAULTY)[sys.argv[1]](runtime):
+        runtime.finish()
+        count += 1
+    sys.stdout.write(str(count))
+
+
+if __name__ == "__main__":
+    main()
