@@ -102,6 +102,11 @@ class Checkpoint:
         """
         return self._file(name).entries[name].shape
 
+    def size_bytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes in its file."""
+        entry = self._file(name).entries[name]
+        return entry.stop - entry.start
+
     def read(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
         """Return a tensor, or its rows ``[start, stop)``, as a new float32 array.
 

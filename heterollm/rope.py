@@ -62,11 +62,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, context: int) -> tuple[
 
 
 def _default(_rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[Frequencies, float]:
-    return 1 / wavelengths, 1.0
+    return np.reciprocal(wavelengths), 1.0
 
 
 def _linear(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[Frequencies, float]:
-    return 1 / wavelengths / np.float32(_factor(rope)), 1.0
+    frequencies: Frequencies = np.reciprocal(wavelengths)
+    frequencies /= np.float32(_factor(rope))
+    return frequencies, 1.0
 
 
 def _yarn(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[Frequencies, float]:
@@ -78,9 +80,9 @@ def _yarn(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[Fr
     if low == high:
         high += 0.001
     ramp = (np.arange(pairs, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
-    kept = 1 - np.clip(ramp, 0, 1)
-    interpolated = 1 / (np.float32(factor) * wavelengths)
-    frequencies = interpolated * (1 - kept) + (1 / wavelengths) * kept
+    kept = np.float32(1) - np.clip(ramp, 0, 1)
+    interpolated = np.reciprocal(np.float32(factor) * wavelengths)
+    frequencies = interpolated * (np.float32(1) - kept) + np.reciprocal(wavelengths) * kept
     if rope.attention_factor is not None:
         return frequencies, rope.attention_factor
     if rope.mscale is not None and rope.mscale_all_dim is not None:
@@ -101,10 +103,10 @@ def _rotation_dimension(rope: RopeConfig, rotations: float, head_dim: int) -> fl
 def _llama3(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[Frequencies, float]:
     factor, original = np.float32(_factor(rope)), rope.original_max_positions
     low, high = np.float32(rope.low_frequency_factor), np.float32(rope.high_frequency_factor)
-    frequencies = 1 / wavelengths
+    frequencies = np.reciprocal(wavelengths)
     periods = np.float32(2 * math.pi) / frequencies
     smooth = (np.float32(original) / periods - low) / (high - low)
-    scaled = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = (np.float32(1) - smooth) * frequencies / factor + smooth * frequencies
     longest, shortest = (np.float32(original / part) for part in (low, high))
     result = np.where(periods > longest, frequencies / factor, scaled)
     result = np.where(periods < shortest, frequencies, result)
@@ -113,7 +115,7 @@ def _llama3(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[
 
 def _longrope(rope: RopeConfig, wavelengths: Frequencies, context: int) -> tuple[Frequencies, float]:
     divisors = rope.long_factor if context > rope.original_max_positions else rope.short_factor
-    frequencies = 1 / (np.array(divisors, np.float32) * wavelengths)
+    frequencies = np.reciprocal(np.array(divisors, np.float32) * wavelengths)
     if rope.attention_factor is not None:
         return frequencies, rope.attention_factor
     factor = _factor(rope)

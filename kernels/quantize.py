@@ -209,7 +209,11 @@ def _check_range(extreme: NDArray[np.float32], steps: int) -> None:
 
 def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Pack codes along the first axis: two nibbles a byte, the even one low."""
-    return codes if bits == 8 else codes[0::2] | (codes[1::2] << 4)
+    if bits == 8:
+        return codes
+    packed = np.left_shift(codes[1::2], 4, dtype=np.uint8)
+    packed |= codes[0::2]
+    return packed
 
 
 def _pack_zero_points(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
