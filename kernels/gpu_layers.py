@@ -44,7 +44,9 @@ STEP_WORDS: Final = 16
 SIMT_ITEMS: Final = 64
 VECTOR_COLUMNS: Final = 2048
 PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 16}
+PREFILL_MICRO: Final = 4
 DECODE_ROWS: Final = 8
+FEW_TOKENS: Final = 8
 DECODE_PART_KEYS: Final = 128
 ONE_PART: Final = 2**31 - 1
 LOG2_E: Final = math.log2(math.e)
@@ -54,7 +56,7 @@ LOG2_E: Final = math.log2(math.e)
 class Segments:
     """The output of a linear group under a row cut.
 
-    Of member ``j`` the first ``splits[j]`` rows (output columns of the activation) lie in ``a``, the others in
+    Of member ``j`` the first ``splits[j]`` rows (output columns of the activation) lie in ``a``, the rest in
     ``b``; in each segment the members follow one another. A segment that no member uses may be any memory.
 
     Args:
@@ -312,17 +314,16 @@ class GpuLayers:
         if heads % kv_heads:
             raise KernelError(f"{label}: {heads} query heads cannot share {kv_heads} key heads.")
         group = heads // kv_heads
-        few = tokens * group <= DECODE_ROWS
-        rows = tokens * group if few else PREFILL_ROWS[self._style] if tokens > 1 else DECODE_ROWS
+        rows = min(group, DECODE_ROWS) if tokens == 1 else PREFILL_ROWS[self._style]
         tiles = -(-tokens * group // rows)
         if parts is None:
-            parts = self._choose_parts(tiles * kv_heads, bucket) if tokens * group <= 4 * rows else 1
+            parts = self._choose_parts(tiles * kv_heads, bucket) if tokens <= FEW_TOKENS else 1
         self._check(q, tokens * heads * head_dim, 4, f"{label} query")
         self._check(out, tokens * heads * head_dim, self._item_bytes, f"{label} output")
         defines = self._defines | {"HEAD_DIM": head_dim, "ROWS": rows}
         shape_defines = defines | self._kv_defines
         if self._style == "vector":
-            micro = rows if few else 4
+            micro = rows if tokens == 1 else PREFILL_MICRO
             shape_defines |= {"MICRO": micro, "VECTORS": 2 if micro <= 4 else 1}
         part_keys = ONE_PART if parts == 1 else -(-bucket // parts)
         partial = out if parts == 1 else self._partial(tokens * heads * parts * (head_dim + 2) * 4)

@@ -84,11 +84,11 @@ static inline void score_tile(const float *queries, const float8 *keys, float8 *
 }
 
 // sums[row][d] = sums[row][d] * decay[row] + weights[row] . values[.][d] for MICRO rows, VECTORS * 8 columns.
+// The block is summed by itself first: over long contexts that rounds less.
 static inline void value_tile(const float *weights, const float *decay, const float8 *values, int count,
                               float8 *sums) {
   float8 tile[MICRO * VECTORS];
-  UNROLL for (int r = 0; r < MICRO; ++r)
-    UNROLL for (int v = 0; v < VECTORS; ++v) tile[r * VECTORS + v] = sums[r * WIDE + v] * decay[r];
+  UNROLL for (int i = 0; i < MICRO * VECTORS; ++i) tile[i] = 0.0f;
   for (int key = 0; key < count; ++key) {
     float8 value[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; ++v) value[v] = values[key * WIDE + v];
@@ -99,7 +99,8 @@ static inline void value_tile(const float *weights, const float *decay, const fl
     }
   }
   UNROLL for (int r = 0; r < MICRO; ++r)
-    UNROLL for (int v = 0; v < VECTORS; ++v) sums[r * WIDE + v] = tile[r * VECTORS + v];
+    UNROLL for (int v = 0; v < VECTORS; ++v)
+      sums[r * WIDE + v] = FMA(sums[r * WIDE + v], (float8)decay[r], tile[r * VECTORS + v]);
 }
 
 // Turns one row's scores of a block into weights; updates its largest score and total weight and returns by

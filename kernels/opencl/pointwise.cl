@@ -17,9 +17,9 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     int count = min(8, columns - i);
     float8 gate = load_member(gates, i, count);
     float8 up = load_member(ups, i, count);
-    float8 exponent = gate * -1.44269504f;
-    exponent = exponent > 126.0f ? (float8)126.0f : exponent;  // beyond it silu is zero anyway
-    float8 value = gate / (1.0f + exp2_8(exponent)) * up;
+    // The exponential of minus the magnitude cannot overflow.
+    float8 small = exp2_8((gate < 0.0f ? gate : -gate) * 1.44269504f);
+    float8 value = gate * (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small) * up;
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
 }
