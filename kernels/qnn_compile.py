@@ -54,7 +54,7 @@ def _reasons(model: Path, target: QnnTarget, label: str) -> str:
         log = _run_child(model, None, target, label, log_severity=0)
     except _ChildError as error:
         log = error.log
-    nodes = re.findall(r"OrtNodeUnit \((\w+)\)[^\n]*\n\s*REASON\s*:\s*([^\n]+)", log)
+    nodes = re.findall(r"Operator type: (\w+)[^\n]*\s+REASON\s*:\s*([^\n]+)", log)
     lines = dict.fromkeys(f"{operator}: {reason.strip()}" for operator, reason in nodes)
     return "; ".join(lines) or "QNN gives no reason."
 

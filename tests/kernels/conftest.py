@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 
 from heterollm.errors import DeviceError
+from heterollm.kernels.npu import NpuSlice
 from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices
+from heterollm.kernels.quantized_tensor import QuantizedTensor
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +19,50 @@ def runtime():
         if opened.traits.is_cpu:
             return opened
     pytest.skip("needs an OpenCL runtime that serves the CPU")
+
+
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    """An empty cache folder for this test and the processes that it starts."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HETEROLLM_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def make_slice():
+    """A factory of random NPU slices: ``make_slice(rows, columns, bits=4, block=32, symmetric=True)``."""
+    return random_slice
+
+
+def random_slice(rows, columns, bits=4, block=32, symmetric=True, seed=0, members=1, dtype=np.float16):
+    generator = np.random.default_rng([seed, rows, columns, bits])
+    if bits > 8:
+        weight = (generator.standard_normal((rows, columns)) / np.sqrt(columns)).astype(dtype)
+    else:
+        blocks = columns // block
+        zeros = None
+        if not symmetric:
+            zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
+        weight = QuantizedTensor(
+            generator.integers(0, 256, (rows, blocks, block * bits // 8), np.uint8),
+            (generator.uniform(0.5, 1.5, (rows, blocks)) / 2**bits).astype(np.float16),
+            zeros,
+            bits,
+            block,
+        )
+    each = rows // members
+    ranges = ((0, rows - each * (members - 1)), *((8, 8 + each),) * (members - 1))
+    return NpuSlice(weight, 1, "gate_up", ranges, f"random {seed}")
+
+
+@pytest.fixture
+def exact():
+    """The float64 product of ``x [m, k]`` with a slice's dequantised weight."""
+
+    def product(part, x):
+        weight = part.weight
+        floats = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        return x.astype(np.float64) @ floats.astype(np.float64).T
+
+    return product

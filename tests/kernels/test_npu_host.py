@@ -1,0 +1,217 @@
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from heterollm.errors import GraphError, OptionError
+from heterollm.kernels.npu import STANDARD_LENGTHS, standard_length
+from heterollm.kernels.npu_host import HostNpu
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.tolerances import linear_errors
+
+QUANTIZED = [
+    (bits, block, symmetric) for bits in (4, 8) for block in (32, 64, 128) for symmetric in (True, False)
+]
+
+
+@pytest.fixture
+def npu():
+    backend = HostNpu()
+    yield backend
+    backend.close()
+
+
+def activations(length, columns, seed=0):
+    return np.random.default_rng(seed).standard_normal((length, columns)).astype(np.float32)
+
+
+def run(npu, part, length, form=None, seed=0):
+    x = activations(length, part.columns, seed)
+    y = np.full((length, part.rows), np.nan, np.float32)
+    npu.prepare(part, length, form).bind(x, y)()
+    return x, y
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), QUANTIZED)
+def test_quantized_formats_against_float64(npu, make_slice, exact, bits, block, symmetric):
+    part = make_slice(77, 896, bits, block, symmetric)
+    for length in (1, 32, 64):
+        x, y = run(npu, part, length)
+        errors = linear_errors(y, exact(part, x))
+        assert errors.within("fp32"), (length, errors)
+    assert npu.compiled_count == 1
+
+
+@pytest.mark.parametrize("length", STANDARD_LENGTHS)
+def test_every_standard_length(npu, make_slice, exact, length):
+    part = make_slice(70, 4864, 4, 128, members=2)
+    x, y = run(npu, part, length)
+    assert linear_errors(y, exact(part, x)).within("fp32")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("form", ["activation_first", "weight_first"])
+def test_float_forms_against_float64(npu, make_slice, exact, form, dtype):
+    part = make_slice(99, 896, bits=16, dtype=dtype)
+    assert form in npu.forms(part.format)
+    for length in (1, 32):
+        x, y = run(npu, part, length, form)
+        assert linear_errors(y, exact(part, x)).within("fp32")
+
+
+def test_several_threads_compute_the_same(make_slice, exact):
+    npu = HostNpu(threads=2)
+    part = make_slice(512, 256)
+    x, y = run(npu, part, 64)
+    assert linear_errors(y, exact(part, x)).within("fp32")
+
+
+def test_a_bound_call_reads_and_writes_in_place(npu, make_slice, exact):
+    part = make_slice(64, 256)
+    x, y = activations(32, 256), np.zeros((32, 64), np.float32)
+    call = npu.prepare(part, 32).bind(x, y)
+    for seed in range(3):
+        x[:] = activations(32, 256, seed)
+        call()
+        assert linear_errors(y, exact(part, x)).within("fp32")
+
+
+def test_rows_of_a_larger_buffer_are_bound_in_place(npu, make_slice, exact):
+    part = make_slice(64, 256)
+    pool = np.zeros((96, 256), np.float32)
+    outputs = np.full((96, 64), 7.0, np.float32)
+    pool[32:64] = activations(32, 256)
+    npu.prepare(part, 32).bind(pool[32:64], outputs[32:64])()
+    assert linear_errors(outputs[32:64], exact(part, pool[32:64])).within("fp32")
+    assert (outputs[:32] == 7).all()
+    assert (outputs[64:] == 7).all()
+
+
+@pytest.mark.parametrize("form", ["matmul_nbits", "activation_first", "weight_first"])
+def test_padding_rows_never_reach_the_others(npu, make_slice, exact, form):
+    part = make_slice(64, 256, bits=4 if form == "matmul_nbits" else 16)
+    for length, tokens in ((32, 1), (64, 33), (128, 127)):
+        x, y = activations(length, 256), np.zeros((length, 64), np.float32)
+        x[tokens:] = np.nan
+        npu.prepare(part, length, form).bind(x, y)()
+        assert linear_errors(y[:tokens], exact(part, x[:tokens])).within("fp32")
+
+
+def test_a_call_creates_nothing(npu, make_slice):
+    x, y = activations(1, 256), np.zeros((1, 64), np.float32)
+    call = npu.prepare(make_slice(64, 256), 1).bind(x, y)
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            call()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        for _ in range(200):
+            call()
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 500
+    assert peak - before < 1000
+
+
+def test_arrays_that_would_be_copied_are_refused(npu, make_slice):
+    graph = npu.prepare(make_slice(64, 256), 32)
+    x, y = activations(32, 256), np.zeros((32, 64), np.float32)
+    read_only = y.copy()
+    read_only.flags.writeable = False
+    memory = np.zeros(32 * 256 + 32 * 64, np.float32)
+    overlapping = memory[: 32 * 256].reshape(32, 256), memory[4096 : 4096 + 32 * 64].reshape(32, 64)
+    cases = [
+        (np.zeros((32, 512), np.float32)[:, :256], y, "not contiguous"),
+        (x, np.zeros((64, 64), np.float32)[::2], "not contiguous"),
+        (np.asfortranarray(x), y, "not contiguous"),
+        (x.astype(np.float16), y, "float32"),
+        (x[:31], y, r"\[32, 256\]"),
+        (x, y[:, :63].copy(), r"\[32, 64\]"),
+        (x[np.newaxis], y, r"\[32, 256\]"),
+        (x, read_only, "read-only"),
+        (*overlapping, "overlap"),
+    ]
+    for source, target, reason in cases:
+        with pytest.raises(GraphError, match=reason):
+            graph.bind(source, target)
+
+
+def test_only_standard_lengths_and_legal_forms(npu, make_slice):
+    part = make_slice(64, 256)
+    with pytest.raises(GraphError, match=r"length 33.*1, 32, 64"):
+        npu.prepare(part, 33)
+    with pytest.raises(GraphError, match=r"weight_first.*matmul_nbits"):
+        npu.prepare(part, 32, "weight_first")
+    assert npu.compiled_count == 0
+
+
+def test_the_smallest_length_that_fits(npu):
+    assert [standard_length(npu, m) for m in (1, 2, 32, 33, 513, 1024)] == [1, 32, 32, 64, 1024, 1024]
+    for tokens in (0, -1, 1025):
+        with pytest.raises(GraphError, match="1 to 1024"):
+            standard_length(npu, tokens)
+
+
+def test_slices_with_other_numbers_have_other_sessions(npu, make_slice, exact):
+    for seed in range(3):
+        part = make_slice(64, 256, seed=seed)
+        x, y = run(npu, part, 32)
+        assert linear_errors(y, exact(part, x)).within("fp32")
+    assert npu.compiled_count == 3
+
+
+def test_a_thread_is_needed():
+    with pytest.raises(OptionError, match="0"):
+        HostNpu(threads=0)
+
+
+def test_it_states_what_computes(npu):
+    assert npu.versions()["onnxruntime"][0].isdigit()
+    assert npu.time_kind == "real"
+    assert npu.forms(WeightFormat(8, 64, False)) == ("matmul_nbits",)
+
+
+def test_a_full_temporary_folder_is_an_error_with_advice(npu, make_slice, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent-folder")
+    with pytest.raises(GraphError, match="TMPDIR"):
+        npu.prepare(make_slice(64, 256), 32)
+
+
+MEMORY_SCRIPT = """
+import ctypes, gc, sys
+import numpy as np
+from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu_host import HostNpu
+from heterollm.kernels.quantized_tensor import QuantizedTensor
+
+def anonymous():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous")) * 1024
+
+def part(layer):
+    generator = np.random.default_rng(layer)
+    codes = generator.integers(0, 256, (8192, 64, 16), np.uint8)
+    weight = QuantizedTensor(codes, generator.random((8192, 64)).astype(np.float16), None, 4, 32)
+    return NpuSlice(weight, layer, "down", ((0, 8192),), "key")
+
+npu = HostNpu()
+npu.prepare(part(9), 1)
+before = anonymous()
+for layer in range(4):
+    for length in npu.standard_lengths:
+        npu.prepare(part(layer), length)
+print((anonymous() - before) / (4 * (8192 * 1024 + 8192 * 128)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_are_held_once_for_all_lengths(tmp_path):
+    command = [sys.executable, "-P", "-c", MEMORY_SCRIPT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.3
