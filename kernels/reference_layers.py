@@ -36,7 +36,8 @@ def rms_norm(x: NDArray[Any], weight: NDArray[Any], epsilon: float) -> NDArray[n
     """Return ``x [m, hidden]`` over its root mean square, times the weight."""
     exact = x.astype(np.float64)
     mean = np.square(exact).mean(axis=1, keepdims=True)
-    return exact / np.sqrt(mean + epsilon) * weight.astype(np.float64)
+    normed: NDArray[np.float64] = exact / np.sqrt(mean + epsilon) * weight.astype(np.float64)
+    return normed
 
 
 def rotate(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[np.float64]:
@@ -92,4 +93,5 @@ def gated_activation(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[np.float64
     # exp of minus the magnitude cannot overflow.
     small = np.exp(-np.abs(exact))
     sigmoid = np.where(exact >= 0, 1.0, small) / (1.0 + small)
-    return exact * sigmoid * up.astype(np.float64)
+    product: NDArray[np.float64] = exact * sigmoid * up.astype(np.float64)
+    return product

@@ -17,7 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterollm.kernels import opencl_runtime, reference
+from heterollm.kernels import opencl_runtime, reference, reference_layers
+from heterollm.kernels.gpu_layers import (
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    GpuLayers,
+    Segments,
+    head_stride,
+)
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices, read_sources
 from heterollm.kernels.quantized_tensor import QuantizedTensor
@@ -141,6 +150,75 @@ def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
             np.testing.assert_allclose(out.array, exact, rtol=1e-6)
 
 
+def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Every kernel between the linear layers in each style and type, on slots of the exact size."""
+    rng = np.random.default_rng(0)
+    heads, kv_heads, head_dim, tokens, position = 3, 1, 20, 3, 66
+    capacity, rows = position + tokens, (heads * head_dim, head_dim, head_dim)
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, tokens, 1
+
+    def slot(shape: tuple[int, ...], dtype: type) -> opencl_runtime.SharedArray:
+        memory = runtime.shared(shape, dtype)
+        memory.array[...] = rng.standard_normal(shape)
+        return memory
+
+    def segments(members: tuple[int, ...], splits: tuple[int, ...], dtype: type) -> Segments:
+        a_columns = sum(splits)
+        b = slot((tokens, sum(members) - a_columns), dtype)
+        return Segments(slot((tokens, a_columns), dtype), b, members, splits)
+
+    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        gate = "fp32" if dtype == np.float32 else "fp16"
+        residual, weight, out = (
+            slot((tokens, 44), np.float32),
+            slot((44,), np.float32),
+            slot((tokens, 44), dtype),
+        )
+        delta, norm = segments((44,), (13,), dtype), {"hidden": 44, "epsilon": 1e-5}
+        layers.final_norm(residual, weight, out, step, rows=2, delta=delta, **norm)()
+        yield
+        (added,) = reference_layers.join_members(delta.a.array, delta.b.array, (44,), (13,))
+        exact = reference_layers.rms_norm(residual.array + added, weight.array, 1e-5)
+        assert linear_errors(out.array[:2], exact[1:]).within(gate)
+        layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, **norm)()
+        yield
+        assert linear_errors(out.array, exact).within(gate)
+        gate_up, out = segments((21, 21), (3, 16), dtype), slot((tokens, 21), dtype)
+        layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
+        yield
+        members = reference_layers.join_members(gate_up.a.array, gate_up.b.array, (21, 21), (3, 16))
+        assert linear_errors(out.array, reference_layers.gated_activation(*members)).within(gate)
+        layers.join_logits(segments((21,), (9,), dtype), slot((tokens, 21), np.float32), rows=tokens)()
+        yield
+        cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
+        qkv, bias = segments(rows, (24, 8, 0), dtype), slot((sum(rows),), np.float32)
+        tables = [slot((capacity, 6), np.float32) for _ in range(2)]
+        q = slot((tokens, rows[0]), np.float32)
+        layers.rope_and_store(*(qkv, bias, *tables, q, cache, step), **sizes, tokens=tokens, rotary_dim=12)()
+        yield
+        for parts, length in ((1, tokens), (2, tokens), (1, 1), (2, 1)):
+            step.array[STEP_LENGTH] = length
+            out = slot((length, rows[0]), dtype)
+            options = {"tokens": length, "bucket": 128, "scale": 0.2, "window": 67, "parts": parts}
+            for launch in layers.attention(q, cache, out, step, **sizes, **options):
+                launch()
+                yield
+            blocks = cache.array.reshape(2, kv_heads, -1)[..., : capacity * head_dim]
+            exact = reference_layers.attention(
+                q.array[:length].reshape(length, heads, head_dim),
+                *blocks.reshape(2, kv_heads, capacity, head_dim),
+                position=position,
+                scale=0.2,
+                window=67,
+            )
+            by_head = out.array.reshape(-1, head_dim), exact.reshape(-1, head_dim)
+            assert linear_errors(*by_head).within(gate), (style, dtype, parts, length)
+        step.array[STEP_LENGTH] = tokens
+
+
 def racy_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Neighbours that write one element: the check must see it."""
     source = "__kernel void racy(__global int *a) { a[get_global_id(0) / 2] += get_global_id(0); }"
@@ -162,6 +240,7 @@ def overrunning_launches(runtime: OpenClRuntime) -> Iterator[None]:
 LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
     "linear": linear_launches,
+    "layers": layer_launches,
 }
 FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "racy": racy_launches,
