@@ -91,9 +91,8 @@ class LLM:
         """
         report = progress or silent
         _check_options(precision, group_size)
-        checkpoint = Checkpoint.open(model)
+        checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
-        checkpoint.validate(config)
         positions = _context(config, context)
         tokenizer = Tokenizer.from_folder(checkpoint.folder)
         thread = EngineThread()

@@ -1,0 +1,141 @@
+"""Small checkpoints with nothing trivial in them, and transformers as the oracle."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterollm import LLM
+
+torch = pytest.importorskip("torch")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    # 352 rows of the feed-forward are no multiple of 64, and the rotary frequencies are rescaled.
+    "llama": {
+        "hidden_size": 192,
+        "intermediate_size": 352,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 2048,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    # One key/value head, tied head, 304 inputs that only blocks of 16 divide, biases on q, k and v.
+    "qwen2": {
+        "hidden_size": 224,
+        "intermediate_size": 304,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "vocab_size": 2048,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+
+
+def bundled() -> Path:
+    return Path(str(resources.files("heterollm.data.tiny_python_lm")))
+
+
+def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
+    """Write a random two-layer checkpoint with non-trivial norms and biases."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        **FAMILIES[family],
+        **overrides,
+    }
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            else:
+                parameter.normal_(std=0.06)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled() / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bundled_model() -> Path:
+    return bundled()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes a family's checkpoint once and gives its folder."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **overrides: Any) -> Path:
+        key = f"{family}{sorted(overrides.items())}"
+        if key not in made:
+            made[key] = write_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
+    """Return a function that gives float64 logits ``[m, vocab]`` of transformers on the runtime's tensors."""
+
+    def logits(llm: LLM, folder: Path, ids: list[int]) -> np.ndarray:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64)
+        state = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert not unexpected
+        assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+        model.tie_weights()
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0].numpy()
+
+    return logits
+
+
+@pytest.fixture
+def token_ids() -> Callable[[int], list[int]]:
+    """Return a function that gives so many token ids, the same ones every time."""
+
+    def make(count: int) -> list[int]:
+        return np.random.default_rng(11).integers(1, 2048, count).tolist()
+
+    return make
+
+
+@pytest.fixture
+def host_llm() -> Iterator[Callable[..., LLM]]:
+    """Return a function that loads a model on ``host`` and closes it after the test."""
+    loaded: list[LLM] = []
+
+    def load(folder: Path, **options: Any) -> LLM:
+        loaded.append(LLM.load(folder, **{"device": "host", **options}))
+        return loaded[-1]
+
+    yield load
+    for llm in loaded:
+        llm.close()
