@@ -42,11 +42,12 @@ def random_slice(rows, columns, bits=4, block=32, symmetric=True, seed=0, member
     else:
         blocks = columns // block
         zeros = None
+        signs = generator.choice([-1.0, 1.0], (rows, blocks))
         if not symmetric:
             zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
         weight = QuantizedTensor(
             generator.integers(0, 256, (rows, blocks, block * bits // 8), np.uint8),
-            (generator.uniform(0.5, 1.5, (rows, blocks)) / 2**bits).astype(np.float16),
+            (signs * generator.uniform(0.5, 1.5, (rows, blocks)) / 2**bits).astype(np.float16),
             zeros,
             bits,
             block,

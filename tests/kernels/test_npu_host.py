@@ -99,22 +99,22 @@ def test_padding_rows_never_reach_the_others(npu, make_slice, exact, form):
         assert linear_errors(y[:tokens], exact(part, x[:tokens])).within("fp32")
 
 
-def test_a_call_creates_nothing(npu, make_slice):
+def test_calls_leave_nothing_behind(npu, make_slice):
     x, y = activations(1, 256), np.zeros((1, 64), np.float32)
     call = npu.prepare(make_slice(64, 256), 1).bind(x, y)
     tracemalloc.start()
     try:
-        for _ in range(50):
+        for _ in range(1000):  # the first few hundred fill a pool inside ONNX Runtime's bindings
             call()
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
-        for _ in range(200):
+        for _ in range(2000):
             call()
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 500
-    assert peak - before < 1000
+    assert after - before < 1000  # less than half a byte a call
+    assert peak - before < 1500
 
 
 def test_arrays_that_would_be_copied_are_refused(npu, make_slice):
