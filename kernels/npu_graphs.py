@@ -137,9 +137,9 @@ def _matmul_nbits(part: NpuSlice, dtype: np.dtype[Any], length: int | None) -> B
 def _corrected_nbits(weight: QuantizedTensor, length: int | None) -> Built:
     """Write an asymmetric weight as the symmetric one plus x's block sums times ``(middle - zero) * scale``.
 
-    Hexagon rounds asymmetric blocks to NMSE 1e-6 to 2.6e-6, past the gate; this form gives 1.4e-7 to 9e-7 on
-    the same weights (normal and Student-t with 3 degrees, blocks of 16 to 128; measured on the emulator), with
-    the weight still in its packed bits.
+    Hexagon rounds asymmetric blocks to NMSE 8e-7 to 2.6e-6, mostly past the gate; this form gives 1.4e-7 to
+    9e-7 on the same weights (normal and Student-t with 3 degrees, blocks of 16 to 128; measured on the
+    emulator), with the weight still in its packed bits.
     """
     assert weight.zero_points is not None
     blocks = weight.scales.shape[1]
