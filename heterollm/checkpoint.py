@@ -77,8 +77,10 @@ class Checkpoint:
             CheckpointError: It is missing, incomplete, or a file is damaged.
         """
         self.folder = checkpoint_folder(name)
-        self._paths: list[Path] = []
+        self._hashed_paths: list[Path] = []
         self._files: dict[str, TensorFile] = {}
+        if (self.folder / "config.json").is_file():
+            self._hashed_paths.append(self.folder / "config.json")
         if (self.folder / SINGLE_FILE).is_file():
             self._add_file(SINGLE_FILE, None)
         elif (self.folder / INDEX_FILE).is_file():
@@ -88,6 +90,11 @@ class Checkpoint:
                 f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.",
                 fix="Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of all files that :meth:`content_hash` reads."""
+        return sum(path.stat().st_size for path in self._hashed_paths)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,12 +180,11 @@ class Checkpoint:
         Args:
             progress: Called with bytes read and bytes in all while files are read.
         """
-        paths = [path for path in (self.folder / "config.json", *self._paths) if path.is_file()]
-        total_bytes = sum(path.stat().st_size for path in paths)
+        total_bytes = self.file_bytes
         index = FileIndex("digests")
         whole = hashlib.sha256()
         done_bytes = 0
-        for path in paths:
+        for path in self._hashed_paths:
             digest = index.get(path)
             if digest is None:
                 digest = _file_digest(path, progress, done_bytes, total_bytes)
@@ -219,7 +225,7 @@ class Checkpoint:
             raise CheckpointError(f"{index_path} has no weight_map.")
         shards: dict[str, list[str]] = {}
         for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard:
+            if not isinstance(shard, str) or not shard or Path(shard).name != shard:
                 raise CheckpointError(f"{index_path} places tensor {name} in {shard!r}.")
             shards.setdefault(shard, []).append(name)
         for shard, names in sorted(shards.items()):
@@ -231,7 +237,7 @@ class Checkpoint:
         if not path.is_file():
             raise CheckpointError(f"{self.folder} lacks the shard {file_name}.", fix="Download it again.")
         file = TensorFile.open(path)
-        self._paths.append(path)
+        self._hashed_paths.append(path)
         for name in file.entries if names is None else names:
             if name not in file.entries:
                 raise CheckpointError(f"{path} lacks tensor {name}, which {INDEX_FILE} places there.")

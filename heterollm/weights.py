@@ -160,7 +160,8 @@ def load_weights(
         group_size: Inputs that share one scale, at ``w4a16``.
         symmetric: Whether 4-bit weights have no zero points.
         float_dtype: Of the weights at ``fp16``: float16, or float32 where the device computes in it.
-        progress: Called with bytes done and in all while the checkpoint is hashed and while it is quantised.
+        progress: Called with bytes done and in all while the checkpoint is hashed and then quantised; what is
+            cached already is skipped.
         cancelled: Stops quantising when set.
 
     Raises:
@@ -177,13 +178,15 @@ def load_weights(
     for note in notes:
         logger.warning("%s", note)
     variant = f"{dtype}" if precision == "fp16" else f"{group_size} {symmetric} {QUANTIZER_VERSION}"
-    origin = f"{checkpoint.content_hash(progress)} {precision} {variant}"
-    content_key = hashlib.sha256(origin.encode()).hexdigest()
-
     formats = {embedding_name(config): specs[-1].weight}
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
     float_names = tuple(name for name in expected_tensors(config) if name not in formats)
+
+    hashed_bytes = checkpoint.file_bytes
+    work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision == "w4a16" else 0
+    content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
+    content_key = hashlib.sha256(f"{content} {precision} {variant}".encode()).hexdigest()
     linears: Mapping[str, LinearWeight]
     if precision == "fp16":
         floats = {name: checkpoint.read(name) for name in float_names}
@@ -191,7 +194,8 @@ def load_weights(
     else:
         path = cache_root() / WEIGHTS_FOLDER / f"{content_key[:32]}.safetensors"
         recipe = Recipe(content_key, formats, float_names)
-        file = cached_tensors(path, checkpoint, recipe, progress, cancelled)
+        shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
+        file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
         floats = {name: file.bits(name) for name in float_names}
         linears = {name: quantized_view(file, name, weight) for name, weight in formats.items()}
     embedding = linears[embedding_name(config)]
@@ -208,6 +212,13 @@ def load_weights(
         linears=linears,
         floats=floats,
     )
+
+
+def _shifted(progress: Progress | None, start_bytes: int, total_bytes: int) -> Progress | None:
+    """Return ``progress`` for one stage of the work, which begins with ``start_bytes`` done."""
+    if progress is None:
+        return None
+    return lambda done_bytes, _: progress(start_bytes + done_bytes, total_bytes)
 
 
 def _as_float32(weight: LinearWeight) -> NDArray[np.float32]:
