@@ -44,7 +44,6 @@ STEP_WORDS: Final = 16
 SIMT_ITEMS: Final = 64
 VECTOR_COLUMNS: Final = 2048
 PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 16}
-PREFILL_MICRO: Final = 4
 DECODE_ROWS: Final = 8
 FEW_TOKENS: Final = 8
 DECODE_PART_KEYS: Final = 128
@@ -314,7 +313,7 @@ class GpuLayers:
         if heads % kv_heads:
             raise KernelError(f"{label}: {heads} query heads cannot share {kv_heads} key heads.")
         group = heads // kv_heads
-        rows = min(group, DECODE_ROWS) if tokens == 1 else PREFILL_ROWS[self._style]
+        rows, micro, vectors = _row_tile(self._style, tokens, group, head_dim)
         tiles = -(-tokens * group // rows)
         if parts is None:
             parts = self._choose_parts(tiles * kv_heads, bucket) if tokens <= FEW_TOKENS else 1
@@ -323,8 +322,7 @@ class GpuLayers:
         defines = self._defines | {"HEAD_DIM": head_dim, "ROWS": rows}
         shape_defines = defines | self._kv_defines
         if self._style == "vector":
-            micro = rows if tokens == 1 else PREFILL_MICRO
-            shape_defines |= {"MICRO": micro, "VECTORS": 2 if micro <= 4 else 1}
+            shape_defines |= {"MICRO": micro, "VECTORS": vectors}
         part_keys = ONE_PART if parts == 1 else -(-bucket // parts)
         partial = out if parts == 1 else self._partial(tokens * heads * parts * (head_dim + 2) * 4)
         files = ("common.h", "layers.h", "attention.h")
@@ -424,6 +422,19 @@ class GpuLayers:
             raise KernelError(
                 f"The {what} slot has {slot.array.nbytes} bytes, {elements * item_bytes} are needed."
             )
+
+
+def _row_tile(style: KernelStyle, tokens: int, group: int, head_dim: int) -> tuple[int, int, int]:
+    """Return the query rows of a work-group and, for vectors, the rows and vectors of a register tile.
+
+    Eight sums or more must be under way to keep two multiply-add units with a latency of four busy; how the
+    16 registers are best shared was measured.
+    """
+    if tokens > 1:
+        return PREFILL_ROWS[style], 4, 2
+    rows = min(group, DECODE_ROWS)
+    vectors = 4 if rows <= 2 and head_dim % 32 == 0 else 2 if rows <= 6 else 1
+    return rows, rows, vectors
 
 
 def _float_bytes(dtype: DTypeLike, what: str) -> int:

@@ -11,6 +11,14 @@
 #define WIDE ((HEAD_DIM + 15) / 16 * 2)  // vectors of a head, padded to whole register tiles
 #define TAIL (HEAD_DIM % 8)
 
+// A page ahead is where a core's own prefetching stops; without this a third of the time is spent waiting.
+#if defined(__clang__) && (defined(__x86_64__) || defined(__aarch64__))
+#define PREFETCH(p) __builtin_prefetch((const char *)(size_t)(p) + 4096)
+#else
+#define PREFETCH(p)
+#endif
+#define LINE_ELEMENTS (64 / (int)sizeof(kv_t))
+
 // Interleaves the 4-element halves' lower (upper) pairs, as the AVX unpack instructions do.
 #define MIX_LOW(x, y) (float8)(x.s0, y.s0, x.s1, y.s1, x.s4, y.s4, x.s5, y.s5)
 #define MIX_HIGH(x, y) (float8)(x.s2, y.s2, x.s3, y.s3, x.s6, y.s6, x.s7, y.s7)
@@ -43,6 +51,8 @@ static inline void load_keys(__global const kv_t *source, int first, int stop, f
       float8 r[8];
       UNROLL for (int i = 0; i < 8; ++i) {
         __global const kv_t *key = source + (size_t)min(first + block * 8 + i, stop - 1) * HEAD_DIM;
+        if (d % LINE_ELEMENTS == 0)
+          PREFETCH(key + d);
 #if TAIL
         LOAD_PART(load_kv8, load_kv, key, d, HEAD_DIM - d, value)
         r[i] = value;
@@ -58,6 +68,7 @@ static inline void load_keys(__global const kv_t *source, int first, int stop, f
 static inline void load_values(__global const kv_t *source, int first, int stop, float8 *values) {
   for (int key = 0; key < min(KEYS, stop - first); ++key) {
     __global const kv_t *value_row = source + (size_t)(first + key) * HEAD_DIM;
+    UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(value_row + d);
     UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = load_kv8(value_row, d * 8);
 #if TAIL
     LOAD_PART(load_kv8, load_kv, value_row, HEAD_DIM / 8 * 8, TAIL, last)
