@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from heterollm.errors import OptionError
 
@@ -17,6 +17,8 @@ __all__ = ["Measurement", "Timer", "measure", "measure_interleaved"]
 
 Timer: TypeAlias = Callable[[], int]
 """Returns nanoseconds from any fixed moment."""
+
+Name = TypeVar("Name", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,18 @@ class Measurement:
         return statistics.median(self.samples_us)
 
     @property
-    def spread_fraction(self) -> float:
-        """Distance between the quartiles as a fraction of the median; 0 for a single sample."""
-        if len(self.samples_us) < 2 or self.median_us == 0.0:
-            return 0.0
+    def quartiles_us(self) -> tuple[float, float]:
+        """First and third quartile of the samples; a single sample is both."""
+        if len(self.samples_us) < 2:
+            return self.samples_us[0], self.samples_us[0]
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
-        return (high - low) / self.median_us
+        return low, high
+
+    @property
+    def spread_fraction(self) -> float:
+        """Distance between the quartiles as a fraction of the median."""
+        low, high = self.quartiles_us
+        return (high - low) / self.median_us if self.median_us else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, raw samples included."""
@@ -65,14 +73,14 @@ def measure(
 
 
 def measure_interleaved(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[Name, Callable[[], object]],
     *,
     warmup: int = 1,
     repeats: int = 5,
     min_time_s: float = 0.0,
     timer: Timer = time.perf_counter_ns,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Measurement]:
+) -> dict[Name, Measurement]:
     """Time several calls in turns: every round runs each of them once.
 
     Args:
@@ -97,7 +105,7 @@ def measure_interleaved(
             call()
         if progress is not None:
             progress(done + 1, rounds)
-    samples_ns: dict[str, list[int]] = {name: [] for name in calls}
+    samples_ns: dict[Name, list[int]] = {name: [] for name in calls}
     total_ns = taken = 0
     while taken < repeats or total_ns < min_time_s * 1e9:
         for name, call in calls.items():

@@ -30,7 +30,9 @@ def test_median_and_spread() -> None:
     measurement = Measurement((30.0, 10.0, 20.0, 50.0, 40.0))
     assert measurement.median_us == 30.0
     assert measurement.spread_fraction == pytest.approx(20.0 / 30.0)
+    assert measurement.quartiles_us == (20.0, 40.0)
     assert Measurement((7.0,)).spread_fraction == 0.0
+    assert Measurement((7.0,)).quartiles_us == (7.0, 7.0)
     assert Measurement((5.0, 5.0, 5.0)).spread_fraction == 0.0
     assert Measurement((0.0, 0.0)).spread_fraction == 0.0
 

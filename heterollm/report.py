@@ -1,0 +1,226 @@
+"""Everything that is shown to a person: data in, rich renderables out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from heterollm.errors import HeteroLLMError
+from heterollm.progress import Progress
+from heterollm.units import format_bytes
+
+if TYPE_CHECKING:
+    from heterollm.cache_folder import CacheKind
+    from heterollm.demo import Comparison, DemoResult
+    from heterollm.generation import GenerationResult
+    from heterollm.kernels.device import DeviceStatus
+
+__all__ = [
+    "bug_panel",
+    "cache_table",
+    "demo_report",
+    "devices_table",
+    "error_panel",
+    "note",
+    "progress_bars",
+    "render",
+    "show",
+    "statistics_lines",
+    "table",
+]
+
+PIPE_WIDTH: Final = 110
+"""Columns where there is no terminal to ask."""
+
+
+@functools.cache
+def stderr_console() -> Console:
+    """Return the one console on stderr, which keeps what is shown clear of progress bars."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def show(renderable: RenderableType) -> None:
+    """Show something beside the result, on stderr."""
+    stderr_console().print(renderable)
+
+
+def render(renderable: RenderableType, *, like: TextIO | None = None, width: int | None = None) -> str:
+    """Return a renderable as text.
+
+    Args:
+        renderable: What to render.
+        like: Where the text will go; colours and width are those that suit it. Plain text by default.
+        width: Columns; by default those of the terminal, or enough for a table in a file.
+    """
+    terminal = like is not None and like.isatty()
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        force_terminal=terminal,
+        no_color=None if terminal else True,
+        width=width or (None if terminal else PIPE_WIDTH),
+        highlight=False,
+    )
+    console.print(renderable)
+    return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """Show one bar for each stage that is reported, on a terminal only.
+
+    A bar vanishes when its stage is done, so that a result can be written between two stages.
+    """
+    console = stderr_console()
+    bars = RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total)
+        bars.update(tasks[stage], completed=done, total=total, visible=done < total)
+        if done < total:
+            bars.start()
+        elif bars.finished:
+            bars.stop()
+
+    try:
+        yield report
+    finally:
+        bars.stop()
+
+
+# -- errors and notes --------------------------------------------------------------------------------
+
+
+def error_panel(error: HeteroLLMError) -> Panel:
+    """Return the panel of an error that was raised on purpose."""
+    parts = [Text(error.message)]
+    if error.fix:
+        parts.append(Text(error.fix, "bold"))
+    return Panel(Group(*parts), title="Error", title_align="left", border_style="red")
+
+
+def bug_panel(error: BaseException) -> Panel:
+    """Return the panel of an error that nobody expected."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    advice = "This is a bug in heterollm. Run the command again with --debug and report what it prints."
+    parts = Group(Text(text), Text(advice, "bold"))
+    return Panel(parts, title="Unexpected error", title_align="left", border_style="red")
+
+
+def note(text: str) -> Text:
+    """Return a remark."""
+    return Text(text, "dim")
+
+
+def statistics_lines(
+    result: GenerationResult, *, device: str, time_kind: str, plan: str, precision: str
+) -> Text:
+    """Return what an answer cost: tokens, times and rates, and where it was computed."""
+    parts = [f"{result.prompt_tokens} prompt tokens", f"{result.generated_tokens} new tokens"]
+    if result.ttft_s is not None:
+        parts.append(f"first after {result.ttft_s * 1e3:.0f} ms")
+    if result.prefill_tokens_per_s is not None:
+        parts.append(f"prefill {result.prefill_tokens_per_s:.1f} tokens/s")
+    if result.decode_tokens_per_s is not None:
+        parts.append(f"decode {result.decode_tokens_per_s:.1f} tokens/s")
+    parts.append(f"ended by {result.stop_reason}")
+    where = f"device {device} ({time_kind} time), plan {plan}, {precision}"
+    return note(f"{', '.join(parts)}\n{where}")
+
+
+# -- tables ------------------------------------------------------------------------------------------
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """Return an empty table in the project's style; columns that begin with ``>`` are right-aligned."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        right = column.startswith(">")
+        made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    return made
+
+
+def devices_table(statuses: Sequence[DeviceStatus]) -> Table:
+    """Return what devices there are, and for the others why not and what to install."""
+    made = table("device", "usable", "GPU part", "NPU part", "why not, and what to do")
+    for status in statuses:
+        usable = Text("yes", "green") if status.usable else Text("no", "red")
+        advice = Text(status.reason)
+        if status.fix:
+            advice.append(f" {status.fix}", "bold")
+        made.add_row(status.name, usable, Text(status.gpu), Text(status.npu), advice)
+    return made
+
+
+def cache_table(kinds: Sequence[CacheKind]) -> Table:
+    """Return what each kind of the cache takes."""
+    made = table("kind", "content", ">files", ">size", "folder")
+    for kind in kinds:
+        size = format_bytes(kind.size_bytes)
+        made.add_row(kind.name, kind.content, str(kind.files), size, Text(str(kind.path)))
+    total = sum(kind.size_bytes for kind in kinds)
+    made.add_section()
+    made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
+    return made
+
+
+def demo_report(result: DemoResult) -> Group:
+    """Return the table of the plan levels, the verdicts and the notes."""
+    device = result.device
+    parts: list[RenderableType] = [
+        Text(f"GPU part: {device['gpu']} ({device['gpu_driver']}), {device['gpu_threads']} thread(s)"),
+        Text(f"NPU part: {device['npu']}, {device['npu_threads']} thread(s)"),
+        Text(f"Device {device['device']}, {result.time} time"),
+    ]
+    if result.comparisons:
+        parts.append(_levels_table(result.comparisons))
+        parts += [Text(f"• {comparison.verdict()}") for comparison in result.comparisons]
+    agreement = "write the same text" if result.levels_agree else "do NOT write the same text"
+    parts.append(Text(f"• All plan levels {agreement}, token by token, when they take the likeliest token."))
+    parts += [Padding(note(text), (0, 0, 0, 2)) for text in result.notes]
+    return Group(*parts)
+
+
+def _levels_table(comparisons: Sequence[Comparison]) -> Table:
+    made = table("workload", "phase", "plan level", ">ms", ">spread", ">tokens/s", ">times gpu")
+    for comparison in comparisons:
+        phase = f"{comparison.phase}, {comparison.tokens} token{'s' * (comparison.tokens > 1)}"
+        for index, (level, measurement) in enumerate(comparison.measurements.items()):
+            made.add_row(
+                "" if index else comparison.workload,
+                "" if index else phase,
+                level,
+                f"{measurement.median_us / 1e3:.2f}",
+                f"{measurement.spread_fraction:.0%}",
+                f"{comparison.rate(level):.1f}",
+                f"{comparison.speedup(level):.2f}",
+                end_section=index == len(comparison.measurements) - 1,
+            )
+    return made
