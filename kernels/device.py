@@ -23,6 +23,7 @@ from heterollm.kernels.cache import cache_root
 from heterollm.kernels.npu import NpuBackend, TimeKind
 from heterollm.kernels.pocl_target import target_for_this_machine
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
+from heterollm.kernels.tolerances import linear_errors
 
 if TYPE_CHECKING:
     from heterollm.kernels.opencl_runtime import OpenClRuntime
@@ -207,6 +208,7 @@ def _open_snapdragon(profiling: bool, coherent: bool | None) -> Device:
 
     device = next(device for _, device in _opencl_devices() if QUALCOMM in device.vendor.lower())
     gpu = OpenClRuntime(device, profiling=profiling, coherent=coherent)
+    _self_test_gpu(gpu)
     npu = QnnNpu(emulator=False)
     npu.self_test()
     split = ThreadSplit((), ())
@@ -222,6 +224,7 @@ def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None)
             fix="Its thread count is fixed at the first use: start another process for another split.",
         )
     os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
+    os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
     target = target_for_this_machine() or "default"
     os.environ.setdefault("POCL_CACHE_DIR", str(cache_root() / "opencl" / f"pocl-{target}"))
     before = allowed_cores()
@@ -242,6 +245,30 @@ def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None)
             fix="Open the device first, or set POCL_MAX_PTHREAD_COUNT before anything uses OpenCL.",
         )
     return runtime
+
+
+def _self_test_gpu(runtime: OpenClRuntime) -> None:
+    """Compute one small linear layer: single kernels have been wrong on one compiler version before."""
+    from heterollm.kernels.gpu_linear import GpuLinear
+
+    generator = np.random.default_rng(0)
+    weight = generator.standard_normal((64, 64)).astype(np.float16)
+    x, y = runtime.shared((4, 64), np.float16), runtime.shared((4, 64), np.float32)
+    x.acquire()
+    x.array[...] = generator.standard_normal((4, 64))
+    expected = x.array.astype(np.float64) @ weight.T.astype(np.float64)
+    x.release()
+    linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float16)
+    linear.launch(x, y, tokens=4, label="self-test", output_dtype=np.float32)()
+    runtime.finish()
+    y.acquire()
+    errors = linear_errors(y.array, expected)
+    y.release()
+    if not errors.within("fp16"):
+        raise DeviceError(
+            f"{runtime.traits.name!r} computes a linear layer wrongly (relative error power {errors.nmse:.1e}).",
+            fix="Run `heterollm doctor --device snapdragon` and update the GPU driver.",
+        )
 
 
 # -- what is installed -------------------------------------------------------------------------------
