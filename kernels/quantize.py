@@ -75,8 +75,9 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantise a float32 weight ``[n, k]`` in blocks of ``block`` inputs.
 
-    The squared error of a block is never above that of scaling by its maximum. Scales can be negative: the
-    codes reach one step further below zero than above it, and the sign puts that step where it is needed.
+    The squared error of a block is never above that of scaling by its maximum, unless its scale is below
+    FP16's normal range. Scales can be negative: the codes reach one step further below zero than above it,
+    and the sign puts that step where it is needed.
 
     Args:
         weight: Finite values ``[n, k]``.
