@@ -135,7 +135,7 @@ def open_device(
     """
     if name == "auto":
         try:
-            device = _open_snapdragon(profiling, coherent)
+            device = _open_snapdragon(profiling, coherent, split_threads(gpu_threads, npu_threads))
             device.reason = "both parts passed a self-test"
         except DeviceError as error:
             device = _open_host(gpu_threads, npu_threads, profiling, coherent)
@@ -200,8 +200,8 @@ def _open_emulator(gpu_threads: int | None, profiling: bool, coherent: bool | No
     return Device("emulator", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "emulated")
 
 
-def _open_snapdragon(profiling: bool, coherent: bool | None) -> Device:
-    _find_adreno()
+def _open_snapdragon(profiling: bool, coherent: bool | None, split: ThreadSplit | None = None) -> Device:
+    _find_adreno(split)
     _require_qnn(emulator=False)
     from heterollm.kernels.npu_qnn import QnnNpu
     from heterollm.kernels.opencl_runtime import OpenClRuntime
@@ -216,28 +216,10 @@ def _open_snapdragon(profiling: bool, coherent: bool | None) -> Device:
 
 
 def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None) -> OpenClRuntime:
-    global _process_split
-    if _process_split is not None and _process_split.gpu_cores != split.gpu_cores:
-        raise DeviceError(
-            f"OpenCL is already open in this process with {len(_process_split.gpu_cores)} thread(s), "
-            f"not {len(split.gpu_cores)}.",
-            fix="Its thread count is fixed at the first use: start another process for another split.",
-        )
-    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
-    os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
-    target = target_for_this_machine() or "default"
-    os.environ.setdefault("POCL_CACHE_DIR", str(cache_root() / "opencl" / f"pocl-{target}"))
-    before = allowed_cores()
-    # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
-    pin_current_thread(split.gpu_cores)
-    try:
-        _, device = _cpu_device()
-        from heterollm.kernels.opencl_runtime import OpenClRuntime
+    _, device = _cpu_device(split)
+    from heterollm.kernels.opencl_runtime import OpenClRuntime
 
-        runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
-    finally:
-        pin_current_thread(before)
-    _process_split = split
+    runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
     if "portable" in runtime.traits.platform.lower() and runtime.traits.compute_units != len(split.gpu_cores):
         raise DeviceError(
             f"OpenCL runs {runtime.traits.compute_units} thread(s) in this process, not "
@@ -266,7 +248,7 @@ def _self_test_gpu(runtime: OpenClRuntime) -> None:
     y.release()
     if not errors.within("fp16"):
         raise DeviceError(
-            f"{runtime.traits.name!r} computes a linear layer wrongly (relative error power {errors.nmse:.1e}).",
+            f"{runtime.traits.name!r} computes a linear layer wrongly (NMSE {errors.nmse:.1e}).",
             fix="Run `heterollm doctor --device snapdragon` and update the GPU driver.",
         )
 
@@ -274,7 +256,13 @@ def _self_test_gpu(runtime: OpenClRuntime) -> None:
 # -- what is installed -------------------------------------------------------------------------------
 
 
-def _opencl_devices() -> list[tuple[str, Any]]:
+def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
+    """Return every OpenCL device; the first call of the process fixes the threads of CPU runtimes.
+
+    Args:
+        split: Threads that are wanted; None takes what the process has, or the default.
+    """
+    global _process_split
     if importlib.util.find_spec("pyopencl") is None:
         if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
             raise DeviceError(
@@ -284,16 +272,32 @@ def _opencl_devices() -> list[tuple[str, Any]]:
         raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
     from heterollm.kernels.opencl_runtime import list_opencl_devices
 
-    return list_opencl_devices()
+    if _process_split is not None:
+        if split is not None and split.gpu_cores != _process_split.gpu_cores:
+            raise DeviceError(
+                f"OpenCL is already open in this process with {len(_process_split.gpu_cores)} thread(s), "
+                f"not {len(split.gpu_cores)}.",
+                fix="Its thread count is fixed at the first use: start another process for another split.",
+            )
+        return list_opencl_devices()
+    split = split or split_threads()
+    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
+    os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
+    target = target_for_this_machine() or "default"
+    os.environ.setdefault("POCL_CACHE_DIR", str(cache_root() / "opencl" / f"pocl-{target}"))
+    before = allowed_cores()
+    # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
+    pin_current_thread(split.gpu_cores)
+    try:
+        found = list_opencl_devices()
+    finally:
+        pin_current_thread(before)
+    _process_split = split
+    return found
 
 
-def _find_cpu() -> str:
-    name, device = _cpu_device()
-    return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
-
-
-def _cpu_device() -> tuple[str, Any]:
-    devices = _opencl_devices()
+def _cpu_device(split: ThreadSplit | None = None) -> tuple[str, Any]:
+    devices = _opencl_devices(split)
     from heterollm.kernels.opencl_runtime import is_cpu, runtime_advice
 
     found = next((entry for entry in devices if is_cpu(entry[1])), None)
@@ -302,8 +306,13 @@ def _cpu_device() -> tuple[str, Any]:
     return found
 
 
-def _find_adreno() -> str:
-    devices = _opencl_devices()
+def _find_cpu() -> str:
+    name, device = _cpu_device()
+    return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
+
+
+def _find_adreno(split: ThreadSplit | None = None) -> str:
+    devices = _opencl_devices(split)
     for name, device in devices:
         if QUALCOMM in device.vendor.lower():
             return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
