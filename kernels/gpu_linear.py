@@ -40,7 +40,7 @@ ONE_TOKEN_LIMIT: Final = 3
 """Up to so many tokens are computed one by one: that was measured faster than the kernels for many."""
 
 # As in linear_vector.cl and linear_simt.cl.
-VECTOR_MANY_TILES: Final = 4
+VECTOR_MANY_ITEMS: Final = 2
 VECTOR_STRIP: Final = 4
 VECTOR_MAX_TOKEN_STEP: Final = 128
 SIMT_SLICES: Final = 4
@@ -263,7 +263,7 @@ def _grid(style: KernelStyle, tokens: int, tiles: int) -> tuple[int, tuple[int, 
     # Equal steps: a short last one would dequantise all weights again for a few tokens.
     steps = -(-tokens // VECTOR_MAX_TOKEN_STEP)
     token_step = round_up(-(-tokens // steps), VECTOR_STRIP)
-    return token_step, (VECTOR_MANY_TILES * tiles, -(-tokens // token_step)), (1, 1)
+    return token_step, (VECTOR_MANY_ITEMS * tiles, -(-tokens // token_step)), (1, 1)
 
 
 def _codes(weight: LinearWeight) -> NDArray[Any]:

@@ -94,6 +94,15 @@ def test_sources_are_portable_opencl_c(clang, files):
             assert compiler_says(clang, source, "-cl-std=CL3.0", *options) == "", options
 
 
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
+def test_the_paths_for_x86_compile(clang, processor):
+    options = ["-cl-std=CL1.2", "-target", "x86_64", f"-march={processor}", *WITHOUT_EXTENSIONS]
+    for files, variants in PROGRAMS.items():
+        source = read_sources(files)
+        for half in ([], ["-DACT_HALF"]):
+            assert compiler_says(clang, source, *options, *variants[0].split(), *half) == "", files
+
+
 def test_the_compiler_check_can_fail(clang):
     arithmetic = "__kernel void f(__global half *a) { half b = a[0]; a[1] = b * b; }"
     enabled = "#pragma OPENCL EXTENSION cl_khr_fp16 : enable\n"
