@@ -1,0 +1,138 @@
+"""How fast are the W4A16 linear kernels beside ONNX Runtime's, thread for thread?
+
+Times one linear layer of TinyLlama-1.1B's shapes on the OpenCL kernels and on ONNX Runtime's MatMulNBits
+(the `host` device's two parts, alone, in turns), at 1, 32, 128 and 256 tokens on random data with weights
+that rotate through more copies than the last-level cache holds. Checks each result against float64 first.
+
+    python bench/bench_linear.py --threads 1 --out bench/results/linear.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import heterollm
+from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.kernels.tolerances import linear_errors
+from heterollm.profiler.measure import measure_interleaved
+from heterollm.units import bandwidth_gbps
+
+SHAPES = {"qkv": (2560, 2048), "o": (2048, 2048), "gate_up": (11264, 2048), "down": (2048, 5632)}
+TOKENS = (1, 32, 128, 256)
+COPIES_BYTES = 96 * 2**20
+BLOCK = 32
+
+
+def random_weight(generator: np.random.Generator, rows: int, columns: int) -> QuantizedTensor:
+    """Return random 4-bit codes with scales that keep the outputs near one."""
+    blocks = columns // BLOCK
+    return QuantizedTensor(
+        generator.integers(0, 256, (rows, blocks, BLOCK // 2), np.uint8),
+        (generator.uniform(0.5, 1.5, (rows, blocks)) / (4 * np.sqrt(columns))).astype(np.float16),
+        None,
+        4,
+        BLOCK,
+    )
+
+
+def in_turn(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
+    """Return a call that runs the next of several each time."""
+    turns = cycle(calls)
+    return lambda: next(turns)()
+
+
+def bench_shape(device: Device, name: str, tokens: int, seed: int) -> dict[str, Any]:
+    """Measure one shape at one length and return its row."""
+    rows, columns = SHAPES[name]
+    assert device.npu is not None
+    generator = np.random.default_rng([seed, rows, tokens])
+    x = device.gpu.shared((tokens, columns), np.float32)
+    y = device.gpu.shared((tokens, rows), np.float32)
+    x.array[...] = generator.standard_normal((tokens, columns))
+    copies = max(2, COPIES_BYTES // (rows * columns * 9 // 16)) if tokens == 1 else 2
+    opencl, runtime = [], []
+    for copy in range(copies):
+        weight = random_weight(generator, rows, columns)
+        packed = GpuLinear.pack(device.gpu, [weight], activation_dtype=np.float32)
+        opencl.append(packed.launch(x, y, tokens=tokens, label=name))
+        part = NpuSlice(weight, copy, name, ((0, rows),), f"bench {seed} {tokens}")
+        runtime.append(device.npu.prepare(part, tokens).bind(x.array, y.array))
+        expected = x.array.astype(np.float64) @ weight.dequantize().astype(np.float64).T
+        for launch, wait in ((opencl[-1], device.gpu.finish), (runtime[-1], lambda: None)):
+            y.array.fill(np.nan)
+            launch()
+            wait()
+            if not linear_errors(y.array, expected).within("fp32"):
+                raise SystemExit(f"{name} at {tokens} tokens is wrong")
+    run_opencl = in_turn(opencl)
+
+    def opencl_and_wait() -> None:
+        run_opencl()
+        device.gpu.finish()
+
+    times = measure_interleaved(
+        {"opencl": opencl_and_wait, "onnxruntime": in_turn(runtime)}, warmup=copies, min_time_s=0.5
+    )
+    size, work = weight.size_bytes, 2 * tokens * rows * columns
+    row: dict[str, Any] = {"shape": name, "rows": rows, "columns": columns, "tokens": tokens}
+    for engine, taken in times.items():
+        row[f"{engine}_us"] = taken.median_us
+        row[f"{engine}_gbps"] = bandwidth_gbps(size, taken.median_us)
+        row[f"{engine}_gflops"] = work / taken.median_us / 1e3
+        row[f"{engine}_samples_us"] = taken.samples_us
+    row["ratio"] = times["onnxruntime"].median_us / times["opencl"].median_us
+    return row
+
+
+def main() -> None:
+    """Run all shapes, print a table and append JSON lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of each part")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    options = parser.parse_args()
+    device = open_device("host", gpu_threads=options.threads, npu_threads=1)
+    if options.threads > 1:
+        from heterollm.kernels.npu_host import HostNpu
+
+        # Never at once here, so both may have all cores.
+        device.npu = HostNpu(threads=options.threads)
+    common = {
+        "version": heterollm.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "threads": options.threads,
+        "seed": options.seed,
+        **device.description(),
+    }
+    print("| shape | tokens | OpenCL us | GB/s | GFLOP/s | ONNX Runtime us | GB/s | GFLOP/s | speed-up |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name in SHAPES:
+        for tokens in TOKENS:
+            row = bench_shape(device, name, tokens, options.seed)
+            cells = [
+                f"{row[f'{engine}_{unit}']:.{digits}f}"
+                for engine in ("opencl", "onnxruntime")
+                for unit, digits in (("us", 0), ("gbps", 1), ("gflops", 0))
+            ]
+            print(f"| {name} | {tokens} | {' | '.join(cells)} | {row['ratio']:.2f} |", flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**common, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
