@@ -64,7 +64,7 @@ class QuantizedTensor:
 
     def unpacked_codes(self) -> NDArray[np.uint8]:
         """Return the codes one a byte, ``[n, k]``."""
-        flat = self.codes.reshape(self.rows, -1)
+        flat = self.codes.reshape(self.rows, self.columns * self.bits // 8)
         return flat if self.bits == 8 else _unpack_nibbles(flat)
 
     def unpacked_zero_points(self) -> NDArray[np.uint8]:
