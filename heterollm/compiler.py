@@ -13,7 +13,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from heterollm.config import ModelConfig
-from heterollm.errors import PlanError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
@@ -25,7 +24,6 @@ from heterollm.kernels.quantized_tensor import concatenate_rows, take_rows
 from heterollm.progress import Progress
 from heterollm.rope import rope_tables
 from heterollm.solver.plan import Placement, Plan
-from heterollm.units import round_up
 from heterollm.weights import ModelWeights
 
 __all__ = ["HEAD_ROWS", "CompiledPass", "Compiler", "pool_sizes"]
@@ -53,22 +51,19 @@ class CompiledPass:
             self.bound_cache = cache
 
 
-def pool_sizes(
-    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, standard_lengths: Sequence[int], item_bytes: int
-) -> dict[str, int]:
+def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
     """Return the size in bytes of every slot.
 
     Args:
         config: The model.
         specs: Its groups.
-        plan: Gives the longest pass.
-        standard_lengths: Lengths that inputs of the NPU are padded to.
+        plan: Gives the longest pass, and the longest that it is padded to.
         item_bytes: Bytes of one activation element.
     """
     tokens = plan.chunk_length
-    padded = next((length for length in standard_lengths if length >= tokens), None)
-    if padded is None:
-        padded = round_up(tokens, standard_lengths[-1]) if standard_lengths else tokens
+    padded = max(tokens, _npu_tokens(plan, head=False))
+    head_npu = _npu_tokens(plan, head=True)
+    head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
     heads = config.heads * config.head_dim
     sizes = {
@@ -79,15 +74,27 @@ def pool_sizes(
         "activated": padded * config.intermediate_size * item_bytes,
         "npu_output": padded * widest * item_bytes,
         "gpu_output": tokens * widest * item_bytes,
-        "head_input": HEAD_ROWS * config.hidden_size * item_bytes,
+        "head_input": head_rows * config.hidden_size * item_bytes,
         "logits": HEAD_ROWS * config.vocab_size * 4,
     }
-    if any(entry.group == "head" and entry.placement.npu_lengths for entry in plan.entries):
-        sizes["head_npu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
+    if head_npu:
+        sizes["head_npu_output"] = head_rows * config.vocab_size * item_bytes
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not plan.uses_npu:
         sizes["npu_output"] = item_bytes
     return sizes
+
+
+def _npu_tokens(plan: Plan, *, head: bool) -> int:
+    """Return the most rows that the NPU's graphs run over, padding included; 0 without any."""
+    return max(
+        (
+            sum(entry.placement.npu_lengths)
+            for entry in plan.entries
+            if (entry.group == "head") is head and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS)
+        ),
+        default=0,
+    )
 
 
 class Compiler:
@@ -117,13 +124,13 @@ class Compiler:
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
         self._slices: dict[tuple[int, Group, tuple[int, ...]], NpuSlice] = {}
-        sizes = pool_sizes(
-            self._config,
+        plan.check(
             weights.specs,
-            plan,
-            device.standard_lengths if plan.uses_npu else (),
-            device.activation_dtype.itemsize,
+            standard_lengths=device.standard_lengths,
+            row_alignment=1 if device.npu is None else device.npu.row_alignment,
+            head_rows=HEAD_ROWS,
         )
+        sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, sizes)
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
         self.step = device.gpu.shared((STEP_WORDS,), np.int32)
@@ -344,11 +351,7 @@ class Compiler:
 
     def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
         npu = self._device.npu
-        if npu is None:
-            raise PlanError(
-                f"The plan places {spec.group} of layer {spec.layer} on the NPU, and the device has none.",
-                fix="Use plan level 'gpu', or open the device with an NPU.",
-            )
+        assert npu is not None  # the plan has been checked
         key = (spec.layer, spec.group, placement.npu_rows)
         if key not in self._slices:
             members = self._weights.linear(spec.layer, spec.group)
