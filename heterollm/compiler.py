@@ -169,6 +169,13 @@ class Compiler:
                 ]
                 self._biases[spec.layer, spec.group] = upload(np.concatenate(filled))
 
+    def close(self) -> None:
+        """Drop the packed weights; nothing compiled may run afterwards."""
+        self._linears.clear()
+        self._slices.clear()
+        self._biases.clear()
+        del self._embedding
+
     # -- passes --------------------------------------------------------------------------------------
 
     def compile_pass(self, phase: Phase, tokens: int, bucket: int, cache: SharedArray) -> CompiledPass:
@@ -185,7 +192,7 @@ class Compiler:
         calls = compiled.calls
         calls.append(self._embedding.embed_launch(self.tokens, pool["residual"], count=tokens, scale=1.0))
         delta: Segments | None = None
-        shape = {
+        shape: dict[str, Any] = {
             "heads": config.heads,
             "kv_heads": config.kv_heads,
             "head_dim": config.head_dim,

@@ -5,6 +5,8 @@ Lives on the engine thread. It decides nothing (the plan did) and allocates noth
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import OrderedDict
 from typing import Any, Final
 
@@ -23,6 +25,8 @@ from heterollm.solver.plan import Plan
 from heterollm.weights import ModelWeights
 
 __all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
 
 KEPT_PASSES: Final = 32
 SMALLEST_BUCKET: Final = 256
@@ -48,6 +52,8 @@ class Engine:
         self._config = weights.config
         self._compiler = Compiler(device, weights, plan, context, progress)
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
+        self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
+        self._no_cache = device.gpu.shared((1,), device.cache_dtype)
         self._heads: dict[tuple[Phase, int, tuple[int, ...]], list[Call]] = {}
         self._tokens = self._compiler.tokens
         self._step = self._compiler.step
@@ -62,9 +68,13 @@ class Engine:
         return self._compiler.pool.size_bytes
 
     def new_cache(self) -> KvCache:
-        """Return an empty KV cache for one session."""
+        """Return an empty KV cache for one session; those of sessions that are gone are freed first."""
+        live = {id(cache.memory) for cache in self._caches}
+        for compiled in self._passes.values():
+            if id(compiled.bound_cache) not in live:
+                compiled.bind_cache(self._no_cache)
         config = self._config
-        return KvCache(
+        cache = KvCache(
             self.device.gpu,
             layers=config.layers,
             kv_heads=config.kv_heads,
@@ -72,6 +82,8 @@ class Engine:
             capacity=self.context,
             dtype=self.device.cache_dtype,
         )
+        self._caches.add(cache)
+        return cache
 
     def prefill(
         self, cache: KvCache, position: int, ids: NDArray[np.int32], phase: Phase, target: NDArray[Any] | None
@@ -120,9 +132,10 @@ class Engine:
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def close(self) -> None:
-        """Drop all compiled passes and close the device."""
+        """Drop all compiled passes and packed weights, and close the device."""
         self._passes.clear()
         self._heads.clear()
+        self._compiler.close()
         self.device.close()
 
     # -- pieces --------------------------------------------------------------------------------------
@@ -193,10 +206,22 @@ class Engine:
         step[STEP_HEAD_ROW] = head_row
         self._step.release()
 
-    @staticmethod
-    def _call(calls: list[Call]) -> None:
+    def _call(self, calls: list[Call]) -> None:
         try:
             for call in calls:
                 call()
-        except OpenClError as error:
-            raise KernelError(f"An OpenCL call failed: {error}.") from error
+        except BaseException as error:
+            self._drain()
+            if isinstance(error, OpenClError):
+                raise KernelError(f"An OpenCL call failed: {error}.") from error
+            raise
+
+    def _drain(self) -> None:
+        """Let what a failed pass has enqueued run out, since it must not see the next pass's step."""
+        pool = self._compiler.pool
+        try:
+            self.device.gpu.finish()
+            for name in pool:
+                pool[name].release()
+        except (KernelError, OpenClError) as error:
+            logger.warning("After a failed pass: %s", error)

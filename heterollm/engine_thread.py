@@ -10,24 +10,28 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from heterollm.errors import EngineError
 
 __all__ = ["EngineThread"]
 
 T = TypeVar("T")
+Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 
 
 class EngineThread:
-    """Runs submitted calls one after the other on its own thread."""
+    """Runs submitted calls one after the other on its own thread, until it is closed or dropped."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: Calls = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        # A daemon, so that a program which forgets to close the model still ends.
-        self._thread = threading.Thread(target=self._work, name="heterollm-engine", daemon=True)
+        # A daemon, so that a program which forgets to close the model still ends. It holds the queue and not
+        # this object, so that a model which is dropped without being closed leaves no thread behind.
+        self._thread = threading.Thread(
+            target=_work, args=(self._calls,), name="heterollm-engine", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -58,25 +62,31 @@ class EngineThread:
             return call()
         return self.submit(call).result()
 
-    def close(self) -> None:
-        """Let the queued calls finish and end the thread. May be called twice."""
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Let the queued calls finish, run ``last`` after them, and end the thread. May be called twice."""
+        ended: Future[None] = Future()
         with self._lock:
             if not self._closed:
                 self._closed = True
+                if last is not None:
+                    self._calls.put((last, ended))
                 self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            if ended.done():
+                ended.result()
 
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, future = item
-            if not future.set_running_or_notify_cancel():
-                continue
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _work(calls: Calls) -> None:
+    while (item := calls.get()) is not None:
+        call, future = item
+        if future.set_running_or_notify_cancel():
             try:
-                result = call()
+                future.set_result(call())
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 future.set_exception(error)
-            else:
-                future.set_result(result)
-            # Nothing of the last call, its memory above all, may live on while the thread waits.
-            del item, call, future
+        # Nothing of the last call, its memory above all, may live on while the thread waits.
+        del item, call, future

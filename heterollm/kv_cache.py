@@ -24,7 +24,7 @@ class KvCache:
         dtype: float16 or float32.
     """
 
-    __slots__ = ("_heads", "capacity", "head_dim", "memory")
+    __slots__ = ("__weakref__", "_heads", "capacity", "head_dim", "memory")
 
     def __init__(
         self,

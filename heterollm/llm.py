@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,8 @@ from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import Precision
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
-from heterollm.session import Session
-from heterollm.solver import LEVELS, Plan, PlanLevel, level_plan
+from heterollm.session import Session, check_ids
+from heterollm.solver import LEVELS, Plan, level_plan
 from heterollm.solver.plan import model_shape
 from heterollm.streaming import SessionSource, Stream
 from heterollm.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class LLM:
             HeteroLLMError: The checkpoint, device, plan or an option is not usable.
         """
         report = progress or silent
-        _check_options(precision, group_size)
+        _check_options(model, plan, precision, group_size, symmetric)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
         positions = _context(config, context)
@@ -160,19 +160,25 @@ class LLM:
 
         Raises:
             OptionError: An option is not legal.
-            InputError: The prompt is empty or longer than the context.
+            InputError: The prompt is empty, longer than the context, or not token ids of this model.
         """
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             sampling=SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=_stop_strings(stop),
             ignore_eos=ignore_eos,
             log_probabilities=log_probabilities,
         )
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(index) for index in prompt]
-        if not ids:
-            raise InputError("The prompt has no tokens.", fix="Give at least one word.")
-        target = session or self._session_of_its_own()
+        given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
+        if len(ids) > self.context:
+            raise InputError(
+                f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
+                fix="Shorten the prompt or load the model with a larger context.",
+            )
+        target = self._session_of_its_own() if session is None else session
+        if not target.belongs_to(self._engine):
+            raise OptionError("The session was made by another model.", fix="Use this model's session().")
 
         def start(cancel: threading.Event) -> Generation:
             reused = reusable_prefix(target.ids.tolist(), ids)
@@ -221,9 +227,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model. Calls that are queued finish first; later ones raise. May be called twice."""
-        if not self._thread.closed:
-            self._thread.run(self._engine.close)
-            self._thread.close()
+        self._thread.close(self._engine.close)
 
     def __enter__(self) -> Self:
         return self
@@ -249,18 +253,36 @@ def _start(device: Device, weights: ModelWeights, plan: Plan, context: int, prog
     return engine
 
 
-def _check_options(precision: str, group_size: int) -> None:
+def _check_options(
+    model: object, plan: object, precision: object, group_size: object, symmetric: object
+) -> None:
+    if not isinstance(model, str | Path) or not str(model):
+        raise OptionError(f"The model is {model!r}.", fix="Give a folder or a hub name.")
+    if not isinstance(plan, str | Path | Plan):
+        raise OptionError(f"The plan is {plan!r}.", fix="Give a level, the path of a plan, or a plan.")
     if precision not in get_args(Precision):
         raise OptionError(
             f"There is no precision {precision!r}.", fix=f"Choose {' or '.join(get_args(Precision))}."
         )
-    if group_size not in (32, 64, 128):
+    if type(group_size) is not int or group_size not in (32, 64, 128):
         raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
+    if not isinstance(symmetric, bool):
+        raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,) if stop else ()
+    if not isinstance(stop, list | tuple):
+        raise OptionError(f"stop is {stop!r}, but must be a text or a list of texts.")
+    return tuple(stop)
 
 
 def _context(config: ModelConfig, context: int | None) -> int:
     if context is None:
         return min(config.max_positions, DEFAULT_CONTEXT)
+    if type(context) is not int:
+        raise OptionError(f"context is {context!r}, but must be a whole number of positions.")
     if not 1 <= context <= config.max_positions:
         raise OptionError(
             f"A context of {context} is outside what the model was made for, 1 to {config.max_positions}."
@@ -278,7 +300,7 @@ def _plan(
     if plan in LEVELS:
         lengths = device.standard_lengths
         return level_plan(
-            cast(PlanLevel, plan),
+            plan,
             weights.specs,
             device=device.name,
             precision=precision,
@@ -299,5 +321,8 @@ def _checked(plan: Plan, what: str, weights: ModelWeights, device: Device, preci
     for field, value in wanted.items():
         stated = getattr(plan, field)
         if stated != value:
-            raise PlanError(f"{what} was made for {field} {stated!r}, and this is {value!r}.")
+            raise PlanError(
+                f"{what} was made for {field} {stated!r}, and this is {value!r}.",
+                fix="Choose a level, or make a plan for this model, device and precision.",
+            )
     return plan

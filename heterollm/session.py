@@ -24,7 +24,10 @@ def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.
     Raises:
         InputError: There are none, they are not whole numbers, or one is outside the vocabulary.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise InputError("Token ids must be whole numbers in one row, not nested ones.") from error
     if array.size == 0:
         raise InputError("The prompt has no tokens.", fix="Give at least one token id.")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -53,8 +56,8 @@ class Session:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """The tokens seen so far."""
-        return self._ids[: self._position]
+        """A copy of the tokens seen so far."""
+        return self._ids[: self._position].copy()
 
     @property
     def position(self) -> int:
@@ -97,8 +100,9 @@ class Session:
             InputError: As for :meth:`prefill`.
         """
         if isinstance(ids, int | np.integer):
-            checked = self._check([int(ids)])
-            return self._thread.run(lambda: self.decode_in_place(int(checked[0])).copy())
+            # As an array, so that True is refused and not taken for 1.
+            token = int(self._check(np.array([ids]))[0])
+            return self._thread.run(lambda: self._run_one(token))
         several = self._check(ids)
         return self._thread.run(lambda: self._run(several, "decode", True))
 
@@ -112,9 +116,21 @@ class Session:
         Raises:
             InputError: The position has not been reached.
         """
-        if not 0 <= position <= self._position:
-            raise InputError(f"Cannot truncate to position {position}: {self._position} have been reached.")
-        self._thread.run(lambda: setattr(self, "_position", position))
+        if not isinstance(position, int | np.integer) or isinstance(position, bool):
+            raise InputError(f"A position is a whole number, not {position!r}.")
+
+        def cut() -> None:
+            if not 0 <= position <= self._position:
+                raise InputError(
+                    f"Cannot truncate to position {position}: {self._position} have been reached."
+                )
+            self._position = int(position)
+
+        self._thread.run(cut)
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Whether the session's cache is one of this engine's."""
+        return self._engine is engine
 
     def fork(self) -> Session:
         """Return a second session that has seen the same tokens; only the used positions are copied."""
@@ -140,6 +156,10 @@ class Session:
         self._ids[self._position] = token
         self._position += 1
         return self._engine.last_logits
+
+    def _run_one(self, token: int) -> NDArray[np.float32]:
+        self._check_room(1)
+        return self.decode_in_place(token).copy()
 
     def _run(self, ids: NDArray[np.int32], phase: Phase, all_logits: bool) -> NDArray[np.float32]:
         # The position may have moved since the check, by a call from another thread.

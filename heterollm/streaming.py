@@ -59,8 +59,7 @@ class Stream:
         cancel = threading.Event()
         self._items = items
         self._cancel = cancel
-        self._result: GenerationResult | None = None
-        self._ended = False
+        self._end: GenerationResult | BaseException | None = None
 
         def work() -> None:
             try:
@@ -77,16 +76,14 @@ class Stream:
         return self
 
     def __next__(self) -> GenerationStep:
-        if self._ended:
-            raise StopIteration
-        item = self._items.get()
-        if isinstance(item, GenerationStep):
-            return item
-        self._ended = True
-        if isinstance(item, GenerationResult):
-            self._result = item
-            raise StopIteration
-        raise item
+        if self._end is None:
+            item = self._items.get()
+            if isinstance(item, GenerationStep):
+                return item
+            self._end = item
+            if isinstance(item, BaseException):
+                raise item
+        raise StopIteration
 
     @property
     def result(self) -> GenerationResult:
@@ -97,8 +94,10 @@ class Stream:
         """
         for _ in self:
             pass
-        assert self._result is not None
-        return self._result
+        if isinstance(self._end, GenerationResult):
+            return self._end
+        assert self._end is not None
+        raise self._end
 
     def close(self) -> None:
         """End the answer after the current token; its result then says ``cancelled``."""
