@@ -40,9 +40,16 @@ class CacheKind:
         return asdict(self) | {"path": str(self.path)}
 
 
-def list_cache() -> list[CacheKind]:
-    """Return every kind with what it takes; files that heterollm did not make are not counted."""
-    return [_measured(name) for name in KINDS]
+def list_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
+    """Return some kinds, or all, with what they take; only files that heterollm made are counted.
+
+    Raises:
+        OptionError: There is no such kind.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise OptionError(f"The cache has no kind {kind!r}.", fix=f"Choose {', '.join(KINDS)}.")
+    return [_measured(kind) for kind in dict.fromkeys(kinds or KINDS)]
 
 
 def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
@@ -55,10 +62,7 @@ def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
         OptionError: There is no such kind.
         CacheError: A file cannot be deleted.
     """
-    for kind in kinds:
-        if kind not in KINDS:
-            raise OptionError(f"The cache has no kind {kind!r}.", fix=f"Choose {', '.join(KINDS)}.")
-    before = [_measured(kind) for kind in kinds or KINDS]
+    before = list_cache(kinds)
     for kind in before:
         for entry in _own_entries(kind.path):
             try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from heterollm.errors import HeteroLLMError
+from heterollm.errors import HeteroLLMError, InputError
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -166,6 +166,8 @@ def generate(
     from heterollm.terminal import write, write_json
 
     text = _read_stdin() if prompt == "-" else prompt
+    if not text:
+        raise InputError("The prompt is empty.", fix="Give at least one word.")
     with _load(
         model,
         device=device,
@@ -371,7 +373,7 @@ def cache_clear(
 
     wanted = kinds or []
     if not yes:
-        report.show(report.cache_table([kind for kind in list_cache() if not wanted or kind.name in wanted]))
+        report.show(report.cache_table(list_cache(wanted)))
         typer.confirm(f"Delete these files in {cache_root()}?", abort=True, err=True)
     cleared = clear_cache(wanted)
     files, size = sum(kind.files for kind in cleared), sum(kind.size_bytes for kind in cleared)

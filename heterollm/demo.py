@@ -36,8 +36,8 @@ REPEATS: Final = 5
 MIN_TIME_S: Final = 1.0
 
 BUNDLED: Final = "bundled model"
-LAYER: Final = "one TinyLlama layer"
-LAYER_CONFIG: Final = {
+LAYER: Final = "TinyLlama layer"
+LAYER_CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -283,13 +283,15 @@ def write_layer_checkpoint(folder: Path) -> None:
         OSError: The folder cannot be written.
     """
     generator = np.random.default_rng(0)
-    hidden, wide = 2048, 5632
+    hidden, wide = LAYER_CONFIG["hidden_size"], LAYER_CONFIG["intermediate_size"]
+    queries = LAYER_CONFIG["num_attention_heads"] * LAYER_CONFIG["head_dim"]
+    keys = LAYER_CONFIG["num_key_value_heads"] * LAYER_CONFIG["head_dim"]
     shapes = {
-        "model.embed_tokens.weight": (256, hidden),
-        "model.layers.0.self_attn.q_proj.weight": (hidden, hidden),
-        "model.layers.0.self_attn.k_proj.weight": (256, hidden),
-        "model.layers.0.self_attn.v_proj.weight": (256, hidden),
-        "model.layers.0.self_attn.o_proj.weight": (hidden, hidden),
+        "model.embed_tokens.weight": (LAYER_CONFIG["vocab_size"], hidden),
+        "model.layers.0.self_attn.q_proj.weight": (queries, hidden),
+        "model.layers.0.self_attn.k_proj.weight": (keys, hidden),
+        "model.layers.0.self_attn.v_proj.weight": (keys, hidden),
+        "model.layers.0.self_attn.o_proj.weight": (hidden, queries),
         "model.layers.0.mlp.gate_proj.weight": (wide, hidden),
         "model.layers.0.mlp.up_proj.weight": (wide, hidden),
         "model.layers.0.mlp.down_proj.weight": (hidden, wide),

@@ -209,9 +209,9 @@ def demo_report(result: DemoResult) -> Group:
 
 
 def _levels_table(comparisons: Sequence[Comparison]) -> Table:
-    made = table("workload", "phase", "plan level", ">ms", ">spread", ">tokens/s", ">times gpu")
+    made = table("workload", "tokens", "level", ">ms", ">spread", ">tokens/s", ">vs gpu")
     for comparison in comparisons:
-        phase = f"{comparison.phase}, {comparison.tokens} token{'s' * (comparison.tokens > 1)}"
+        phase = f"{comparison.phase} {comparison.tokens}"
         for index, (level, measurement) in enumerate(comparison.measurements.items()):
             made.add_row(
                 "" if index else comparison.workload,
@@ -220,7 +220,7 @@ def _levels_table(comparisons: Sequence[Comparison]) -> Table:
                 f"{measurement.median_us / 1e3:.2f}",
                 f"{measurement.spread_fraction:.0%}",
                 f"{comparison.rate(level):.1f}",
-                f"{comparison.speedup(level):.2f}",
+                f"{comparison.speedup(level):.2f} x",
                 end_section=index == len(comparison.measurements) - 1,
             )
     return made
