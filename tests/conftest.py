@@ -1,7 +1,16 @@
 import json
 import os
+import tempfile
 
 import pytest
+
+from heterollm.kernels.threads import split_threads
+
+# PoCL takes both from the environment of the process's first OpenCL call, which any test may make: the number
+# of threads that `host` has by default, and a cache that outlives every test that moves heterollm's.
+POCL_CACHE = tempfile.TemporaryDirectory(prefix="heterollm-pocl-", ignore_cleanup_errors=True)
+os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split_threads().gpu_cores)))
+os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
 
 
 @pytest.fixture(scope="session", autouse=True)
