@@ -319,42 +319,53 @@ class Compiler:
         if not placement.npu_lengths:
             calls.append(linear.launch(source, gpu_output, tokens=tokens, label=label))
             return Segments(npu_output, gpu_output, rows, (0,) * len(rows))
-        calls.append(self._runtime.finish)
+        row_cut = placement.npu_rows != rows
         covered = min(tokens, sum(placement.npu_lengths))
-        if placement.npu_rows != rows:
+        slots = source, npu_output
+        if row_cut or covered == tokens:
+            calls += self._hand_over(*slots)
+        if row_cut:
             kept = tuple(zip(placement.npu_rows, rows, strict=True))
             calls.append(linear.launch(source, gpu_output, tokens=tokens, kept=kept, label=label))
             calls.append(self._runtime.flush)
         elif covered < tokens:
-            # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU.
+            # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU. Mapped memory
+            # must not be written by a kernel, so where the parts are not coherent they take turns.
+            calls.append(self._runtime.finish)
             calls.append(
                 linear.launch(source, npu_output, tokens=tokens - covered, first_token=covered, label=label)
             )
             calls.append(self._runtime.flush)
-        self._run_graphs(calls, spec, placement, source, npu_output)
+            if not source.coherent:
+                calls += self._hand_over(*slots)
+        calls += self._graph_calls(spec, placement, *slots)
+        if not source.coherent:
+            calls += [source.release, npu_output.release]
         return Segments(npu_output, gpu_output, rows, placement.npu_rows)
 
-    def _run_graphs(
-        self,
-        calls: list[Call],
-        spec: OpSpec,
-        placement: Placement,
-        source: SharedArray,
-        target: SharedArray,
-    ) -> None:
+    def _hand_over(self, source: SharedArray, target: SharedArray) -> list[Call]:
+        """Return the calls that wait for the kernels before and let the NPU at its two slots.
+
+        The input is mapped for reading only, so that the GPU's part of a row cut may read it meanwhile.
+        """
+        if source.coherent:
+            return [self._runtime.finish]
+        return [source.acquire_to_read, target.acquire]
+
+    def _graph_calls(
+        self, spec: OpSpec, placement: Placement, source: SharedArray, target: SharedArray
+    ) -> list[Call]:
         dtype = self._device.activation_dtype
         rows, total = sum(placement.npu_rows), sum(placement.npu_lengths)
         x = source.view(dtype, (total, spec.columns))
         y = target.view(dtype, (total, rows))
-        if not source.coherent:
-            calls += [source.acquire, target.acquire]
+        calls: list[Call] = []
         first = 0
         for length in placement.npu_lengths:
             graph = self._graph(spec, placement, length)
             calls.append(graph.bind(x[first : first + length], y[first : first + length]))
             first += length
-        if not source.coherent:
-            calls += [source.release, target.release]
+        return calls
 
     def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
         npu = self._device.npu

@@ -95,20 +95,26 @@ class SharedArray:
         self._mapped: Any = None
 
     def acquire(self) -> None:
-        """Wait for the device and make its writes visible to the host."""
-        if self.coherent or self._mapped is not None:
-            return
-        flags = cl.map_flags.READ | cl.map_flags.WRITE
-        view, _ = cl.enqueue_map_buffer(
-            self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
-        )
-        self._mapped = view.base
+        """Wait for the device and make its writes visible to the host, which may write too."""
+        self._map(cl.map_flags.READ | cl.map_flags.WRITE)
+
+    def acquire_to_read(self) -> None:
+        """Like :meth:`acquire`, for a host that only reads: kernels may go on reading meanwhile."""
+        self._map(cl.map_flags.READ)
 
     def release(self) -> None:
         """Make the host's writes visible to the device."""
         if self._mapped is not None:
             self._mapped.release(self._queue)
             self._mapped = None
+
+    def _map(self, flags: int) -> None:
+        if self.coherent or self._mapped is not None:
+            return
+        view, _ = cl.enqueue_map_buffer(
+            self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
+        )
+        self._mapped = view.base
 
     def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the start of the memory as an array of another type and shape."""
