@@ -181,14 +181,15 @@ def run_demo(
                 on_text(step.text)
         texts = {models[level].generate(PROMPT, max_new_tokens=max_new_tokens).text for level in LEVELS}
         opened = models["gpu"].device
-        description, time_kind, split = opened.description(), opened.time_kind, str(opened.split)
+        description, time_kind = opened.description(), opened.time_kind
+        reason = (f"Device auto chose {opened.name}: {opened.reason}",) if opened.reason else ()
         if time_kind == "real":
             comparisons += _compare(BUNDLED, models, report)
     if time_kind != "real":
         notes: tuple[str, ...] = (f"No speeds: times on {opened.name} are {time_kind}.",)
     else:
         comparisons += _compare_layer(opened.name, report)
-        notes = _notes(split)
+        notes = _notes(str(opened.split))
     return DemoResult(
         PROMPT,
         answer.result.text,
@@ -196,7 +197,7 @@ def run_demo(
         description,
         time_kind,
         tuple(comparisons),
-        notes,
+        (*reason, *notes),
     )
 
 

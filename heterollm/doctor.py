@@ -96,8 +96,8 @@ def diagnose(
     try:
         device = open_device(name, gpu_threads=gpu_threads, npu_threads=npu_threads)
     except DeviceError as error:
-        problem = Problem(error.message, error.fix)
-        return Diagnosis(name, software, (), (problem,), (*_vendor_warnings(), *_unusable(name)))
+        problem, others = _explain(name, error)
+        return Diagnosis(name, software, (), (problem,), (*others, *_vendor_warnings()))
     # Imported only now: without an OpenCL binding, opening the device has said what to install.
     from heterollm.doctor_checks import device_cases, run_case
 
@@ -144,13 +144,16 @@ def _vendor_warnings() -> tuple[Problem, ...]:
     )
 
 
-def _unusable(name: str) -> tuple[Problem, ...]:
-    """Return why the device cannot be used, part by part, as `heterollm devices` says it."""
-    return tuple(
-        Problem(f"{status.name}: {status.reason}", status.fix)
-        for status in list_devices()
-        if not status.usable and name in (status.name, "auto")
-    )
+def _explain(name: str, error: DeviceError) -> tuple[Problem, tuple[Problem, ...]]:
+    """Return why a device did not open, and for ``auto`` why the others cannot be used either.
+
+    Opening stops at the first part that is missing; `heterollm devices` knows of all.
+    """
+    unusable = {status.name: status for status in list_devices() if not status.usable}
+    if name in unusable:
+        return Problem(unusable[name].reason, unusable[name].fix), ()
+    others = [Problem(f"{status.name}: {status.reason}", status.fix) for status in unusable.values()]
+    return Problem(error.message, error.fix), tuple(others) if name == "auto" else ()
 
 
 # -- facts -------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def stderr_console() -> Console:
 
 def show(renderable: RenderableType) -> None:
     """Show something beside the result, on stderr."""
-    stderr_console().print(renderable)
+    # A line of text in a log is worth more whole; a terminal wraps it by itself.
+    stderr_console().print(renderable, soft_wrap=isinstance(renderable, Text))
 
 
 def render(renderable: RenderableType, *, like: TextIO | None = None, width: int | None = None) -> str:

@@ -253,6 +253,13 @@ def test_an_unknown_device_and_an_unknown_precision(run, bundled_model):
     assert "w2a2" in panel_of(err)
 
 
+def test_an_unknown_plan(run, bundled_model):
+    code, out, err = run("generate", bundled_model, "hello", "--device", "host", "--plan", "fast")
+    assert (code, out) == (1, "")
+    assert "'fast'" in panel_of(err)
+    assert "gpu, npu, layer" in panel_of(err)
+
+
 def test_errors_leave_json_output_empty(run, tmp_path):
     code, out, _ = run("generate", tmp_path / "none", "hello", "--json")
     assert (code, out) == (1, "")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from heterollm import doctor
-from heterollm.doctor import Diagnosis, diagnose, unlisted_vendors
+from heterollm.doctor import Diagnosis, Problem, diagnose, unlisted_vendors
 from heterollm.doctor_checks import Case, device_cases, run_case
 from heterollm.errors import DeviceError, KernelError, OptionError
 from heterollm.kernels import reference, reference_layers
-from heterollm.kernels.device import open_device
+from heterollm.kernels.device import DeviceStatus, open_device
 from heterollm.kernels.gpu_linear import GpuLinear
 
 
@@ -137,6 +137,18 @@ def test_a_device_that_does_not_open_is_a_finding(monkeypatch):
         ("No OpenCL here.", "Install one.")
     ]
     assert dict(found.facts)["numpy"] == np.__version__
+
+
+def test_every_missing_part_is_named(monkeypatch):
+    statuses = [
+        DeviceStatus("snapdragon", False, "missing", "missing", "No GPU. No NPU.", "Buy one."),
+        DeviceStatus("host", True, "a CPU", "a CPU", "", ""),
+    ]
+    monkeypatch.setattr(doctor, "list_devices", lambda: statuses)
+    monkeypatch.setattr(doctor, "open_device", lambda *_, **__: (_ for _ in ()).throw(DeviceError("No GPU.")))
+    assert diagnose("snapdragon").problems == (Problem("No GPU. No NPU.", "Buy one."),)
+    assert diagnose("auto").problems == (Problem("No GPU.", ""),)
+    assert Problem("snapdragon: No GPU. No NPU.", "Buy one.") in diagnose("auto").warnings
 
 
 def test_an_unknown_device_is_an_error():
