@@ -12,15 +12,31 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from heterollm.errors import HeteroLLMError
+
 __all__ = ["discard_output", "private_stdout", "quiet_libraries", "write", "write_json"]
 
 STDOUT: Final = 1
 
 
 def write(text: str) -> None:
-    """Write a piece of the result now."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Write a piece of the result now.
+
+    Raises:
+        HeteroLLMError: It cannot be written, since the disk is full for example.
+        BrokenPipeError: Nobody reads it any more.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_output()
+        raise HeteroLLMError(
+            f"The result cannot be written to stdout: {error.strerror or error}.",
+            fix="Free some space, or write it somewhere else.",
+        ) from error
 
 
 def write_json(value: Any) -> None:  # noqa: ANN401 - anything that JSON can hold

@@ -409,6 +409,21 @@ def test_a_reader_that_goes_away_is_no_error(bundled_model, tmp_path):
     assert b"Exception" not in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_under_the_result_is_an_error(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "heterollm", "--version"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert "No space left" in panel_of(done.stderr)
+    assert "ignored" not in done.stderr
+
+
 def test_native_prints_do_not_reach_the_result(tmp_path):
     script = (
         "import os, sys\n"
