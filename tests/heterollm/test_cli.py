@@ -412,7 +412,7 @@ def test_a_reader_that_goes_away_is_no_error(bundled_model, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_full_disk_under_the_result_is_an_error(tmp_path):
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "heterollm", "--version"],
             cwd=tmp_path,
