@@ -71,6 +71,7 @@ Penalty = Annotated[float, typer.Option(help="Above 1 makes tokens that were see
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 GpuThreads = Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")]
 NpuThreads = Annotated[int | None, typer.Option(help="Threads of the NPU part on host; 0 leaves it out.")]
+AllowSlow = Annotated[bool, typer.Option("--allow-slow", help="Emulate models that take seconds a pass.")]
 Kinds = Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help="weights, graphs, opencl.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 
@@ -159,6 +160,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     gpu_threads: GpuThreads = None,
     npu_threads: NpuThreads = None,
+    allow_slow: AllowSlow = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt: text to stdout as it is made, statistics to stderr."""
@@ -178,6 +180,7 @@ def generate(
         context=context,
         gpu_threads=gpu_threads,
         npu_threads=npu_threads,
+        allow_slow=allow_slow,
     ) as llm:
         stream = llm.stream(
             text,
@@ -235,6 +238,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Instructions before the first message.")] = None,
     gpu_threads: GpuThreads = None,
     npu_threads: NpuThreads = None,
+    allow_slow: AllowSlow = False,
 ) -> None:
     """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from heterollm.chat_loop import ChatLoop
@@ -249,6 +253,7 @@ def chat(
         context=context,
         gpu_threads=gpu_threads,
         npu_threads=npu_threads,
+        allow_slow=allow_slow,
     ) as llm:
         ChatLoop(
             llm,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from heterollm.chat import reusable_prefix
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
+from heterollm.emulation import check_emulation
 from heterollm.engine_thread import EngineThread
 from heterollm.errors import InputError, OptionError, PlanError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
@@ -68,6 +69,7 @@ class LLM:
         context: int | None = None,
         gpu_threads: int | None = None,
         npu_threads: int | None = None,
+        allow_slow: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """Load a checkpoint and make it ready to answer.
@@ -84,6 +86,7 @@ class LLM:
             context: Positions of a session; the model's own limit, at most 4096, by default.
             gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
             npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
+            allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
             progress: Called with a stage's name, steps done and steps in all.
 
         Raises:
@@ -108,6 +111,7 @@ class LLM:
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
             chosen = _plan(plan, weights, opened, precision, positions)
+            check_emulation(opened, weights, chosen, allow_slow)
             engine = thread.run(lambda: _start(opened, weights, chosen, positions, report))
         except BaseException:
             thread.close()
