@@ -23,6 +23,7 @@ from heterollm.kernels.pool import Pool
 from heterollm.kernels.quantized_tensor import concatenate_rows, take_rows
 from heterollm.progress import Progress
 from heterollm.rope import rope_tables
+from heterollm.solver.check import check_plan
 from heterollm.solver.plan import Placement, Plan
 from heterollm.weights import ModelWeights
 
@@ -124,12 +125,7 @@ class Compiler:
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
         self._slices: dict[tuple[int, Group, tuple[int, ...]], NpuSlice] = {}
-        plan.check(
-            weights.specs,
-            standard_lengths=device.standard_lengths,
-            row_alignment=1 if device.npu is None else device.npu.row_alignment,
-            head_rows=HEAD_ROWS,
-        )
+        check_plan(plan, weights.specs, device.npu, longest=self._config.max_positions, head_rows=HEAD_ROWS)
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, sizes)
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)

@@ -41,6 +41,9 @@ def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None
     Raises:
         OptionError: A number is out of range, or both together exceed the allowed cores.
     """
+    for name, count in (("gpu_threads", gpu_threads), ("npu_threads", npu_threads)):
+        if count is not None and type(count) is not int:
+            raise OptionError(f"{name} is {count!r}, but must be a whole number.")
     cores = allowed_cores()
     half = max(1, len(cores) // 2)
     if gpu_threads is None:

@@ -79,27 +79,6 @@ class Placement:
         if self.npu_rows != spec.member_rows and sum(self.npu_lengths) < tokens:
             raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
 
-    def check_device(self, spec: OpSpec, standard_lengths: Sequence[int], row_alignment: int) -> None:
-        """Raise :class:`PlanError` unless the device has such graphs and such cuts."""
-        where = f"group {spec.group} of layer {spec.layer}"
-        if not standard_lengths:
-            raise PlanError(
-                f"{where}: the plan needs an NPU, and the device has none.",
-                fix="Use plan level 'gpu', or open the device with an NPU.",
-            )
-        missing = sorted(set(self.npu_lengths).difference(standard_lengths))
-        if missing:
-            raise PlanError(
-                f"{where}: the NPU has no graphs of {missing[0]} tokens.",
-                fix=f"Use lengths among {', '.join(map(str, standard_lengths))}.",
-            )
-        for rows, whole in zip(self.npu_rows, spec.member_rows, strict=True):
-            if rows % row_alignment and rows != whole:
-                raise PlanError(
-                    f"{where}: a cut after {rows} of {whole} rows.",
-                    fix=f"Cut at multiples of {row_alignment}, or not at all.",
-                )
-
 
 GPU_ONLY: Final = Placement()
 
@@ -159,36 +138,6 @@ class Plan:
             fix="Add one, or use a plan level.",
         )
 
-    def check(
-        self,
-        specs: Sequence[OpSpec],
-        *,
-        standard_lengths: Sequence[int],
-        row_alignment: int,
-        head_rows: int,
-    ) -> None:
-        """Refuse a plan with a placement that the device cannot run, before anything is built for it.
-
-        Args:
-            specs: Every group of the model.
-            standard_lengths: Lengths for which NPU graphs exist; empty without an NPU.
-            row_alignment: Multiple that row cuts lie on.
-            head_rows: Rows that the head is computed for at most.
-
-        Raises:
-            PlanError: A placement does not fit its group, its lengths or the device.
-        """
-        for entry in self.entries:
-            longest = self.longest_pass(entry, head_rows)
-            if entry.lengths[0] > longest or not entry.placement.npu_lengths:
-                continue
-            for spec in specs:
-                if spec.group != entry.group or not entry.layers[0] <= spec.layer <= entry.layers[1]:
-                    continue
-                for tokens in {max(1, entry.lengths[0]), min(entry.lengths[1], longest)}:
-                    entry.placement.check(spec, tokens)
-                entry.placement.check_device(spec, standard_lengths, row_alignment)
-
     def longest_pass(self, entry: PlanEntry, head_rows: int) -> int:
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
         return head_rows if entry.group == "head" else self.chunk_length
@@ -216,7 +165,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{source} is not JSON: {error}.") from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
@@ -233,12 +182,12 @@ class Plan:
                 chunk_length=_integer(data["chunk_length"], at_least=1),
                 entries=tuple(_entry(item) for item in data["entries"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"{source} is not a plan: {type(error).__name__} {error}.") from error
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
-        with atomic_path(path) as temporary:
+        with atomic_path(Path(path)) as temporary:
             temporary.write_text(self.to_json(), "utf-8")
 
     @classmethod

@@ -1,0 +1,86 @@
+"""Whether a plan can run at all: every placement at every length, before anything is built for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from heterollm.errors import PlanError
+from heterollm.kernels.npu import NpuBackend
+from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.solver.plan import Placement, Plan, PlanEntry
+
+__all__ = ["check_plan"]
+
+
+def check_plan(
+    plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, *, longest: int, head_rows: int
+) -> None:
+    """Refuse a plan that would fail later, as one edited by hand may.
+
+    Args:
+        plan: The plan.
+        specs: Every group of the model.
+        npu: The device's NPU part, if it has one.
+        longest: Positions that the model was made for; no pass is longer.
+        head_rows: Positions that the head computes at most at a time.
+
+    Raises:
+        PlanError: A case has no entry, or its placement is not legal on the device; the message names it.
+    """
+    if not 1 <= plan.chunk_length <= longest:
+        raise PlanError(
+            f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
+        )
+    for spec in specs:
+        last = min(head_rows, plan.chunk_length) if spec.group == "head" else plan.chunk_length
+        for phase in get_args(Phase):
+            entries = [entry for entry in plan.entries if _concerns(entry, phase, spec)]
+            for length in _decisive_lengths(entries, last):
+                placement = plan.placement(phase, length, spec)
+                if placement.npu_lengths:
+                    _check_on_npu(placement, spec, length, npu)
+
+
+def _concerns(entry: PlanEntry, phase: Phase, spec: OpSpec) -> bool:
+    low, high = entry.layers
+    return entry.phase == phase and entry.group == spec.group and low <= spec.layer <= high
+
+
+def _decisive_lengths(entries: Sequence[PlanEntry], last: int) -> list[int]:
+    """Return both ends of every range within ``[1, last]`` in which one entry decides.
+
+    A placement that is legal at both ends of a range is legal between them: its conditions are bounds.
+    """
+    starts = {1, last + 1}
+    for entry in entries:
+        starts.update((entry.lengths[0], entry.lengths[1] + 1))
+    ends = {start - 1 for start in starts}
+    return sorted(length for length in starts | ends if 1 <= length <= last)
+
+
+def _check_on_npu(placement: Placement, spec: OpSpec, length: int, npu: NpuBackend | None) -> None:
+    where = f"group {spec.group} of layer {spec.layer} at {length} tokens"
+    if npu is None:
+        raise PlanError(
+            f"{where}: the plan needs an NPU, and the device was opened without one.",
+            fix="Use plan level 'gpu', or give the NPU part at least one thread.",
+        )
+    missing = sorted(set(placement.npu_lengths).difference(npu.standard_lengths))
+    if missing:
+        raise PlanError(
+            f"{where}: {npu.name} has no graphs of {missing[0]} tokens.",
+            fix=f"Use lengths among {', '.join(map(str, npu.standard_lengths))}.",
+        )
+    for rows, whole in zip(placement.npu_rows, spec.member_rows, strict=True):
+        if rows % npu.row_alignment and rows != whole:
+            raise PlanError(
+                f"{where}: a cut after {rows} of {whole} rows.",
+                fix=f"Cut at multiples of {npu.row_alignment}, or not at all.",
+            )
+    forms = npu.forms(spec.weight)
+    if not forms or placement.form not in (None, *forms):
+        raise PlanError(
+            f"{where}: {npu.name} does not run {spec.weight} weights in form {placement.form!r}.",
+            fix=f"Legal forms: {', '.join(forms) or 'none'}.",
+        )
