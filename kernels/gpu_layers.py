@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -23,14 +23,21 @@ from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, Sh
 from heterollm.units import PAGE_BYTES, round_up
 
 __all__ = [
+    "ACTIVATIONS",
     "STEP_HEAD_ROW",
     "STEP_LENGTH",
     "STEP_POSITION",
     "STEP_WORDS",
+    "Activation",
     "GpuLayers",
     "Segments",
     "head_stride",
 ]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
+"""Of the gate, in the order of pointwise.cl's numbers; ``gelu_tanh`` is GELU by its tanh formula."""
 
 STEP_POSITION: Final = 0
 """Index in the step buffer (int32) of the position of the pass's first token."""
@@ -130,9 +137,13 @@ class GpuLayers:
         tokens: int,
         epsilon: float,
         delta: Segments | None = None,
+        bias: Argument = None,
+        post: Argument = None,
         label: str = "norm",
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
+
+        With a bias the delta is ``delta + bias``; with ``post`` that, normed: ``delta / rms(delta) * post``.
 
         Args:
             residual: float32 ``[tokens, hidden]``, updated in place where there is a delta.
@@ -142,11 +153,14 @@ class GpuLayers:
             tokens: Rows.
             epsilon: Added to the mean square.
             delta: Output of the linear before, one member; None at the start of the model.
+            bias: float32 ``[hidden]`` of that linear, or None.
+            post: float32 ``[hidden]``, weight of the norm of the delta, or None.
             label: Name for traces and errors.
         """
-        arguments = self._norm_arguments(residual, weight, out, hidden, epsilon, delta, residual)
+        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
         self._check(residual, tokens * hidden, 4, f"{label} residual")
-        return self._norm(arguments, np.int32(delta is not None), tokens, out, hidden, label)
+        flags = delta is not None, bias is not None, post is not None
+        return self._norm(arguments, epsilon, flags, tokens, out, hidden, label)
 
     def final_norm(
         self,
@@ -159,6 +173,8 @@ class GpuLayers:
         rows: int,
         epsilon: float,
         delta: Segments,
+        bias: Argument = None,
+        post: Argument = None,
         label: str = "final norm",
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
@@ -166,8 +182,9 @@ class GpuLayers:
         As :meth:`rms_norm`, but the sum is not stored back, so that it may run again for other rows of the
         pass; output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
         """
-        arguments = self._norm_arguments(residual, weight, out, hidden, epsilon, delta, step)
-        return self._norm(arguments, np.int32(2), rows, out, hidden, label)
+        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
+        flags = 2, bias is not None, post is not None
+        return self._norm(arguments, epsilon, flags, rows, out, hidden, label)
 
     def _norm_arguments(
         self,
@@ -175,21 +192,25 @@ class GpuLayers:
         weight: Argument,
         out: SharedArray,
         hidden: int,
-        epsilon: float,
         delta: Segments | None,
+        bias: Argument,
+        post: Argument,
         step: SharedArray,
     ) -> tuple[Argument, ...]:
         if delta is None:
             delta = Segments(out, out, (hidden,), (0,))
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
-        sizes = (np.int32(delta.splits[0]), np.int32(hidden), np.float32(epsilon))
-        return (residual, weight, out, delta.a, delta.b, step, *sizes)
+        # What is not there is never read, but an argument must be some memory.
+        extra = (weight if memory is None else memory for memory in (bias, post))
+        sizes = (np.int32(delta.splits[0]), np.int32(hidden))
+        return (residual, weight, out, delta.a, delta.b, *extra, step, *sizes)
 
     def _norm(
         self,
         arguments: tuple[Argument, ...],
-        mode: np.int32,
+        epsilon: float,
+        flags: tuple[int, ...],
         rows: int,
         out: SharedArray,
         hidden: int,
@@ -198,7 +219,8 @@ class GpuLayers:
         self._check(out, rows * hidden, self._item_bytes, f"{label} output")
         kernel = self._runtime.kernel(("common.h", "layers.h", "rms_norm.cl"), "rms_norm", self._defines)
         grid = (rows * self._items,)
-        return self._runtime.launch(kernel, (*arguments, mode), grid, (self._items,), label)
+        values = (*arguments, np.float32(epsilon), *map(np.int32, flags))
+        return self._runtime.launch(kernel, values, grid, (self._items,), label)
 
     # -- attention -----------------------------------------------------------------------------------
 
@@ -219,9 +241,13 @@ class GpuLayers:
         capacity: int,
         tokens: int,
         rotary_dim: int | None = None,
+        norms: Argument = None,
+        epsilon: float = 0.0,
         label: str = "rope",
     ) -> Launch:
         """Return the launch that adds biases, rotates q and k and writes k and v to the KV cache.
+
+        With ``norms`` each head of q and k is divided by its root mean square and weighted before it turns.
 
         Element i of a head's first ``rotary_dim`` turns with element ``i + rotary_dim / 2`` (the half-split
         convention of Hugging Face checkpoints). Tokens past the step's length or the capacity are dropped.
@@ -241,6 +267,8 @@ class GpuLayers:
             capacity: Positions that the cache and the tables hold.
             tokens: Tokens of the pass.
             rotary_dim: Elements of a head that turn, even; default all.
+            norms: float32 ``[2 * head_dim]``, weights of q's norm and of k's, or None.
+            epsilon: Added to the mean square in those norms.
             label: Name for traces and errors.
         """
         rotary = head_dim if rotary_dim is None else rotary_dim
@@ -253,15 +281,19 @@ class GpuLayers:
         kernel = self._runtime.kernel(
             ("common.h", "layers.h", "rope.cl"), "rope_and_store", self._defines | self._kv_defines
         )
-        sizes = [*qkv.splits, heads, kv_heads, head_dim, rotary, capacity, bias is not None]
+        sizes = [*qkv.splits, heads, kv_heads, head_dim, rotary, capacity]
+        sizes += [bias is not None, norms is not None]
+        # What is not there is never read, but an argument must be some memory.
+        extra = (cos if memory is None else memory for memory in (bias, norms))
         pieces = max(-(-rotary // 16) + -(-(head_dim - rotary) // 16), -(-head_dim // 16))
         width = 1 if self._style == "vector" else round_up(pieces * (heads + 2 * kv_heads), self._items)
         return self._runtime.launch(
             kernel,
             (
-                *(qkv.a, qkv.b, cos if bias is None else bias, cos, sin, q_out, cache, step),
+                *(qkv.a, qkv.b, *extra, cos, sin, q_out, cache, step),
                 *offsets,
                 *map(np.int32, sizes),
+                np.float32(epsilon),
             ),
             (width, tokens),
             (self._items, 1),
@@ -284,6 +316,7 @@ class GpuLayers:
         bucket: int,
         scale: float,
         window: int = 0,
+        soft_cap: float = 0.0,
         parts: int | None = None,
         label: str = "attention",
     ) -> tuple[Launch, ...]:
@@ -307,6 +340,7 @@ class GpuLayers:
             bucket: Positions that the context has at most when this launch runs.
             scale: Factor on the scores.
             window: Positions that a token sees, itself included; 0 for all.
+            soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
             parts: Parts of the context; default by the device.
             label: Name for traces and errors.
         """
@@ -326,12 +360,14 @@ class GpuLayers:
         part_keys = ONE_PART if parts == 1 else -(-bucket // parts)
         partial = out if parts == 1 else self._partial(tokens * heads * parts * (head_dim + 2) * 4)
         files = ("common.h", "layers.h", "attention.h")
+        factor = scale / soft_cap if soft_cap else scale * LOG2_E
         first = self._runtime.launch(
             self._runtime.kernel((*files, f"attention_{self._style}.cl"), "attention", shape_defines),
             (
                 *(q, cache, out, partial, step),
                 *self._cache_offsets(cache, layer, kv_heads, head_dim, capacity),
-                *(np.int32(group), np.int32(window), np.int32(part_keys), np.float32(scale * LOG2_E)),
+                *(np.int32(group), np.int32(window), np.int32(part_keys)),
+                *(np.float32(factor), np.float32(soft_cap * LOG2_E)),
             ),
             (tiles * self._items, kv_heads, parts),
             (self._items, 1, 1),
@@ -381,22 +417,27 @@ class GpuLayers:
         *,
         tokens: int,
         intermediate: int,
+        activation: Activation = "silu",
+        bias: Argument = None,
         label: str = "activation",
     ) -> Launch:
-        """Return the launch of ``out = silu(gate) * up``.
+        """Return the launch of ``out = activation(gate) * up``.
 
         Args:
             gate_up: Output of the group, two members of ``intermediate`` rows.
             out: ``[tokens, intermediate]`` in the activation type.
             tokens: Rows.
             intermediate: Width of the feed-forward network.
+            activation: Of the gate.
+            bias: float32 of gate and up one after the other, added first, or None.
             label: Name for traces and errors.
         """
         if gate_up.rows != (intermediate, intermediate):
             raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
         self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
-        sizes = (*gate_up.splits, intermediate)
-        return self._pointwise("gated_activation", (gate_up.a, gate_up.b, out), sizes, tokens, label)
+        memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
+        sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
+        return self._pointwise("gated_activation", memory, sizes, tokens, label)
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
@@ -405,6 +446,21 @@ class GpuLayers:
         self._check(out, rows * head.rows[0], 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
         return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label)
+
+    def soft_cap(
+        self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"
+    ) -> Launch:
+        """Return the launch of ``logits = cap * tanh(logits / cap)``, in place.
+
+        Args:
+            logits: float32 ``[rows, vocabulary]``.
+            cap: Above every magnitude that comes out.
+            rows: Rows.
+            vocabulary: Columns.
+            label: Name for traces and errors.
+        """
+        self._check(logits, rows * vocabulary, 4, f"{label} logits")
+        return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label)
 
     def _pointwise(
         self, name: str, memory: tuple[Argument, ...], sizes: tuple[int, ...], rows: int, label: str

@@ -60,6 +60,7 @@ def attention(
     position: int,
     scale: float,
     window: int = 0,
+    soft_cap: float = 0.0,
 ) -> NDArray[np.float64]:
     """Return causal attention ``[m, heads, head_dim]``.
 
@@ -70,6 +71,7 @@ def attention(
         position: Of the first row.
         scale: Factor on the scores.
         window: Positions that a row sees, itself included; 0 for all.
+        soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
     """
     rows, heads, _ = q.shape
     length = position + rows
@@ -77,6 +79,8 @@ def attention(
     k = np.repeat(keys[:, :length].astype(np.float64), group, axis=0)
     v = np.repeat(values[:, :length].astype(np.float64), group, axis=0)
     scores = np.einsum("mhd,hkd->hmk", q.astype(np.float64), k) * scale
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
     row, key = np.arange(position, length)[:, None], np.arange(length)[None, :]
     hidden = key > row
     if window > 0:
@@ -87,11 +91,14 @@ def attention(
     return np.einsum("hmk,hkd->mhd", weights, v)
 
 
-def gated_activation(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[np.float64]:
-    """Return ``silu(gate) * up``."""
+def gated_activation(gate: NDArray[Any], up: NDArray[Any], activation: str = "silu") -> NDArray[np.float64]:
+    """Return ``activation(gate) * up``; the activation is ``silu`` or ``gelu_tanh``."""
     exact = gate.astype(np.float64)
-    # exp of minus the magnitude cannot overflow.
-    small = np.exp(-np.abs(exact))
-    sigmoid = np.where(exact >= 0, 1.0, small) / (1.0 + small)
-    product: NDArray[np.float64] = exact * sigmoid * up.astype(np.float64)
+    if activation == "gelu_tanh":
+        gated = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    else:
+        # exp of minus the magnitude cannot overflow.
+        small = np.exp(-np.abs(exact))
+        gated = exact * np.where(exact >= 0, 1.0, small) / (1.0 + small)
+    product: NDArray[np.float64] = gated * up.astype(np.float64)
     return product

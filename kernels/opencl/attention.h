@@ -7,6 +7,9 @@
 //   ROWS       query rows of a work-group. The query heads that share a key head are stacked with the tokens:
 //              row r of a key head is token r / group, head r % group, so that a key is read once for all.
 //
+// A score is scale * (query . key), in units of log2; with a soft cap it is cap * tanh(scale * (query . key)),
+// and the cap holds those units. No cap is 0.
+//
 // Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With more
 // than one part every part writes sums, largest score and weight, which attention_join puts together.
 

@@ -9,7 +9,7 @@
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale) {
+                                   float scale, float cap) {
   __local float queries[ROWS * HEAD_DIM], scores[ROWS * WG], reduced[ROWS * TEAM];
   __local float largest[ROWS], total[ROWS], decay[ROWS];
   attention_tile tile = find_tile(step, group, window, part_keys);
@@ -55,7 +55,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     UNROLL for (int r = 0; r < ROWS; ++r) {
       int token = tile.position + (tile.first_row + min(r, tile.rows - 1)) / group;
       bool seen = key < tile.stop && key <= token && (window <= 0 || key > token - window);
-      scores[r * WG + lane] = seen ? score[r] : NO_SCORE;
+      float shown = cap > 0.0f ? tanh(score[r]) * cap : score[r];
+      scores[r * WG + lane] = seen ? shown : NO_SCORE;
     }
     barrier(CLK_LOCAL_MEM_FENCE);
 
@@ -107,20 +108,28 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     barrier(CLK_LOCAL_MEM_FENCE);
   }
 
-  for (int r = 0; r < tile.rows; ++r) {
-    int row = tile.first_row + r;
-    size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
-    __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS;
-    for (int c = 0; c < COLUMNS; ++c) {
-      int column = lane + c * WG;
-      if (column < HEAD_DIM && parts > 1)
-        target[column] = sums[r * COLUMNS + c];
-      else if (column < HEAD_DIM)
-        store_act(sums[r * COLUMNS + c] / total[r], out + at * HEAD_DIM, column);
-    }
-    if (lane == 0 && parts > 1) {
-      target[HEAD_DIM] = largest[r];
-      target[HEAD_DIM + 1] = total[r];
+  // Indices known when compiling keep the sums in registers. Each branch has one condition: PoCL 3 loses the
+  // one that differs between work-items from `column < HEAD_DIM && parts > 1`.
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    if (r < tile.rows) {
+      int row = tile.first_row + r;
+      size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
+      if (parts > 1) {
+        __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS;
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          if (lane + c * WG < HEAD_DIM)
+            target[lane + c * WG] = sums[r * COLUMNS + c];
+        }
+        if (lane == 0) {
+          target[HEAD_DIM] = largest[r];
+          target[HEAD_DIM + 1] = total[r];
+        }
+      } else {
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          if (lane + c * WG < HEAD_DIM)
+            store_act(sums[r * COLUMNS + c] / total[r], out + at * HEAD_DIM, lane + c * WG);
+        }
+      }
     }
   }
 }

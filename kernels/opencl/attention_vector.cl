@@ -116,7 +116,9 @@ static inline void value_tile(const float *weights, const float *decay, const fl
 
 // Turns one row's scores of a block into weights; updates its largest score and total weight and returns by
 // how much its earlier sums shrink. Keys outside [low, high], counted from the block's first, are hidden.
-static inline float soften(float8 *scores, int low, int high, float *largest, float *total) {
+static inline float soften(float8 *scores, int low, int high, float cap, float *largest, float *total) {
+  if (cap > 0.0f)
+    for (int v = 0; v < KEY_VECTORS; ++v) scores[v] = tanh_8(scores[v]) * cap;
   if (low > 0 || high < KEYS - 1) {
     for (int v = 0; v < KEY_VECTORS; ++v) {
       int8 key = (int8)(0, 1, 2, 3, 4, 5, 6, 7) + v * 8;
@@ -141,7 +143,7 @@ static inline float soften(float8 *scores, int low, int high, float *largest, fl
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale) {
+                                   float scale, float cap) {
   attention_tile tile = find_tile(step, group, window, part_keys);
   if (tile.rows <= 0)
     return;
@@ -180,7 +182,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
       for (int i = r; i < r + MICRO; ++i) {
         int token = tile.position + (tile.first_row + min(i, tile.rows - 1)) / group;
         decay[i] = soften(scores + i * KEY_VECTORS, window > 0 ? token - window + 1 - first : 0,
-                          min(token - first, count - 1), largest + i, total + i);
+                          min(token - first, count - 1), cap, largest + i, total + i);
       }
       for (int v = 0; v < WIDE; v += VECTORS)
         value_tile((const float *)(scores + r * KEY_VECTORS), decay + r, values + v, count,

@@ -1,10 +1,15 @@
-// The gated activation and the join of the logits. Follows common.h and layers.h.
+// The gated activation, the join of the logits and their soft cap. Follows common.h and layers.h.
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 
-// out = silu(gate) * up of the two members gate and up.
+#define SILU 0
+#define GELU_TANH 1
+
+// out = activation(gate) * up of the two members gate and up, which may have a bias. Both activations are
+// gate * sigmoid(s): s is the gate itself, or for gelu 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since
+// (1 + tanh(x)) / 2 = sigmoid(2 x).
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
-                                          __global act_t *out, int gate_split, int up_split, int columns,
-                                          int span) {
+                                          __global act_t *out, __global const float *bias, int activation,
+                                          int has_bias, int gate_split, int up_split, int columns, int span) {
   size_t token = get_global_id(1);
   int a_columns = gate_split + up_split;
   __global const act_t *a_row = a + token * a_columns;
@@ -17,8 +22,17 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     int count = min(8, columns - i);
     float8 gate = load_member(gates, i, count);
     float8 up = load_member(ups, i, count);
+    if (has_bias) {
+      LOAD_PART(load_float8, load_float, bias, i, count, gate_bias)
+      LOAD_PART(load_float8, load_float, bias + columns, i, count, up_bias)
+      gate += gate_bias;
+      up += up_bias;
+    }
+    float8 size = gate < 0.0f ? -gate : gate;
+    if (activation == GELU_TANH)
+      size *= 1.59576912f * (1.0f + 0.044715f * size * size);
     // The exponential of minus the magnitude cannot overflow.
-    float8 small = exp2_8((gate < 0.0f ? gate : -gate) * 1.44269504f);
+    float8 small = exp2_8(size * -1.44269504f);
     float8 value = gate * (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small) * up;
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
@@ -35,5 +49,17 @@ GROUP_SIZE __kernel void join_logits(__global const act_t *a, __global const act
     int count = min(8, columns - i);
     float8 value = load_member(logits, i, count);
     STORE_PART(store_float8, store_float, value, target, i, count)
+  }
+}
+
+// logits = cap * tanh(logits / cap), in place.
+GROUP_SIZE __kernel void soft_cap(__global float *logits, float cap, int columns, int span) {
+  __global float *row = logits + get_global_id(1) * columns;
+  int begin = get_global_id(0) * span, end = min(columns, begin + span);
+  for (int i = begin; i < end; i += 8) {
+    int count = min(8, columns - i);
+    LOAD_PART(load_float8, load_float, row, i, count, value)
+    value = tanh_8(value / cap) * cap;
+    STORE_PART(store_float8, store_float, value, row, i, count)
   }
 }

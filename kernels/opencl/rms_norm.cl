@@ -1,48 +1,87 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
+// The delta may have a bias, and a norm of its own before it is added: delta / rms(delta) * post.
 // Follows common.h and layers.h.
 
 #define NORM_ONLY 0       // no delta
 #define NORM_ADD 1        // delta is added and the sum stored back
 #define NORM_ADD_HEAD 2   // delta is added, rows start at the step's head row, nothing is stored back
 
-GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
-                                  __global act_t *out, __global const act_t *a, __global const act_t *b,
-                                  __global const int *step, int split, int hidden, float epsilon, int mode) {
-  size_t out_row = get_group_id(0);
-  size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
-  int lane = get_local_id(0);
-  __global float *values = residual + row * hidden;
-  member_row delta = {a + row * split, b + row * (hidden - split), split};
-  float8 squares = 0.0f;
-  for (int i = lane * 8; i < hidden; i += WG * 8) {
-    int count = min(8, hidden - i);
-    LOAD_PART(load_float8, load_float, values, i, count, value)
-    if (mode != NORM_ONLY)
-      value += load_member(delta, i, count);
-    if (mode == NORM_ADD) {
-      STORE_PART(store_float8, store_float, value, values, i, count)
-    }
-    squares = FMA(value, value, squares);
+typedef struct {
+  member_row row;
+  __global const float *bias;  // null for none
+  __global const float *post;  // null for none
+  float factor;                // 1 / rms of the delta
+} norm_delta;
+
+static inline float8 load_delta(norm_delta delta, int i, int count) {
+  float8 value = load_member(delta.row, i, count);
+  if (delta.bias) {
+    LOAD_PART(load_float8, load_float, delta.bias, i, count, shift)
+    value += shift;
   }
-  float sum = sum8(squares);
+  if (delta.post) {
+    LOAD_PART(load_float8, load_float, delta.post, i, count, scale)
+    value *= delta.factor * scale;
+  }
+  return value;
+}
+
+// The sum of one value of each work-item of the group.
+static inline float group_sum(float value, __local float *sums) {
 #if WG > 1
-  __local float sums[WG];
-  sums[lane] = sum;
+  int lane = get_local_id(0);
+  barrier(CLK_LOCAL_MEM_FENCE);
+  sums[lane] = value;
   for (int width = WG / 2; width > 0; width /= 2) {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lane < width)
       sums[lane] += sums[lane + width];
   }
   barrier(CLK_LOCAL_MEM_FENCE);
-  sum = sums[0];
+  value = sums[0];
 #endif
-  float factor = 1.0f / sqrt(sum / hidden + epsilon);
+  return value;
+}
+
+GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
+                                  __global act_t *out, __global const act_t *a, __global const act_t *b,
+                                  __global const float *bias, __global const float *post,
+                                  __global const int *step, int split, int hidden, float epsilon, int mode,
+                                  int has_bias, int has_post) {
+  __local float sums[WG];
+  size_t out_row = get_group_id(0);
+  size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
+  int lane = get_local_id(0);
+  __global float *values = residual + row * hidden;
+  member_row parts = {a + row * split, b + row * (hidden - split), split};
+  norm_delta delta = {parts, has_bias ? bias : 0, 0, 1.0f};
+  if (has_post) {
+    float8 squares = 0.0f;
+    for (int i = lane * 8; i < hidden; i += WG * 8) {
+      float8 value = load_delta(delta, i, min(8, hidden - i));
+      squares = FMA(value, value, squares);
+    }
+    delta.factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
+    delta.post = post;
+  }
+  float8 squares = 0.0f;
+  for (int i = lane * 8; i < hidden; i += WG * 8) {
+    int count = min(8, hidden - i);
+    LOAD_PART(load_float8, load_float, values, i, count, value)
+    if (mode != NORM_ONLY)
+      value += load_delta(delta, i, count);
+    if (mode == NORM_ADD) {
+      STORE_PART(store_float8, store_float, value, values, i, count)
+    }
+    squares = FMA(value, value, squares);
+  }
+  float factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
   for (int i = lane * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
     LOAD_PART(load_float8, load_float, values, i, count, value)
     LOAD_PART(load_float8, load_float, weight, i, count, scale)
     if (mode == NORM_ADD_HEAD)
-      value += load_member(delta, i, count);
+      value += load_delta(delta, i, count);
     value = value * factor * scale;
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }

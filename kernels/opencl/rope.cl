@@ -1,12 +1,31 @@
-// Adds the bias to q, k and v, rotates q and k (Hugging Face's half-split convention: element i of a head
-// pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
+// Adds the bias to q, k and v, norms each head of q and k (has_norm: head / rms(head) * norms, which holds one
+// head's weights for q, then one's for k), rotates q and k (Hugging Face's half-split convention: element i of
+// a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
 // Follows common.h and layers.h. Grid: work-items over 8-element pieces of heads, tokens.
+
+// 1 / rms of one head, its bias (null for none) added.
+static inline float head_factor(member_row row, __global const float *bias, int first, int head_dim,
+                                float epsilon) {
+  float8 squares = 0.0f;
+  for (int i = 0; i < head_dim; i += 8) {
+    int count = min(8, head_dim - i);
+    float8 value = load_member(row, first + i, count);
+    if (bias) {
+      LOAD_PART(load_float8, load_float, bias, i, count, shift)
+      value += shift;
+    }
+    squares = FMA(value, value, squares);
+  }
+  return 1.0f / sqrt(sum8(squares) / head_dim + epsilon);
+}
 
 GROUP_SIZE __kernel void rope_and_store(
     __global const act_t *a, __global const act_t *b, __global const float *bias,
-    __global const float *cosines, __global const float *sines, __global float *q_out, __global kv_t *cache,
+    __global const float *norms, __global const float *cosines, __global const float *sines,
+    __global float *q_out, __global kv_t *cache,
     __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride, int q_split, int k_split,
-    int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias) {
+    int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
+    int has_norm, float epsilon) {
   int token = get_global_id(1);
   int position = step[STEP_POSITION] + token;
   if (token >= step[STEP_LENGTH] || position >= capacity)
@@ -16,6 +35,8 @@ GROUP_SIZE __kernel void rope_and_store(
   int b_columns = q_rows + 2 * kv_rows - a_columns;
   // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
   int rotated_pieces = (rotary / 2 + 7) / 8;
+  int normed_head = -1;
+  float factor = 1.0f;
   int pieces = max(rotated_pieces + ((head_dim - rotary) / 2 + 7) / 8, (head_dim / 2 + 7) / 8);
   for (int item = get_global_id(0); item < pieces * (heads + 2 * kv_heads); item += get_global_size(0)) {
     int head = item / pieces, piece = item % pieces;
@@ -36,12 +57,22 @@ GROUP_SIZE __kernel void rope_and_store(
     int low_at = (rotate ? 0 : rotated) + begin, high_at = low_at + run;
     float8 low = load_member(row, member_head * head_dim + low_at, count);
     float8 high = load_member(row, member_head * head_dim + high_at, count);
+    __global const float *biases = has_bias ? bias + rows_before + member_head * head_dim : 0;
     if (has_bias) {
-      __global const float *biases = bias + rows_before + member_head * head_dim;
       LOAD_PART(load_float8, load_float, biases, low_at, count, low_bias)
       LOAD_PART(load_float8, load_float, biases, high_at, count, high_bias)
       low += low_bias;
       high += high_bias;
+    }
+    if (has_norm && !is_v) {
+      if (head != normed_head)
+        factor = head_factor(row, biases, member_head * head_dim, head_dim, epsilon);
+      normed_head = head;
+      __global const float *weights = norms + (is_q ? 0 : head_dim);
+      LOAD_PART(load_float8, load_float, weights, low_at, count, low_weight)
+      LOAD_PART(load_float8, load_float, weights, high_at, count, high_weight)
+      low *= factor * low_weight;
+      high *= factor * high_weight;
     }
     if (rotate) {
       size_t table = (size_t)position * (rotary / 2) + begin;

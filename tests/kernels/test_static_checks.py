@@ -194,24 +194,45 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, **norm)()
         yield
         assert linear_errors(out.array, exact).within(gate)
+        bias, post = slot((44,), np.float32), slot((44,), np.float32)
+        before = residual.array.copy()
+        layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, bias=bias, post=post, **norm)()
+        yield
+        exact = before + reference_layers.rms_norm(added + bias.array, post.array, 1e-5)
+        exact = reference_layers.rms_norm(exact, weight.array, 1e-5)
+        assert linear_errors(out.array, exact).within(gate)
         gate_up, out = segments((21, 21), (3, 16), dtype), slot((tokens, 21), dtype)
         layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
         yield
         members = reference_layers.join_members(gate_up.a.array, gate_up.b.array, (21, 21), (3, 16))
         assert linear_errors(out.array, reference_layers.gated_activation(*members)).within(gate)
-        layers.join_logits(segments((21,), (9,), dtype), slot((tokens, 21), np.float32), rows=tokens)()
+        bias = slot((42,), np.float32)
+        options = {"tokens": tokens, "intermediate": 21, "activation": "gelu_tanh", "bias": bias}
+        layers.gated_activation(gate_up, out, **options)()
         yield
+        biased = [part + shift for part, shift in zip(members, np.split(bias.array, 2), strict=True)]
+        assert linear_errors(out.array, reference_layers.gated_activation(*biased, "gelu_tanh")).within(gate)
+        logits = slot((tokens, 21), np.float32)
+        layers.join_logits(segments((21,), (9,), dtype), logits, rows=tokens)()
+        yield
+        capped = np.tanh(logits.array.astype(np.float64) / 0.7) * 0.7
+        layers.soft_cap(logits, 0.7, rows=tokens, vocabulary=21)()
+        yield
+        assert linear_errors(logits.array, capped).within("fp32")
         cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
         sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
         qkv, bias = segments(rows, (24, 8, 0), dtype), slot((sum(rows),), np.float32)
         tables = [slot((capacity, 6), np.float32) for _ in range(2)]
         q = slot((tokens, rows[0]), np.float32)
-        layers.rope_and_store(*(qkv, bias, *tables, q, cache, step), **sizes, tokens=tokens, rotary_dim=12)()
-        yield
-        for parts, length in ((1, tokens), (2, tokens), (1, 1), (2, 1)):
+        for norms in (None, slot((2 * head_dim,), np.float32)):
+            options = {"tokens": tokens, "rotary_dim": 12, "norms": norms, "epsilon": 1e-5}
+            layers.rope_and_store(*(qkv, bias, *tables, q, cache, step), **sizes, **options)()
+            yield
+        for parts, length, cap in ((1, tokens, 0.0), (2, tokens, 0.5), (1, 1, 0.5), (2, 1, 0.0)):
             step.array[STEP_LENGTH] = length
             out = slot((length, rows[0]), dtype)
             options = {"tokens": length, "bucket": 128, "scale": 0.2, "window": 67, "parts": parts}
+            options |= {"soft_cap": cap}
             for launch in layers.attention(q, cache, out, step, **sizes, **options):
                 launch()
                 yield
@@ -222,6 +243,7 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
                 position=position,
                 scale=0.2,
                 window=67,
+                soft_cap=cap,
             )
             by_head = out.array.reshape(-1, head_dim), exact.reshape(-1, head_dim)
             assert linear_errors(*by_head).within(gate), (style, dtype, parts, length)
