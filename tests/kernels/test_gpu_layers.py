@@ -53,6 +53,13 @@ class Slot:
         return self.shared.view(self.dtype, self.shape).copy()
 
 
+def run(runtime, *launches):
+    """Enqueue and wait; until then the launches keep the memory that they name."""
+    for launch in launches:
+        launch()
+    runtime.finish()
+
+
 def upload(runtime, values):
     slot = runtime.shared(values.shape, values.dtype)
     slot.array[...] = values
@@ -113,16 +120,18 @@ def test_rms_norm_adds_any_cut_and_stores_the_sum(runtime, make, style, dtype):
         delta = random(rng, (tokens, hidden), dtype)
         slot, out = Slot(runtime, (tokens, hidden), np.float32), Slot(runtime, (tokens, hidden), dtype)
         slot.shared.view(np.float32, residual.shape)[...] = residual
-        make(style, dtype).rms_norm(
-            slot.shared,
-            runtime.upload(weight),
-            out.shared,
-            hidden=hidden,
-            tokens=tokens,
-            epsilon=1e-5,
-            delta=make_segments(runtime, delta, (hidden,), (split,)),
-        )()
-        runtime.finish()
+        run(
+            runtime,
+            make(style, dtype).rms_norm(
+                slot.shared,
+                runtime.upload(weight),
+                out.shared,
+                hidden=hidden,
+                tokens=tokens,
+                epsilon=1e-5,
+                delta=make_segments(runtime, delta, (hidden,), (split,)),
+            ),
+        )
         total = residual + delta.astype(np.float32)
         np.testing.assert_array_equal(slot.read(), total)
         check(out.read(), reference.rms_norm(total, weight, 1e-5), (tokens, hidden, split))
@@ -134,10 +143,12 @@ def test_rms_norm_without_delta_leaves_the_residual(runtime, make, style):
     for scale, epsilon in ((1.0, 1e-6), (1e-4, 1e-5), (1e4, 1e-5), (0.0, 1e-5)):
         residual, weight = random(rng, (5, 120), scale=scale), random(rng, 120)
         slot, out = upload(runtime, residual), Slot(runtime, (5, 120), np.float32)
-        make(style).rms_norm(
-            slot, runtime.upload(weight), out.shared, hidden=120, tokens=5, epsilon=epsilon
-        )()
-        runtime.finish()
+        run(
+            runtime,
+            make(style).rms_norm(
+                slot, runtime.upload(weight), out.shared, hidden=120, tokens=5, epsilon=epsilon
+            ),
+        )
         np.testing.assert_array_equal(slot.array, residual)
         check(out.read(), reference.rms_norm(residual, weight, epsilon), (scale, epsilon))
 
@@ -165,8 +176,7 @@ def test_final_norm_starts_at_the_head_row_and_can_run_again(runtime, make, styl
         )
         for head_row in (0, 17, tokens - 4):
             step.array[STEP_HEAD_ROW] = head_row
-            launch()
-            runtime.finish()
+            run(runtime, launch)
             np.testing.assert_array_equal(slot.array, residual)
             check(out.read(), expected[head_row : head_row + 4], (split, head_row))
 
@@ -184,8 +194,10 @@ def test_gated_activation_matches_float64_for_any_cut(runtime, make, style, dtyp
         value = random(rng, (tokens, 2 * width), dtype, 4)
         out = Slot(runtime, (tokens, width), dtype)
         gate_up = make_segments(runtime, value, (width, width), splits)
-        make(style, dtype).gated_activation(gate_up, out.shared, tokens=tokens, intermediate=width)()
-        runtime.finish()
+        run(
+            runtime,
+            make(style, dtype).gated_activation(gate_up, out.shared, tokens=tokens, intermediate=width),
+        )
         check(out.read(), reference.gated_activation(*np.split(value, 2, axis=1)), (tokens, width, splits))
 
 
@@ -195,8 +207,7 @@ def test_gated_activation_is_finite_and_accurate_everywhere(runtime, make, style
     value = np.stack([gate, np.ones_like(gate)]).astype(np.float32).reshape(1, -1)
     out = Slot(runtime, (1, gate.size), np.float32)
     gate_up = make_segments(runtime, value, (gate.size, gate.size), (0, 0))
-    make(style).gated_activation(gate_up, out.shared, tokens=1, intermediate=gate.size)()
-    runtime.finish()
+    run(runtime, make(style).gated_activation(gate_up, out.shared, tokens=1, intermediate=gate.size))
     expected = reference.gated_activation(value[:, : gate.size], value[:, gate.size :])
     np.testing.assert_allclose(out.read(), expected, rtol=2e-6, atol=1e-30)
 
@@ -210,8 +221,7 @@ def test_join_logits_copies_every_value(runtime, make, style, dtype):
             value = random(rng, (rows, vocabulary), dtype)
             out = Slot(runtime, (rows, vocabulary), np.float32)
             head = make_segments(runtime, value, (vocabulary,), splits)
-            make(style, dtype).join_logits(head, out.shared, rows=rows)()
-            runtime.finish()
+            run(runtime, make(style, dtype).join_logits(head, out.shared, rows=rows))
             np.testing.assert_array_equal(out.read(), value.astype(np.float32))
 
 
@@ -242,22 +252,24 @@ def run_rope(runtime, layers, cache, value, splits, *, shape, position, length=N
     buffers = [runtime.upload(table if table.size else np.zeros(1, np.float32)) for table in tables]
     rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     q_out = Slot(runtime, (tokens, rows[0]), np.float32)
-    layers.rope_and_store(
-        make_segments(runtime, value, rows, splits),
-        None if bias is None else runtime.upload(bias),
-        *buffers,
-        q_out.shared,
-        cache,
-        make_step(runtime, position, tokens if length is None else length),
-        layer=1,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        capacity=capacity,
-        tokens=tokens,
-        rotary_dim=rotary,
-    )()
-    runtime.finish()
+    run(
+        runtime,
+        layers.rope_and_store(
+            make_segments(runtime, value, rows, splits),
+            None if bias is None else runtime.upload(bias),
+            *buffers,
+            q_out.shared,
+            cache,
+            make_step(runtime, position, tokens if length is None else length),
+            layer=1,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=capacity,
+            tokens=tokens,
+            rotary_dim=rotary,
+        ),
+    )
     biased = value.astype(np.float64) + (0 if bias is None else bias)
     cos, sin = (table[position : position + tokens] for table in tables)
     q, k, v = (part.reshape(tokens, -1, head_dim) for part in np.split(biased, np.cumsum(rows)[:-1], axis=1))
@@ -331,8 +343,15 @@ def fill_cache(rng, cache, shape, positions, scale=1.0):
 def run_attention(runtime, layers, cache, q, dtype, *, shape, position, length=None, bucket=None, **options):
     heads, kv_heads, head_dim, capacity = shape
     tokens = len(q)
+    partials = []
+
+    def guarded_scratch(size_bytes):
+        partials.append(Slot(runtime, (size_bytes,), np.uint8))
+        return partials[-1].shared
+
+    layers._partial = guarded_scratch
     out = Slot(runtime, (tokens, heads, head_dim), dtype)
-    for launch in layers.attention(
+    launches = layers.attention(
         upload(runtime, q),
         cache,
         out.shared,
@@ -346,9 +365,10 @@ def run_attention(runtime, layers, cache, q, dtype, *, shape, position, length=N
         bucket=bucket or capacity,
         scale=options.pop("scale", head_dim**-0.5),
         **options,
-    ):
-        launch()
-    runtime.finish()
+    )
+    run(runtime, *launches)
+    for partial in partials:
+        partial.read()
     return out.read()
 
 
@@ -418,6 +438,21 @@ def test_decode_is_right_at_the_edges_of_its_bucket_and_parts(runtime, make, sty
                     bucket=bucket,
                     parts=parts,
                 )
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parts_of_narrow_and_odd_heads_stay_in_their_memory(runtime, make, style):
+    rng = np.random.default_rng(17)
+    for shape in ((4, 4, 8), (3, 1, 36)):
+        for position in (5, 150):
+            check_attention(
+                *(runtime, make(style), rng, np.float32),
+                shape=shape,
+                tokens=1,
+                position=position,
+                bucket=256,
+                parts=2,
+            )
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -511,8 +546,7 @@ def test_another_session_takes_over_a_launch(runtime, make):
     for cache, (keys, values) in zip(caches, filled, strict=True):
         if cache is not caches[0]:
             launch.replace(caches[0], cache)
-        launch()
-        runtime.finish()
+        run(runtime, launch)
         check(out.read(), reference.attention(q, keys, values, position=8, scale=0.2))
 
 

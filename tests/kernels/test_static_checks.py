@@ -213,7 +213,8 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         biased = [part + shift for part, shift in zip(members, np.split(bias.array, 2), strict=True)]
         assert linear_errors(out.array, reference_layers.gated_activation(*biased, "gelu_tanh")).within(gate)
         logits = slot((tokens, 21), np.float32)
-        layers.join_logits(segments((21,), (9,), dtype), logits, rows=tokens)()
+        head = segments((21,), (9,), dtype)
+        layers.join_logits(head, logits, rows=tokens)()
         yield
         capped = np.tanh(logits.array.astype(np.float64) / 0.7) * 0.7
         layers.soft_cap(logits, 0.7, rows=tokens, vocabulary=21)()
