@@ -88,7 +88,8 @@ def attention(
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    return np.einsum("hmk,hkd->mhd", weights, v)
+    output: NDArray[np.float64] = np.einsum("hmk,hkd->mhd", weights, v)
+    return output
 
 
 def gated_activation(gate: NDArray[Any], up: NDArray[Any], activation: str = "silu") -> NDArray[np.float64]:
