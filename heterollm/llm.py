@@ -15,7 +15,7 @@ from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
 from heterollm.emulation import check_emulation
 from heterollm.engine_thread import EngineThread
-from heterollm.errors import InputError, OptionError, PlanError
+from heterollm.errors import EngineError, InputError, OptionError, PlanError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import Precision
@@ -92,7 +92,13 @@ class LLM:
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is not usable.
         """
-        report = progress or silent
+        stopped = threading.Event()
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stopped.is_set():
+                raise EngineError("Loading was stopped.")
+            (progress or silent)(stage, done, total)
+
         _check_options(model, plan, precision, group_size, symmetric)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
@@ -114,6 +120,8 @@ class LLM:
             check_emulation(opened, weights, chosen, allow_slow)
             engine = thread.run(lambda: _start(opened, weights, chosen, positions, report))
         except BaseException:
+            # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
+            stopped.set()
             thread.close()
             raise
         return cls(config, tokenizer, weights, engine, thread)

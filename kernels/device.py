@@ -14,12 +14,13 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
 from heterollm.errors import DeviceError, OptionError
-from heterollm.kernels.cache import cache_root
+from heterollm.kernels.cache import CACHE_VARIABLE, cache_root
 from heterollm.kernels.npu import NpuBackend, TimeKind
 from heterollm.kernels.pocl_target import target_for_this_machine
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
@@ -270,7 +271,13 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
                 fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`.",
             )
         raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
-    from heterollm.kernels.opencl_runtime import list_opencl_devices
+    try:
+        from heterollm.kernels.opencl_runtime import list_opencl_devices
+    except ImportError as error:
+        raise DeviceError(
+            f"pyopencl cannot be imported: {error}.",
+            fix="Reinstall it: `pip install --force-reinstall pyopencl`.",
+        ) from error
 
     if _process_split is not None:
         if split is not None and split.gpu_cores != _process_split.gpu_cores:
@@ -281,10 +288,9 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
             )
         return list_opencl_devices()
     split = split or split_threads()
+    _make_pocl_cache()
     os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
     os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
-    target = target_for_this_machine() or "default"
-    os.environ.setdefault("POCL_CACHE_DIR", str(cache_root() / "opencl" / f"pocl-{target}"))
     before = allowed_cores()
     # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
     pin_current_thread(split.gpu_cores)
@@ -294,6 +300,20 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
         pin_current_thread(before)
     _process_split = split
     return found
+
+
+def _make_pocl_cache() -> None:
+    """Make the folder of PoCL's cache: where it cannot write, it offers no device and does not say why."""
+    default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
+    folder = Path(os.environ.get("POCL_CACHE_DIR", default))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(
+            f"The folder of compiled OpenCL programs, {folder}, cannot be made: {error.strerror}.",
+            fix=f"Point {CACHE_VARIABLE} (or POCL_CACHE_DIR) at another folder.",
+        ) from error
+    os.environ["POCL_CACHE_DIR"] = str(folder)
 
 
 def _cpu_device(split: ThreadSplit | None = None) -> tuple[str, Any]:
@@ -326,8 +346,13 @@ def _find_adreno(split: ThreadSplit | None = None) -> str:
 def _require_onnxruntime() -> str:
     if importlib.util.find_spec("onnxruntime") is None:
         raise DeviceError("onnxruntime is not installed.", fix="Run `pip install onnxruntime`.")
-    import onnxruntime
-
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise DeviceError(
+            f"onnxruntime cannot be imported: {error}.",
+            fix="Reinstall it: `pip install --force-reinstall onnxruntime`.",
+        ) from error
     return f"onnxruntime {onnxruntime.__version__} CPU provider"
 
 
