@@ -15,7 +15,7 @@ from heterollm.config import ModelConfig
 from heterollm.errors import CheckpointError
 from heterollm.file_index import FileIndex
 from heterollm.json_fields import read_json_object
-from heterollm.layout import LAYOUTS, embedding_name, expected_tensors, layer_of
+from heterollm.layout import embedding_name, expected_tensors, head_name, layer_of
 from heterollm.tensor_file import TensorFile
 
 __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
@@ -149,6 +149,12 @@ class Checkpoint:
             CheckpointError: A tensor is missing, has another shape or no float type, or has no place in the
                 model, as when the configuration states fewer layers or no bias.
         """
+        if config.layers > len(self._files):
+            # Before anything is listed for each of the layers: a damaged number may be any.
+            raise CheckpointError(
+                f"{self.folder} has {len(self._files)} tensors, too few for the {config.layers} layers that "
+                "its config.json states."
+            )
         expected = expected_tensors(config)
         _refuse(self.folder, "lacks tensors that its config.json calls for", set(expected) - set(self._files))
         _refuse(
@@ -195,7 +201,7 @@ class Checkpoint:
 
     def _harmless(self, config: ModelConfig, name: str) -> bool:
         """Whether a tensor can be left out: a tied head's copy, or frequencies that old exporters stored."""
-        if name == f"{LAYOUTS[config.model_type].head}.weight" and config.tie_word_embeddings:
+        if name == head_name(config) and config.tie_word_embeddings:
             return self._equal(name, embedding_name(config))
         layer = layer_of(config, name)
         return name.endswith(".rotary_emb.inv_freq") and (layer is None or layer < config.layers)
@@ -234,8 +240,12 @@ class Checkpoint:
     def _add_file(self, file_name: str, names: list[str] | None) -> None:
         """Take the given tensors of a file, or all."""
         path = self.folder / file_name
-        if not path.is_file():
-            raise CheckpointError(f"{self.folder} lacks the shard {file_name}.", fix="Download it again.")
+        try:
+            found = path.is_file()
+        except OSError:  # such as a name that is too long
+            found = False
+        if not found:
+            raise CheckpointError(f"{self.folder} lacks the shard {file_name:.80}.", fix="Download it again.")
         file = TensorFile.open(path)
         self._hashed_paths.append(path)
         for name in file.entries if names is None else names:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from heterollm.errors import CacheError
 from heterollm.kernels.cache import atomic_path, cache_root, locked
+from heterollm.kernels.strict_json import parse_json
 
 __all__ = ["FileIndex"]
 
@@ -42,8 +43,8 @@ class FileIndex:
 
     def _read(self) -> dict[str, tuple[str, str]]:
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            content = parse_json(self._path.read_bytes())
+        except (OSError, ValueError):
             return {}
         if not isinstance(content, dict):
             return {}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from heterollm.errors import CheckpointError
+from heterollm.kernels.strict_json import parse_json
 
 __all__ = ["Fields", "read_json_object"]
+
+LARGEST_COUNT: Final = 2**31 - 1
+LARGEST_NUMBER: Final = sys.float_info.max
 
 
 class Fields:
@@ -27,7 +30,7 @@ class Fields:
     def fail(self, name: str, expected: str) -> CheckpointError:
         """Return the error to raise about the field ``name``."""
         value = self.get(name)
-        said = "is missing" if value is None else f"is {value!r}"
+        said = "is missing" if value is None else f"is {value!r:.80}"
         return CheckpointError(f"{self.where}: {name} {said}; expected {expected}.")
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -44,7 +47,7 @@ class Fields:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_NUMBER:
             raise self.fail(name, "a number above 0")
         return float(value)
 
@@ -72,7 +75,7 @@ class Fields:
         if (
             not isinstance(value, list)
             or len(value) != length
-            or not all(type(item) in (int, float) and 0 < item < math.inf for item in value)
+            or not all(type(item) in (int, float) and 0 < item <= LARGEST_NUMBER for item in value)
         ):
             raise self.fail(name, f"a list of {length} numbers above 0")
         return tuple(float(item) for item in value)
@@ -94,8 +97,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read or is something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot read {path}: {error}.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.")

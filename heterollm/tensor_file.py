@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.errors import CheckpointError
+from heterollm.kernels.strict_json import parse_json
 from heterollm.units import round_up
 
 __all__ = ["ITEM_BYTES", "TensorEntry", "TensorFile", "layout_tensors", "write_header"]
@@ -40,6 +41,8 @@ DATA_TYPES: Mapping[str, np.dtype[Any]] = {
 
 LARGEST_HEADER_BYTES = 100_000_000
 DATA_ALIGNMENT = 64
+LARGEST_RANK = 16
+LARGEST_EXTENT = 2**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,10 @@ class TensorFile:
                 header_bytes = int.from_bytes(file.read(8), "little")
                 if not 2 <= header_bytes <= min(LARGEST_HEADER_BYTES, size - 8):
                     raise _damaged(path, f"its header should have {header_bytes} bytes, the file has {size}")
-                header = json.loads(file.read(header_bytes).decode())
+                header = parse_json(file.read(header_bytes))
             start = 8 + header_bytes
             data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error
         if not isinstance(header, dict):
             raise _damaged(path, "its header is no JSON object")
@@ -142,8 +145,13 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 def _entry(path: Path, name: str, value: object) -> TensorEntry:
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
-            if not all(type(extent) is int and extent >= 0 for extent in shape):
-                raise _damaged(path, f"tensor {name} has shape {shape}")
+            # Bounded, because the product of a long list of numbers alone could take hours.
+            if len(shape) > LARGEST_RANK or not all(
+                type(extent) is int and 0 <= extent <= LARGEST_EXTENT for extent in shape
+            ):
+                raise _damaged(path, f"tensor {name} has shape {shape!r:.80}")
+            if isinstance(start, bool) or isinstance(stop, bool):
+                raise _damaged(path, f"tensor {name} is at {start} to {stop}")
             item = ITEM_BYTES.get(dtype)
             if item is not None and stop - start != math.prod(shape) * item:
                 raise _damaged(path, f"tensor {name} ({dtype} {shape}) is said to have {stop - start} bytes")

@@ -8,7 +8,6 @@ Older checkpoints without that file go through transformers' `AutoTokenizer`.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from heterollm.errors import CheckpointError, InputError
+from heterollm.kernels.strict_json import parse_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -87,7 +87,8 @@ class Tokenizer:
         eos_ids = set(_configured_eos_ids(folder))
         if wrapper.eos_token_id is not None:
             eos_ids.add(int(wrapper.eos_token_id))
-        return cls(wrapper, folder, frozenset(eos_ids))
+        with _LIBRARY:
+            return cls(wrapper, folder, frozenset(eos_ids))
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -121,7 +122,8 @@ class Tokenizer:
             InputError: The text is not valid Unicode.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            with _LIBRARY:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError(
                 f"The text is not valid Unicode text: {error}.", fix="Remove lone surrogates."
@@ -136,7 +138,8 @@ class Tokenizer:
             InputError: An id is negative or not a whole number below 2³².
         """
         try:
-            text: str = self._backend.decode(ids, skip_special_tokens=True)
+            with _LIBRARY:
+                text: str = self._backend.decode(ids, skip_special_tokens=True)
         except (OverflowError, TypeError) as error:
             raise InputError(f"The token ids cannot be decoded: {error}.") from error
         return text
@@ -246,18 +249,18 @@ class StreamDecoder:
         self._ids.append(token_id)
         if token_id in self._byte_ids:
             return ""
-        text: str = self._backend.decode(self._ids, skip_special_tokens=True)
+        text = self._text()
         if text.endswith(_REPLACEMENT) and not self._byte_ids:
             return self._hold(text)
         piece = text[self._settled :]
         del self._ids[: self._start]
         self._start = len(self._ids)
-        self._settled = len(self._backend.decode(self._ids, skip_special_tokens=True))
+        self._settled = len(self._text())
         return piece
 
     def finish(self) -> str:
         """Return the text that is still held, with unfinished characters as U+FFFD, and start anew."""
-        text: str = self._backend.decode(self._ids, skip_special_tokens=True)
+        text = self._text()
         piece = text[self._settled :]
         self._ids.clear()
         self._start = self._settled = 0
@@ -272,8 +275,30 @@ class StreamDecoder:
             # least one byte, so as many tokens as a character has bytes decode to the same ending.
             self._ids = self._ids[-_CHARACTER_BYTES:]
             self._start = 0
-            self._settled = len(self._backend.decode(self._ids, skip_special_tokens=True)) - 1
+            self._settled = len(self._text()) - 1
         return piece
+
+    def _text(self) -> str:
+        with _LIBRARY:
+            text: str = self._backend.decode(self._ids, skip_special_tokens=True)
+        return text
+
+
+class _LibraryGuard:
+    """Turns failures of the tokenizers library into errors of ours.
+
+    It raises bare exceptions for damaged files, and its panics are no ``Exception`` at all.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if type(error) is Exception or type(error).__module__ == "pyo3_runtime":
+            raise CheckpointError(f"The checkpoint's tokenizer fails: {error}.", fix=_FIX) from error
+
+
+_LIBRARY = _LibraryGuard()
 
 
 def _check_small_files(folder: Path) -> None:
@@ -292,10 +317,10 @@ def _check_small_files(folder: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, empty where there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.", fix=_FIX) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not an object.", fix=_FIX)
@@ -319,7 +344,7 @@ def _load_wrapper(folder: Path) -> _Wrapper:
         name = old[0]
         kind = transformers.AutoTokenizer
     try:
-        with _quiet(transformers.utils.logging):
+        with _quiet(transformers.utils.logging), _LIBRARY:
             wrapper: _Wrapper = kind.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 from heterollm.errors import GraphError
 from heterollm.kernels.cache import atomic_path, cache_error, cache_root
+from heterollm.kernels.strict_json import parse_json
 
 __all__ = ["ContextBinary"]
 
@@ -52,7 +53,7 @@ class ContextBinary:
     def problem(self) -> str | None:
         """Return why the files cannot be used, "missing" if there are none, or None if they are sound."""
         try:
-            stored = json.loads(self.manifest.read_bytes())
+            stored = parse_json(self.manifest.read_bytes())
         except FileNotFoundError:
             return "incomplete" if self.binary.exists() else "missing"
         except (OSError, ValueError):

@@ -7,14 +7,16 @@ as JSON. Entries cover ranges of lengths and layers, so that identical cases sha
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from heterollm.errors import PlanError
 from heterollm.kernels.cache import atomic_path
 from heterollm.kernels.ops import GROUPS, Group, OpSpec, Phase
+from heterollm.kernels.strict_json import parse_json
 
 __all__ = ["SCHEMA_VERSION", "Alternative", "Placement", "PlacementKind", "Plan", "PlanEntry", "model_shape"]
 
@@ -164,8 +166,8 @@ class Plan:
             PlanError: The text is not a plan of this schema version.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise PlanError(f"{source} is not JSON: {error}.") from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
@@ -220,7 +222,12 @@ def _entry(item: Mapping[str, Any]) -> PlanEntry:
     if phase not in get_args(Phase) or group not in get_args(Group):
         raise ValueError(f"unknown phase {phase!r} or group {group!r}")
     placement = item["placement"]
+    form = placement.get("form")
     predicted = placement.get("predicted_us")
+    _only(item, PlanEntry)
+    _only(placement, Placement)
+    if form is not None and not isinstance(form, str):
+        raise TypeError(f"form is {form!r:.80}, not text")
     return PlanEntry(
         phase=phase,
         lengths=_pair(item["lengths"]),
@@ -229,14 +236,29 @@ def _entry(item: Mapping[str, Any]) -> PlanEntry:
         placement=Placement(
             npu_rows=tuple(_integer(value, at_least=0) for value in placement["npu_rows"]),
             npu_lengths=tuple(_integer(value, at_least=1) for value in placement["npu_lengths"]),
-            form=placement.get("form"),
-            predicted_us=None if predicted is None else float(predicted),
-            rejected=tuple(
-                Alternative(str(other["description"]), float(other["predicted_us"]))
-                for other in placement.get("rejected", ())
-            ),
+            form=form,
+            predicted_us=None if predicted is None else _time_us(predicted),
+            rejected=tuple(_alternative(other) for other in placement.get("rejected", ())),
         ),
     )
+
+
+def _alternative(item: Mapping[str, Any]) -> Alternative:
+    _only(item, Alternative)
+    return Alternative(_text(item, "description"), _time_us(item["predicted_us"]))
+
+
+def _only(item: Mapping[str, Any], kind: type[PlanEntry | Placement | Alternative]) -> None:
+    """Refuse fields that would be ignored, as a misspelt one would."""
+    unknown = set(item).difference(field.name for field in fields(kind))
+    if unknown:
+        raise ValueError(f"there is no field {min(unknown)!r:.80} in {sorted(item)}")
+
+
+def _time_us(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.80} is not a time")
+    return float(value)
 
 
 def _pair(value: Sequence[Any]) -> tuple[int, int]:
@@ -248,12 +270,12 @@ def _pair(value: Sequence[Any]) -> tuple[int, int]:
 
 def _integer(value: Any, *, at_least: int) -> int:  # noqa: ANN401 - whatever JSON held
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{value!r} is not an integer of at least {at_least}")
+        raise ValueError(f"{value!r:.80} is not an integer of at least {at_least}")
     return value
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:
     value = data[key]
     if not isinstance(value, str):
-        raise TypeError(f"{key} is {value!r}, not text")
+        raise TypeError(f"{key} is {value!r:.80}, not text")
     return value

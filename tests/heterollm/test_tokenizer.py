@@ -450,3 +450,45 @@ def test_loading_leaves_the_logging_of_transformers_as_it_was(folders):
         assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.INFO
     finally:
         transformers.utils.logging.set_verbosity(before)
+
+
+class TestFailuresOfTheLibrary:
+    @pytest.fixture
+    def panic(self):
+        """What the library's native code raises when it aborts: a BaseException."""
+        backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        encoding = backend.encode("a a a")
+        with pytest.raises(BaseException, match="stride") as caught:
+            encoding.truncate(1, stride=5)
+        assert not isinstance(caught.value, Exception)
+        return caught.value
+
+    @pytest.mark.parametrize("name", ["from_pretrained", "_added_prefix"])
+    def test_a_panic_while_loading_is_a_damaged_checkpoint(self, monkeypatch, panic, name):
+        import transformers
+
+        def fail(*_, **__):
+            raise panic
+
+        if name == "from_pretrained":
+            monkeypatch.setattr(transformers.PreTrainedTokenizerFast, name, fail)
+        else:
+            monkeypatch.setattr(Tokenizer, name, fail)
+        with pytest.raises(CheckpointError, match="stride"):
+            Tokenizer.from_folder(TINY)
+
+    def test_a_panic_while_encoding_or_decoding_is_a_damaged_checkpoint(self, monkeypatch, panic):
+        class Broken:
+            def __getattr__(self, name):
+                raise panic
+
+        tokenizer = Tokenizer.from_folder(TINY)
+        stream = tokenizer.stream_decoder()
+        monkeypatch.setattr(tokenizer, "_backend", Broken())
+        for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1])):
+            with pytest.raises(CheckpointError, match="tokenizer fails.*stride"):
+                call()
+        stream._backend = Broken()
+        with pytest.raises(CheckpointError, match="tokenizer fails.*stride"):
+            stream.finish()
