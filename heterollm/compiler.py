@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 from heterollm.config import ModelConfig
+from heterollm.families import Norm
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
@@ -22,7 +23,7 @@ from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
 from heterollm.kernels.quantized_tensor import concatenate_rows, take_rows
 from heterollm.progress import Progress
-from heterollm.rope import rope_tables
+from heterollm.small_tensors import SmallTensors
 from heterollm.solver.check import check_plan
 from heterollm.solver.plan import Placement, Plan
 from heterollm.weights import ModelWeights
@@ -145,32 +146,13 @@ class Compiler:
             self._embedding = GpuLinear.pack(
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
-        self._upload_small_tensors()
-
-    def _upload_small_tensors(self) -> None:
-        weights, upload = self._weights, self._runtime.upload
-        cos, sin = rope_tables(self._config.rope, self._config.head_dim, self._context)
-        self._cos, self._sin = upload(cos), upload(sin)
-        count = self._config.layers
-        self._attention_norms = [upload(weights.norm(layer, "attention")) for layer in range(count)]
-        self._feed_forward_norms = [upload(weights.norm(layer, "feed_forward")) for layer in range(count)]
-        self._final_norm = upload(weights.final_norm)
-        self._biases: dict[tuple[int, Group], Any] = {}
-        for spec in weights.specs:
-            parts = weights.bias(spec.layer, spec.group)
-            if any(part is not None for part in parts):
-                filled = [
-                    np.zeros(rows, np.float32) if part is None else part
-                    for part, rows in zip(parts, spec.member_rows, strict=True)
-                ]
-                self._biases[spec.layer, spec.group] = upload(np.concatenate(filled))
+        self._small = SmallTensors(device.gpu, weights, context)
 
     def close(self) -> None:
         """Drop the packed weights; nothing compiled may run afterwards."""
         self._linears.clear()
         self._slices.clear()
-        self._biases.clear()
-        del self._embedding
+        del self._embedding, self._small
 
     # -- passes --------------------------------------------------------------------------------------
 
@@ -183,10 +165,11 @@ class Compiler:
             bucket: Positions that the grids of a decode pass must cover.
             cache: A session's KV cache to bind at first.
         """
-        config, layers, pool = self._config, self._layers, self.pool
+        config, layers, pool, small = self._config, self._layers, self.pool, self._small
         compiled = CompiledPass(bound_cache=cache)
         calls = compiled.calls
-        calls.append(self._embedding.embed_launch(self.tokens, pool["residual"], count=tokens, scale=1.0))
+        scale = config.embedding_scale
+        calls.append(self._embedding.embed_launch(self.tokens, pool["residual"], count=tokens, scale=scale))
         delta: Segments | None = None
         shape: dict[str, Any] = {
             "heads": config.heads,
@@ -195,18 +178,20 @@ class Compiler:
             "capacity": self._context,
             "tokens": tokens,
         }
-        for layer in range(config.layers):
-            self._norm(calls, self._attention_norms[layer], tokens, delta)
+        for layer, features in enumerate(config.per_layer):
+            self._norm(calls, layer, "attention", tokens, delta)
             qkv = self._linear(calls, phase, tokens, layer, "qkv", "linear_input")
             rope = layers.rope_and_store(
                 qkv,
-                self._biases.get((layer, "qkv")),
-                self._cos,
-                self._sin,
+                small.bias(layer, "qkv"),
+                *small.rope(features.rope),
                 pool["query"],
                 cache,
                 self.step,
                 layer=layer,
+                rotary_dim=config.rotary_dim if features.rope else 0,
+                norms=small.head_norms(layer),
+                epsilon=config.rms_norm_eps,
                 **shape,
             )
             attend = layers.attention(
@@ -216,14 +201,15 @@ class Compiler:
                 self.step,
                 layer=layer,
                 bucket=bucket,
-                scale=config.head_dim**-0.5,
-                window=0,
+                scale=config.attention_scale,
+                window=features.window,
+                soft_cap=config.attention_soft_cap,
                 **shape,
             )
             calls += [rope, *attend]
             compiled.cache_launches += [rope, attend[0]]
             delta = self._linear(calls, phase, tokens, layer, "o", "attention_output")
-            self._norm(calls, self._feed_forward_norms[layer], tokens, delta)
+            self._norm(calls, layer, "feed_forward", tokens, delta)
             gate_up = self._linear(calls, phase, tokens, layer, "gate_up", "linear_input")
             calls.append(
                 layers.gated_activation(
@@ -231,6 +217,8 @@ class Compiler:
                     pool["activated"],
                     tokens=tokens,
                     intermediate=config.intermediate_size,
+                    activation=config.activation,
+                    bias=small.bias(layer, "gate_up"),
                 )
             )
             delta = self._linear(calls, phase, tokens, layer, "down", "activated")
@@ -244,13 +232,14 @@ class Compiler:
         calls: list[Call] = [
             self._layers.final_norm(
                 pool["residual"],
-                self._final_norm,
+                self._small.final_norm,
                 pool["head_input"],
                 self.step,
                 hidden=config.hidden_size,
                 rows=rows,
                 epsilon=config.rms_norm_eps,
                 delta=output,
+                **self._delta_options(config.layers - 1, "down"),
             )
         ]
         placement = self._plan.placement(phase, rows, spec)
@@ -265,23 +254,41 @@ class Compiler:
             slots = pool["head_npu_output"], pool["head_gpu_output"]
             segments = self._place(calls, spec, placement, rows, pool["head_input"], *slots)
             calls.append(self._layers.join_logits(segments, pool["logits"], rows=rows))
+        cap, vocabulary = config.logit_soft_cap, config.vocab_size
+        if cap:
+            calls.append(self._layers.soft_cap(pool["logits"], cap, rows=rows, vocabulary=vocabulary))
         calls.append(self._runtime.finish)
         return calls
 
     # -- pieces --------------------------------------------------------------------------------------
 
-    def _norm(self, calls: list[Call], weight: Any, tokens: int, delta: Segments | None) -> None:  # noqa: ANN401
+    def _norm(
+        self,
+        calls: list[Call],
+        layer: int,
+        norm: Literal["attention", "feed_forward"],
+        tokens: int,
+        delta: Segments | None,
+    ) -> None:
+        place = layer if norm == "feed_forward" else layer - 1
+        group: Group = "o" if norm == "feed_forward" else "down"
         calls.append(
             self._layers.rms_norm(
                 self.pool["residual"],
-                weight,
+                self._small.norm(layer, norm),
                 self.pool["linear_input"],
                 hidden=self._config.hidden_size,
                 tokens=tokens,
                 epsilon=self._config.rms_norm_eps,
                 delta=delta,
+                **self._delta_options(place, group),
             )
         )
+
+    def _delta_options(self, layer: int, group: Group) -> dict[str, Any]:
+        """Return the bias of what a group adds to the residual and the weight of its norm."""
+        norm: Norm = "attention_output" if group == "o" else "feed_forward_output"
+        return {"bias": self._small.bias(layer, group), "post": self._small.norm(layer, norm)}
 
     def _linear(
         self, calls: list[Call], phase: Phase, tokens: int, layer: int, group: Group, source: str

@@ -1,8 +1,7 @@
 """What a checkpoint's ``config.json`` says, checked, in one frozen object.
 
-Everything that the runtime would compute wrongly is refused here by name, before a weight is read.
-Fields: https://huggingface.co/docs/transformers/model_doc/llama and ``…/qwen2``; both the spelling of
-transformers 5 (``rope_parameters``) and the older one (``rope_theta``, ``rope_scaling``) are read.
+Everything that the runtime would compute wrongly is refused here by name, before a weight is read. What a
+family may leave out and which fields it follows is declared in :mod:`heterollm.families`.
 """
 
 from __future__ import annotations
@@ -10,82 +9,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from heterollm.errors import CheckpointError, UnsupportedModelError
+import numpy as np
+
+from heterollm.errors import CheckpointError
+from heterollm.families import FAMILIES, Family, unsupported
 from heterollm.json_fields import Fields, read_json_object
+from heterollm.kernels.ops import Activation
+from heterollm.rope_config import RopeConfig, read_ropes, read_rotary_dim
 
-__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "ModelConfig", "RopeConfig", "RopeKind"]
+__all__ = ["LayerConfig", "ModelConfig"]
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By their names in ``config.json``."""
 
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-"""The position scalings that are supported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What sets a model type apart from the others, its configuration's defaults included."""
-
-    name: str
-    architecture: str
-    default_bos_ids: tuple[int, ...]
-    default_eos_ids: tuple[int, ...]
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("Llama", "LlamaForCausalLM", (1,), (2,)),
-    "qwen2": Family("Qwen2", "Qwen2ForCausalLM", (), ()),
+OPTIONAL_FEATURES: Mapping[str, str] = {
+    "attn_logit_softcapping": "A soft cap on attention scores",
+    "final_logit_softcapping": "A soft cap on logits",
+    "no_rope_layers": "Layers without positions",
+    "num_experts": "A mixture of experts",
+    "num_local_experts": "A mixture of experts",
+    "query_pre_attn_scalar": "A scale of attention scores",
+    "use_bidirectional_attention": "Attention in both directions",
 }
-"""The supported values of ``model_type``."""
-
-SUPPORTED = (
-    "Supported are Llama 2 and 3 (model_type llama) and Qwen2 and Qwen2.5 (model_type qwen2), unquantised, "
-    f"with RoPE of type {', '.join(ROPE_KINDS)}."
-)
-
-DEFAULT_ROPE_BASE = 10_000.0
+"""Fields that change what is computed wherever they are set, for the message that refuses them."""
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: its base and how positions are scaled.
-
-    Only the fields of its kind matter; the rest keep their defaults.
+class LayerConfig:
+    """How the attention of one layer differs from that of others.
 
     Args:
-        kind: Which scaling.
-        base: ``rope_theta``.
-        max_positions: The model's ``max_position_embeddings``.
-        original_max_positions: Positions before the context was extended.
-        factor: How far it was extended; None derives it from the positions (yarn, longrope).
-        attention_factor: Multiplies cosine and sine; None derives it (yarn, longrope).
-        beta_fast: Rotations over the original context above which yarn leaves a frequency alone.
-        beta_slow: Rotations below which yarn interpolates it fully.
-        mscale: Numerator of yarn's attention factor.
-        mscale_all_dim: Denominator of yarn's attention factor.
-        truncate: Whether yarn rounds its range of dimensions to whole ones.
-        low_frequency_factor: llama3: wavelengths above ``original / this`` are divided by the factor.
-        high_frequency_factor: llama3: wavelengths below ``original / this`` are left alone.
-        short_factor: longrope: divisor of each frequency up to the original context.
-        long_factor: longrope: divisor of each frequency beyond it.
+        window: Positions that a token sees, itself included; 0 for all.
+        rope: Rotary position embedding; None for a layer without positions.
     """
 
-    kind: RopeKind
-    base: float
-    max_positions: int
-    original_max_positions: int
-    factor: float | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    window: int
+    rope: RopeConfig | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +54,7 @@ class ModelConfig:
     """The shape of a decoder and what the runtime needs to know of it.
 
     Args:
-        model_type: ``llama`` or ``qwen2``.
+        model_type: A key of :data:`heterollm.families.FAMILIES`.
         family: Display name of the model type.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the feed-forward layer.
@@ -104,8 +65,10 @@ class ModelConfig:
         vocab_size: Rows of the embedding and of the LM head.
         max_positions: Longest context the model was made for.
         rms_norm_eps: Added to the mean square in every norm.
-        activation: Of the gate; always ``silu``.
-        rope: Rotary position embedding.
+        activation: Of the gate.
+        rope: Rotary position embedding of layers that see everything.
+        rotary_dim: Elements of a head that turn, even.
+        per_layer: Window and positions of each layer.
         tie_word_embeddings: Whether the LM head is the embedding.
         qkv_bias: Whether q, k and v have biases.
         o_bias: Whether the attention output has a bias.
@@ -113,7 +76,13 @@ class ModelConfig:
         bos_ids: Token ids that begin a text.
         eos_ids: Every token id that ends an answer, of ``config.json`` and ``generation_config.json``.
         pad_id: Padding token, if there is one.
-        sliding_window: Always None: windows are refused for these families.
+        head_norms: Whether each head of q and k is normed before it turns.
+        output_norms: Whether what attention and feed-forward add to the residual is normed first.
+        norm_offset: Added to the stored weight of every norm.
+        embedding_scale: Factor on the embedding.
+        attention_scale: Factor on the attention scores.
+        attention_soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
+        logit_soft_cap: The same for logits.
     """
 
     model_type: str
@@ -127,16 +96,24 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     rms_norm_eps: float
-    activation: Literal["silu"]
+    activation: Activation
     rope: RopeConfig
+    rotary_dim: int
+    per_layer: tuple[LayerConfig, ...]
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
-    pad_id: int | None = None
-    sliding_window: None = None
+    pad_id: int | None
+    head_norms: bool
+    output_norms: bool
+    norm_offset: float
+    embedding_scale: float
+    attention_scale: float
+    attention_soft_cap: float
+    logit_soft_cap: float
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> ModelConfig:
@@ -163,75 +140,129 @@ class ModelConfig:
             CheckpointError: A field is missing, of the wrong type, or contradicts another.
             UnsupportedModelError: The model is not of a supported kind.
         """
-        fields = Fields(values)
-        model_type = _check_supported(fields)
-        family, llama = FAMILIES[model_type], model_type == "llama"
+        family = _check_supported(Fields(values))
+        fields = Fields({**family.defaults, **values})
         hidden_size = fields.count("hidden_size")
         heads = fields.count("num_attention_heads")
-        kv_heads = fields.count("num_key_value_heads", heads if llama else None)
+        kv_heads = fields.count("num_key_value_heads", heads)
         head_dim = _head_dim(fields, hidden_size, heads)
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         max_positions = fields.count("max_position_embeddings")
-        attention_bias = fields.flag("attention_bias", False) if llama else False
+        layers = fields.count("num_hidden_layers")
+        rotary_dim = read_rotary_dim(fields, family, head_dim)
+        full, sliding = read_ropes(fields, family, rotary_dim, max_positions)
         sources = (fields, Fields(generation or {}, "generation_config.json"))
         vocab_size = fields.count("vocab_size")
+        attention_bias = _followed_flag(fields, family, "attention_bias")
         return cls(
-            model_type=model_type,
+            model_type=str(fields.get("model_type")),
             family=family.name,
             hidden_size=hidden_size,
             intermediate_size=fields.count("intermediate_size"),
-            layers=fields.count("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
             max_positions=max_positions,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            activation="silu",
-            rope=_rope_config(fields, head_dim, max_positions),
+            activation=_activation(fields, family),
+            rope=full,
+            rotary_dim=rotary_dim,
+            per_layer=tuple(
+                LayerConfig(window, (sliding if window else full) if turns else None)
+                for window, turns in zip(
+                    _windows(fields, family, layers), _turning(fields, family, layers), strict=True
+                )
+            ),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            qkv_bias=attention_bias or not llama,
+            qkv_bias=attention_bias or "qkv" in family.always_biased,
             o_bias=attention_bias,
-            mlp_bias=fields.flag("mlp_bias", False) if llama else False,
-            bos_ids=_token_ids(sources, "bos_token_id", vocab_size, family.default_bos_ids),
-            eos_ids=_token_ids(sources, "eos_token_id", vocab_size, family.default_eos_ids),
+            mlp_bias=_followed_flag(fields, family, "mlp_bias"),
+            bos_ids=_token_ids(sources, "bos_token_id", vocab_size, family.bos_ids),
+            eos_ids=_token_ids(sources, "eos_token_id", vocab_size, family.eos_ids),
             pad_id=next(iter(_token_ids(sources, "pad_token_id", vocab_size, ())), None),
+            head_norms="query_head" in family.layout.norms,
+            output_norms="attention_output" in family.layout.norms,
+            norm_offset=family.norm_offset,
+            # In float32, as transformers has it for float32 weights.
+            embedding_scale=float(np.sqrt(np.float32(hidden_size))) if family.scales_embedding else 1.0,
+            attention_scale=fields.positive("query_pre_attn_scalar", head_dim) ** -0.5,
+            attention_soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
+            logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
         )
 
 
-def _check_supported(fields: Fields) -> str:
+def _check_supported(fields: Fields) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise _unsupported(f"Model type {model_type!r}")
+        vision = " (with vision; its text part alone is gemma3_text)" if model_type == "gemma3" else ""
+        raise unsupported(f"Model type {model_type!r}{vision}")
+    family = FAMILIES[model_type]
     architectures = fields.get("architectures")
-    if architectures and architectures != [FAMILIES[model_type].architecture]:
-        raise _unsupported(f"Architecture {architectures!r}")
+    if architectures and architectures != [family.architecture]:
+        raise unsupported(f"Architecture {architectures!r}")
     if fields.get("auto_map"):
-        raise _unsupported("A checkpoint that brings its own code (auto_map)")
+        raise unsupported("A checkpoint that brings its own code (auto_map)")
     quantization = fields.get("quantization_config")
     if quantization is not None:
         method = (
             quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         )
-        raise _unsupported(f"A checkpoint that is already quantised (quantization_config: {method})")
-    activation = fields.get("hidden_act")
-    if activation not in (None, "silu"):
-        raise _unsupported(f"Activation {activation!r}")
-    if model_type == "qwen2" and _slides(fields):
-        raise _unsupported("Sliding-window attention (use_sliding_window)")
-    return model_type
+        raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method})")
+    for name, what in OPTIONAL_FEATURES.items():
+        if fields.get(name) not in (None, False) and name not in family.follows:
+            raise unsupported(f"{what} ({name}) in model type {model_type}")
+    return family
 
 
-def _slides(fields: Fields) -> bool:
-    if fields.flag("use_sliding_window", False):
-        return True
+def _activation(fields: Fields, family: Family) -> Activation:
+    field = "hidden_activation" if "hidden_activation" in family.follows else "hidden_act"
+    stated = fields.get(field)
+    named = "silu" if stated is None else stated
+    if not isinstance(named, str) or named not in ACTIVATIONS:
+        raise unsupported(f"Activation {named!r}")
+    return ACTIVATIONS[named]
+
+
+def _followed_flag(fields: Fields, family: Family, name: str) -> bool:
+    return fields.flag(name, False) if name in family.follows else False
+
+
+def _windows(fields: Fields, family: Family, layers: int) -> list[int]:
+    """Return the window of each layer, 0 for none."""
+    unused = "use_sliding_window" in family.follows and not fields.flag("use_sliding_window", False)
+    window = 0
+    if family.slides is not None and not unused and fields.get("sliding_window") is not None:
+        window = fields.count("sliding_window")
     kinds = fields.get("layer_types")
-    return isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds)
+    if kinds is None:
+        slides = family.slides
+        return [window if window and slides and slides(fields, at) else 0 for at in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise fields.fail("layer_types", f"a list of {layers} kinds of layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise unsupported(f"A layer of kind {kind!r}")
+    if "sliding_attention" in kinds and not window:
+        raise fields.fail("sliding_window", "a whole number, in use, for the layer_types that slide")
+    if "layer_types" not in family.follows and len({*kinds, *(["sliding_attention"] if window else [])}) > 1:
+        raise unsupported(f"Layers of different kinds (layer_types) in model type {family.name}")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _unsupported(what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{what} is not supported.", fix=SUPPORTED)
+def _turning(fields: Fields, family: Family, layers: int) -> list[bool]:
+    """Return whether each layer has positions."""
+    if "no_rope_layers" not in family.follows:
+        return [True] * layers
+    stated = fields.get("no_rope_layers")
+    if stated is None:
+        interval = fields.count("no_rope_layer_interval")
+        return [bool((at + 1) % interval) for at in range(layers)]
+    if not isinstance(stated, list) or len(stated) < layers or any(one not in (0, 1) for one in stated):
+        raise fields.fail("no_rope_layers", f"a list of {layers} times 0 or 1")
+    return [bool(one) for one in stated[:layers]]
 
 
 def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
@@ -262,61 +293,3 @@ def _token_ids(
             if 0 <= token < vocab_size:
                 found[token] = None
     return tuple(found)
-
-
-def _rope_config(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
-    # transformers lets the older spelling win where both are there.
-    section = next(
-        (name for name in ("rope_scaling", "rope_parameters") if fields.section(name)), "rope_parameters"
-    )
-    rope = Fields(fields.section(section), f"config.json, {section}")
-    kind = _rope_kind(rope)
-    for part in (rope, fields):
-        if part.positive("partial_rotary_factor", 1.0) != 1.0:
-            raise _unsupported(f"Rotary embedding of part of a head ({part.get('partial_rotary_factor')})")
-    # Beside the section it wins over one inside, as in transformers.
-    outside = fields if fields.get("original_max_position_embeddings") is not None else rope
-    config = RopeConfig(
-        kind=kind,
-        base=rope.optional_positive("rope_theta") or fields.positive("rope_theta", DEFAULT_ROPE_BASE),
-        max_positions=max_positions,
-        original_max_positions=outside.count("original_max_position_embeddings", max_positions),
-        factor=rope.optional_positive("factor"),
-        attention_factor=rope.optional_positive("attention_factor"),
-        beta_fast=rope.positive("beta_fast", 32.0),
-        beta_slow=rope.positive("beta_slow", 1.0),
-        mscale=rope.optional_positive("mscale"),
-        mscale_all_dim=rope.optional_positive("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-        low_frequency_factor=rope.positive("low_freq_factor", None if kind == "llama3" else 1.0),
-        high_frequency_factor=rope.positive("high_freq_factor", None if kind == "llama3" else 4.0),
-        short_factor=rope.numbers("short_factor", head_dim // 2) if kind == "longrope" else (),
-        long_factor=rope.numbers("long_factor", head_dim // 2) if kind == "longrope" else (),
-    )
-    _check_rope(config, rope)
-    return config
-
-
-def _rope_kind(rope: Fields) -> RopeKind:
-    if any(isinstance(value, dict) for value in rope.values.values()):
-        raise _unsupported("Rotary embedding that differs between layers")
-    named = rope.get("rope_type") or rope.get("type") or "default"
-    for kind in ROPE_KINDS:
-        if kind == named:
-            return kind
-    raise _unsupported(f"RoPE type {named!r}")
-
-
-def _check_rope(config: RopeConfig, rope: Fields) -> None:
-    if config.kind in ("linear", "dynamic", "llama3") and config.factor is None:
-        raise rope.fail("factor", f"a number of at least 1 for RoPE type {config.kind}")
-    if config.kind != "default" and config.factor is not None and config.factor < 1:
-        raise rope.fail("factor", "a number of at least 1")
-    if config.kind == "longrope" and config.original_max_positions < 2:
-        raise rope.fail("original_max_position_embeddings", "a whole number of at least 2")
-    if config.beta_fast <= config.beta_slow:
-        raise rope.fail("beta_fast", f"more than beta_slow ({config.beta_slow:g})")
-    if config.high_frequency_factor <= config.low_frequency_factor:
-        raise rope.fail("high_freq_factor", f"more than low_freq_factor ({config.low_frequency_factor:g})")
-    if config.base <= 1:
-        raise rope.fail("rope_theta", "a number above 1")

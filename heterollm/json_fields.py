@@ -33,13 +33,13 @@ class Fields:
         said = "is missing" if value is None else f"is {value!r:.80}"
         return CheckpointError(f"{self.where}: {name} {said}; expected {expected}.")
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+    def count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Return a whole number of at least ``minimum``."""
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(name, "a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.fail(name, f"a whole number of at least {minimum}")
         return value
 
     def optional_positive(self, name: str) -> float | None:

@@ -1,7 +1,4 @@
-"""Where a family keeps its weights, and the operators that its layers become.
-
-A family is one :class:`Layout`; everything that reads it is shared.
-"""
+"""Which tensors a model has, and the operators that its layers become."""
 
 from __future__ import annotations
 
@@ -11,77 +8,45 @@ from types import MappingProxyType
 from typing import Literal
 
 from heterollm.config import ModelConfig
+from heterollm.families import FAMILIES, Layout, Norm
 from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, WeightFormat
 from heterollm.kernels.quantize import effective_block
 
 __all__ = [
     "HEAD_LAYER",
-    "LAYOUTS",
-    "NORMS",
-    "Layout",
-    "Norm",
+    "TensorRows",
     "bias_names",
     "embedding_name",
     "expected_tensors",
     "final_norm_name",
+    "head_name",
+    "layer_norms",
     "layer_of",
     "linear_names",
+    "linear_rows",
     "norm_name",
     "op_specs",
     "shortened_blocks",
 ]
 
-Norm = Literal["attention", "feed_forward"]
-
-NORMS: tuple[Norm, ...] = ("attention", "feed_forward")
-"""The norms of a layer, named after what reads them."""
-
 HEAD_LAYER = -1
 """The layer under which the LM head is listed."""
+
+HEAD_NORMS: tuple[Norm, ...] = ("query_head", "key_head")
+"""The norms of a head's width."""
 
 EMBEDDING_BITS: Literal[8] = 8
 """Of embedding and LM head, always symmetric: in 8 bits a zero point gains nothing that can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The tensor names of a family, in its Hugging Face checkpoints.
+class TensorRows:
+    """Where a linear's weight lies: the rows ``[start, stop)`` of a tensor."""
 
-    Args:
-        layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
-        modules: For each group in a layer, the module of each member, below the prefix.
-        norms: For each norm in a layer, its module.
-        embedding: Module of the token embedding.
-        final_norm: Module of the norm before the head.
-        head: Module of an untied LM head.
-    """
+    name: str
+    start: int
+    stop: int
 
-    layer: str
-    modules: Mapping[Group, Mapping[str, str]]
-    norms: Mapping[Norm, str]
-    embedding: str
-    final_norm: str
-    head: str
-
-
-LLAMA = Layout(
-    layer="model.layers.{layer}.",
-    modules=MappingProxyType(
-        {
-            "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
-            "o": {"o": "self_attn.o_proj"},
-            "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
-            "down": {"down": "mlp.down_proj"},
-        }
-    ),
-    norms=MappingProxyType({"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}),
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    head="lm_head",
-)
-
-LAYOUTS: Mapping[str, Layout] = MappingProxyType({"llama": LLAMA, "qwen2": LLAMA})
-"""The layout of each supported ``model_type``."""
 
 SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
     {
@@ -98,16 +63,29 @@ SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
 def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
     """Return the weight name of each member of each group of a layer, or of ``HEAD_LAYER``.
 
-    A tied head has the embedding's name.
+    A tied head has the embedding's name; members that are stacked in one tensor share its name.
     """
-    layout = LAYOUTS[config.model_type]
+    layout = _layout(config)
     if layer == HEAD_LAYER:
-        return {"head": {"head": f"{layout.embedding if config.tie_word_embeddings else layout.head}.weight"}}
+        return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
     prefix = layout.layer.format(layer=layer)
     return {
         group: {member: f"{prefix}{module}.weight" for member, module in modules.items()}
         for group, modules in layout.modules.items()
     }
+
+
+def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, TensorRows]]:
+    """Return where the weight of each member of each group lies, as :func:`linear_names`."""
+    found: dict[Group, dict[str, TensorRows]] = {}
+    for group, members in linear_names(config, layer).items():
+        used: dict[str, int] = {}
+        found[group] = {}
+        for member, name in members.items():
+            start = used.get(name, 0)
+            used[name] = start + _rows(config, member)
+            found[group][member] = TensorRows(name, start, used[name])
+    return found
 
 
 def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
@@ -126,25 +104,35 @@ def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
     }
 
 
+def layer_norms(config: ModelConfig) -> tuple[Norm, ...]:
+    """Return the norms that each layer has."""
+    return tuple(_layout(config).norms)
+
+
 def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
     """Return the tensor name of one norm of a layer."""
-    layout = LAYOUTS[config.model_type]
+    layout = _layout(config)
     return f"{layout.layer.format(layer=layer)}{layout.norms[norm]}.weight"
 
 
 def final_norm_name(config: ModelConfig) -> str:
     """Return the tensor name of the norm before the head."""
-    return f"{LAYOUTS[config.model_type].final_norm}.weight"
+    return f"{_layout(config).final_norm}.weight"
 
 
 def embedding_name(config: ModelConfig) -> str:
     """Return the tensor name of the token embedding."""
-    return f"{LAYOUTS[config.model_type].embedding}.weight"
+    return f"{_layout(config).embedding}.weight"
+
+
+def head_name(config: ModelConfig) -> str:
+    """Return the tensor name of an untied LM head."""
+    return f"{_layout(config).head}.weight"
 
 
 def layer_of(config: ModelConfig, name: str) -> int | None:
     """Return the number of the decoder layer that a tensor belongs to; None outside the layers."""
-    prefix = LAYOUTS[config.model_type].layer.partition("{layer}")[0]
+    prefix = _layout(config).layer.partition("{layer}")[0]
     number = name.removeprefix(prefix).partition(".")[0]
     return int(number) if name.startswith(prefix) and number.isdecimal() else None
 
@@ -157,14 +145,16 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     for layer in (*range(config.layers), HEAD_LAYER):
         biases = bias_names(config, layer)
-        for group, members in linear_names(config, layer).items():
-            for member, name in members.items():
-                rows = _rows(config, member)
-                shapes[name] = (rows, _columns(config, group))
+        for group, members in linear_rows(config, layer).items():
+            for member, rows in members.items():
+                # The last of the members that share a tensor says how many rows it has.
+                shapes[rows.name] = (rows.stop, _columns(config, group))
                 if group in biases:
-                    shapes[biases[group][member]] = (rows,)
+                    shapes[biases[group][member]] = (rows.stop,)
         if layer != HEAD_LAYER:
-            shapes.update({norm_name(config, layer, norm): (config.hidden_size,) for norm in NORMS})
+            for norm in layer_norms(config):
+                width = config.head_dim if norm in HEAD_NORMS else config.hidden_size
+                shapes[norm_name(config, layer, norm)] = (width,)
     return shapes
 
 
@@ -218,6 +208,10 @@ def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str
                 f"Weights with {columns} inputs ({spec.group}) have blocks of {spec.weight.block}: "
                 f"{group_size} does not divide {columns}."
             )
+
+
+def _layout(config: ModelConfig) -> Layout:
+    return FAMILIES[config.model_type].layout
 
 
 def _rows(config: ModelConfig, member: str) -> int:

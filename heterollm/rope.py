@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.config import RopeConfig, RopeKind
 from heterollm.errors import OptionError
+from heterollm.families import RopeKind
+from heterollm.rope_config import RopeConfig
 
 __all__ = ["inverse_frequencies", "rope_tables"]
 
@@ -22,9 +23,9 @@ Frequencies = NDArray[np.float32]
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, context: int
+    rope: RopeConfig, rotary_dim: int, context: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return cosine and sine, each float32 ``[context, head_dim/2]``, with the attention factor in both.
+    """Return cosine and sine, each float32 ``[context, rotary_dim/2]``, with the attention factor in both.
 
     Frequencies and phases are rounded to float32 where transformers rounds them: a model is defined by the
     phases that it was trained and is compared with, and at position 4000 exact ones differ by 1e-4. Cosine
@@ -45,7 +46,7 @@ def rope_tables(
             "would change the keys that are already cached with every token.",
             fix=f"Use a context of at most {rope.max_positions}.",
         )
-    frequencies, attention_factor = inverse_frequencies(rope, head_dim, context)
+    frequencies, attention_factor = inverse_frequencies(rope, rotary_dim, context)
     phases = np.multiply.outer(np.arange(context, dtype=np.float32), frequencies).astype(np.float64)
     return (
         (np.cos(phases) * attention_factor).astype(np.float32),
@@ -53,9 +54,9 @@ def rope_tables(
     )
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, context: int) -> tuple[Frequencies, float]:
-    """Return the radians per position of each pair, float32 ``[head_dim/2]``, and the attention factor."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tuple[Frequencies, float]:
+    """Return the radians per position of each pair, float32 ``[rotary_dim/2]``, and the attention factor."""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     # The power in float64, rounded once: NumPy's own float32 power is up to 2 units off.
     wavelengths = (rope.base ** exponents.astype(np.float64)).astype(np.float32)
     return _SCALINGS[rope.kind](rope, wavelengths, context)

@@ -15,19 +15,20 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
 from heterollm.errors import CheckpointError
+from heterollm.families import Norm
 from heterollm.kernels.cache import cache_root
 from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.kernels.quantize import QUANTIZER_VERSION
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor
+from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_rows
 from heterollm.layout import (
     HEAD_LAYER,
-    NORMS,
-    Norm,
     bias_names,
     embedding_name,
     expected_tensors,
     final_norm_name,
+    layer_norms,
     linear_names,
+    linear_rows,
     norm_name,
     op_specs,
     shortened_blocks,
@@ -81,7 +82,9 @@ class ModelWeights:
         """
         if layer == HEAD_LAYER:
             return (self.head,)
-        return tuple(self.linears[name] for name in linear_names(self.config, layer)[group].values())
+        members = linear_rows(self.config, layer)[group].values()
+        tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
+        return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
 
     def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32] | None, ...]:
         """Return the biases ``[n]`` of a group's members, in order; None where there is none."""
@@ -90,7 +93,7 @@ class ModelWeights:
         return tuple(self.floats[names[member]] if names else None for member in members)
 
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
-        """Return the weight ``[hidden]`` of the norm before a layer's attention or feed-forward part."""
+        """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
         return self.floats[norm_name(self.config, layer, norm)]
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -99,11 +102,11 @@ class ModelWeights:
         for layer in range(self.config.layers):
             biases = bias_names(self.config, layer)
             for group, members in linear_names(self.config, layer).items():
-                for member, name in members.items():
+                for name in dict.fromkeys(members.values()):
                     yield name, _as_float32(self.linears[name])
-                    if group in biases:
-                        yield biases[group][member], self.floats[biases[group][member]]
-            for norm in NORMS:
+                for name in biases.get(group, {}).values():
+                    yield name, self.floats[name]
+            for norm in layer_norms(self.config):
                 yield norm_name(self.config, layer, norm), self.norm(layer, norm)
         yield final_norm_name(self.config), self.final_norm
         if not self.config.tie_word_embeddings:

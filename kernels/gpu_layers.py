@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -20,24 +20,21 @@ from numpy.typing import DTypeLike
 from heterollm.errors import KernelError
 from heterollm.kernels.gpu_linear import KernelStyle
 from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray
+from heterollm.kernels.ops import Activation
 from heterollm.units import PAGE_BYTES, round_up
 
 __all__ = [
-    "ACTIVATIONS",
     "STEP_HEAD_ROW",
     "STEP_LENGTH",
     "STEP_POSITION",
     "STEP_WORDS",
-    "Activation",
     "GpuLayers",
     "Segments",
     "head_stride",
 ]
 
-Activation = Literal["silu", "gelu_tanh"]
-
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
-"""Of the gate, in the order of pointwise.cl's numbers; ``gelu_tanh`` is GELU by its tanh formula."""
+"""In the order of pointwise.cl's numbers."""
 
 STEP_POSITION: Final = 0
 """Index in the step buffer (int32) of the position of the pass's first token."""

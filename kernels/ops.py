@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["GROUPS", "Group", "Join", "Member", "OpSpec", "Phase", "Precision", "WeightFormat"]
+__all__ = ["GROUPS", "Activation", "Group", "Join", "Member", "OpSpec", "Phase", "Precision", "WeightFormat"]
 
 Precision = Literal["w4a16", "fp16"]
 Phase = Literal["prefill", "decode"]
 Group = Literal["qkv", "o", "gate_up", "down", "head"]
 Join = Literal["concatenate", "sum"]
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
 
 GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down", "head")
 """The groups in the order in which a token meets them."""

@@ -42,6 +42,93 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
+    # Windows shorter than most prompts, and heads that are wider together than the stream.
+    "mistral": {
+        "hidden_size": 128,
+        "intermediate_size": 176,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "sliding_window": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # Norms of heads, and biases on attention's output too.
+    "qwen3": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 40,
+        "vocab_size": 2048,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # 36 of a head's 48 elements turn, with other frequencies beyond 32 positions.
+    "phi3": {
+        "hidden_size": 192,
+        "intermediate_size": 208,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "sliding_window": 24,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0 + 0.05 * pair for pair in range(18)],
+            "long_factor": [1.5 + 0.4 * pair for pair in range(18)],
+        },
+    },
+    # A width without a whole root, and caps that scores and logits reach.
+    "gemma2": {
+        "hidden_size": 160,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 56,
+        "vocab_size": 2048,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.0,
+        "sliding_window": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # Positions and windows that alternate, scaled only in layers that see everything.
+    "gemma3_text": {
+        "hidden_size": 160,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 2.0,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    # The second layer has no positions but a window; biases everywhere.
+    "smollm3": {
+        "hidden_size": 128,
+        "intermediate_size": 176,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
 }
 
 

@@ -107,17 +107,6 @@ def test_what_is_not_supported_is_refused_by_name(model_fields, changes, named):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}],
-)
-def test_sliding_windows_of_qwen2_are_refused(model_fields, changes):
-    with pytest.raises(UnsupportedModelError, match="use_sliding_window"):
-        ModelConfig.from_dict(model_fields("qwen2", sliding_window=64, **changes))
-    unused = {"use_sliding_window": False, "sliding_window": 64, "layer_types": ["full_attention"] * 2}
-    assert ModelConfig.from_dict(model_fields("qwen2", **unused)).sliding_window is None
-
-
-@pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -171,10 +160,10 @@ def test_fields_that_cannot_be_are_refused_by_name(model_fields, changes, named)
     assert not isinstance(caught.value, UnsupportedModelError)
 
 
-def test_qwen2_must_name_its_key_heads(model_fields):
+def test_key_heads_that_are_left_out_are_those_of_transformers(model_fields):
     fields = model_fields("qwen2")
     del fields["num_key_value_heads"]
-    with pytest.raises(CheckpointError, match="num_key_value_heads is missing"):
+    with pytest.raises(CheckpointError, match="cannot share 32 key heads"):
         ModelConfig.from_dict(fields)
 
 

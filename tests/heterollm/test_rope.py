@@ -3,9 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from heterollm.config import ModelConfig, RopeConfig
+from heterollm.config import ModelConfig
 from heterollm.errors import OptionError
 from heterollm.rope import inverse_frequencies, rope_tables
+from heterollm.rope_config import RopeConfig
 
 POSITIONS = 512
 PAIRS = 24
