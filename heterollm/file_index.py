@@ -34,7 +34,7 @@ class FileIndex:
         """Store a text for a file as it is now; entries of files that are gone are dropped."""
         try:
             with locked(self._path):
-                entries = {path: entry for path, entry in self._read().items() if Path(path).exists()}
+                entries = {path: entry for path, entry in self._read().items() if _exists(path)}
                 entries[str(file.resolve())] = (_stamp(file), text)
                 with atomic_path(self._path) as temporary:
                     temporary.write_text(json.dumps(entries, indent=1), encoding="utf-8")
@@ -54,6 +54,13 @@ class FileIndex:
                 case [str(stamp), str(text)]:
                     entries[path] = (stamp, text)
         return entries
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _stamp(file: Path) -> str:

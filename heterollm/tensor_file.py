@@ -39,6 +39,9 @@ DATA_TYPES: Mapping[str, np.dtype[Any]] = {
 }
 """The element type under which NumPy maps each type that is read; BF16 as its bits."""
 
+PACKED_TYPES = ("F4", "F6_E2M3", "F6_E3M2")
+"""The types of the format whose elements share bytes; they are never read."""
+
 LARGEST_HEADER_BYTES = 100_000_000
 DATA_ALIGNMENT = 64
 LARGEST_RANK = 16
@@ -153,6 +156,8 @@ def _entry(path: Path, name: str, value: object) -> TensorEntry:
             if isinstance(start, bool) or isinstance(stop, bool):
                 raise _damaged(path, f"tensor {name} is at {start} to {stop}")
             item = ITEM_BYTES.get(dtype)
+            if item is None and dtype not in PACKED_TYPES:
+                raise _damaged(path, f"tensor {name} has type {dtype!r:.80}")
             if item is not None and stop - start != math.prod(shape) * item:
                 raise _damaged(path, f"tensor {name} ({dtype} {shape}) is said to have {stop - start} bytes")
             return TensorEntry(dtype, tuple(shape), start, stop)

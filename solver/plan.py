@@ -182,7 +182,7 @@ class Plan:
                 precision=_text(data, "precision"),
                 shape=_text(data, "shape"),
                 chunk_length=_integer(data["chunk_length"], at_least=1),
-                entries=tuple(_entry(item) for item in data["entries"]),
+                entries=tuple(_entry(item) for item in _items(data["entries"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"{source} is not a plan: {type(error).__name__} {error}.") from error
@@ -234,11 +234,11 @@ def _entry(item: Mapping[str, Any]) -> PlanEntry:
         layers=_pair(item["layers"]),
         group=group,
         placement=Placement(
-            npu_rows=tuple(_integer(value, at_least=0) for value in placement["npu_rows"]),
-            npu_lengths=tuple(_integer(value, at_least=1) for value in placement["npu_lengths"]),
+            npu_rows=tuple(_integer(value, at_least=0) for value in _items(placement["npu_rows"])),
+            npu_lengths=tuple(_integer(value, at_least=1) for value in _items(placement["npu_lengths"])),
             form=form,
             predicted_us=None if predicted is None else _time_us(predicted),
-            rejected=tuple(_alternative(other) for other in placement.get("rejected", ())),
+            rejected=tuple(_alternative(other) for other in _items(placement.get("rejected", []))),
         ),
     )
 
@@ -261,8 +261,14 @@ def _time_us(value: object) -> float:
     return float(value)
 
 
-def _pair(value: Sequence[Any]) -> tuple[int, int]:
-    low, high = (_integer(item, at_least=-1) for item in value)
+def _items(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.80} is not a list")
+    return value
+
+
+def _pair(value: object) -> tuple[int, int]:
+    low, high = (_integer(item, at_least=-1) for item in _items(value))
     if low > high:
         raise ValueError(f"range {low}..{high} is empty")
     return low, high

@@ -487,8 +487,8 @@ class TestFailuresOfTheLibrary:
         stream = tokenizer.stream_decoder()
         monkeypatch.setattr(tokenizer, "_backend", Broken())
         for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1])):
-            with pytest.raises(CheckpointError, match="tokenizer fails.*stride"):
+            with pytest.raises(CheckpointError, match=r"tokenizer fails.*stride"):
                 call()
         stream._backend = Broken()
-        with pytest.raises(CheckpointError, match="tokenizer fails.*stride"):
+        with pytest.raises(CheckpointError, match=r"tokenizer fails.*stride"):
             stream.finish()
