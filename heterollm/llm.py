@@ -18,7 +18,9 @@ from heterollm.engine_thread import EngineThread
 from heterollm.errors import EngineError, InputError, OptionError, PlanError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
 from heterollm.kernels.device import Device, open_device
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.layout import op_specs
+from heterollm.memory import MemoryNeed, check_memory, memory_need
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
 from heterollm.session import Session, check_ids
@@ -107,6 +109,16 @@ class LLM:
         thread = EngineThread()
         try:
             opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads))
+            specs = op_specs(
+                config,
+                precision,
+                group_size,
+                symmetric,
+                float_bits=32 if opened.activation_dtype == np.float32 else 16,
+            )
+            chosen = _plan(plan, specs, opened, precision, positions)
+            # Before anything is read: quantising a model that cannot run would take its time in vain.
+            check_memory(_memory_need(config, specs, chosen, positions, opened))
             weights = load_weights(
                 checkpoint,
                 config,
@@ -116,7 +128,6 @@ class LLM:
                 float_dtype=opened.activation_dtype,
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
-            chosen = _plan(plan, weights, opened, precision, positions)
             check_emulation(opened, weights, chosen, allow_slow)
             engine = thread.run(lambda: _start(opened, weights, chosen, positions, report))
         except BaseException:
@@ -302,18 +313,32 @@ def _context(config: ModelConfig, context: int | None) -> int:
     return context
 
 
+def _memory_need(
+    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, context: int, device: Device
+) -> MemoryNeed:
+    # Imported only now, as the engine is.
+    from heterollm.compiler import pool_sizes
+
+    slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)
+    return memory_need(config, specs, plan, context, slots, device.cache_dtype)
+
+
 def _plan(
-    plan: str | Path | Plan, weights: ModelWeights, device: Device, precision: Precision, context: int
+    plan: str | Path | Plan,
+    specs: Sequence[OpSpec],
+    device: Device,
+    precision: Precision,
+    context: int,
 ) -> Plan:
     if isinstance(plan, Plan):
-        return _checked(plan, "The plan", weights, device, precision)
+        return _checked(plan, "The plan", specs, device, precision)
     if plan == "auto":
         plan = "gpu"
     if plan in LEVELS:
         lengths = device.standard_lengths
         return level_plan(
             plan,
-            weights.specs,
+            specs,
             device=device.name,
             precision=precision,
             standard_lengths=lengths,
@@ -325,11 +350,11 @@ def _plan(
             f"{str(plan)!r} is neither a plan level nor a plan file.",
             fix=f"Choose auto, {', '.join(LEVELS)}, or the path of a plan.",
         )
-    return _checked(Plan.load(path), str(path), weights, device, precision)
+    return _checked(Plan.load(path), str(path), specs, device, precision)
 
 
-def _checked(plan: Plan, what: str, weights: ModelWeights, device: Device, precision: str) -> Plan:
-    wanted = {"shape": model_shape(weights.specs), "device": device.name, "precision": precision}
+def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: Device, precision: str) -> Plan:
+    wanted = {"shape": model_shape(specs), "device": device.name, "precision": precision}
     for field, value in wanted.items():
         stated = getattr(plan, field)
         if stated != value:

@@ -1,0 +1,102 @@
+"""What a model takes is counted from its parts, and one that does not fit is refused with the sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import heterollm.memory
+from heterollm import LLM
+from heterollm.config import ModelConfig
+from heterollm.errors import DeviceError
+from heterollm.layout import op_specs
+from heterollm.memory import MemoryNeed, available_bytes, check_memory, memory_need
+from heterollm.solver import level_plan
+from heterollm.units import GIB, MIB
+
+
+def need_of(bundled_model: Path, level: str, context: int = 100, tied: bool = True) -> tuple[MemoryNeed, int]:
+    config = ModelConfig.from_folder(bundled_model)
+    object.__setattr__(config, "tie_word_embeddings", tied)
+    specs = op_specs(config, "w4a16", 32, True)
+    plan = level_plan(
+        level,  # type: ignore[arg-type]
+        specs,
+        device="host",
+        precision="w4a16",
+        standard_lengths=(1, 32, 64),
+        chunk_length=64,
+    )
+    need = memory_need(config, specs, plan, context, {"a": 1000, "b": 24}, np.dtype(np.float32))
+    return need, specs[-1].weight_bytes()
+
+
+def test_every_part_is_counted_once(bundled_model: Path) -> None:
+    # 4 layers of hidden 256 and 768: q 256, k and v 128 each, o, gate and up, down; 4.5 bits a weight.
+    weights = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 768 * 256)
+    need, head = need_of(bundled_model, "gpu")
+    assert head == 2048 * 256 * 17 // 16
+    assert need.gpu_weights == weights * 9 // 16 + head
+    assert need.npu_weights == 0
+    assert need.slots == 1024
+    # 100 positions of 32 float32 are 12,800 bytes: four pages for each of 4 heads, k and v, in 4 layers.
+    assert need.kv_cache == 4 * 2 * 4 * 4 * 4096
+    assert need.total == need.gpu_weights + need.kv_cache + 1024
+
+
+def test_an_untied_embedding_and_the_plans_copies_come_on_top(bundled_model: Path) -> None:
+    gpu, head = need_of(bundled_model, "gpu")
+    assert need_of(bundled_model, "gpu", tied=False)[0].gpu_weights == gpu.gpu_weights + head
+    layers = gpu.gpu_weights - head
+    assert need_of(bundled_model, "layer")[0].npu_weights == layers
+    assert need_of(bundled_model, "npu")[0].npu_weights == layers + head
+
+
+def test_the_context_counts(bundled_model: Path) -> None:
+    short, long = (need_of(bundled_model, "gpu", context)[0].kv_cache for context in (1024, 2048))
+    assert long == 2 * short
+
+
+def test_what_fits_passes_and_what_does_not_is_refused_with_the_sum() -> None:
+    need = MemoryNeed(gpu_weights=3 * GIB, npu_weights=GIB, kv_cache=512 * MIB, slots=0)
+    check_memory(need, 5 * GIB)
+    with pytest.raises(DeviceError) as caught:
+        check_memory(need, 4 * GIB)
+    assert caught.value.message == (
+        "The model takes 4.5 GiB of memory (3.0 GiB weights on the GPU part + 1.0 GiB copies on the NPU part "
+        "+ 512.0 MiB KV cache), and 4.0 GiB are available."
+    )
+    assert "smaller context" in caught.value.fix
+
+
+def test_nothing_is_refused_where_the_system_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heterollm.memory, "available_bytes", lambda: None)
+    check_memory(MemoryNeed(10**15, 0, 0, 0))
+
+
+def test_the_system_says_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  100 kB\nMemFree:  1 kB\nMemAvailable:  64 kB\n")
+    monkeypatch.setattr(heterollm.memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(heterollm.memory, "CGROUP", tmp_path)
+    assert available_bytes() == 64 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() == 64 * 1024
+    (tmp_path / "memory.max").write_text("50000\n")
+    (tmp_path / "memory.current").write_text("40000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000\nactive_file 2000\n")
+    assert available_bytes() == 15000
+    meminfo.write_text("no such line")
+    assert available_bytes() is None
+
+
+def test_load_refuses_before_it_quantises(
+    bundled_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(heterollm.memory, "available_bytes", lambda: 4 * MIB)
+    with pytest.raises(DeviceError, match=r"takes .* MiB of memory .*KV cache.*, and 4\.0 MiB are available"):
+        LLM.load(bundled_model, device="host", plan="gpu")
+    assert not (tmp_path / "weights").exists()
