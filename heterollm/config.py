@@ -24,6 +24,9 @@ __all__ = ["LayerConfig", "ModelConfig"]
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """By their names in ``config.json``."""
 
+MOST_LAYERS = 10_000
+"""A damaged number is refused before anything is listed for each layer."""
+
 OPTIONAL_FEATURES: Mapping[str, str] = {
     "attn_logit_softcapping": "A soft cap on attention scores",
     "final_logit_softcapping": "A soft cap on logits",
@@ -149,7 +152,7 @@ class ModelConfig:
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         max_positions = fields.count("max_position_embeddings")
-        layers = fields.count("num_hidden_layers")
+        layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
         rotary_dim = read_rotary_dim(fields, family, head_dim)
         full, sliding = read_ropes(fields, family, rotary_dim, max_positions)
         sources = (fields, Fields(generation or {}, "generation_config.json"))

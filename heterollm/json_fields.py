@@ -33,13 +33,17 @@ class Fields:
         said = "is missing" if value is None else f"is {value!r:.80}"
         return CheckpointError(f"{self.where}: {name} {said}; expected {expected}.")
 
-    def count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return a whole number of at least ``minimum``."""
+    def count(
+        self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = LARGEST_COUNT
+    ) -> int:
+        """Return a whole number from ``minimum`` to ``maximum``."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(name, f"a whole number of at least {minimum}")
+        if value > maximum:
+            raise self.fail(name, f"at most {maximum}")
         return value
 
     def optional_positive(self, name: str) -> float | None:
