@@ -1,5 +1,6 @@
 """Small checkpoints with nothing trivial in them, and transformers as the oracle."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -158,7 +159,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
             else:
-                parameter.normal_(std=0.06)
+                # Queries and keys wide enough that attention has something to choose.
+                parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled() / name, folder / name)
