@@ -438,12 +438,13 @@ def test_a_session_inside_the_loop_of_a_stream(llm: LLM) -> None:
 def test_a_forgotten_session_gives_its_memory_back(models: Callable[..., LLM]) -> None:
     llm = models(plan="gpu")
 
-    def use(session: Session) -> weakref.ref[np.ndarray]:
-        session.prefill(make_ids(30))
+    def use(session: Session, length: int = 30) -> weakref.ref[np.ndarray]:
+        session.prefill(make_ids(length))
         session.decode(1)
         return weakref.ref(session._cache.memory.array)
 
-    gone = [use(llm.session()) for _ in range(3)]
+    # Each in a pass of its own, which nothing else will bind again.
+    gone = [use(llm.session(), length) for length in (41, 42, 43)]
     session = llm.session()
     kept = use(session)
     gc.collect()

@@ -15,6 +15,8 @@ from heterollm.kernels.device import DEVICE_NAMES, list_devices, open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.threads import allowed_cores, split_threads
 
+# Before any test: the first one that opens a device must not keep this thread's cores.
+CORES_AT_START = allowed_cores()
 MODEL = str(resources.files("heterollm.data.tiny_python_lm"))
 AFFINITY = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 
@@ -94,9 +96,9 @@ def test_another_split_in_the_same_process_is_refused(host):
 
 
 def test_opening_leaves_the_callers_cores_alone(host):
-    before = allowed_cores()
+    assert allowed_cores() == CORES_AT_START
     open_device("host").close()
-    assert allowed_cores() == before
+    assert allowed_cores() == CORES_AT_START
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "Host", None, 3])
@@ -315,7 +317,10 @@ def test_listing_devices_first_does_not_spoil_the_split(host):
     lines = run(
         "import sys\n"
         "from heterollm import LLM, list_devices\n"
+        "from heterollm.kernels.threads import allowed_cores\n"
+        "before = allowed_cores()\n"
         "usable = [entry.name for entry in list_devices() if entry.usable]\n"
+        "assert allowed_cores() == before, 'the caller was pinned'\n"
         "with LLM.load(sys.argv[1], device='host') as llm:\n"
         "    print('host' in usable, len(llm.device.split.gpu_cores), llm.device.gpu.traits.compute_units)\n"
     )
