@@ -8,13 +8,20 @@ work-item of a CPU with 8-wide vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import KernelError
-from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray, aligned_empty
+from heterollm.kernels.opencl_runtime import (
+    Argument,
+    ChainedLaunch,
+    Launch,
+    OpenClRuntime,
+    SharedArray,
+    aligned_empty,
+)
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
 from heterollm.units import round_up
@@ -36,18 +43,37 @@ COLUMNS_MULTIPLE: Final = 16
 BLOCKS: Final = (16, 32, 64, 128)
 """Quantisation blocks that the kernels take."""
 
-ONE_TOKEN_LIMIT: Final = 3
-"""Up to so many tokens are computed one by one: that was measured faster than the kernels for many."""
-
-# As in linear_vector.cl and linear_simt.cl.
+# As in the kernels: linear_vector.cl, linear_simt.cl and the two with int8 activations.
 VECTOR_MANY_ITEMS: Final = 2
-VECTOR_STRIP: Final = 4
 VECTOR_MAX_TOKEN_STEP: Final = 128
+VECTOR_STRIP: Final = 8
 SIMT_SLICES: Final = 4
 SIMT_ITEMS: Final = (16, 8)
 SIMT_TOKEN_STEP: Final = 32
 SIMT_EMBEDDING_SPAN: Final = 16
 SIMT_EMBEDDING_ITEMS: Final = 64
+SIMT_QUANTIZE_ITEMS: Final = 64
+
+FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
+"""Tokens that may share one pass over the weights in the kernels for a few tokens."""
+
+FEW_TOKENS_LIMIT: Final[dict[tuple[KernelStyle, bool], int]] = {
+    ("vector", False): 4,
+    ("vector", True): 8,
+    ("simt", False): 8,
+    ("simt", True): 8,
+}
+"""Most tokens for which those kernels are used, with float and with int8 activations; measured on PoCL with
+AVX-512: with float activations, unpacking the weights once for all tokens is as fast from 5 tokens on."""
+
+
+class _Grid(NamedTuple):
+    """How a launch is divided: the kernel's suffix, tokens of a work-group, global and local size."""
+
+    suffix: str
+    token_step: int
+    global_size: tuple[int, int]
+    local_size: tuple[int, int]
 
 
 class GpuLinear:
@@ -57,6 +83,7 @@ class GpuLinear:
         member_rows: Output rows of each member.
         columns: Inputs ``k``.
         format: Number format of the weights.
+        integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
         size_bytes: Device memory that the weights take.
     """
 
@@ -70,6 +97,7 @@ class GpuLinear:
         "_zeros",
         "columns",
         "format",
+        "integer_inputs",
         "member_rows",
         "size_bytes",
     )
@@ -82,8 +110,10 @@ class GpuLinear:
         number_format: WeightFormat,
         arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None],
         activation_dtype: DTypeLike,
+        integer_inputs: bool,
     ) -> None:
         self.member_rows = member_rows
+        self.integer_inputs = integer_inputs
         self.columns = columns
         self.format = number_format
         self.size_bytes = sum(array.nbytes for array in arrays if array is not None)
@@ -97,7 +127,12 @@ class GpuLinear:
 
     @classmethod
     def pack(
-        cls, runtime: OpenClRuntime, members: Sequence[LinearWeight], *, activation_dtype: DTypeLike
+        cls,
+        runtime: OpenClRuntime,
+        members: Sequence[LinearWeight],
+        *,
+        activation_dtype: DTypeLike,
+        integer_inputs: bool = False,
     ) -> GpuLinear:
         """Pack the weights of a group and give them to the device.
 
@@ -105,6 +140,8 @@ class GpuLinear:
             runtime: The device.
             members: Weights ``[n, k]`` of one format and one ``k``.
             activation_dtype: float32 or float16, of inputs and outputs.
+            integer_inputs: Round the inputs of each block to int8 before multiplying, as ONNX Runtime's
+                MatMulNBits does at accuracy level 4 (:func:`heterollm.kernels.reference.round_inputs`).
 
         Raises:
             KernelError: A shape or format that the kernels cannot compute, or too little device memory.
@@ -112,6 +149,8 @@ class GpuLinear:
         number_format, columns = _check_members(members)
         if np.dtype(activation_dtype) not in (np.float32, np.float16):
             raise KernelError(f"Activations are float32 or float16, not {np.dtype(activation_dtype)}.")
+        if integer_inputs and not number_format.quantized:
+            raise KernelError(f"Inputs cannot be rounded to int8 for {number_format} weights.")
         blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(_codes, members))
         depth = columns * number_format.bits // 32 if number_format.quantized else columns
         word = np.dtype(np.uint32) if number_format.quantized else _codes(members[0]).dtype
@@ -127,7 +166,8 @@ class GpuLinear:
             _pack_member(member, first, count, weights, scales, zeros)
             first += count
         rows = tuple(_codes(member).shape[0] for member in members)
-        return cls(runtime, rows, columns, number_format, (weights, scales, zeros), activation_dtype)
+        arrays = (weights, scales, zeros)
+        return cls(runtime, rows, columns, number_format, arrays, activation_dtype, integer_inputs)
 
     def launch(
         self,
@@ -166,21 +206,48 @@ class GpuLinear:
         _check_slot(x, (first_token + tokens) * self.columns * (2 if self._half else 4), f"{label} input")
         _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
         chosen = style or ("vector" if self._runtime.traits.is_cpu else "simt")
-        token_step, global_size, local_size = _grid(chosen, tokens, tile_count)
+        grid = _grid(chosen, tokens, tile_count, self.integer_inputs)
         defines: dict[str, str | int] = {"BITS": self.format.bits}
         if self._half:
             defines["ACT_HALF"] = 1
             if not half_output:
                 defines["OUT_FLOAT"] = 1
-        kernel = self._runtime.kernel(
-            ("common.h", "linear.h", f"linear_{chosen}.cl"),
-            f"linear_{chosen}_{'one' if tokens <= ONE_TOKEN_LIMIT else 'many'}",
-            defines,
-        )
+        if grid.suffix == "few":
+            defines["TOKENS"] = grid.token_step
+        files = ["common.h", "linear.h"]
+        inputs: tuple[Argument, ...] = (x,)
+        if self.integer_inputs:
+            files.append("linear_int8.h")
+            codes = self._runtime.shared_scratch("codes", tokens * self.columns)
+            blocks = self._runtime.shared_scratch("blocks", tokens * self.columns // self.format.block * 8)
+            inputs = (codes, blocks)
+            if chosen == "simt" and self._runtime.traits.has_integer_dot:
+                defines["INTEGER_DOT"] = 1
+        if chosen == "vector":
+            files.append("linear_wide.h")
+        name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
+        kernel = self._runtime.kernel((*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines)
         sizes = (np.int32(self.columns), np.int32(rows), *self._parameters)
-        span = (np.int32(first_token), np.int32(tokens), np.int32(token_step))
-        arguments: tuple[Argument, ...] = (*self._device_weights(), x, y, tiles, *sizes, *span)
-        return self._runtime.launch(kernel, arguments, global_size, local_size, label)
+        span = (np.int32(first_token), np.int32(tokens), np.int32(grid.token_step))
+        arguments: tuple[Argument, ...] = (*self._device_weights(), *inputs, y, tiles, *sizes, *span)
+        before = None
+        if self.integer_inputs:
+            before = self._rounding(x, inputs, tokens, first_token, chosen)
+        return self._runtime.launch(kernel, arguments, grid.global_size, grid.local_size, label, before)
+
+    def _rounding(
+        self, x: SharedArray, inputs: tuple[Argument, ...], tokens: int, first_token: int, style: KernelStyle
+    ) -> Launch:
+        """Return the prepared call that rounds the inputs of ``tokens`` rows."""
+        defines: dict[str, str | int] = {"BITS": self.format.bits}
+        if self._half:
+            defines["ACT_HALF"] = 1
+        kernel = self._runtime.kernel(("common.h", "quantize.cl"), "quantize_activations", defines)
+        blocks = self.columns // self.format.block
+        span, items = (blocks, 1) if style == "vector" else (1, SIMT_QUANTIZE_ITEMS)
+        sizes = (np.int32(self.columns), np.int32(self.format.block), np.int32(first_token), np.int32(span))
+        size = (round_up(-(-blocks // span), items), tokens)
+        return self._runtime.launch(kernel, (x, *inputs, *sizes), size, (items, 1), "rounding of inputs")
 
     def embed_launch(
         self,
@@ -251,19 +318,20 @@ class GpuLinear:
         return self._tiles[kept]
 
 
-def _grid(style: KernelStyle, tokens: int, tiles: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens that a work-group computes, the global and the local size."""
+def _grid(style: KernelStyle, tokens: int, tiles: int, integer_inputs: bool) -> _Grid:
+    if tokens <= FEW_TOKENS_LIMIT[style, integer_inputs]:
+        step = next(step for step in FEW_TOKEN_STEPS if tokens <= step)
+        if style == "simt":
+            return _Grid("few", step, (64 * tiles, SIMT_SLICES), (64, SIMT_SLICES))
+        return _Grid("few", step, (tiles, 1), (1, 1))
     if style == "simt":
-        if tokens <= ONE_TOKEN_LIMIT:
-            return 1, (64 * tiles, SIMT_SLICES * tokens), (64, SIMT_SLICES)
         steps = -(-tokens // SIMT_TOKEN_STEP)
-        return SIMT_TOKEN_STEP, (SIMT_ITEMS[0] * tiles, SIMT_ITEMS[1] * steps), SIMT_ITEMS
-    if tokens <= ONE_TOKEN_LIMIT:
-        return 1, (tiles, tokens), (1, 1)
-    # Equal steps: a short last one would dequantise all weights again for a few tokens.
+        size = (SIMT_ITEMS[0] * tiles, SIMT_ITEMS[1] * steps)
+        return _Grid("many", SIMT_TOKEN_STEP, size, SIMT_ITEMS)
+    # Equal steps: a short last one would unpack all weights again for a few tokens.
     steps = -(-tokens // VECTOR_MAX_TOKEN_STEP)
     token_step = round_up(-(-tokens // steps), VECTOR_STRIP)
-    return token_step, (VECTOR_MANY_ITEMS * tiles, -(-tokens // token_step)), (1, 1)
+    return _Grid("many", token_step, (VECTOR_MANY_ITEMS * tiles, -(-tokens // token_step)), (1, 1))
 
 
 def _codes(weight: LinearWeight) -> NDArray[Any]:

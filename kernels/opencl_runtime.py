@@ -31,6 +31,7 @@ from heterollm.units import PAGE_BYTES, format_bytes, round_up
 
 __all__ = [
     "Argument",
+    "ChainedLaunch",
     "DeviceTraits",
     "Launch",
     "OpenClError",
@@ -163,6 +164,22 @@ class Launch:
         return self._enqueue(self._queue, self.kernel, self.global_size, self.local_size)
 
 
+class ChainedLaunch(Launch):
+    """A launch that enqueues another one first, which prepares its input."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, launch: Launch, before: Launch) -> None:
+        sizes = launch.global_size, launch.local_size
+        super().__init__(launch._queue, launch.kernel, launch.arguments, *sizes, launch.label)
+        self.before = before
+
+    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
+        """Enqueue both kernels without waiting; returns the event of the last."""
+        self.before()
+        return super().__call__()
+
+
 class OpenClRuntime:
     """One opened OpenCL device with one in-order queue.
 
@@ -182,6 +199,7 @@ class OpenClRuntime:
             self.queue = cl.CommandQueue(self.context, device, properties)
         except cl.Error as error:
             raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
+        self._shared_scratch: dict[str, cl.Buffer] = {}
         self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
 
     # -- programs ------------------------------------------------------------------------------------
@@ -217,12 +235,14 @@ class OpenClRuntime:
         global_size: tuple[int, ...],
         local_size: tuple[int, ...],
         label: str,
+        before: Launch | None = None,
     ) -> Launch:
-        """Return the prepared call of a kernel."""
+        """Return the prepared call of a kernel, which enqueues ``before`` first if there is one."""
         try:
-            return Launch(self.queue, kernel, arguments, global_size, local_size, label)
+            launch = Launch(self.queue, kernel, arguments, global_size, local_size, label)
         except (cl.Error, TypeError) as error:
             raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
+        return launch if before is None else ChainedLaunch(launch, before)
 
     def _build(self, source: str, options: list[str], name: str) -> cl.Program:
         # PoCL keeps binaries itself; for the others one file per program and driver is kept here.
@@ -299,6 +319,17 @@ class OpenClRuntime:
         """Return device memory that the host never reads."""
         self._check_size(size_bytes)
         return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(1, size_bytes))
+
+    def shared_scratch(self, name: str, size_bytes: int) -> cl.Buffer:
+        """Return device memory of at least that size for what one launch leaves to the next.
+
+        All launches share it by name: the queue is in order.
+        """
+        held = self._shared_scratch.get(name)
+        if held is None or held.size < size_bytes:
+            # Doubled, so that launches of ever more tokens do not each keep a buffer of their own.
+            held = self._shared_scratch[name] = self.scratch(1 << (size_bytes - 1).bit_length())
+        return held
 
     def _buffer(self, flags: int, array: NDArray[Any]) -> cl.Buffer:
         self._check_size(array.nbytes)

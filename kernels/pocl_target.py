@@ -22,8 +22,10 @@ STRUCTURE_BYTES: Final = 2048
 UNKNOWN: Final = b"generic"
 TRIPLE_PREFIX: Final = b"x86_64-"
 AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+AVX512: Final = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 TARGETS: Final = (
-    ("skylake-avx512", AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}),
+    ("cascadelake", AVX512 | {"avx512_vnni"}),
+    ("skylake-avx512", AVX512),
     ("haswell", AVX2),
     ("ivybridge", frozenset({"avx", "f16c"})),
     ("nehalem", frozenset({"sse4_2"})),

@@ -7,6 +7,7 @@
 //   store_act(v, p, i)        float   into element i
 //   store_act8(v, p, i)       float8  into elements i .. i+7
 //   load_half[8], store_half[8], load_float8, store_float8, load_uint8: the same for a fixed type
+//   ROUND8(v)                 int8    the nearest integers, halves to the even one
 //   FMA(a, b, c), UNROLL, sum8(v), max8(v)
 
 // A bare a*b+c contracts to one instruction; fma() and mad() are slow library calls on PoCL 3.
@@ -36,6 +37,8 @@ static inline short8 float8_to_half8(float8 value) {
 #define load_half(p, i) half8_to_float8((short8)(((__global const short *)(p))[i])).s0
 #define store_half8(v, p, i) (*(__global loose_short8 *)((p) + (i)) = float8_to_half8(v))
 #define store_half(v, p, i) (((__global short *)(p))[i] = float8_to_half8((float8)(v)).s0)
+// As the processor is set up, its conversion rounds halves to the even integer.
+#define ROUND8(v) __builtin_astype(__builtin_ia32_cvtps2dq256(__builtin_astype(v, half_values8)), int8)
 #else
 #define load_float8(p, i) vload8(0, (p) + (i))
 #define load_uint8(p, i) vload8(0, (p) + (i))
@@ -44,6 +47,7 @@ static inline short8 float8_to_half8(float8 value) {
 #define load_half(p, i) vload_half(i, p)
 #define store_half8(v, p, i) vstore_half8_rte(v, 0, (p) + (i))
 #define store_half(v, p, i) vstore_half_rte(v, i, p)
+#define ROUND8(v) convert_int8_rte(v)
 #endif
 
 #ifdef ACT_HALF

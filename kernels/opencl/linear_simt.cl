@@ -7,16 +7,19 @@ static inline float zero_point(__global const uchar *zeros, size_t index, int as
 #define CODE(q, i) ((float)(((q) >> (BITS * (i))) & CODE_MASK))
 #endif
 
-// ---- one token ------------------------------------------------------------------------------------------
+// ---- a few tokens ---------------------------------------------------------------------------------------
+
+// TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
+#ifdef TOKENS
 
 // Work-items that share a column, each with every SLICES-th block of inputs.
 #define SLICES 4
 // Inputs held in local memory at a time; a multiple of every block times SLICES.
-#define CHUNK 1024
+#define CHUNK (TOKENS == 1 ? 1024 : 512)
 
-__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_one(LINEAR_ARGUMENTS) {
-  __local float inputs[CHUNK];
-  __local float partial[SLICES][LANES];
+__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_few(LINEAR_ARGUMENTS) {
+  __local float inputs[TOKENS][CHUNK];
+  __local float partial[SLICES][TOKENS][LANES];
   const int lane = get_local_id(0), slice = get_local_id(1);
   const int4 tile = tiles[get_group_id(0)];
 #if BITS <= 8
@@ -24,39 +27,55 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 #else
   const int step = 16;
 #endif
-  const size_t token = first_token + get_group_id(1);
-  x += token * columns;
+  const int token = get_group_id(1) * TOKENS;
+  const int count = min(TOKENS, tokens - token);
+  x += (size_t)(first_token + token) * columns;
   weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
-  float total = 0.0f;
+  float totals[TOKENS];
+  UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
   for (int start = 0; start < columns; start += CHUNK) {
     const int depth = min(CHUNK, columns - start);
     barrier(CLK_LOCAL_MEM_FENCE);
-    for (int k = slice * LANES + lane; k < depth; k += LANES * SLICES) inputs[k] = load_act(x, start + k);
+    // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
+    for (int t = 0; t < TOKENS; t++)
+      for (int k = slice * LANES + lane; k < depth; k += LANES * SLICES)
+        inputs[t][k] = load_act(x, (size_t)min(t, count - 1) * columns + start + k);
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int g = slice * step; g < depth; g += SLICES * step) {
       __global const weight_t *source = weights + (size_t)((start + g) / WORD_INPUTS) * LANES;
-      float dot = 0.0f;
+      float dots[TOKENS];
+      UNROLL for (int t = 0; t < TOKENS; t++) dots[t] = 0.0f;
 #if BITS <= 8
       const size_t group = ((size_t)tile.x * (columns / block) + (start + g) / block) * LANES + lane;
       const float zero = zero_point(zeros, group, asymmetric);
       for (int k = g; k < g + step; k += WORD_INPUTS, source += LANES) {
         const uint q = *source;
-        UNROLL for (int i = 0; i < WORD_INPUTS; i++) dot = FMA(inputs[k + i], CODE(q, i) - zero, dot);
+        UNROLL for (int i = 0; i < WORD_INPUTS; i++) {
+          const float value = CODE(q, i) - zero;
+          UNROLL for (int t = 0; t < TOKENS; t++) dots[t] = FMA(inputs[t][k + i], value, dots[t]);
+        }
       }
-      total = FMA(dot, load_half(scales, group), total);
+      const float scale = load_half(scales, group);
+      UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = FMA(dots[t], scale, totals[t]);
 #else
-      for (int k = g; k < g + step; k++, source += LANES) dot = FMA(inputs[k], load_weight(source, 0), dot);
-      total += dot;
+      for (int k = g; k < g + step; k++, source += LANES) {
+        const float value = load_weight(source, 0);
+        UNROLL for (int t = 0; t < TOKENS; t++) dots[t] = FMA(inputs[t][k], value, dots[t]);
+      }
+      UNROLL for (int t = 0; t < TOKENS; t++) totals[t] += dots[t];
 #endif
     }
   }
-  partial[slice][lane] = total;
+  UNROLL for (int t = 0; t < TOKENS; t++) partial[slice][t][lane] = totals[t];
   barrier(CLK_LOCAL_MEM_FENCE);
-  if (slice == 0 && lane < tile.z) {
-    for (int s = 1; s < SLICES; s++) total += partial[s][lane];
-    store_out(total, y + token * rows + tile.y, lane);
-  }
+  if (lane < tile.z)
+    for (int t = slice; t < count; t += SLICES) {
+      float total = 0.0f;
+      for (int s = 0; s < SLICES; s++) total += partial[s][t][lane];
+      store_out(total, y + (size_t)(first_token + token + t) * rows + tile.y, lane);
+    }
 }
+#else
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
@@ -118,3 +137,4 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
       if (t < count && column * 4 + c < tile.z) store_out(lanes[c], y + (size_t)t * rows, column * 4 + c);
   }
 }
+#endif

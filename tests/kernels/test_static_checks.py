@@ -35,14 +35,20 @@ from heterollm.kernels.tolerances import linear_errors
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
 
-LINEAR_DEFINES = [f"-DBITS={bits}" for bits in (4, 8, 16, 32)]
+LINEAR_DEFINES = [
+    f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
+]
+INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 ATTENTION = ("common.h", "layers.h", "attention.h")
 
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
-    ("common.h", "linear.h", "linear_vector.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
     ("common.h", "linear.h", "linear_simt.cl"): LINEAR_DEFINES,
-    ("common.h", "linear.h", "embedding.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl"): INT8_DEFINES,
+    ("common.h", "quantize.cl"): ["-DBITS=4", "-DBITS=8"],
+    ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     ("common.h", "layers.h", "rms_norm.cl"): ["-DWG=1", "-DWG=64"],
     ("common.h", "layers.h", "pointwise.cl"): ["-DWG=1", "-DWG=64"],
     ("common.h", "layers.h", "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF"],
@@ -94,13 +100,23 @@ def test_sources_are_portable_opencl_c(clang, files):
             assert compiler_says(clang, source, "-cl-std=CL3.0", *options) == "", options
 
 
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "cascadelake"])
 def test_the_paths_for_x86_compile(clang, processor):
     options = ["-cl-std=CL1.2", "-target", "x86_64", f"-march={processor}", *WITHOUT_EXTENSIONS]
     for files, variants in PROGRAMS.items():
         source = read_sources(files)
-        for half in ([], ["-DACT_HALF"]):
-            assert compiler_says(clang, source, *options, *variants[0].split(), *half) == "", files
+        chosen = variants if files[-1] == "linear_int8_vector.cl" else variants[:2]
+        for defines, half in itertools.product(chosen, ([], ["-DACT_HALF"])):
+            assert compiler_says(clang, source, *options, *defines.split(), *half) == "", files
+
+
+def test_the_integer_dot_product_of_opencl_3_compiles(clang):
+    files = ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl")
+    # What a compiler defines for a device with cl_khr_integer_dot_product.
+    device = ["-DINTEGER_DOT", "-D__opencl_c_integer_dot_product_input_4x8bit_packed=1"]
+    for defines in PROGRAMS[files]:
+        options = ["-cl-std=CL3.0", *device, *defines.split()]
+        assert compiler_says(clang, read_sources(files), *options) == "", defines
 
 
 def test_the_compiler_check_can_fail(clang):

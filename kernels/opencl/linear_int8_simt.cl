@@ -1,0 +1,135 @@
+// Linear layers with int8 activations for GPUs: a column for each work-item, inputs and weights staged in local
+// memory. With -DINTEGER_DOT the device multiplies four pairs of bytes at once.
+
+#ifdef INTEGER_DOT
+#define DOT4(codes, input) dot_4x8packed_us_int(codes, input)
+#else
+static inline int DOT4(uint codes, uint input) {
+  const uchar4 c = as_uchar4(codes);
+  const char4 i = as_char4(input);
+  return c.x * i.x + c.y * i.y + c.z * i.z + c.w * i.w;
+}
+#endif
+
+static inline int integer_zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
+  return asymmetric ? zeros[index] : MIDDLE;
+}
+
+// ---- a few tokens ---------------------------------------------------------------------------------------
+
+// TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
+#ifdef TOKENS
+
+// Work-items that share a column, each with every SLICES-th block of inputs.
+#define SLICES 4
+
+__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
+  __local float partial[SLICES][TOKENS][LANES];
+  const int lane = get_local_id(0), slice = get_local_id(1);
+  const int4 tile = tiles[get_group_id(0)];
+  const int token = get_group_id(1) * TOKENS;
+  const int count = min(TOKENS, tokens - token);
+  const int blocks = columns / block;
+  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
+  // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
+  __global const uint *inputs[TOKENS];
+  __global const int2 *input_blocks[TOKENS];
+  float totals[TOKENS];
+  UNROLL for (int t = 0; t < TOKENS; t++) {
+    inputs[t] = x_codes + (size_t)(token + min(t, count - 1)) * (columns / 4);
+    input_blocks[t] = x_blocks + (size_t)(token + min(t, count - 1)) * blocks;
+    totals[t] = 0.0f;
+  }
+  for (int b = slice; b < blocks; b += SLICES) {
+    __global const weight_t *source = weights + (size_t)b * (block / WORD_INPUTS) * LANES;
+    const size_t group = ((size_t)tile.x * blocks + b) * LANES + lane;
+    const int zero = integer_zero_point(zeros, group, asymmetric);
+    int sums[TOKENS];
+    UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = -zero * input_blocks[t][b].y;
+    int quad = b * block / 4;
+    for (int k = 0; k < block; k += WORD_INPUTS, source += LANES, quad += QUADS) {
+      const uint q = *source;
+      UNROLL for (int h = 0; h < QUADS; h++)
+        UNROLL for (int t = 0; t < TOKENS; t++) sums[t] += DOT4(QUAD(q, h), inputs[t][quad + h]);
+    }
+    const float scale = load_half(scales, group);
+    UNROLL for (int t = 0; t < TOKENS; t++)
+      totals[t] = FMA((float)sums[t], scale * as_float(input_blocks[t][b].x), totals[t]);
+  }
+  UNROLL for (int t = 0; t < TOKENS; t++) partial[slice][t][lane] = totals[t];
+  barrier(CLK_LOCAL_MEM_FENCE);
+  if (lane < tile.z)
+    for (int t = slice; t < count; t += SLICES) {
+      float total = 0.0f;
+      for (int s = 0; s < SLICES; s++) total += partial[s][t][lane];
+      store_out(total, y + (size_t)(first_token + token + t) * rows + tile.y, lane);
+    }
+}
+#else
+
+// ---- many tokens ----------------------------------------------------------------------------------------
+
+// A work-group computes TILE_TOKENS x LANES outputs, each work-item 4 x 4 of them. token_step is TILE_TOKENS.
+#define TILE_TOKENS 32
+// Inputs staged at a time: every block is a multiple of it.
+#define DEPTH 16
+#define ITEMS_X 16
+#define ITEMS_Y 8
+
+__kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(INT8_ARGUMENTS) {
+  __local uint inputs[DEPTH / 4][TILE_TOKENS];
+  __local uint values[DEPTH / 4][LANES];
+  const int column = get_local_id(0), strip = get_local_id(1);
+  const int item = strip * ITEMS_X + column;
+  const int4 tile = tiles[get_group_id(0)];
+  const int token = get_group_id(1) * token_step;
+  const int count = min(token_step, tokens - token);
+  const int blocks = columns / block;
+  x_codes += (size_t)token * (columns / 4);
+  x_blocks += (size_t)token * blocks;
+  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
+  float totals[4][4];
+  int sums[4][4];
+  UNROLL for (int r = 0; r < 4; r++)
+    UNROLL for (int c = 0; c < 4; c++) {
+      totals[r][c] = 0.0f;
+      sums[r][c] = 0;
+    }
+  for (int start = 0; start < columns; start += DEPTH) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
+    for (int i = item; i < TILE_TOKENS * DEPTH / 4; i += ITEMS_X * ITEMS_Y) {
+      const int t = i / (DEPTH / 4), k = i % (DEPTH / 4);
+      inputs[k][t] = x_codes[(size_t)min(t, count - 1) * (columns / 4) + start / 4 + k];
+    }
+    for (int i = item; i < LANES * DEPTH / WORD_INPUTS; i += ITEMS_X * ITEMS_Y) {
+      const int lane = i % LANES, word = i / LANES;
+      const uint q = weights[(size_t)(start / WORD_INPUTS + word) * LANES + lane];
+      UNROLL for (int h = 0; h < QUADS; h++) values[word * QUADS + h][lane] = QUAD(q, h);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    UNROLL for (int k = 0; k < DEPTH / 4; k++)
+      UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < 4; c++)
+          sums[r][c] += DOT4(values[k][column * 4 + c], inputs[k][strip * 4 + r]);
+    if ((start + DEPTH) % block == 0) {
+      const int b = start / block;
+      const size_t group = ((size_t)tile.x * blocks + b) * LANES + column * 4;
+      UNROLL for (int r = 0; r < 4; r++) {
+        const int2 input = x_blocks[(size_t)min(strip * 4 + r, count - 1) * blocks + b];
+        UNROLL for (int c = 0; c < 4; c++) {
+          const int sum = sums[r][c] - integer_zero_point(zeros, group + c, asymmetric) * input.y;
+          totals[r][c] = FMA((float)sum, load_half(scales, group + c) * as_float(input.x), totals[r][c]);
+          sums[r][c] = 0;
+        }
+      }
+    }
+  }
+  y += (size_t)(first_token + token) * rows + tile.y;
+  for (int r = 0; r < 4; r++) {
+    const int t = strip * 4 + r;
+    for (int c = 0; c < 4; c++)
+      if (t < count && column * 4 + c < tile.z) store_out(totals[r][c], y + (size_t)t * rows, column * 4 + c);
+  }
+}
+#endif

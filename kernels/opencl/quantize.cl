@@ -1,0 +1,38 @@
+// Rounding of activations to int8: a work-item rounds `span` blocks of one token.
+
+// Write the codes of eight inputs.
+static inline void store_codes(int8 code, __global uchar *codes) {
+#if BITS == 4
+  const int8 ordered = code.s02461357;
+#else
+  const int8 ordered = code;
+#endif
+  *(__global uchar8 *)codes = convert_uchar8(ordered & 255);
+}
+
+__kernel void quantize_activations(
+    __global const act_t *restrict x, __global uchar *restrict x_codes, __global int2 *restrict x_blocks,
+    int columns, int block, int first_token, int span) {
+  const int token = get_global_id(1);
+  const int blocks = columns / block;
+  const int first = get_global_id(0) * span;
+  x += (size_t)(first_token + token) * columns;
+  x_codes += (size_t)token * columns;
+  x_blocks += (size_t)token * blocks;
+  for (int b = first; b < min(first + span, blocks); b++) {
+    float8 largest = 0.0f;
+    for (int k = b * block; k < (b + 1) * block; k += 8) largest = fmax(largest, fabs(load_act8(x, k)));
+    const float top = max8(largest);
+    const float factor = top > 0.0f ? 127.0f / top : 0.0f;
+    int8 sums = 0;
+    for (int k = b * block; k < (b + 1) * block; k += 8) {
+      // Limited, because the factor of a denormal block is infinite.
+      const int8 code = clamp(ROUND8(load_act8(x, k) * factor), -127, 127);
+      sums += code;
+      store_codes(code, x_codes + k);
+    }
+    const int4 halves = sums.lo + sums.hi;
+    const int2 quarters = halves.lo + halves.hi;
+    x_blocks[b] = (int2)(as_int(top / 127.0f), quarters.x + quarters.y);
+  }
+}
