@@ -7,6 +7,7 @@ one (``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``) are read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from heterollm.families import ROPE_KINDS, Family, RopeKind, unsupported
 from heterollm.json_fields import Fields
@@ -96,7 +97,7 @@ def read_ropes(
         rope = _read(fields, section, "rope_theta", family, rotary_dim, max_positions)
         return rope, rope
     # The older spelling scales the layers that see everything and no others.
-    parts = {FULL: section.values, SLIDING: {}}
+    parts: dict[str, dict[str, Any]] = {FULL: dict(section.values), SLIDING: {}}
     nested = Fields(fields.section("rope_parameters"), f"{fields.where}, rope_parameters")
     if any(isinstance(nested.get(kind), dict) for kind in parts):
         parts = {kind: nested.section(kind) for kind in parts}
