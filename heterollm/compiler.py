@@ -21,7 +21,7 @@ from heterollm.kernels.npu import NpuGraph, NpuSlice
 from heterollm.kernels.opencl_runtime import Launch, SharedArray
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
-from heterollm.kernels.quantized_tensor import concatenate_rows, take_rows
+from heterollm.npu_slices import npu_slice
 from heterollm.progress import Progress
 from heterollm.small_tensors import SmallTensors
 from heterollm.solver.check import check_plan
@@ -137,7 +137,10 @@ class Compiler:
             progress("Packing weights for the GPU", done, len(weights.specs))
             members = weights.linear(spec.layer, spec.group)
             self._linears[spec.layer, spec.group] = GpuLinear.pack(
-                device.gpu, members, activation_dtype=device.activation_dtype
+                device.gpu,
+                members,
+                activation_dtype=device.activation_dtype,
+                integer_inputs=spec.integer_inputs,
             )
         progress("Packing weights for the GPU", len(weights.specs), len(weights.specs))
         if weights.embedding is weights.head:
@@ -375,12 +378,5 @@ class Compiler:
         assert npu is not None  # the plan has been checked
         key = (spec.layer, spec.group, placement.npu_rows)
         if key not in self._slices:
-            members = self._weights.linear(spec.layer, spec.group)
-            ranges = tuple((0, rows) for rows in placement.npu_rows)
-            parts = [
-                take_rows(member, [part]) for member, part in zip(members, ranges, strict=True) if part[1]
-            ]
-            self._slices[key] = NpuSlice(
-                concatenate_rows(parts), spec.layer, spec.group, ranges, self._weights.content_key
-            )
+            self._slices[key] = npu_slice(self._weights, spec, placement.npu_rows)
         return npu.prepare(self._slices[key], length, placement.form)  # type: ignore[arg-type]

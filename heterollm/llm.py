@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +15,18 @@ from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
 from heterollm.emulation import check_emulation
 from heterollm.engine_thread import EngineThread
-from heterollm.errors import EngineError, InputError, OptionError, PlanError
+from heterollm.errors import EngineError, InputError, OptionError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.layout import op_specs
+from heterollm.load_options import check_options, choose_context, choose_plan
 from heterollm.memory import MemoryNeed, check_memory, memory_need
+from heterollm.precision import check_precision
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
 from heterollm.session import Session, check_ids
-from heterollm.solver import LEVELS, Plan, level_plan
-from heterollm.solver.plan import model_shape
+from heterollm.solver import Plan
 from heterollm.streaming import SessionSource, Stream
 from heterollm.tokenizer import Tokenizer
 from heterollm.weights import ModelWeights, load_weights
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from heterollm.engine import Engine
 
 __all__ = ["LLM"]
-
-DEFAULT_CONTEXT: Final = 4096
-CHUNK_LENGTH: Final = 1024
-"""Longest pass where no NPU graph says otherwise."""
 
 
 class LLM:
@@ -81,8 +78,8 @@ class LLM:
             device: ``snapdragon``, ``host``, ``emulator`` or ``auto``.
             plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``) or ``auto``, which is ``gpu``
                 as long as the device has no profile.
-            precision: ``w4a16`` (4-bit weights, 8-bit embedding and head) or ``fp16`` (float weights; FP32
-                on ``host``).
+            precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
+                rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
             group_size: Weights that share a scale: 32, 64 or 128.
             symmetric: Whether 4-bit codes have no zero point of their own.
             context: Positions of a session; the model's own limit, at most 4096, by default.
@@ -101,10 +98,10 @@ class LLM:
                 raise EngineError("Loading was stopped.")
             (progress or silent)(stage, done, total)
 
-        _check_options(model, plan, precision, group_size, symmetric)
+        check_options(model, plan, precision, group_size, symmetric)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
-        positions = _context(config, context)
+        positions = choose_context(config, context)
         tokenizer = Tokenizer.from_folder(checkpoint.folder)
         thread = EngineThread()
         try:
@@ -116,7 +113,15 @@ class LLM:
                 symmetric,
                 float_bits=32 if opened.activation_dtype == np.float32 else 16,
             )
-            chosen = _plan(plan, specs, opened, precision, positions)
+            chosen = choose_plan(
+                plan,
+                specs,
+                device=opened.name,
+                standard_lengths=opened.standard_lengths,
+                precision=precision,
+                context=positions,
+            )
+            check_precision(opened, precision, specs)
             # Before anything is read: quantising a model that cannot run would take its time in vain.
             check_memory(_memory_need(config, specs, chosen, positions, opened))
             weights = load_weights(
@@ -276,41 +281,12 @@ def _start(device: Device, weights: ModelWeights, plan: Plan, context: int, prog
     return engine
 
 
-def _check_options(
-    model: object, plan: object, precision: object, group_size: object, symmetric: object
-) -> None:
-    if not isinstance(model, str | Path) or not str(model):
-        raise OptionError(f"The model is {model!r}.", fix="Give a folder or a hub name.")
-    if not isinstance(plan, str | Path | Plan):
-        raise OptionError(f"The plan is {plan!r}.", fix="Give a level, the path of a plan, or a plan.")
-    if precision not in get_args(Precision):
-        raise OptionError(
-            f"There is no precision {precision!r}.", fix=f"Choose {' or '.join(get_args(Precision))}."
-        )
-    if type(group_size) is not int or group_size not in (32, 64, 128):
-        raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
-    if not isinstance(symmetric, bool):
-        raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
-
-
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(stop, str):
         return (stop,) if stop else ()
     if not isinstance(stop, list | tuple):
         raise OptionError(f"stop is {stop!r}, but must be a text or a list of texts.")
     return tuple(stop)
-
-
-def _context(config: ModelConfig, context: int | None) -> int:
-    if context is None:
-        return min(config.max_positions, DEFAULT_CONTEXT)
-    if type(context) is not int:
-        raise OptionError(f"context is {context!r}, but must be a whole number of positions.")
-    if not 1 <= context <= config.max_positions:
-        raise OptionError(
-            f"A context of {context} is outside what the model was made for, 1 to {config.max_positions}."
-        )
-    return context
 
 
 def _memory_need(
@@ -321,45 +297,3 @@ def _memory_need(
 
     slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)
     return memory_need(config, specs, plan, context, slots, device.cache_dtype)
-
-
-def _plan(
-    plan: str | Path | Plan,
-    specs: Sequence[OpSpec],
-    device: Device,
-    precision: Precision,
-    context: int,
-) -> Plan:
-    if isinstance(plan, Plan):
-        return _checked(plan, "The plan", specs, device, precision)
-    if plan == "auto":
-        plan = "gpu"
-    if plan in LEVELS:
-        lengths = device.standard_lengths
-        return level_plan(
-            plan,
-            specs,
-            device=device.name,
-            precision=precision,
-            standard_lengths=lengths,
-            chunk_length=min(context, lengths[-1] if lengths else CHUNK_LENGTH),
-        )
-    path = Path(plan)
-    if not path.is_file():
-        raise OptionError(
-            f"{str(plan)!r} is neither a plan level nor a plan file.",
-            fix=f"Choose auto, {', '.join(LEVELS)}, or the path of a plan.",
-        )
-    return _checked(Plan.load(path), str(path), specs, device, precision)
-
-
-def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: Device, precision: str) -> Plan:
-    wanted = {"shape": model_shape(specs), "device": device.name, "precision": precision}
-    for field, value in wanted.items():
-        stated = getattr(plan, field)
-        if stated != value:
-            raise PlanError(
-                f"{what} was made for {field} {stated!r}, and this is {value!r}.",
-                fix="Choose a level, or make a plan for this model, device and precision.",
-            )
-    return plan

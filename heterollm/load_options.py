@@ -1,0 +1,119 @@
+"""What a user may ask for when a model is loaded: checked, and turned into a context and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, get_args
+
+from heterollm.config import ModelConfig
+from heterollm.errors import OptionError, PlanError
+from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.solver import LEVELS, Plan, level_plan
+from heterollm.solver.plan import model_shape
+
+__all__ = ["check_options", "choose_context", "choose_plan"]
+
+DEFAULT_CONTEXT: Final = 4096
+CHUNK_LENGTH: Final = 1024
+"""Longest pass where no NPU graph says otherwise."""
+
+
+def check_options(
+    model: object, plan: object, precision: object, group_size: object, symmetric: object
+) -> None:
+    """Refuse what cannot be loaded whatever the checkpoint holds.
+
+    Raises:
+        OptionError: An argument is not legal; the message names it.
+    """
+    if not isinstance(model, str | Path) or not str(model):
+        raise OptionError(f"The model is {model!r}.", fix="Give a folder or a hub name.")
+    if not isinstance(plan, str | Path | Plan):
+        raise OptionError(f"The plan is {plan!r}.", fix="Give a level, the path of a plan, or a plan.")
+    if precision not in get_args(Precision):
+        raise OptionError(
+            f"There is no precision {precision!r}.", fix=f"Choose {' or '.join(get_args(Precision))}."
+        )
+    if type(group_size) is not int or group_size not in (32, 64, 128):
+        raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
+    if not isinstance(symmetric, bool):
+        raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
+
+
+def choose_context(config: ModelConfig, context: int | None) -> int:
+    """Return the positions of a session; by default the model's limit, at most 4096.
+
+    Raises:
+        OptionError: It is outside what the model was made for.
+    """
+    if context is None:
+        return min(config.max_positions, DEFAULT_CONTEXT)
+    if type(context) is not int:
+        raise OptionError(f"context is {context!r}, but must be a whole number of positions.")
+    if not 1 <= context <= config.max_positions:
+        raise OptionError(
+            f"A context of {context} is outside what the model was made for, 1 to {config.max_positions}."
+        )
+    return context
+
+
+def choose_plan(
+    plan: str | Path | Plan,
+    specs: Sequence[OpSpec],
+    *,
+    device: str,
+    standard_lengths: Sequence[int],
+    precision: Precision,
+    context: int,
+) -> Plan:
+    """Return the plan to run: the given one, one from a file, or that of a level.
+
+    Args:
+        plan: A plan, a level, ``auto`` (``gpu`` as long as the device has no profile), or a plan file.
+        specs: The model's groups.
+        device: Name of the device that runs it.
+        standard_lengths: Lengths of its NPU graphs; empty without an NPU.
+        precision: Precision of the linears.
+        context: Positions of a session.
+
+    Raises:
+        OptionError: It is neither a level nor a file, or the level needs an NPU.
+        PlanError: The plan is damaged, or made for another model, device or precision.
+    """
+    if isinstance(plan, Plan):
+        return _checked(plan, "The plan", specs, device, precision)
+    if plan == "auto":
+        plan = "gpu"
+    if plan in LEVELS:
+        return level_plan(
+            plan,
+            specs,
+            device=device,
+            precision=precision,
+            standard_lengths=standard_lengths,
+            chunk_length=min(context, standard_lengths[-1] if standard_lengths else CHUNK_LENGTH),
+        )
+    path = Path(plan)
+    try:
+        found = path.is_file()
+    except OSError:  # such as a name that is too long
+        found = False
+    if not found:
+        raise OptionError(
+            f"{str(plan)!r:.200} is neither a plan level nor a plan file.",
+            fix=f"Choose auto, {', '.join(LEVELS)}, or the path of a plan.",
+        )
+    return _checked(Plan.load(path), str(path), specs, device, precision)
+
+
+def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precision: str) -> Plan:
+    wanted = {"shape": model_shape(specs), "device": device, "precision": precision}
+    for field, value in wanted.items():
+        stated = getattr(plan, field)
+        if stated != value:
+            raise PlanError(
+                f"{what} was made for {field} {stated!r}, and this is {value!r}.",
+                fix="Choose a level, or make a plan for this model, device and precision.",
+            )
+    return plan
