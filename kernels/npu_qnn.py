@@ -8,7 +8,7 @@ shared between lengths, the rpcmem allocator, power modes) are off.
 from __future__ import annotations
 
 import logging
-import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.qnn_binaries import ContextBinary
 from heterollm.kernels.qnn_compile import compile_graph
 from heterollm.kernels.qnn_runtime import QnnTarget, open_session, qnn_available, qnn_versions
+from heterollm.kernels.qnn_socs import this_soc
 from heterollm.kernels.quantized_tensor import QuantizedTensor
 from heterollm.kernels.tolerances import linear_errors
 from heterollm.units import MIB
 
-__all__ = ["QnnNpu", "qnn_available"]
+__all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,21 @@ INTEGER_ONLY_SOCS = frozenset({"37"})
 
 CHILD_WEIGHT_BYTES = 16 * MIB
 """Slices of more weights are compiled in a child process by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltGraph:
+    """A graph in the cache, as :meth:`QnnNpu.build` left it.
+
+    Args:
+        size_bytes: Of its files.
+        compiled: Whether it was compiled now; else it was there.
+        refusal: Why QNN does not load it on this machine; empty if it does.
+    """
+
+    size_bytes: int
+    compiled: bool
+    refusal: str
 
 
 class QnnNpu:
@@ -77,20 +93,22 @@ class QnnNpu:
             options["soc_model"] = soc_model
         self.name = f"Hexagon {'emulator' if emulator else 'NPU'} (QNN HTP)"
         self.time_kind: TimeKind = "emulated" if emulator else "real"
-        self.soc_model = soc_model
-        self._soc = soc_model if emulator else _this_soc()
+        # Graphs are filed under the chip and not under where they were compiled: those that another machine
+        # compiled for this chip are the same.
+        self.soc_model = soc_model or this_soc()
         self.compiled_count = 0
         self.loaded_count = 0
         self._target = QnnTarget(emulator, options)
         self._compile_in_child = compile_in_child
         self._sessions: dict[tuple[SliceKey, Form, int], Any] = {}
 
-    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
+    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
         Weight first leads: by the emulator's cycle counts it is up to 7.7 times cheaper at 5 to 32 tokens.
         """
-        if self.soc_model in INTEGER_ONLY_SOCS or weight.bits == 32:
+        # MatMulNBits on HTP has float activations only.
+        if self.soc_model in INTEGER_ONLY_SOCS or weight.bits == 32 or integer_inputs:
             return ()
         if weight.quantized:
             return () if self.soc_model in FLOAT_ONLY_SOCS else ("matmul_nbits",)
@@ -106,11 +124,38 @@ class QnnNpu:
             self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
         )
 
+    def is_built(self, part: NpuSlice, length: int, form: Form | None = None) -> bool:
+        """Return whether the cache has a sound graph of a slice.
+
+        Raises:
+            GraphError: As :meth:`prepare`.
+        """
+        return self._binary(part, check_prepare(self, part, length, form), length).problem() is None
+
+    def build(self, part: NpuSlice, length: int, form: Form | None = None) -> BuiltGraph:
+        """Put a graph into the cache without keeping a session, and see whether it loads here.
+
+        A graph for a newer Hexagon than the emulator plays is sound and does not load.
+
+        Raises:
+            GraphError: As :meth:`prepare`.
+            CacheError: The cache folder cannot be written or locked.
+        """
+        chosen = check_prepare(self, part, length, form)
+        stored = self._binary(part, chosen, length)
+        label = f"{part.label} ({chosen}, {length} tokens)"
+        with locked(stored.model):
+            compiled = stored.problem() is not None
+            if compiled:
+                self._build(stored, part, chosen, length, label)
+        _, problem = self._load(stored, label)
+        return BuiltGraph(stored.size_bytes, compiled, problem)
+
     def versions(self) -> dict[str, str]:
         """Return the versions of ONNX Runtime, the provider and its SDK, and the SoC compiled for."""
         return {
             **qnn_versions(),
-            "soc": f"{self._soc} (emulated)" if self._target.emulator else str(self._soc),
+            "soc": f"{self.soc_model} (emulated)" if self._target.emulator else self.soc_model,
         }
 
     def close(self) -> None:
@@ -157,9 +202,12 @@ class QnnNpu:
                 return session
             if problem != "missing":
                 logger.warning("The cached NPU graph of %s is %s; building it again.", label, problem)
-            stored.build(lambda folder, model: self._compile(part, form, length, folder, model, label))
-            self.compiled_count += 1
+            self._build(stored, part, form, length, label)
         return open_session(stored.model, self._target, label)
+
+    def _build(self, stored: ContextBinary, part: NpuSlice, form: Form, length: int, label: str) -> None:
+        stored.build(lambda folder, model: self._compile(part, form, length, folder, model, label))
+        self.compiled_count += 1
 
     def _load(self, stored: ContextBinary, label: str) -> tuple[Any, str]:
         """Return the session of a sound file, or None and what is wrong with it."""
@@ -194,8 +242,8 @@ class QnnNpu:
             "form": form,
             "length": length,
             "dtype": str(self.activation_dtype),
-            "soc": self._soc,
-            "options": self._target.options,
+            "soc": self.soc_model,
+            "options": {name: value for name, value in self._target.options.items() if name != "soc_model"},
         }
         versions = qnn_versions()
         made_by = {
@@ -204,11 +252,3 @@ class QnnNpu:
             "qairt": versions["qairt"],
         }
         return ContextBinary(identity, made_by)
-
-
-def _this_soc() -> str:
-    """Return what the system calls the chip it runs on."""
-    try:
-        return Path("/sys/devices/soc0/machine").read_text().strip()
-    except OSError:  # not Linux, or a kernel that does not say
-        return platform.processor() or platform.machine()

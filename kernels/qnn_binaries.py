@@ -50,6 +50,11 @@ class ContextBinary:
         """The description and the checksums."""
         return self.model.with_suffix(".json")
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the files that there are."""
+        return sum(path.stat().st_size for path in (self.model, self.binary, self.manifest) if path.exists())
+
     def problem(self) -> str | None:
         """Return why the files cannot be used, "missing" if there are none, or None if they are sound."""
         try:
