@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from heterollm.errors import HeteroLLMError, InputError
+from heterollm.errors import HeteroLLMError, InputError, OptionError
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -59,7 +59,7 @@ app.add_typer(cache_app, name="cache")
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its hub name.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, snapdragon, host or emulator.")]
 PlanOption = Annotated[str, typer.Option(help="auto, gpu, npu, layer, or the file of a plan.")]
-PrecisionOption = Annotated[str, typer.Option(help="w4a16 or fp16.")]
+PrecisionOption = Annotated[str, typer.Option(help="w4a16, w4a8 or fp16.")]
 GroupSize = Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")]
 Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="Give 4-bit weights zero points.")]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
@@ -301,6 +301,48 @@ def demo(
         write(PROMPT)
         result = run_demo(device=device, max_new_tokens=max_new_tokens, on_text=write, progress=progress)
     write("\n\n" + report.render(report.demo_report(result), like=sys.stdout))
+
+
+@app.command("compile")
+def compile_graphs(
+    model: Model,
+    soc: Annotated[str, typer.Option(help="Qualcomm's number of the chip: 57 is the Snapdragon 8 Gen 3.")],
+    plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
+    precision: PrecisionOption = "w4a16",
+    group_size: GroupSize = 32,
+    asymmetric: Asymmetric = False,
+    lengths: Annotated[str | None, typer.Option(help="Some of the lengths only, such as 1,32,256.")] = None,
+    context: Context = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64; they are then copied to the device."""
+    from heterollm import report
+    from heterollm.precompile import precompile
+    from heterollm.terminal import write, write_json
+
+    with report.progress_bars() as progress:
+        result = precompile(
+            model,
+            soc=soc,
+            plan=plan,
+            precision=precision,
+            group_size=group_size,
+            symmetric=not asymmetric,
+            lengths=None if lengths is None else _numbers(lengths, "--lengths"),
+            context=context,
+            progress=progress,
+        )
+    if as_json:
+        write_json(result.to_dict())
+        return
+    write(report.render(report.precompile_report(result), like=sys.stdout))
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise OptionError(f"{option} is {text!r:.80}.", fix="Give whole numbers with commas between them.")
+    return [int(part) for part in parts]
 
 
 # -- the machine -------------------------------------------------------------------------------------

@@ -168,12 +168,13 @@ def op_specs(
 ) -> tuple[OpSpec, ...]:
     """List every group of every layer, in the order in which a token meets them, and the head.
 
-    At ``w4a16`` the layers have 4 bits and the head 8. Where ``group_size`` does not divide the inputs of a
+    At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all of them, the head too,
+    read inputs that are rounded to int8. Where ``group_size`` does not divide the inputs of a
     group, the largest power of two below it that does is its block.
 
     Args:
         config: The model.
-        precision: Of the weights.
+        precision: Of weights and activations.
         group_size: Inputs that share one scale.
         symmetric: Whether 4-bit weights have no zero points.
         float_bits: Of the weights at precision ``fp16``: 32 where the device computes in float32.
@@ -185,7 +186,7 @@ def op_specs(
     def spec(layer: int, group: Group) -> OpSpec:
         columns = _columns(config, group)
         weight = WeightFormat(float_bits)
-        if precision == "w4a16":
+        if precision != "fp16":
             block = effective_block(columns, group_size)
             head = group == "head"
             weight = WeightFormat(EMBEDDING_BITS, block) if head else WeightFormat(4, block, symmetric)
@@ -193,7 +194,8 @@ def op_specs(
             Member(member, _rows(config, member)) for member in linear_names(config, layer)[group]
         )
         source, target = SOURCES[group]
-        return OpSpec(group, layer, members, columns, weight, source, target)
+        rounded = precision == "w4a8"
+        return OpSpec(group, layer, members, columns, weight, source, target, integer_inputs=rounded)
 
     layers = (spec(layer, group) for layer in range(config.layers) for group in GROUPS if group != "head")
     return (*layers, spec(HEAD_LAYER, "head"))

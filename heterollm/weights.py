@@ -154,13 +154,13 @@ def load_weights(
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
 ) -> ModelWeights:
-    """Load a model's weights; at ``w4a16`` quantise them, or take them from the cache.
+    """Load a model's weights; except at ``fp16`` quantise them, or take them from the cache.
 
     Args:
         checkpoint: The tensors.
         config: The model; its tensors are checked against the checkpoint's.
-        precision: ``w4a16`` (4 bits, embedding and head 8) or ``fp16``.
-        group_size: Inputs that share one scale, at ``w4a16``.
+        precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights) or ``fp16``.
+        group_size: Inputs that share one scale, except at ``fp16``.
         symmetric: Whether 4-bit weights have no zero points.
         float_dtype: Of the weights at ``fp16``: float16, or float32 where the device computes in it.
         progress: Called with bytes done and in all while the checkpoint is hashed and then quantised; what is
@@ -187,9 +187,10 @@ def load_weights(
     float_names = tuple(name for name in expected_tensors(config) if name not in formats)
 
     hashed_bytes = checkpoint.file_bytes
-    work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision == "w4a16" else 0
+    work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
     content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
-    content_key = hashlib.sha256(f"{content} {precision} {variant}".encode()).hexdigest()
+    stored = "fp16" if precision == "fp16" else "w4a16"
+    content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
     linears: Mapping[str, LinearWeight]
     if precision == "fp16":
         floats = {name: checkpoint.read(name) for name in float_names}

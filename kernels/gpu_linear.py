@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import KernelError
-from heterollm.kernels.opencl_runtime import (
-    Argument,
-    ChainedLaunch,
-    Launch,
-    OpenClRuntime,
-    SharedArray,
-    aligned_empty,
-)
+from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray, aligned_empty
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
 from heterollm.units import round_up

@@ -32,8 +32,9 @@ __all__ = [
 
 TimeKind = Literal["real", "emulated", "simulated"]
 
-Form = Literal["matmul_nbits", "activation_first", "weight_first"]
-"""How a slice is written as a graph: ``x·Wᵀ`` on packed codes, ``x·Wᵀ``, or ``(W·xᵀ)ᵀ``."""
+Form = Literal["matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"]
+"""How a slice is written as a graph: ``x·Wᵀ`` on packed codes with float inputs or with inputs rounded to
+int8, ``x·Wᵀ``, or ``(W·xᵀ)ᵀ``."""
 
 STANDARD_LENGTHS: tuple[int, ...] = (1, 32, 64, 128, 256, 512, 1024)
 """Sequence lengths for which NPU graphs exist (HeteroLLM, section 4.1)."""
@@ -51,6 +52,7 @@ class NpuSlice:
         group: Name of the group.
         row_ranges: Rows ``[start, stop)`` taken of each member.
         weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
+        integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
 
     Raises:
         GraphError: The ranges do not add up to the weight's rows.
@@ -61,6 +63,7 @@ class NpuSlice:
     group: str
     row_ranges: tuple[tuple[int, int], ...]
     weights_key: str
+    integer_inputs: bool = False
 
     def __post_init__(self) -> None:
         stated = sum(stop - start for start, stop in self.row_ranges)
@@ -169,8 +172,13 @@ class NpuBackend(Protocol):
         """Graphs opened so far from an existing cache file."""
         ...
 
-    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
-        """Return the forms in which such a weight can run, best first; empty if it cannot."""
+    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[Form, ...]:
+        """Return the forms in which such a weight can run, best first; empty if it cannot.
+
+        Args:
+            weight: Its number format.
+            integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
+        """
         ...
 
     def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> NpuGraph:
@@ -217,10 +225,11 @@ def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form |
             f"{backend.name} has no graphs of length {length}.",
             fix=f"Pad to one of {', '.join(map(str, backend.standard_lengths))}.",
         )
-    forms = backend.forms(part.format)
+    forms = backend.forms(part.format, integer_inputs=part.integer_inputs)
     if not forms:
+        inputs = " and int8 activations" if part.integer_inputs else ""
         raise GraphError(
-            f"{backend.name} cannot compute {part.label} with {part.format} weights.",
+            f"{backend.name} cannot compute {part.label} with {part.format} weights{inputs}.",
             fix="Choose another precision or group size.",
         )
     if form is not None and form not in forms:

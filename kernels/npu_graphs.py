@@ -35,6 +35,9 @@ IR_VERSION = 10
 OPSET = 21
 MICROSOFT_OPSET = 1
 SAMPLED_ROWS = 64
+INT8_ACCURACY = 4
+"""MatMulNBits' ``accuracy_level`` at which inputs are rounded to int8."""
+FLOAT_FORMS: frozenset[Form] = frozenset({"activation_first", "weight_first"})
 
 ONNX_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): TensorProto.FLOAT,
@@ -80,7 +83,7 @@ def write_graph(
     """
     if part.format.bits == 32 and dtype != np.float32:
         raise GraphError(f"{part.label} has float32 weights, which a {dtype} graph would round.")
-    if (form == "matmul_nbits") != part.format.quantized:
+    if (form in FLOAT_FORMS) == part.format.quantized:
         raise GraphError(f"{part.label} with {part.format} weights cannot be written as {form}.")
     nodes, tensors = BUILDERS[form](part, dtype, length)
     weights = folder / "graph.weights"
@@ -128,10 +131,21 @@ def _matmul_nbits(part: NpuSlice, dtype: np.dtype[Any], length: int | None) -> B
     assert isinstance(weight, QuantizedTensor)
     if weight.zero_points is not None and dtype == np.float16:
         return _corrected_nbits(weight, length)
+    tensors = _nbits_tensors(weight, dtype)
+    return [_nbits_node(weight, list(tensors), OUTPUT)], tensors
+
+
+def _matmul_nbits_int8(part: NpuSlice, dtype: np.dtype[Any], _length: int | None) -> Built:
+    assert isinstance(part.weight, QuantizedTensor)
+    tensors = _nbits_tensors(part.weight, dtype)
+    return [_nbits_node(part.weight, list(tensors), OUTPUT, INT8_ACCURACY)], tensors
+
+
+def _nbits_tensors(weight: QuantizedTensor, dtype: np.dtype[Any]) -> Tensors:
     tensors: Tensors = {"codes": weight.codes, "scales": weight.scales.astype(dtype, copy=False)}
     if weight.zero_points is not None:
         tensors["zero_points"] = weight.zero_points
-    return [_nbits_node(weight, list(tensors), OUTPUT)], tensors
+    return tensors
 
 
 def _corrected_nbits(weight: QuantizedTensor, length: int | None) -> Built:
@@ -163,7 +177,9 @@ def _corrected_nbits(weight: QuantizedTensor, length: int | None) -> Built:
     return nodes, tensors
 
 
-def _nbits_node(weight: QuantizedTensor, tensors: list[str], output: str) -> onnx.NodeProto:
+def _nbits_node(
+    weight: QuantizedTensor, tensors: list[str], output: str, accuracy_level: int = 0
+) -> onnx.NodeProto:
     return helper.make_node(
         "MatMulNBits",
         [INPUT, *tensors],
@@ -173,7 +189,7 @@ def _nbits_node(weight: QuantizedTensor, tensors: list[str], output: str) -> onn
         N=weight.rows,
         bits=weight.bits,
         block_size=weight.block,
-        accuracy_level=0,
+        accuracy_level=accuracy_level,
     )
 
 
@@ -198,6 +214,7 @@ def _float_weight(part: NpuSlice, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 BUILDERS: dict[Form, Callable[[NpuSlice, np.dtype[Any], int | None], Built]] = {
     "matmul_nbits": _matmul_nbits,
+    "matmul_nbits_int8": _matmul_nbits_int8,
     "activation_first": _activation_first,
     "weight_first": _weight_first,
 }

@@ -51,8 +51,10 @@ class HostNpu:
         self.compiled_count = 0
         self._sessions: dict[tuple[SliceKey, Form], Any] = {}
 
-    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
+    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        if integer_inputs:
+            return ("matmul_nbits_int8",) if weight.quantized else ()
         return ("matmul_nbits",) if weight.quantized else ("activation_first", "weight_first")
 
     def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> SessionGraph:

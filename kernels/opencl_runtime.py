@@ -169,9 +169,8 @@ class ChainedLaunch(Launch):
 
     __slots__ = ("before",)
 
-    def __init__(self, launch: Launch, before: Launch) -> None:
-        sizes = launch.global_size, launch.local_size
-        super().__init__(launch._queue, launch.kernel, launch.arguments, *sizes, launch.label)
+    def __init__(self, before: Launch, *arguments: Any) -> None:  # noqa: ANN401 - those of Launch
+        super().__init__(*arguments)
         self.before = before
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
@@ -238,11 +237,11 @@ class OpenClRuntime:
         before: Launch | None = None,
     ) -> Launch:
         """Return the prepared call of a kernel, which enqueues ``before`` first if there is one."""
+        own = self.queue, kernel, arguments, global_size, local_size, label
         try:
-            launch = Launch(self.queue, kernel, arguments, global_size, local_size, label)
+            return Launch(*own) if before is None else ChainedLaunch(before, *own)
         except (cl.Error, TypeError) as error:
             raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
-        return launch if before is None else ChainedLaunch(launch, before)
 
     def _build(self, source: str, options: list[str], name: str) -> cl.Program:
         # PoCL keeps binaries itself; for the others one file per program and driver is kept here.

@@ -12,7 +12,7 @@ from typing import Literal
 
 __all__ = ["GROUPS", "Activation", "Group", "Join", "Member", "OpSpec", "Phase", "Precision", "WeightFormat"]
 
-Precision = Literal["w4a16", "fp16"]
+Precision = Literal["w4a16", "w4a8", "fp16"]
 Phase = Literal["prefill", "decode"]
 Group = Literal["qkv", "o", "gate_up", "down", "head"]
 Join = Literal["concatenate", "sum"]
@@ -77,6 +77,7 @@ class OpSpec:
         join: How the parts of a cut come together.
         source: Name of the value read.
         target: Name of the value written.
+        integer_inputs: Whether inputs are rounded to int8 for each block of the weights (``w4a8``).
     """
 
     group: Group
@@ -87,6 +88,7 @@ class OpSpec:
     source: str
     target: str
     join: Join = "concatenate"
+    integer_inputs: bool = False
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor
 
-__all__ = ["embedding", "linear", "weight_values"]
+__all__ = ["embedding", "linear", "round_inputs", "weight_values"]
 
 
 def weight_values(weight: LinearWeight) -> NDArray[np.float64]:
@@ -34,6 +34,23 @@ def linear(
         for member, (start, stop) in zip(members, spans, strict=True)
     ]
     return np.concatenate(parts, axis=1)
+
+
+def round_inputs(x: NDArray[Any], block: int) -> NDArray[np.float64]:
+    """Return ``x [m, k]`` as the linear layers with int8 activations see it.
+
+    Each block of a row becomes codes from -127 to 127 times a scale, ``max|x| / 127``: a code is ``x`` times
+    ``127 / max|x|``, in float32, to the nearest integer and halves to the even one. So does ONNX Runtime's
+    MatMulNBits at accuracy level 4, bit for bit (measured with version 1.31 on x86-64 over blocks of 16 to
+    128, with 4 and 8 bits of weight, on values that include exact halves).
+    """
+    blocks = x.astype(np.float32).reshape(len(x), -1, block)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    limit = np.float32(127)
+    factors = np.divide(limit, largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(blocks * factors).astype(np.float64)
+    values: NDArray[np.float64] = (codes * (largest / limit)).reshape(x.shape)
+    return values
 
 
 def embedding(

@@ -78,7 +78,7 @@ def _check_on_npu(placement: Placement, spec: OpSpec, length: int, npu: NpuBacke
                 f"{where}: a cut after {rows} of {whole} rows.",
                 fix=f"Cut at multiples of {npu.row_alignment}, or not at all.",
             )
-    forms = npu.forms(spec.weight)
+    forms = npu.forms(spec.weight, integer_inputs=spec.integer_inputs)
     if not forms or placement.form not in (None, *forms):
         raise PlanError(
             f"{where}: {npu.name} does not run {spec.weight} weights in form {placement.form!r}.",
