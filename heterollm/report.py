@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from heterollm.demo import Comparison, DemoResult
     from heterollm.generation import GenerationResult
     from heterollm.kernels.device import DeviceStatus
+    from heterollm.precompile import Precompiled
 
 __all__ = [
     "bug_panel",
@@ -34,6 +35,7 @@ __all__ = [
     "devices_table",
     "error_panel",
     "note",
+    "precompile_report",
     "progress_bars",
     "render",
     "show",
@@ -190,6 +192,37 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
     made.add_section()
     made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
     return made
+
+
+def precompile_report(result: Precompiled) -> Group:
+    """Return what was compiled for a chip, and how it gets there."""
+    made = table("group", ">tokens", ">graphs", ">compiled", ">size", ">time", "loads in the emulator")
+    for build in result.builds:
+        loads = "yes" if build.loadable == build.graphs else f"{build.loadable} of {build.graphs}"
+        made.add_row(
+            build.group,
+            str(build.length),
+            str(build.graphs),
+            str(build.compiled),
+            format_bytes(build.size_bytes),
+            f"{build.build_s:.1f} s",
+            Text(f"{loads}: {build.refusal}" if build.refusal else loads),
+        )
+    made.add_section()
+    counts = (sum(build.graphs for build in result.builds), sum(build.compiled for build in result.builds))
+    size = format_bytes(result.size_bytes)
+    made.add_row("all", "", str(counts[0]), str(counts[1]), size, f"{result.build_s:.1f} s", "")
+    versions = result.versions
+    return Group(
+        Text(f"{result.chip} (SoC {result.soc}), plan {result.plan}, {result.precision}"),
+        made,
+        Text(f"Copy the files in {result.folder} into the same folder of the device's cache,"),
+        Text("which `heterollm cache path` names there, and load the same checkpoint with the same options."),
+        note(
+            f"The device needs onnxruntime-qnn {versions['onnxruntime-qnn']} (QAIRT {versions['qairt']}), or "
+            "it compiles again. Not verified on hardware."
+        ),
+    )
 
 
 def demo_report(result: DemoResult) -> Group:

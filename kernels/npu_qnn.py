@@ -124,13 +124,13 @@ class QnnNpu:
             self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
         )
 
-    def is_built(self, part: NpuSlice, length: int, form: Form | None = None) -> bool:
-        """Return whether the cache has a sound graph of a slice.
+    def stored_bytes(self, part: NpuSlice, length: int, form: Form | None = None) -> int:
+        """Return what a slice's graph takes in the cache, sound or not; 0 if it is not there.
 
         Raises:
             GraphError: As :meth:`prepare`.
         """
-        return self._binary(part, check_prepare(self, part, length, form), length).problem() is None
+        return self._binary(part, check_prepare(self, part, length, form), length).size_bytes
 
     def build(self, part: NpuSlice, length: int, form: Form | None = None) -> BuiltGraph:
         """Put a graph into the cache without keeping a session, and see whether it loads here.

@@ -18,7 +18,10 @@ from heterollm.errors import GraphError
 from heterollm.kernels.cache import atomic_path, cache_error, cache_root
 from heterollm.kernels.strict_json import parse_json
 
-__all__ = ["ContextBinary"]
+__all__ = ["GRAPHS_FOLDER", "ContextBinary"]
+
+GRAPHS_FOLDER = "graphs"
+"""Where compiled graphs lie in the cache folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class ContextBinary:
         """The wrapper to open."""
         text = json.dumps(dict(self.identity), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return cache_root() / "graphs" / f"{name}.onnx"
+        return cache_root() / GRAPHS_FOLDER / f"{name}.onnx"
 
     @property
     def binary(self) -> Path:
