@@ -24,7 +24,6 @@ from heterollm.kernels.pool import Pool
 from heterollm.npu_slices import npu_slice
 from heterollm.progress import Progress
 from heterollm.small_tensors import SmallTensors
-from heterollm.solver.check import check_plan
 from heterollm.solver.plan import Placement, Plan
 from heterollm.weights import ModelWeights
 
@@ -126,7 +125,6 @@ class Compiler:
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
         self._slices: dict[tuple[int, Group, tuple[int, ...]], NpuSlice] = {}
-        check_plan(plan, weights.specs, device.npu, longest=self._config.max_positions, head_rows=HEAD_ROWS)
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, sizes)
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
@@ -375,7 +373,7 @@ class Compiler:
 
     def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
         npu = self._device.npu
-        assert npu is not None  # the plan has been checked
+        assert npu is not None  # loading has checked the plan
         key = (spec.layer, spec.group, placement.npu_rows)
         if key not in self._slices:
             self._slices[key] = npu_slice(self._weights, spec, placement.npu_rows)

@@ -21,12 +21,13 @@ from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.layout import op_specs
 from heterollm.load_options import check_options, choose_context, choose_plan
-from heterollm.memory import MemoryNeed, check_memory, memory_need
+from heterollm.memory import check_memory, memory_need
 from heterollm.precision import check_precision
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
 from heterollm.session import Session, check_ids
 from heterollm.solver import Plan
+from heterollm.solver.check import check_plan
 from heterollm.streaming import SessionSource, Stream
 from heterollm.tokenizer import Tokenizer
 from heterollm.weights import ModelWeights, load_weights
@@ -123,7 +124,7 @@ class LLM:
             )
             check_precision(opened, precision, specs)
             # Before anything is read: quantising a model that cannot run would take its time in vain.
-            check_memory(_memory_need(config, specs, chosen, positions, opened))
+            _check_fit(config, specs, chosen, positions, opened)
             weights = load_weights(
                 checkpoint,
                 config,
@@ -289,11 +290,12 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _memory_need(
+def _check_fit(
     config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, context: int, device: Device
-) -> MemoryNeed:
+) -> None:
     # Imported only now, as the engine is.
-    from heterollm.compiler import pool_sizes
+    from heterollm.compiler import HEAD_ROWS, pool_sizes
 
+    check_plan(plan, specs, device.npu, longest=config.max_positions, head_rows=HEAD_ROWS)
     slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)
-    return memory_need(config, specs, plan, context, slots, device.cache_dtype)
+    check_memory(memory_need(config, specs, plan, context, slots, device.cache_dtype))

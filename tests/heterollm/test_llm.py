@@ -445,8 +445,9 @@ def test_a_plan_for_something_else(
         b'{"schema_version": 99}',
         b"[" * 100_000,
         b'{"schema_version": 1, "level": 3}',
+        b'{"schema_version": 1, "level": "gpu", "level": "npu"}',
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_damaged_plan_file(bundled_model: Path, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
@@ -483,7 +484,6 @@ def edit(plan: Plan, group: str, **changes: Any) -> Plan:
         ("o", {"npu_rows": (64,), "npu_lengths": (1,)}),
         ("down", {"form": "weight_first"}),
         ("down", {"form": "sideways"}),
-        ("down", {"form": 3}),
         ("head", {"npu_lengths": (33,)}),
     ],
     ids=str,
