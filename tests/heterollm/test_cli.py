@@ -118,7 +118,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run, fake):
 
 def test_options_reach_the_model(run, fake):
     words = "--device host --plan npu --precision fp16 --group-size 64 --asymmetric --context 99"
-    words += " --gpu-threads 1 --npu-threads 2 --max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9"
+    words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9"
     words += " --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
     assert run("generate", "folder", "hello", *words.split())[0] == 0
     model, loaded = fake.loads[0]
@@ -133,6 +133,7 @@ def test_options_reach_the_model(run, fake):
         "context": 99,
         "gpu_threads": 1,
         "npu_threads": 2,
+        "allow_slow": True,
     }
     assert fake.prompt == "hello"
     assert fake.options == {
