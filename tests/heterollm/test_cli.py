@@ -118,8 +118,8 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run, fake):
 
 def test_options_reach_the_model(run, fake):
     words = "--device host --plan npu --precision fp16 --group-size 64 --asymmetric --context 99"
-    words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9"
-    words += " --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
+    words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3"
+    words += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
     assert run("generate", "folder", "hello", *words.split())[0] == 0
     model, loaded = fake.loads[0]
     loaded.pop("progress")
