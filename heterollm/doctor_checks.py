@@ -24,7 +24,7 @@ from heterollm.kernels.gpu_layers import (
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
 from heterollm.kernels.opencl_runtime import Launch, OpenClError, SharedArray
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.quantize import quantize
 from heterollm.kernels.quantized_tensor import LinearWeight
 from heterollm.kernels.tolerances import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
@@ -194,18 +194,26 @@ def _gpu_embedding(device: Device, number_format: WeightFormat) -> Callable[[], 
 
 def _gpu_layer_cases(device: Device) -> Iterator[Case]:
     layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
-    yield Case("GPU", "norm with residual", "5 tokens, cut", lambda: _norm(device, layers, final=False))
+    yield Case("GPU", "norm with residual", "5 tokens, cut", lambda: _norm(device, layers))
+    yield Case("GPU", "norm with residual", "normed delta", lambda: _norm(device, layers, post=True))
     yield Case("GPU", "final norm", "3 of 5 tokens, cut", lambda: _norm(device, layers, final=True))
     for member, name in enumerate(("queries", "keys", "values")):
         case = f"7 tokens at 11, cut, {name}"
         yield Case("GPU", "RoPE and KV write", case, _rope_runner(device, layers, member))
+    for member, name in enumerate(("queries", "keys")):
+        case = f"normed heads, {name}"
+        yield Case("GPU", "RoPE and KV write", case, _rope_runner(device, layers, member, normed=True))
     yield Case("GPU", "attention, prefill", "37 tokens at 11", _attention_runner(device, layers, 37, 11))
     yield Case("GPU", "attention, decode", "1 token at 70", _attention_runner(device, layers, 1, 70))
-    yield Case("GPU", "gated activation", "5 tokens, cut", lambda: _gated(device, layers))
+    capped = _attention_runner(device, layers, 1, 70, soft_cap=0.5)
+    yield Case("GPU", "attention, decode", "1 token at 70, capped", capped)
+    yield Case("GPU", "gated activation", "5 tokens, cut", lambda: _gated(device, layers, "silu"))
+    yield Case("GPU", "gated activation", "5 tokens, GELU", lambda: _gated(device, layers, "gelu_tanh"))
+    yield Case("GPU", "soft cap of the logits", "1 row", lambda: _capped(device, layers))
     yield Case("GPU", "join of the logits", "3 tokens, cut", lambda: _join(device, layers))
 
 
-def _norm(device: Device, layers: GpuLayers, *, final: bool) -> Numbers:
+def _norm(device: Device, layers: GpuLayers, *, final: bool = False, post: bool = False) -> Numbers:
     generator = np.random.default_rng(SEED)
     hidden, tokens = 192, 5
     first, rows = (2, 3) if final else (0, tokens)
@@ -215,19 +223,21 @@ def _norm(device: Device, layers: GpuLayers, *, final: bool) -> Numbers:
     segments = _segments(device, delta, (hidden,), (64,))
     out = device.gpu.shared((rows, hidden), device.activation_dtype)
     arguments = _slot(device, residual), device.gpu.upload(weight), out
+    added = reference_layers.rms_norm(delta, weight, EPSILON) if post else delta
+    options: dict[str, Any] = {"hidden": hidden, "epsilon": EPSILON, "delta": segments}
     if final:
-        step = _step(device, 0, tokens, first)
-        launch = layers.final_norm(
-            *arguments, step, hidden=hidden, rows=rows, epsilon=EPSILON, delta=segments
-        )
+        launch = layers.final_norm(*arguments, _step(device, 0, tokens, first), rows=rows, **options)
     else:
-        launch = layers.rms_norm(*arguments, hidden=hidden, tokens=tokens, epsilon=EPSILON, delta=segments)
+        options["post"] = arguments[1] if post else None
+        launch = layers.rms_norm(*arguments, tokens=tokens, **options)
     _run(device, [launch])
-    summed = (residual.astype(np.float64) + delta)[first : first + rows]
+    summed = (residual.astype(np.float64) + added)[first : first + rows]
     return _read(out), reference_layers.rms_norm(summed, weight, EPSILON)
 
 
-def _rope_runner(device: Device, layers: GpuLayers, member: int) -> Callable[[], Numbers]:
+def _rope_runner(
+    device: Device, layers: GpuLayers, member: int, *, normed: bool = False
+) -> Callable[[], Numbers]:
     """Return a check of the queries (0), the keys (1) or the values (2) that one launch writes."""
 
     def run() -> Numbers:
@@ -238,6 +248,7 @@ def _rope_runner(device: Device, layers: GpuLayers, member: int) -> Callable[[],
         bias = generator.standard_normal(sum(rows), np.float32)
         angles = generator.uniform(0.0, 6.0, (CAPACITY, HEAD_DIM // 2))
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        norms = generator.uniform(0.5, 1.5, (2, HEAD_DIM)).astype(np.float32)
         queries = device.gpu.shared((tokens, rows[0]), np.float32)
         cache = _empty_cache(device)
         launch = layers.rope_and_store(
@@ -250,11 +261,16 @@ def _rope_runner(device: Device, layers: GpuLayers, member: int) -> Callable[[],
             _step(device, position, tokens, 0),
             layer=0,
             tokens=tokens,
+            norms=device.gpu.upload(norms) if normed else None,
+            epsilon=EPSILON,
             **SHAPE,
         )
         _run(device, [launch])
         inputs = np.split(qkv.astype(np.float64) + bias, np.cumsum(rows)[:-1], axis=1)
         exact = inputs[member].reshape(tokens, -1, HEAD_DIM)
+        if normed:
+            heads = exact.reshape(-1, HEAD_DIM)
+            exact = reference_layers.rms_norm(heads, norms[member], EPSILON).reshape(exact.shape)
         if member < 2:
             span = slice(position, position + tokens)
             exact = reference_layers.rotate(exact, cos[span], sin[span])
@@ -266,7 +282,9 @@ def _rope_runner(device: Device, layers: GpuLayers, member: int) -> Callable[[],
     return run
 
 
-def _attention_runner(device: Device, layers: GpuLayers, tokens: int, position: int) -> Callable[[], Numbers]:
+def _attention_runner(
+    device: Device, layers: GpuLayers, tokens: int, position: int, *, soft_cap: float = 0.0
+) -> Callable[[], Numbers]:
     def run() -> Numbers:
         generator = np.random.default_rng(SEED)
         queries = generator.standard_normal((tokens, HEADS * HEAD_DIM), np.float32)
@@ -286,25 +304,34 @@ def _attention_runner(device: Device, layers: GpuLayers, tokens: int, position: 
             tokens=tokens,
             bucket=CAPACITY,
             scale=HEAD_DIM**-0.5,
+            soft_cap=soft_cap,
             **SHAPE,
         )
         _run(device, launches)
-        expected = reference_layers.attention(
-            queries.reshape(tokens, HEADS, HEAD_DIM), *exact, position=position, scale=HEAD_DIM**-0.5
-        )
+        heads = queries.reshape(tokens, HEADS, HEAD_DIM)
+        options = {"scale": HEAD_DIM**-0.5, "soft_cap": soft_cap}
+        expected = reference_layers.attention(heads, *exact, position=position, **options)
         return _read(out), expected.reshape(tokens, -1)
 
     return run
 
 
-def _gated(device: Device, layers: GpuLayers) -> Numbers:
+def _gated(device: Device, layers: GpuLayers, activation: Activation) -> Numbers:
     generator = np.random.default_rng(SEED)
     tokens, width = 5, 160
     gate_up = generator.standard_normal((tokens, 2 * width), np.float32).astype(device.activation_dtype)
     out = device.gpu.shared((tokens, width), device.activation_dtype)
     segments = _segments(device, gate_up, (width, width), (64, 64))
-    _run(device, [layers.gated_activation(segments, out, tokens=tokens, intermediate=width)])
-    return _read(out), reference_layers.gated_activation(gate_up[:, :width], gate_up[:, width:])
+    options: dict[str, Any] = {"intermediate": width, "activation": activation}
+    _run(device, [layers.gated_activation(segments, out, tokens=tokens, **options)])
+    return _read(out), reference_layers.gated_activation(gate_up[:, :width], gate_up[:, width:], activation)
+
+
+def _capped(device: Device, layers: GpuLayers) -> Numbers:
+    logits = np.linspace(-40.0, 40.0, 300, dtype=np.float32)[None]
+    slot = _slot(device, logits)
+    _run(device, [layers.soft_cap(slot, 30.0, rows=1, vocabulary=logits.shape[1])])
+    return _read(slot), reference_layers.capped(logits, 30.0)
 
 
 def _join(device: Device, layers: GpuLayers) -> Numbers:

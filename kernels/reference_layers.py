@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["attention", "gated_activation", "join_members", "rms_norm", "rotate", "split_members"]
+__all__ = ["attention", "capped", "gated_activation", "join_members", "rms_norm", "rotate", "split_members"]
 
 
 def split_members(
@@ -80,7 +80,7 @@ def attention(
     v = np.repeat(values[:, :length].astype(np.float64), group, axis=0)
     scores = np.einsum("mhd,hkd->hmk", q.astype(np.float64), k) * scale
     if soft_cap:
-        scores = soft_cap * np.tanh(scores / soft_cap)
+        scores = capped(scores, soft_cap)
     row, key = np.arange(position, length)[:, None], np.arange(length)[None, :]
     hidden = key > row
     if window > 0:
@@ -90,6 +90,12 @@ def attention(
     weights /= weights.sum(axis=2, keepdims=True)
     output: NDArray[np.float64] = np.einsum("hmk,hkd->mhd", weights, v)
     return output
+
+
+def capped(x: NDArray[Any], cap: float) -> NDArray[np.float64]:
+    """Return ``cap * tanh(x / cap)``."""
+    result: NDArray[np.float64] = cap * np.tanh(x.astype(np.float64) / cap)
+    return result
 
 
 def gated_activation(gate: NDArray[Any], up: NDArray[Any], activation: str = "silu") -> NDArray[np.float64]:

@@ -50,6 +50,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "attention, prefill",
         "attention, decode",
         "gated activation",
+        "soft cap of the logits",
         "join of the logits",
     }
     npu_cases = {check.case for check in diagnosis.checks if check.part == "NPU"}
