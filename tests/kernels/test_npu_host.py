@@ -1,14 +1,18 @@
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from heterollm.errors import GraphError, OptionError
-from heterollm.kernels.npu import STANDARD_LENGTHS, standard_length
+from heterollm.kernels import reference
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.npu import STANDARD_LENGTHS, NpuSlice, standard_length
 from heterollm.kernels.npu_host import HostNpu
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.quantized_tensor import QuantizedTensor
 from heterollm.kernels.tolerances import linear_errors
 
 QUANTIZED = [
@@ -179,6 +183,74 @@ def test_a_full_temporary_folder_is_an_error_with_advice(npu, make_slice, monkey
     monkeypatch.setattr("tempfile.tempdir", "/nonexistent-folder")
     with pytest.raises(GraphError, match="TMPDIR"):
         npu.prepare(make_slice(64, 256), 32)
+
+
+# ---- activations rounded to int8 ------------------------------------------------------------------------
+
+ROUNDED_NMSE = 1e-9
+"""Of the int8 form against float64 of the rounded inputs. Above float32's gate, because ONNX Runtime subtracts
+the zero point's share at the end, in floats: most with 8-bit codes, whose zero point is the largest."""
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), QUANTIZED)
+def test_rounded_inputs_against_float64_and_the_gpu(npu, make_slice, runtime, bits, block, symmetric):
+    part = replace(make_slice(77, 896, bits, block, symmetric), integer_inputs=True)
+    packed = GpuLinear.pack(runtime, [part.weight], activation_dtype=np.float32, integer_inputs=True)
+    for length in (1, 32, 64):
+        x, y = run(npu, part, length)
+        exact = reference.linear(reference.round_inputs(x, block), [part.weight])
+        assert linear_errors(y, exact).nmse <= ROUNDED_NMSE
+        x_slot, y_slot = runtime.shared(x.shape, np.float32), runtime.shared(y.shape, np.float32)
+        x_slot.array[:] = x
+        packed.launch(x_slot, y_slot, tokens=length, label="test")()
+        runtime.finish()
+        assert linear_errors(y_slot.array, exact).within("fp32")
+        assert linear_errors(y_slot.array, y.astype(np.float64)).nmse <= 2 * ROUNDED_NMSE
+        assert 0 < linear_errors(y, reference.linear(x, [part.weight])).nmse <= 3e-4
+    assert npu.compiled_count == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_the_rounding_is_the_oracles(npu, bits, block):
+    """The weight hands the inputs through, so that every code shows, ties included."""
+    middle = 1 << (bits - 1)
+    codes = np.full((block, block), middle, np.uint8)
+    np.fill_diagonal(codes, middle + 1)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes)[:, np.newaxis]
+    weight = QuantizedTensor(packed, np.ones((block, 1), np.float16), None, bits, block)
+    part = NpuSlice(weight, 0, "o", ((0, block),), "one on the diagonal", integer_inputs=True)
+    rng = np.random.default_rng(0)
+    halves = rng.integers(-252, 253, (64, block)) / 2
+    halves[:, 0] = 127
+    for length in (1, 64):
+        for values in (rng.standard_normal((64, block)), halves, halves * rng.uniform(0.01, 100, (64, 1))):
+            x, y = values[:length].astype(np.float32), np.empty((length, block), np.float32)
+            npu.prepare(part, length).bind(x, y)()
+            scales = (np.abs(x).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float64)
+            np.testing.assert_array_equal(
+                np.rint(y / scales), np.rint(reference.round_inputs(x, block) / scales)
+            )
+
+
+def test_rounded_inputs_never_run_as_floats(npu, make_slice):
+    part = replace(make_slice(64, 256), integer_inputs=True)
+    assert npu.forms(part.format, integer_inputs=True) == ("matmul_nbits_int8",)
+    with pytest.raises(GraphError, match=r"as matmul_nbits\."):
+        npu.prepare(part, 32, "matmul_nbits")
+    with pytest.raises(GraphError, match="as matmul_nbits_int8"):
+        npu.prepare(make_slice(64, 256), 32, "matmul_nbits_int8")
+    with pytest.raises(GraphError, match="f16 weights and int8 activations"):
+        npu.prepare(replace(make_slice(64, 256, bits=16), integer_inputs=True), 32)
+
+
+def test_padding_rows_never_reach_rounded_ones(npu, make_slice):
+    part = replace(make_slice(64, 256), integer_inputs=True)
+    x, y = activations(32, 256), np.zeros((32, 64), np.float32)
+    x[5:] = np.nan
+    npu.prepare(part, 32).bind(x, y)()
+    exact = reference.linear(reference.round_inputs(x[:5], 32), [part.weight])
+    assert linear_errors(y[:5], exact).nmse <= ROUNDED_NMSE
 
 
 MEMORY_SCRIPT = """
