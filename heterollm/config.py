@@ -206,7 +206,9 @@ def _check_supported(fields: Fields) -> Family:
     architectures = fields.get("architectures")
     if architectures and architectures != [family.architecture]:
         raise unsupported(f"Architecture {architectures!r}")
-    if fields.get("auto_map"):
+    code = fields.get("auto_map")
+    named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    if code and (named is None or named != family.published_code):
         raise unsupported("A checkpoint that brings its own code (auto_map)")
     quantization = fields.get("quantization_config")
     if quantization is not None:

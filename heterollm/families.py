@@ -69,6 +69,8 @@ class Family:
         rope_aliases: Other names of RoPE types.
         norm_offset: Added to the stored weight of every norm.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
+        published_code: What ``auto_map`` names where the makers' own checkpoints still bring the code that
+            transformers has had since; any other code is refused.
         bos_ids: Default of ``bos_token_id``.
         eos_ids: Default of ``eos_token_id``.
     """
@@ -84,6 +86,7 @@ class Family:
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    published_code: str | None = None
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
 
@@ -223,6 +226,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             slides=every_layer,
             # What longrope was called in the first checkpoints.
             rope_aliases={"su": "longrope", "yarn": "longrope"},
+            published_code="modeling_phi3.Phi3ForCausalLM",
             bos_ids=(1,),
             eos_ids=(32000,),
         ),

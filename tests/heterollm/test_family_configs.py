@@ -156,6 +156,18 @@ def test_the_first_checkpoints_of_phi3_name_longrope_otherwise(alias: str) -> No
     assert ModelConfig.from_dict(renamed) == ModelConfig.from_dict(fields)
 
 
+def test_code_that_transformers_has_too_may_come_along() -> None:
+    fields = COMMON | CONFIGS["phi3"]
+    published = {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    }
+    assert ModelConfig.from_dict(fields | {"auto_map": published}) == ModelConfig.from_dict(fields)
+    for other in ({"AutoModelForCausalLM": "modeling_mine.Phi3ForCausalLM"}, {"AutoConfig": "x.Y"}, "code"):
+        with pytest.raises(UnsupportedModelError, match="auto_map"):
+            ModelConfig.from_dict(fields | {"auto_map": other})
+
+
 def test_norms_of_a_layer() -> None:
     def norms(name: str) -> set[str]:
         return set(layer_norms(ModelConfig.from_dict(COMMON | CONFIGS[name])))
