@@ -26,8 +26,8 @@ __kernel void quantize_activations(
     const float factor = top > 0.0f ? 127.0f / top : 0.0f;
     int8 sums = 0;
     for (int k = b * block; k < (b + 1) * block; k += 8) {
-      // Limited, because the factor of a denormal block is infinite.
-      const int8 code = clamp(ROUND8(load_act8(x, k) * factor), -127, 127);
+      // Limited, because the factor of a denormal block is infinite; by vectors, as Oclgrind needs it.
+      const int8 code = clamp(ROUND8(load_act8(x, k) * factor), (int8)(-127), (int8)(127));
       sums += code;
       store_codes(code, x_codes + k);
     }

@@ -154,8 +154,11 @@ def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
         else:
             members = [rng.standard_normal((n, columns)).astype(f"f{bits // 8}") for n in rows]
         packed = GpuLinear.pack(runtime, members, activation_dtype=dtype)
-        for style, tokens in itertools.product(("vector", "simt"), (1, 3, 5, 34)):
-            if tokens == 34 and bits != 4:
+        rounding = packed
+        if bits <= 8:
+            rounding = GpuLinear.pack(runtime, members, activation_dtype=dtype, integer_inputs=True)
+        for style, tokens in itertools.product(("vector", "simt"), (1, 3, 5, 9, 34)):
+            if tokens >= 9 and bits != 4:
                 continue
             # Slots of the exact size: the simulator tells of any byte beyond them.
             x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, 73), dtype)
@@ -165,6 +168,12 @@ def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
             # The simulator takes the paths of common.h for devices that are no x86 CPU.
             errors = linear_errors(y.array, reference.linear(x.array, members))
             assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
+            if bits <= 8:
+                rounding.launch(x, y, tokens=tokens, style=style, label="linear")()
+                yield
+                exact = reference.linear(reference.round_inputs(x.array, block), members)
+                errors = linear_errors(y.array, exact)
+                assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
         table = GpuLinear.pack(runtime, members[:1], activation_dtype=dtype)
         for style in ("vector", "simt"):
             ids, out = runtime.shared((2,), np.int32), runtime.shared((2, columns), np.float32)
