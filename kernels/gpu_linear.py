@@ -211,8 +211,10 @@ class GpuLinear:
         inputs: tuple[Argument, ...] = (x,)
         if self.integer_inputs:
             files.append("linear_int8.h")
-            codes = self._runtime.shared_scratch("codes", tokens * self.columns)
-            blocks = self._runtime.shared_scratch("blocks", tokens * self.columns // self.format.block * 8)
+            # The kernels for a few tokens read up to their number, whatever the tokens.
+            values = (tokens + FEW_TOKEN_STEPS[-1] - 1) * self.columns
+            codes = self._runtime.shared_scratch("codes", values)
+            blocks = self._runtime.shared_scratch("blocks", values // self.format.block * 8)
             inputs = (codes, blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot:
                 defines["INTEGER_DOT"] = 1

@@ -10,10 +10,12 @@
 #define QUAD(q, h) (q)
 #endif
 
-// x_codes is [tokens][columns / 4] and x_blocks [tokens][columns / block], a scale's bits and the sum of a
-// block's codes; both start with the first token to compute. The rest is as in LINEAR_ARGUMENTS.
+// x_codes is [tokens][columns / 4] and x_blocks [tokens][columns / block], the scale and the sum of a block's
+// codes; both start with the first token to compute, and there is memory for seven after the last. The rest
+// is as in LINEAR_ARGUMENTS.
 #define INT8_ARGUMENTS                                                                                       \
   __global const weight_t *restrict weights, __global const half *restrict scales,                           \
       __global const uchar *restrict zeros, __global const uint *restrict x_codes,                           \
-      __global const int2 *restrict x_blocks, __global out_t *restrict y, __global const int4 *restrict tiles, \
-      int columns, int rows, int block, int asymmetric, int first_token, int tokens, int token_step
+      __global const float2 *restrict x_blocks, __global out_t *restrict y,                                  \
+      __global const int4 *restrict tiles, int columns, int rows, int block, int asymmetric,                 \
+      int first_token, int tokens, int token_step

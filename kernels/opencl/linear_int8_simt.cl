@@ -1,5 +1,5 @@
-// Linear layers with int8 activations for GPUs: a column for each work-item, inputs and weights staged in local
-// memory. With -DINTEGER_DOT the device multiplies four pairs of bytes at once.
+// Linear layers with int8 activations for GPUs: a column for each work-item, tiles staged in local memory.
+// With -DINTEGER_DOT the device multiplies four pairs of bytes at once.
 
 #ifdef INTEGER_DOT
 #define DOT4(codes, input) dot_4x8packed_us_int(codes, input)
@@ -11,8 +11,14 @@ static inline int DOT4(uint codes, uint input) {
 }
 #endif
 
-static inline int integer_zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
-  return asymmetric ? zeros[index] : MIDDLE;
+static inline float zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
+  return asymmetric ? (float)zeros[index] : (float)MIDDLE;
+}
+
+// The product of a block: `sum` of codes times codes, less the zero point's share, times both scales. Exact
+// up to the scales, as no sum reaches 2^24.
+static inline float block_product(int sum, float zero, float scale, float2 input) {
+  return FMA(-zero, input.y, (float)sum) * (scale * input.x);
 }
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
@@ -31,30 +37,26 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   const int count = min(TOKENS, tokens - token);
   const int blocks = columns / block;
   weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
-  // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
-  __global const uint *inputs[TOKENS];
-  __global const int2 *input_blocks[TOKENS];
+  // Rows past the last token are read, but their sums are not stored.
+  const size_t stride = columns / 4;
+  x_codes += token * stride;
+  x_blocks += (size_t)token * blocks;
   float totals[TOKENS];
-  UNROLL for (int t = 0; t < TOKENS; t++) {
-    inputs[t] = x_codes + (size_t)(token + min(t, count - 1)) * (columns / 4);
-    input_blocks[t] = x_blocks + (size_t)(token + min(t, count - 1)) * blocks;
-    totals[t] = 0.0f;
-  }
+  UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
   for (int b = slice; b < blocks; b += SLICES) {
     __global const weight_t *source = weights + (size_t)b * (block / WORD_INPUTS) * LANES;
     const size_t group = ((size_t)tile.x * blocks + b) * LANES + lane;
-    const int zero = integer_zero_point(zeros, group, asymmetric);
     int sums[TOKENS];
-    UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = -zero * input_blocks[t][b].y;
+    UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = 0;
     int quad = b * block / 4;
     for (int k = 0; k < block; k += WORD_INPUTS, source += LANES, quad += QUADS) {
       const uint q = *source;
       UNROLL for (int h = 0; h < QUADS; h++)
-        UNROLL for (int t = 0; t < TOKENS; t++) sums[t] += DOT4(QUAD(q, h), inputs[t][quad + h]);
+        UNROLL for (int t = 0; t < TOKENS; t++) sums[t] += DOT4(QUAD(q, h), x_codes[t * stride + quad + h]);
     }
-    const float scale = load_half(scales, group);
+    const float scale = load_half(scales, group), zero = zero_point(zeros, group, asymmetric);
     UNROLL for (int t = 0; t < TOKENS; t++)
-      totals[t] = FMA((float)sums[t], scale * as_float(input_blocks[t][b].x), totals[t]);
+      totals[t] += block_product(sums[t], zero, scale, x_blocks[t * blocks + b]);
   }
   UNROLL for (int t = 0; t < TOKENS; t++) partial[slice][t][lane] = totals[t];
   barrier(CLK_LOCAL_MEM_FENCE);
@@ -76,7 +78,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
 #define ITEMS_X 16
 #define ITEMS_Y 8
 
-__kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(INT8_ARGUMENTS) {
+__kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(
+    INT8_ARGUMENTS) {
   __local uint inputs[DEPTH / 4][TILE_TOKENS];
   __local uint values[DEPTH / 4][LANES];
   const int column = get_local_id(0), strip = get_local_id(1);
@@ -116,10 +119,10 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
       const int b = start / block;
       const size_t group = ((size_t)tile.x * blocks + b) * LANES + column * 4;
       UNROLL for (int r = 0; r < 4; r++) {
-        const int2 input = x_blocks[(size_t)min(strip * 4 + r, count - 1) * blocks + b];
+        const float2 input = x_blocks[(size_t)min(strip * 4 + r, count - 1) * blocks + b];
         UNROLL for (int c = 0; c < 4; c++) {
-          const int sum = sums[r][c] - integer_zero_point(zeros, group + c, asymmetric) * input.y;
-          totals[r][c] = FMA((float)sum, load_half(scales, group + c) * as_float(input.x), totals[r][c]);
+          const float zero = zero_point(zeros, group + c, asymmetric);
+          totals[r][c] += block_product(sums[r][c], zero, load_half(scales, group + c), input);
           sums[r][c] = 0;
         }
       }

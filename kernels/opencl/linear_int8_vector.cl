@@ -1,4 +1,5 @@
-// Linear layers with int8 activations for CPU devices: explicit vectors of columns, one work-item a work-group.
+// Linear layers with int8 activations for CPU devices: explicit vectors of columns, one work-item a
+// work-group.
 
 #if WIDTH == 16
 typedef int16 wide_int;
@@ -70,11 +71,10 @@ static inline wide_int add_products(wide_int run, wide_uint codes, uint input) {
 #define END(total, run) (run)
 #endif
 
-#define load_zero_ints8(p, i) convert_int8(*(__global const uchar8 *)((p) + (i)))
-
-static inline wide_int integer_zero_points(__global const uchar *zeros, size_t index, int asymmetric) {
-  return asymmetric ? (wide_int)(load_wide_ints(load_zero_ints8, zeros, index)) : (wide_int)(MIDDLE);
-}
+// The product of a block: `sum` of codes times codes, less the zero point's share, times both scales. Exact
+// up to the scales, as no sum reaches 2^24.
+#define BLOCK_PRODUCT(sum, zero, scale, input)                                                               \
+  (FMA(-(zero), (wide_float)((input).y), ints_to_float(sum)) * ((scale) * (wide_float)((input).x)))
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
@@ -96,21 +96,17 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
   weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
   size_t group = (size_t)tile.x * blocks * LANES;
   wide_float totals[TOKENS][VECTORS];
-  // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
-  __global const uint *inputs[TOKENS];
-  __global const int2 *input_blocks[TOKENS];
-  UNROLL for (int t = 0; t < TOKENS; t++) {
-    inputs[t] = x_codes + (size_t)(token + min(t, count - 1)) * (columns / 4);
-    input_blocks[t] = x_blocks + (size_t)(token + min(t, count - 1)) * blocks;
+  // Rows past the last token are read, but their sums are not stored.
+  const size_t stride = columns / 4;
+  x_codes += token * stride;
+  x_blocks += (size_t)token * blocks;
+  UNROLL for (int t = 0; t < TOKENS; t++)
     UNROLL for (int c = 0; c < VECTORS; c++) totals[t][c] = 0.0f;
-  }
   for (int b = 0; b < blocks; b++, group += LANES) {
     UNROLL for (int part = 0; part < VECTORS; part += PART) {
       wide_int sums[TOKENS][PART];
-      UNROLL for (int c = 0; c < PART; c++) {
-        const wide_int zero = integer_zero_points(zeros, group + WIDTH * (part + c), asymmetric);
-        UNROLL for (int t = 0; t < TOKENS; t++) sums[t][c] = zero * (wide_int)(-input_blocks[t][b].y);
-      }
+      UNROLL for (int t = 0; t < TOKENS; t++)
+        UNROLL for (int c = 0; c < PART; c++) sums[t][c] = 0;
       __global const weight_t *source = weights + WIDTH * part;
       for (int start = 0; start < block; start += RUN(block)) {
         run_t runs[TOKENS][PART];
@@ -124,7 +120,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
             UNROLL for (int c = 0; c < PART; c++) {
               const wide_uint codes = QUAD(q[c], h);
               UNROLL for (int t = 0; t < TOKENS; t++)
-                runs[t][c] = ADD(runs[t][c], codes, inputs[t][quad + h]);
+                runs[t][c] = ADD(runs[t][c], codes, x_codes[t * stride + quad + h]);
             }
         }
         UNROLL for (int t = 0; t < TOKENS; t++)
@@ -132,9 +128,9 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
       }
       UNROLL for (int c = 0; c < PART; c++) {
         const wide_float scale = load_wide(load_half8, scales, group + WIDTH * (part + c));
+        const wide_float zero = zero_points(zeros, group + WIDTH * (part + c), asymmetric);
         UNROLL for (int t = 0; t < TOKENS; t++)
-          totals[t][part + c] = FMA(ints_to_float(sums[t][c]), scale * as_float(input_blocks[t][b].x),
-                                    totals[t][part + c]);
+          totals[t][part + c] += BLOCK_PRODUCT(sums[t][c], zero, scale, x_blocks[t * blocks + b]);
       }
     }
     weights += block / WORD_INPUTS * LANES;
@@ -163,12 +159,12 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
 typedef struct {
   wide_uint codes[DEPTH / 4][2];
   wide_float scales[DEPTH / MIN_BLOCK][2];
-  wide_int zeros[DEPTH / MIN_BLOCK][2];
+  wide_float zeros[DEPTH / MIN_BLOCK][2];
 } panel_t;
 
 static inline void unpack(
-    panel_t *panel, __global const weight_t *weights, __global const half *scales, __global const uchar *zeros,
-    int start, int depth, int block, int asymmetric) {
+    panel_t *panel, __global const weight_t *weights, __global const half *scales,
+    __global const uchar *zeros, int start, int depth, int block, int asymmetric) {
   for (int k = 0; k < depth; k += WORD_INPUTS) {
     __global const uint *word = weights + (size_t)((start + k) / WORD_INPUTS) * LANES;
     UNROLL for (int c = 0; c < 2; c++) {
@@ -180,7 +176,7 @@ static inline void unpack(
     const size_t group = (size_t)(start / block + g) * LANES;
     UNROLL for (int c = 0; c < 2; c++) {
       panel->scales[g][c] = load_wide(load_half8, scales, group + WIDTH * c);
-      panel->zeros[g][c] = integer_zero_points(zeros, group + WIDTH * c, asymmetric);
+      panel->zeros[g][c] = zero_points(zeros, group + WIDTH * c, asymmetric);
     }
   }
 }
@@ -190,21 +186,16 @@ static inline void unpack(
 // loops to be unrolled.
 #define DEFINE_STRIP(name, size)                                                                             \
   static inline void name(wide_float *totals, const panel_t *panel, __global const uint *x_codes,            \
-                          __global const int2 *x_blocks, int columns, int depth, int block, int count) {     \
+                          __global const float2 *x_blocks, int columns, int depth, int block, int count) {   \
     __global const uint *inputs[size];                                                                       \
-    __global const int2 *input_blocks[size];                                                                 \
+    __global const float2 *input_blocks[size];                                                               \
     UNROLL for (int r = 0; r < size; r++) {                                                                  \
       inputs[r] = x_codes + (size_t)min(r, count - 1) * (columns / 4);                                       \
       input_blocks[r] = x_blocks + (size_t)min(r, count - 1) * (columns / block);                            \
     }                                                                                                        \
     for (int g = 0; g < depth / block; g++) {                                                                \
       wide_int sums[2 * size];                                                                               \
-      const wide_int z0 = panel->zeros[g][0], z1 = panel->zeros[g][1];                                       \
-      UNROLL for (int r = 0; r < size; r++) {                                                                \
-        const wide_int sum = (wide_int)(-input_blocks[r][g].y);                                              \
-        sums[2 * r] = z0 * sum;                                                                              \
-        sums[2 * r + 1] = z1 * sum;                                                                          \
-      }                                                                                                      \
+      UNROLL for (int r = 0; r < 2 * size; r++) sums[r] = 0;                                                 \
       for (int start = 0; start < block; start += RUN(block)) {                                              \
         run_t runs[2 * size];                                                                                \
         UNROLL for (int r = 0; r < 2 * size; r++) runs[r] = START(sums[r]);                                  \
@@ -219,10 +210,11 @@ static inline void unpack(
         UNROLL for (int r = 0; r < 2 * size; r++) sums[r] = END(sums[r], runs[r]);                           \
       }                                                                                                      \
       const wide_float s0 = panel->scales[g][0], s1 = panel->scales[g][1];                                   \
+      const wide_float z0 = panel->zeros[g][0], z1 = panel->zeros[g][1];                                     \
       UNROLL for (int r = 0; r < size; r++) {                                                                \
-        const wide_float scale = (wide_float)(as_float(input_blocks[r][g].x));                               \
-        totals[2 * r] = FMA(ints_to_float(sums[2 * r]), s0 * scale, totals[2 * r]);                          \
-        totals[2 * r + 1] = FMA(ints_to_float(sums[2 * r + 1]), s1 * scale, totals[2 * r + 1]);              \
+        const float2 input = input_blocks[r][g];                                                             \
+        totals[2 * r] += BLOCK_PRODUCT(sums[2 * r], z0, s0, input);                                          \
+        totals[2 * r + 1] += BLOCK_PRODUCT(sums[2 * r + 1], z1, s1, input);                                  \
       }                                                                                                      \
     }                                                                                                        \
   }
@@ -250,7 +242,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
       unpack(&panel, weights + lane, scales + lane, zeros + lane, start, depth, block, asymmetric);
       for (int t = 0; t < count; t += STRIP) {
         __global const uint *codes = x_codes + (size_t)t * (columns / 4) + start / 4;
-        __global const int2 *blocks = x_blocks + (size_t)t * (columns / block) + start / block;
+        __global const float2 *blocks = x_blocks + (size_t)t * (columns / block) + start / block;
         if (count - t > STRIP / 2)
           multiply_strip(totals + 2 * t, &panel, codes, blocks, columns, depth, block, count - t);
         else

@@ -8,7 +8,6 @@ typedef uint16 loose_uint16 __attribute__((aligned(4)));
 #define load_words(p, i) (*(__global const loose_uint16 *)((p) + (i)))
 #define codes_to_float(q) convert_float16(as_int16(q))
 #define load_wide(load8, p, i) (float16)(load8(p, i), load8(p, (i) + 8))
-#define load_wide_ints(load8, p, i) (int16)(load8(p, i), load8(p, (i) + 8))
 #else
 #define WIDTH 8
 typedef float8 wide_float;
@@ -16,7 +15,6 @@ typedef uint8 wide_uint;
 #define load_words(p, i) load_uint8(p, i)
 #define codes_to_float(q) convert_float8(as_int8(q))
 #define load_wide(load8, p, i) load8(p, i)
-#define load_wide_ints(load8, p, i) load8(p, i)
 #endif
 
 // Write the first `valid` columns.

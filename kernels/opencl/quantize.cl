@@ -11,7 +11,7 @@ static inline void store_codes(int8 code, __global uchar *codes) {
 }
 
 __kernel void quantize_activations(
-    __global const act_t *restrict x, __global uchar *restrict x_codes, __global int2 *restrict x_blocks,
+    __global const act_t *restrict x, __global uchar *restrict x_codes, __global float2 *restrict x_blocks,
     int columns, int block, int first_token, int span) {
   const int token = get_global_id(1);
   const int blocks = columns / block;
@@ -33,6 +33,6 @@ __kernel void quantize_activations(
     }
     const int4 halves = sums.lo + sums.hi;
     const int2 quarters = halves.lo + halves.hi;
-    x_blocks[b] = (int2)(as_int(top / 127.0f), quarters.x + quarters.y);
+    x_blocks[b] = (float2)(top / 127.0f, (float)(quarters.x + quarters.y));
   }
 }
