@@ -112,7 +112,8 @@ def diagnose(
         report("Checking operators", len(cases), len(cases))
     finally:
         device.close()
-    return Diagnosis(device.name, facts, tuple(checks), (), _vendor_warnings())
+    passed_over = tuple(Problem(note, "Update the OpenCL driver.") for note in device.gpu.variants.notes)
+    return Diagnosis(device.name, facts, tuple(checks), (), (*passed_over, *_vendor_warnings()))
 
 
 def unlisted_vendors(vendors: Path = VENDORS, mapped: Path = MAPPED) -> tuple[str, ...]:

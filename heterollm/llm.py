@@ -243,7 +243,7 @@ class LLM:
         """What loading had to decide differently from what was asked, and why ``auto`` chose a device."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        return (*chosen, *self._weights.notes)
+        return (*chosen, *self._weights.notes, *self.device.gpu.variants.notes)
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the tensors that the runtime computes with, float32, under their Hugging Face names.

@@ -11,16 +11,17 @@ launch serves every pass of its length.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from heterollm.errors import KernelError
-from heterollm.kernels.gpu_linear import KernelStyle
 from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray
 from heterollm.kernels.ops import Activation
+from heterollm.kernels.variants import KernelStyle, Variant, variants_for
 from heterollm.units import PAGE_BYTES, round_up
 
 __all__ = [
@@ -44,6 +45,8 @@ STEP_HEAD_ROW: Final = 2
 """Index of the first row that the head reads."""
 STEP_WORDS: Final = 16
 """Words of the step buffer."""
+
+Defines: TypeAlias = dict[str, str | int]
 
 SIMT_ITEMS: Final = 64
 VECTOR_COLUMNS: Final = 2048
@@ -111,11 +114,8 @@ class GpuLayers:
         self._runtime = runtime
         self._item_bytes = _float_bytes(activation_dtype, "Activations")
         self._kv_dtype = np.dtype(kv_dtype)
-        self._style: KernelStyle = style or ("vector" if runtime.traits.is_cpu else "simt")
-        self._items = 1 if self._style == "vector" else SIMT_ITEMS
-        self._defines: dict[str, str | int] = {"WG": self._items}
-        if self._item_bytes == 2:
-            self._defines["ACT_HALF"] = 1
+        self._variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
+        self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self._item_bytes == 2 else {}
         self._kv_defines: dict[str, str | int] = (
             {"KV_HALF": 1} if _float_bytes(kv_dtype, "The KV cache") == 2 else {}
         )
@@ -214,10 +214,29 @@ class GpuLayers:
         label: str,
     ) -> Launch:
         self._check(out, rows * hidden, self._item_bytes, f"{label} output")
-        kernel = self._runtime.kernel(("common.h", "layers.h", "rms_norm.cl"), "rms_norm", self._defines)
-        grid = (rows * self._items,)
+        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm")
         values = (*arguments, np.float32(epsilon), *map(np.int32, flags))
-        return self._runtime.launch(kernel, values, grid, (self._items,), label)
+        return self._runtime.launch(kernel, values, (rows * items,), (items,), label)
+
+    def _kernel(
+        self, files: Sequence[str], name: str, defines: Callable[[KernelStyle], Defines] = lambda _: {}
+    ) -> tuple[Any, KernelStyle, int]:
+        """Return a kernel of the first variant that builds, its style and its work-group's items.
+
+        Args:
+            files: Source files beside the common ones; ``{style}`` stands for the style.
+            name: Kernel function.
+            defines: What a style defines beside what all kernels do.
+        """
+
+        def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
+            style = variant.style
+            items = 1 if style == "vector" else SIMT_ITEMS
+            named = tuple(file.replace("{style}", style) for file in files)
+            own = self._defines | variant.defines | {"WG": items} | defines(style)
+            return self._runtime.kernel(("common.h", "layers.h", *named), name, own), style, items
+
+        return self._runtime.variants.first(name.replace("_", " "), self._variants, build)
 
     # -- attention -----------------------------------------------------------------------------------
 
@@ -275,15 +294,13 @@ class GpuLayers:
             raise KernelError(f"{label}: {rotary} of {head_dim} elements cannot turn; both must be even.")
         self._check(q_out, tokens * heads * head_dim, 4, f"{label} query")
         offsets = self._cache_offsets(cache, layer, kv_heads, head_dim, capacity)
-        kernel = self._runtime.kernel(
-            ("common.h", "layers.h", "rope.cl"), "rope_and_store", self._defines | self._kv_defines
-        )
+        kernel, style, items = self._kernel(("rope.cl",), "rope_and_store", lambda _: self._kv_defines)
         sizes = [*qkv.splits, heads, kv_heads, head_dim, rotary, capacity]
         sizes += [bias is not None, norms is not None]
         # What is not there is never read, but an argument must be some memory.
         extra = (cos if memory is None else memory for memory in (bias, norms))
         pieces = max(-(-rotary // 16) + -(-(head_dim - rotary) // 16), -(-head_dim // 16))
-        width = 1 if self._style == "vector" else round_up(pieces * (heads + 2 * kv_heads), self._items)
+        width = 1 if style == "vector" else round_up(pieces * (heads + 2 * kv_heads), items)
         return self._runtime.launch(
             kernel,
             (
@@ -293,7 +310,7 @@ class GpuLayers:
                 np.float32(epsilon),
             ),
             (width, tokens),
-            (self._items, 1),
+            (items, 1),
             label,
         )
 
@@ -344,46 +361,51 @@ class GpuLayers:
         if heads % kv_heads:
             raise KernelError(f"{label}: {heads} query heads cannot share {kv_heads} key heads.")
         group = heads // kv_heads
-        rows, micro, vectors = _row_tile(self._style, tokens, group, head_dim)
-        tiles = -(-tokens * group // rows)
+
+        def shape(style: KernelStyle) -> Defines:
+            return {"HEAD_DIM": head_dim, "ROWS": _row_tile(style, tokens, group, head_dim)[0]}
+
+        def tile(style: KernelStyle) -> Defines:
+            _, micro, vectors = _row_tile(style, tokens, group, head_dim)
+            registers: Defines = {"MICRO": micro, "VECTORS": vectors} if style == "vector" else {}
+            return shape(style) | self._kv_defines | registers
+
+        kernel, style, items = self._kernel(("attention.h", "attention_{style}.cl"), "attention", tile)
+        tiles = -(-tokens * group // _row_tile(style, tokens, group, head_dim)[0])
         if parts is None:
-            parts = self._choose_parts(tiles * kv_heads, bucket) if tokens <= FEW_TOKENS else 1
+            parts = self._choose_parts(style, tiles * kv_heads, bucket) if tokens <= FEW_TOKENS else 1
         self._check(q, tokens * heads * head_dim, 4, f"{label} query")
         self._check(out, tokens * heads * head_dim, self._item_bytes, f"{label} output")
-        defines = self._defines | {"HEAD_DIM": head_dim, "ROWS": rows}
-        shape_defines = defines | self._kv_defines
-        if self._style == "vector":
-            shape_defines |= {"MICRO": micro, "VECTORS": vectors}
         part_keys = ONE_PART if parts == 1 else -(-bucket // parts)
         partial = out if parts == 1 else self._partial(tokens * heads * parts * (head_dim + 2) * 4)
-        files = ("common.h", "layers.h", "attention.h")
         factor = scale / soft_cap if soft_cap else scale * LOG2_E
         first = self._runtime.launch(
-            self._runtime.kernel((*files, f"attention_{self._style}.cl"), "attention", shape_defines),
+            kernel,
             (
                 *(q, cache, out, partial, step),
                 *self._cache_offsets(cache, layer, kv_heads, head_dim, capacity),
                 *(np.int32(group), np.int32(window), np.int32(part_keys)),
                 *(np.float32(factor), np.float32(soft_cap * LOG2_E)),
             ),
-            (tiles * self._items, kv_heads, parts),
-            (self._items, 1, 1),
+            (tiles * items, kv_heads, parts),
+            (items, 1, 1),
             label,
         )
         if parts == 1:
             return (first,)
+        kernel, _, items = self._kernel(("attention.h", "attention_join.cl"), "attention_join", shape)
         join = self._runtime.launch(
-            self._runtime.kernel((*files, "attention_join.cl"), "attention_join", defines),
+            kernel,
             (partial, out, np.int32(parts)),
-            (tokens * heads * self._items,),
-            (self._items,),
+            (tokens * heads * items,),
+            (items,),
             f"{label} join",
         )
         return first, join
 
-    def _choose_parts(self, groups: int, bucket: int) -> int:
+    def _choose_parts(self, style: KernelStyle, groups: int, bucket: int) -> int:
         units = self._runtime.traits.compute_units
-        if self._style == "vector":
+        if style == "vector":
             # A core is busy with one work-group; several for each even out what they have to do.
             wanted = 1 if groups % units == 0 else -(-4 * units // groups)
         else:
@@ -463,11 +485,11 @@ class GpuLayers:
         self, name: str, memory: tuple[Argument, ...], sizes: tuple[int, ...], rows: int, label: str
     ) -> Launch:
         columns = sizes[-1]
-        span = VECTOR_COLUMNS if self._style == "vector" else 8
-        width = round_up(-(-columns // span), self._items)
-        kernel = self._runtime.kernel(("common.h", "layers.h", "pointwise.cl"), name, self._defines)
+        kernel, style, items = self._kernel(("pointwise.cl",), name)
+        span = VECTOR_COLUMNS if style == "vector" else 8
+        width = round_up(-(-columns // span), items)
         arguments = (*memory, *map(np.int32, sizes), np.int32(span))
-        return self._runtime.launch(kernel, arguments, (width, rows), (self._items, 1), label)
+        return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label)
 
     @staticmethod
     def _check(slot: SharedArray, elements: int, item_bytes: int, what: str) -> None:

@@ -8,7 +8,7 @@ work-item of a CPU with 8-wide vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,15 +17,13 @@ from heterollm.errors import KernelError
 from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray, aligned_empty
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.variants import KernelStyle, Variant, variants_for
 from heterollm.units import round_up
 
 __all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "KernelStyle", "RowRange"]
 
 RowRange: TypeAlias = tuple[int, int]
 """Output rows ``[start, stop)`` of one member."""
-
-KernelStyle = Literal["vector", "simt"]
-"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: a column a work-item, for GPUs."""
 
 ROW_ALIGNMENT: Final = 64
 """Multiple at which the kept rows of a member may start; they may stop anywhere."""
@@ -171,7 +169,7 @@ class GpuLinear:
         first_token: int = 0,
         kept: Sequence[RowRange] | None = None,
         output_dtype: DTypeLike | None = None,
-        style: KernelStyle | None = None,
+        style: KernelStyle | Variant | None = None,
         label: str,
     ) -> Launch:
         """Return the prepared call of ``y[t] = x[t] @ kept rows of W.T`` for ``tokens`` rows.
@@ -184,7 +182,7 @@ class GpuLinear:
             kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; default all. The
                 output columns are the kept rows of the members one after the other.
             output_dtype: float32, where the activations are float16 and the output is not.
-            style: Kernel family; default by what the device is.
+            style: Kernel family or variant; by default the first that works, by what the device is.
             label: Name for traces and errors.
 
         Raises:
@@ -192,15 +190,40 @@ class GpuLinear:
         """
         if tokens < 1 or first_token < 0:
             raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
+        half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
+
+        def build(variant: Variant) -> Launch:
+            return self._launch(variant, x, y, tokens, first_token, kept, half_output, label)
+
+        test = self._try if self._runtime.tests_kernels and style is None else None
+        variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
+        inputs = " with int8 inputs" if self.integer_inputs else ""
+        return self._runtime.variants.first(f"linear {self.format}{inputs}", variants, build, test)
+
+    def _try(self, variant: Variant) -> None:
+        from heterollm.kernels.gpu_self_test import try_linear
+
+        try_linear(self._runtime, variant, self.format, half=self._half, integer_inputs=self.integer_inputs)
+
+    def _launch(
+        self,
+        variant: Variant,
+        x: SharedArray,
+        y: SharedArray,
+        tokens: int,
+        first_token: int,
+        kept: Sequence[RowRange] | None,
+        half_output: bool,
+        label: str,
+    ) -> Launch:
         ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
         rows = sum(stop - start for start, stop in ranges)
         tiles, tile_count = self._tile_map(ranges, label)
-        half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
         _check_slot(x, (first_token + tokens) * self.columns * (2 if self._half else 4), f"{label} input")
         _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
-        chosen = style or ("vector" if self._runtime.traits.is_cpu else "simt")
+        chosen = variant.style
         grid = _grid(chosen, tokens, tile_count, self.integer_inputs)
-        defines: dict[str, str | int] = {"BITS": self.format.bits}
+        defines = variant.defines | {"BITS": self.format.bits}
         if self._half:
             defines["ACT_HALF"] = 1
             if not half_output:
@@ -216,7 +239,7 @@ class GpuLinear:
             codes = self._runtime.shared_scratch("codes", values)
             blocks = self._runtime.shared_scratch("blocks", values // self.format.block * 8)
             inputs = (codes, blocks)
-            if chosen == "simt" and self._runtime.traits.has_integer_dot:
+            if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
         if chosen == "vector":
             files.append("linear_wide.h")
@@ -227,19 +250,19 @@ class GpuLinear:
         arguments: tuple[Argument, ...] = (*self._device_weights(), *inputs, y, tiles, *sizes, *span)
         before = None
         if self.integer_inputs:
-            before = self._rounding(x, inputs, tokens, first_token, chosen)
+            before = self._rounding(x, inputs, tokens, first_token, variant)
         return self._runtime.launch(kernel, arguments, grid.global_size, grid.local_size, label, before)
 
     def _rounding(
-        self, x: SharedArray, inputs: tuple[Argument, ...], tokens: int, first_token: int, style: KernelStyle
+        self, x: SharedArray, inputs: tuple[Argument, ...], tokens: int, first_token: int, variant: Variant
     ) -> Launch:
         """Return the prepared call that rounds the inputs of ``tokens`` rows."""
-        defines: dict[str, str | int] = {"BITS": self.format.bits}
+        defines = variant.defines | {"BITS": self.format.bits}
         if self._half:
             defines["ACT_HALF"] = 1
         kernel = self._runtime.kernel(("common.h", "quantize.cl"), "quantize_activations", defines)
         blocks = self.columns // self.format.block
-        span, items = (blocks, 1) if style == "vector" else (1, SIMT_QUANTIZE_ITEMS)
+        span, items = (blocks, 1) if variant.style == "vector" else (1, SIMT_QUANTIZE_ITEMS)
         sizes = (np.int32(self.columns), np.int32(self.format.block), np.int32(first_token), np.int32(span))
         size = (round_up(-(-blocks // span), items), tokens)
         return self._runtime.launch(kernel, (x, *inputs, *sizes), size, (items, 1), "rounding of inputs")
@@ -273,10 +296,14 @@ class GpuLinear:
             raise KernelError(f"{label}: cannot look up {count} tokens in {len(self.member_rows)} tables.")
         _check_slot(tokens, count * 4, f"{label} token")
         _check_slot(y, count * self.columns * 4, f"{label} output")
-        chosen = style or ("vector" if self._runtime.traits.is_cpu else "simt")
-        kernel = self._runtime.kernel(
-            ("common.h", "linear.h", "embedding.cl"), "embedding", {"BITS": self.format.bits}
-        )
+
+        def build(variant: Variant) -> tuple[Any, KernelStyle]:
+            defines = variant.defines | {"BITS": self.format.bits}
+            files = ("common.h", "linear.h", "embedding.cl")
+            return self._runtime.kernel(files, "embedding", defines), variant.style
+
+        variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
+        kernel, chosen = self._runtime.variants.first(f"embedding {self.format}", variants, build)
         span, items = self.columns, 1
         if chosen == "simt":
             span, items = SIMT_EMBEDDING_SPAN, SIMT_EMBEDDING_ITEMS

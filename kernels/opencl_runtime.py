@@ -27,6 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.errors import CacheError, DeviceError, KernelError
 from heterollm.kernels.cache import atomic_path, cache_root
 from heterollm.kernels.pocl_target import mend_target
+from heterollm.kernels.variants import BuildError, VariantRecord
 from heterollm.units import PAGE_BYTES, format_bytes, round_up
 
 __all__ = [
@@ -198,6 +199,9 @@ class OpenClRuntime:
             self.queue = cl.CommandQueue(self.context, device, properties)
         except cl.Error as error:
             raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
+        self.variants = VariantRecord(self.traits.name)
+        # What PoCL compiles is tested with every change of this project; other compilers are not.
+        self.tests_kernels = self.traits.platform != POCL_NAME
         self._shared_scratch: dict[str, cl.Buffer] = {}
         self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
 
@@ -214,7 +218,7 @@ class OpenClRuntime:
             defines: Preprocessor definitions.
 
         Raises:
-            KernelError: The program does not build; the message carries the compiler's log.
+            BuildError: The program does not build; the message carries the compiler's log.
         """
         # A pass of a new length asks for hundreds of kernels, so the way to a built program is short.
         key = (tuple(files), frozenset((defines or {}).items()))
@@ -225,7 +229,7 @@ class OpenClRuntime:
         try:
             return cl.Kernel(program, name)
         except cl.Error as error:
-            raise KernelError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
+            raise BuildError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
 
     def launch(
         self,
@@ -259,7 +263,7 @@ class OpenClRuntime:
                 # pyopencl's own cache reads pickles; it stays off.
                 program = cl.Program(self.context, source).build(options=options, cache_dir=False)
             except cl.Error as error:
-                raise KernelError(
+                raise BuildError(
                     f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
                     f"with kernel {name!r} and options {' '.join(options)}: {error}",
                     fix="Run `heterollm doctor` and report its table.",

@@ -9,6 +9,16 @@
 //   load_half[8], store_half[8], load_float8, store_float8, load_uint8: the same for a fixed type
 //   ROUND8(v)                 int8    the nearest integers, halves to the even one
 //   FMA(a, b, c), UNROLL, sum8(v), max8(v)
+// With -DPLAIN no instruction of a certain processor is named (kernels/variants.py).
+
+#ifdef PLAIN
+// Nothing that only some processors have: the compiler may be at fault where a faster program fails.
+#undef __AVX2__
+#undef __AVX512BW__
+#undef __AVX512F__
+#undef __AVX512VNNI__
+#undef __F16C__
+#endif
 
 // A bare a*b+c contracts to one instruction; fma() and mad() are slow library calls on PoCL 3.
 #pragma OPENCL FP_CONTRACT ON
