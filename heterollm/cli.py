@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from heterollm.errors import HeteroLLMError, InputError, OptionError
 
 if TYPE_CHECKING:
+    from heterollm.kernels.ops import Precision
     from heterollm.llm import LLM
 
 __all__ = ["app", "main"]
@@ -325,7 +326,7 @@ def compile_graphs(
             model,
             soc=soc,
             plan=plan,
-            precision=precision,
+            precision=cast("Precision", precision),
             group_size=group_size,
             symmetric=not asymmetric,
             lengths=None if lengths is None else _numbers(lengths, "--lengths"),

@@ -60,6 +60,6 @@ def try_linear(
 def _random_weight(generator: np.random.Generator, columns: int, number_format: WeightFormat) -> LinearWeight:
     values = generator.standard_normal((ROWS, columns), np.float32)
     if not number_format.quantized:
-        return values.astype(np.float16 if number_format.bits == 16 else np.float32)
+        return values.astype(np.float16) if number_format.bits == 16 else values
     bits: Literal[4, 8] = 4 if number_format.bits == 4 else 8
     return quantize(values, bits=bits, block=number_format.block, symmetric=number_format.symmetric)
