@@ -41,6 +41,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         for block in (32, 64, 128)
         for symmetric in (True, False)
     },
+    "w4a8 block 32 symmetric": {"precision": "w4a8"},
 }
 
 
