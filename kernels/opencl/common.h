@@ -8,6 +8,7 @@
 //   store_act8(v, p, i)       float8  into elements i .. i+7
 //   load_half[8], store_half[8], load_float8, store_float8, load_uint8: the same for a fixed type
 //   ROUND8(v)                 int8    the nearest integers, halves to the even one
+//   BYTES8(v)                 uchar8  the lowest bits of integers
 //   FMA(a, b, c), UNROLL, sum8(v), max8(v)
 // With -DPLAIN no instruction of a certain processor is named (kernels/variants.py).
 
@@ -49,6 +50,7 @@ static inline short8 float8_to_half8(float8 value) {
 #define store_half(v, p, i) (((__global short *)(p))[i] = float8_to_half8((float8)(v)).s0)
 // As the processor is set up, its conversion rounds halves to the even integer.
 #define ROUND8(v) __builtin_astype(__builtin_ia32_cvtps2dq256(__builtin_astype(v, half_values8)), int8)
+#define BYTES8(v) __builtin_convertvector(v, uchar8)
 #else
 #define load_float8(p, i) vload8(0, (p) + (i))
 #define load_uint8(p, i) vload8(0, (p) + (i))
@@ -58,6 +60,7 @@ static inline short8 float8_to_half8(float8 value) {
 #define store_half8(v, p, i) vstore_half8_rte(v, 0, (p) + (i))
 #define store_half(v, p, i) vstore_half_rte(v, i, p)
 #define ROUND8(v) convert_int8_rte(v)
+#define BYTES8(v) convert_uchar8((v) & 255)
 #endif
 
 #ifdef ACT_HALF

@@ -7,8 +7,11 @@ static inline void store_codes(int8 code, __global uchar *codes) {
 #else
   const int8 ordered = code;
 #endif
-  *(__global uchar8 *)codes = convert_uchar8(ordered & 255);
+  *(__global uchar8 *)codes = BYTES8(ordered);
 }
+
+// A block whose largest value is below is all zeros: its factor would exceed the range of floats.
+#define SMALLEST 0x1p-118f
 
 __kernel void quantize_activations(
     __global const act_t *restrict x, __global uchar *restrict x_codes, __global float2 *restrict x_blocks,
@@ -21,13 +24,16 @@ __kernel void quantize_activations(
   x_blocks += (size_t)token * blocks;
   for (int b = first; b < min(first + span, blocks); b++) {
     float8 largest = 0.0f;
-    for (int k = b * block; k < (b + 1) * block; k += 8) largest = fmax(largest, fabs(load_act8(x, k)));
+    for (int k = b * block; k < (b + 1) * block; k += 8) {
+      // Comparisons and masks, because fmax() and fabs() are slow library calls on PoCL 3.
+      const float8 size = as_float8(as_int8(load_act8(x, k)) & 0x7fffffff);
+      largest = size > largest ? size : largest;
+    }
     const float top = max8(largest);
-    const float factor = top > 0.0f ? 127.0f / top : 0.0f;
+    const float factor = top > SMALLEST ? 127.0f / top : 0.0f;
     int8 sums = 0;
     for (int k = b * block; k < (b + 1) * block; k += 8) {
-      // Limited, because the factor of a denormal block is infinite; by vectors, as Oclgrind needs it.
-      const int8 code = clamp(ROUND8(load_act8(x, k) * factor), (int8)(-127), (int8)(127));
+      const int8 code = ROUND8(load_act8(x, k) * factor);
       sums += code;
       store_codes(code, x_codes + k);
     }
