@@ -40,11 +40,15 @@ def checkpoint_folder(name: Path | str) -> Path:
     Raises:
         CheckpointError: It is neither a folder nor could the hub give it.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise CheckpointError(f"{folder} is a file.", fix="Name the folder that holds config.json.")
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists():
+            raise CheckpointError(f"{folder} is a file.", fix="Name the folder that holds config.json.")
+    except (OSError, RuntimeError) as error:  # too long, not to be searched, or the home of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
     if not HUB_NAME.fullmatch(str(name)):
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder or a hub name."

@@ -27,7 +27,11 @@ def write(text: str) -> None:
         BrokenPipeError: Nobody reads it any more.
     """
     try:
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+        except UnicodeEncodeError:  # a terminal that cannot show everything
+            encoding = sys.stdout.encoding
+            sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         raise
