@@ -46,16 +46,8 @@ SIMT_EMBEDDING_ITEMS: Final = 64
 SIMT_QUANTIZE_ITEMS: Final = 64
 
 FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
-"""Tokens that may share one pass over the weights in the kernels for a few tokens."""
-
-FEW_TOKENS_LIMIT: Final[dict[tuple[KernelStyle, bool], int]] = {
-    ("vector", False): 4,
-    ("vector", True): 8,
-    ("simt", False): 8,
-    ("simt", True): 8,
-}
-"""Most tokens for which those kernels are used, with float and with int8 activations; measured on PoCL with
-AVX-512: with float activations, unpacking the weights once for all tokens is as fast from 5 tokens on."""
+"""Tokens that share one pass over the weights in the kernels for a few tokens. For more, weights are unpacked
+once for all of them: measured no slower from 9 tokens on (PoCL with AVX-512)."""
 
 
 class _Grid(NamedTuple):
@@ -222,7 +214,7 @@ class GpuLinear:
         _check_slot(x, (first_token + tokens) * self.columns * (2 if self._half else 4), f"{label} input")
         _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
         chosen = variant.style
-        grid = _grid(chosen, tokens, tile_count, self.integer_inputs)
+        grid = _grid(chosen, tokens, tile_count)
         defines = variant.defines | {"BITS": self.format.bits}
         if self._half:
             defines["ACT_HALF"] = 1
@@ -340,8 +332,8 @@ class GpuLinear:
         return self._tiles[kept]
 
 
-def _grid(style: KernelStyle, tokens: int, tiles: int, integer_inputs: bool) -> _Grid:
-    if tokens <= FEW_TOKENS_LIMIT[style, integer_inputs]:
+def _grid(style: KernelStyle, tokens: int, tiles: int) -> _Grid:
+    if tokens <= FEW_TOKEN_STEPS[-1]:
         step = next(step for step in FEW_TOKEN_STEPS if tokens <= step)
         if style == "simt":
             return _Grid("few", step, (64 * tiles, SIMT_SLICES), (64, SIMT_SLICES))

@@ -116,6 +116,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
         for (int k = 0; k < RUN(block); k += WORD_INPUTS, source += LANES, quad += QUADS) {
           wide_uint q[PART];
           UNROLL for (int c = 0; c < PART; c++) q[c] = load_words(source, WIDTH * c);
+          UNROLL for (int c = 0; c < PART * WIDTH; c += LINE_WORDS) PREFETCH_WORDS(source + c);
           UNROLL for (int h = 0; h < QUADS; h++)
             UNROLL for (int c = 0; c < PART; c++) {
               const wide_uint codes = QUAD(q[c], h);
@@ -167,6 +168,7 @@ static inline void unpack(
     __global const uchar *zeros, int start, int depth, int block, int asymmetric) {
   for (int k = 0; k < depth; k += WORD_INPUTS) {
     __global const uint *word = weights + (size_t)((start + k) / WORD_INPUTS) * LANES;
+    UNROLL for (int c = 0; c < PAIR; c += LINE_WORDS) PREFETCH_WORDS(word + c);
     UNROLL for (int c = 0; c < 2; c++) {
       const wide_uint q = load_words(word, WIDTH * c);
       UNROLL for (int h = 0; h < QUADS; h++) panel->codes[k / 4 + h][c] = QUAD(q, h);

@@ -78,6 +78,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
 #if BITS <= 8
         wide_uint q[PART];
         UNROLL for (int c = 0; c < PART; c++) q[c] = load_words(source, WIDTH * c);
+        UNROLL for (int c = 0; c < PART * WIDTH; c += LINE_WORDS) PREFETCH_WORDS(source + c);
 #endif
         UNROLL for (int i = 0; i < WORD_INPUTS; i++)
           UNROLL for (int c = 0; c < PART; c++) {
@@ -139,6 +140,7 @@ static inline void dequantize(
     }
     for (int k = g; k < g + block; k += WORD_INPUTS) {
       __global const uint *word = weights + (size_t)((start + k) / WORD_INPUTS) * LANES;
+      UNROLL for (int c = 0; c < PAIR; c += LINE_WORDS) PREFETCH_WORDS(word + c);
       UNROLL for (int c = 0; c < 2; c++) {
         const wide_uint q = load_words(word, WIDTH * c);
         UNROLL for (int i = 0; i < WORD_INPUTS; i++)

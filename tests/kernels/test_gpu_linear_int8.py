@@ -83,7 +83,7 @@ def test_cuts_members_offsets_and_half_activations(runtime, style):
     check(runtime, members, 6, rng, np.float16, output_dtype=np.float32, style=style)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_shape_and_cut(runtime, data):
     block = data.draw(st.sampled_from(BLOCKS), label="block")
