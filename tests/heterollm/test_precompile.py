@@ -81,7 +81,8 @@ class TestTheBundledModel:
         min((cache / "graphs").glob("*_qnn.bin")).write_bytes(b"damaged")
         again = precompile(bundled_model, soc="57", lengths=[1, 32])
         assert sum(build.compiled for build in again.builds) == 1
-        assert again.size_bytes == compiled[0].size_bytes
+        # The names that the compiler numbers may be a digit longer.
+        assert abs(again.size_bytes - compiled[0].size_bytes) < 100
 
     def test_the_estimate_is_near(self, compiled, cache, bundled_model, monkeypatch):
         usage = collections.namedtuple("usage", "free")
