@@ -141,6 +141,7 @@ class TestEmulator:
     def test_what_the_soc_cannot_compute_is_refused_by_name(self, cache_folder, make_slice):
         assert QnnNpu(emulator=True, soc_model="37").forms(WeightFormat(16)) == ()
         assert QnnNpu(emulator=True).forms(WeightFormat(32)) == ()
+        assert QnnNpu(emulator=True).forms(WeightFormat(4, 32), integer_inputs=True) == ()
         old = QnnNpu(emulator=True, soc_model="30")
         assert old.forms(WeightFormat(16))
         with pytest.raises(GraphError, match="gate_up of layer 1 with int4 block 32"):
