@@ -17,8 +17,9 @@ from heterollm.families import Norm
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.merged import MergedLaunch, merge_launches
 from heterollm.kernels.npu import NpuGraph, NpuSlice
-from heterollm.kernels.opencl_runtime import Launch, SharedArray
+from heterollm.kernels.opencl_runtime import Launch, OpenClRuntime, SharedArray
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
 from heterollm.npu_slices import npu_slice
@@ -40,9 +41,15 @@ class CompiledPass:
     """One pass, ready to run: its calls in order, and the launches that name the session's KV cache."""
 
     calls: list[Call] = field(default_factory=list)
-    cache_launches: list[Launch] = field(default_factory=list)
+    cache_launches: list[Launch | MergedLaunch] = field(default_factory=list)
     output: Segments | None = None
     bound_cache: SharedArray | None = None
+
+    def merge(self, runtime: OpenClRuntime) -> None:
+        """Make one launch of those that follow each other, where the device gains by it."""
+        self.calls = merge_launches(runtime, self.calls)
+        left = [launch for launch in self.cache_launches if launch in self.calls]
+        self.cache_launches = [*left, *(call for call in self.calls if isinstance(call, MergedLaunch))]
 
     def bind_cache(self, cache: SharedArray) -> None:
         """Point the launches at a session's cache, if they are not there yet."""
@@ -224,6 +231,8 @@ class Compiler:
             )
             delta = self._linear(calls, phase, tokens, layer, "down", "activated")
         compiled.output = delta
+        if tokens == 1:
+            compiled.merge(self._runtime)
         return compiled
 
     def compile_head(self, phase: Phase, rows: int, output: Segments) -> list[Call]:
@@ -259,7 +268,7 @@ class Compiler:
         if cap:
             calls.append(self._layers.soft_cap(pool["logits"], cap, rows=rows, vocabulary=vocabulary))
         calls.append(self._runtime.finish)
-        return calls
+        return merge_launches(self._runtime, calls) if rows == 1 else calls
 
     # -- pieces --------------------------------------------------------------------------------------
 

@@ -34,11 +34,13 @@ __all__ = [
     "Argument",
     "ChainedLaunch",
     "DeviceTraits",
+    "KernelKind",
     "Launch",
     "OpenClError",
     "OpenClRuntime",
     "SharedArray",
     "aligned_empty",
+    "host_address",
     "is_cpu",
     "list_opencl_devices",
     "read_sources",
@@ -49,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
 """A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
+
+KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
+"""What a kernel is made from: source files, its name, and defines in order."""
 
 OpenClError: Final = cl.Error
 """What any OpenCL call raises."""
@@ -203,6 +208,7 @@ class OpenClRuntime:
         # What PoCL compiles is tested with every change of this project; other compilers are not.
         self.tests_kernels = self.traits.platform != POCL_NAME
         self._shared_scratch: dict[str, cl.Buffer] = {}
+        self._sources: dict[int, tuple[tuple[str, ...], frozenset[tuple[str, str | int]]]] = {}
         self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
 
     # -- programs ------------------------------------------------------------------------------------
@@ -226,10 +232,24 @@ class OpenClRuntime:
         if program is None:
             options = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
             program = self._programs[key] = self._build(read_sources(files), options, name)
+            self._sources[program.int_ptr] = key
         try:
             return cl.Kernel(program, name)
         except cl.Error as error:
             raise BuildError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
+
+    def kind(self, kernel: cl.Kernel) -> KernelKind:
+        """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
+        files, defines = self._sources[kernel.program.int_ptr]
+        return files, kernel.function_name, tuple(sorted(defines))
+
+    def kernel_of_source(self, source: str, name: str) -> cl.Kernel:
+        """Build a program (once) and return a new kernel object, as :meth:`kernel` does with files."""
+        key = ((source,), frozenset[tuple[str, str | int]]())
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._build(source, [], name)
+        return cl.Kernel(program, name)
 
     def launch(
         self,
@@ -321,6 +341,8 @@ class OpenClRuntime:
     def scratch(self, size_bytes: int) -> cl.Buffer:
         """Return device memory that the host never reads."""
         self._check_size(size_bytes)
+        if self.traits.is_cpu:
+            return self.shared((max(1, size_bytes),), np.uint8).buffer
         return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(1, size_bytes))
 
     def shared_scratch(self, name: str, size_bytes: int) -> cl.Buffer:
@@ -376,6 +398,16 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     raw = np.empty(round_up(max(size, 1), PAGE_BYTES) + PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % PAGE_BYTES
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def host_address(argument: Argument) -> int:
+    """Return where an argument's memory lies, where that is the host's; 0 for a null pointer."""
+    if argument is None:
+        return 0
+    if isinstance(argument, SharedArray):
+        return int(argument.array.ctypes.data)
+    buffer: Any = argument
+    return int(buffer.get_host_array((1,), np.uint8).ctypes.data)
 
 
 def read_sources(files: Sequence[str]) -> str:

@@ -26,16 +26,15 @@ typedef struct {
   int stop;          // behind the last one
 } attention_tile;
 
-static inline attention_tile find_tile(__global const int *step, int group, int window, int part_keys) {
+static inline attention_tile find_tile(__global const int *step, int number, int part, int parts, int group,
+                                       int window, int part_keys) {
   attention_tile tile;
   tile.position = step[STEP_POSITION];
-  tile.first_row = (int)(get_num_groups(0) - 1 - get_group_id(0)) * ROWS;
+  tile.first_row = number * ROWS;
   tile.rows = min(ROWS, step[STEP_LENGTH] * group - tile.first_row);
   int first_token = tile.position + tile.first_row / group;
   int last_token = tile.position + (tile.first_row + tile.rows - 1) / group;
-  int part = get_group_id(2);
   tile.start = max(window > 0 ? max(0, first_token - window + 1) : 0, part * part_keys);
-  tile.stop = part + 1 < (int)get_num_groups(2) ? min(last_token + 1, (part + 1) * part_keys)
-                                                : last_token + 1;
+  tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
   return tile;
 }

@@ -12,7 +12,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
                                    float scale, float cap) {
   __local float queries[ROWS * HEAD_DIM], scores[ROWS * WG], reduced[ROWS * TEAM];
   __local float largest[ROWS], total[ROWS], decay[ROWS];
-  attention_tile tile = find_tile(step, group, window, part_keys);
+  // The row tiles that see most keys come first.
+  attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
+                                  get_num_groups(2), group, window, part_keys);
   int lane = get_local_id(0), row_of_lane = lane / TEAM, teammate = lane % TEAM;
   bool reduces = row_of_lane < ROWS;
   int kv_head = get_group_id(1), heads = get_num_groups(1) * group, parts = get_num_groups(2);

@@ -144,7 +144,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
                                    float scale, float cap) {
-  attention_tile tile = find_tile(step, group, window, part_keys);
+  // The row tiles that see most keys come first.
+  attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
+                                  get_num_groups(2), group, window, part_keys);
   if (tile.rows <= 0)
     return;
   int kv_head = get_group_id(1), heads = get_num_groups(1) * group;
