@@ -1,0 +1,102 @@
+"""Writes a checkpoint's quantised weights as GGUF, bit for bit those that heterollm computes with.
+
+Symmetric 4-bit blocks of 32 are Q4_0 and 8-bit ones Q8_0: an FP16 scale, then the codes, those of Q4_0 with
+the block's first half in the low nibbles (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
+llama.cpp rotates neighbouring elements of a head where Hugging Face's checkpoints rotate halves: q's and k's
+rows move.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.checkpoint import Checkpoint
+from heterollm.config import ModelConfig
+from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_rows
+from heterollm.weights import ModelWeights, load_weights
+
+NAMES: Final = {
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "o": ("attn_output",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "down": ("ffn_down",),
+}
+BLOCK: Final = 32
+
+
+def write_gguf(folder: Path) -> Path:
+    """Write ``model.gguf`` beside a Llama checkpoint's files, unless a newer one is there."""
+    path = folder / "model.gguf"
+    source = folder / "model.safetensors"
+    if path.is_file() and path.stat().st_mtime > source.stat().st_mtime:
+        return path
+    config = ModelConfig.from_folder(folder)
+    weights = load_weights(Checkpoint(folder), config, precision="w4a16", group_size=BLOCK, symmetric=True)
+    temporary = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(temporary, "llama")
+    _write_header(writer, config)
+    _add(writer, "token_embd.weight", weights.embedding)
+    _add(writer, "output.weight", weights.head)
+    writer.add_tensor("output_norm.weight", np.array(weights.final_norm))
+    for layer in range(config.layers):
+        _write_layer(writer, weights, layer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    temporary.replace(path)
+    return path
+
+
+def _write_header(writer: Any, config: ModelConfig) -> None:  # noqa: ANN401 - gguf's types are partial
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope.base)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    # Token ids go in and logits come out, so no vocabulary is needed.
+    writer.add_tokenizer_model("none")
+
+
+def _write_layer(writer: Any, weights: ModelWeights, layer: int) -> None:  # noqa: ANN401
+    config = weights.config
+    writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.array(weights.norm(layer, "attention")))
+    writer.add_tensor(f"blk.{layer}.ffn_norm.weight", np.array(weights.norm(layer, "feed_forward")))
+    for group, names in NAMES.items():
+        for name, weight in zip(names, weights.linear(layer, group), strict=True):  # type: ignore[arg-type]
+            if name in ("attn_q", "attn_k"):
+                permuted = take_rows(weight, _interleaved_rows(config, weight))
+                _add(writer, f"blk.{layer}.{name}.weight", permuted)
+            else:
+                _add(writer, f"blk.{layer}.{name}.weight", weight)
+
+
+def _interleaved_rows(config: ModelConfig, weight: LinearWeight) -> list[tuple[int, int]]:
+    assert isinstance(weight, QuantizedTensor)
+    rows = np.arange(weight.rows).reshape(-1, 2, config.head_dim // 2).swapaxes(1, 2).ravel()
+    return [(row, row + 1) for row in rows.tolist()]
+
+
+def _add(writer: Any, name: str, weight: LinearWeight) -> None:  # noqa: ANN401
+    assert isinstance(weight, QuantizedTensor)
+    kind = gguf.GGMLQuantizationType.Q4_0 if weight.bits == 4 else gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor(name, ggml_blocks(weight), raw_dtype=kind)
+
+
+def ggml_blocks(weight: QuantizedTensor) -> NDArray[np.uint8]:
+    """Return the rows as ggml's blocks, uint8 ``[n, bytes of a row]``."""
+    codes = weight.unpacked_codes().reshape(*weight.scales.shape, BLOCK)
+    low, high = codes[..., : BLOCK // 2], codes[..., BLOCK // 2 :]
+    values = low | high << 4 if weight.bits == 4 else codes ^ 0x80
+    scales = np.ascontiguousarray(weight.scales)[..., None].view(np.uint8)
+    return np.concatenate([scales, values], axis=-1).reshape(weight.rows, -1)
