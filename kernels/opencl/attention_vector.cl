@@ -11,6 +11,29 @@
 #define WIDE ((HEAD_DIM + 15) / 16 * 2)  // vectors of a head, padded to whole register tiles
 #define TAIL (HEAD_DIM % 8)
 
+// What a register tile is made of. 32 registers of twice the width hold more rows and two vectors in each.
+#ifdef __AVX512F__
+typedef float16 tile_float;
+#define TILE_VECTORS 2
+#if ROWS % 8 == 0 && MICRO == 4
+#undef MICRO
+#define MICRO 8
+#endif
+#if VECTORS == 1
+#undef VECTORS
+#define VECTORS 2
+#endif
+#if VECTORS == 2 && WIDE % 4 == 0
+#undef VECTORS
+#define VECTORS 4
+#endif
+#else
+typedef float8 tile_float;
+#define TILE_VECTORS 1
+#endif
+#define TILE (VECTORS / TILE_VECTORS)
+#define ALIGNED __attribute__((aligned(sizeof(tile_float))))
+
 // A page ahead is where a core's own prefetching stops; without this a third of the time is spent waiting.
 #if defined(__clang__) && (defined(__x86_64__) || defined(__aarch64__))
 #define PREFETCH(p) __builtin_prefetch((const char *)(size_t)(p) + 4096)
@@ -79,39 +102,38 @@ static inline void load_values(__global const kv_t *source, int first, int stop,
 
 // scores[row][key] = queries[row] . keys[key] for MICRO rows and VECTORS * 8 keys.
 static inline void score_tile(const float *queries, const float8 *keys, float8 *scores) {
-  float8 sums[MICRO * VECTORS];
-  UNROLL for (int i = 0; i < MICRO * VECTORS; ++i) sums[i] = 0.0f;
+  tile_float sums[MICRO * TILE];
+  UNROLL for (int i = 0; i < MICRO * TILE; ++i) sums[i] = 0.0f;
   for (int d = 0; d < HEAD_DIM; ++d) {
-    float8 key[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; ++v) key[v] = keys[d * KEY_VECTORS + v];
+    tile_float key[TILE];
+    UNROLL for (int v = 0; v < TILE; ++v) key[v] = ((const tile_float *)(keys + d * KEY_VECTORS))[v];
     UNROLL for (int r = 0; r < MICRO; ++r) {
-      float8 query = (float8)queries[r * WIDE * 8 + d];
-      UNROLL for (int v = 0; v < VECTORS; ++v)
-        sums[r * VECTORS + v] = FMA(query, key[v], sums[r * VECTORS + v]);
+      tile_float query = (tile_float)queries[r * WIDE * 8 + d];
+      UNROLL for (int v = 0; v < TILE; ++v) sums[r * TILE + v] = FMA(query, key[v], sums[r * TILE + v]);
     }
   }
   UNROLL for (int r = 0; r < MICRO; ++r)
-    UNROLL for (int v = 0; v < VECTORS; ++v) scores[r * KEY_VECTORS + v] = sums[r * VECTORS + v];
+    UNROLL for (int v = 0; v < TILE; ++v) ((tile_float *)(scores + r * KEY_VECTORS))[v] = sums[r * TILE + v];
 }
 
 // sums[row][d] = sums[row][d] * decay[row] + weights[row] . values[.][d] for MICRO rows, VECTORS * 8 columns.
 // The block is summed by itself first: over long contexts that rounds less.
 static inline void value_tile(const float *weights, const float *decay, const float8 *values, int count,
                               float8 *sums) {
-  float8 tile[MICRO * VECTORS];
-  UNROLL for (int i = 0; i < MICRO * VECTORS; ++i) tile[i] = 0.0f;
+  tile_float tile[MICRO * TILE];
+  UNROLL for (int i = 0; i < MICRO * TILE; ++i) tile[i] = 0.0f;
   for (int key = 0; key < count; ++key) {
-    float8 value[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; ++v) value[v] = values[key * WIDE + v];
+    tile_float value[TILE];
+    UNROLL for (int v = 0; v < TILE; ++v) value[v] = ((const tile_float *)(values + key * WIDE))[v];
     UNROLL for (int r = 0; r < MICRO; ++r) {
-      float8 weight = (float8)weights[r * KEYS + key];
-      UNROLL for (int v = 0; v < VECTORS; ++v)
-        tile[r * VECTORS + v] = FMA(weight, value[v], tile[r * VECTORS + v]);
+      tile_float weight = (tile_float)weights[r * KEYS + key];
+      UNROLL for (int v = 0; v < TILE; ++v) tile[r * TILE + v] = FMA(weight, value[v], tile[r * TILE + v]);
     }
   }
-  UNROLL for (int r = 0; r < MICRO; ++r)
-    UNROLL for (int v = 0; v < VECTORS; ++v)
-      sums[r * WIDE + v] = FMA(sums[r * WIDE + v], (float8)decay[r], tile[r * VECTORS + v]);
+  UNROLL for (int r = 0; r < MICRO; ++r) {
+    tile_float *row = (tile_float *)(sums + r * WIDE);
+    UNROLL for (int v = 0; v < TILE; ++v) row[v] = FMA(row[v], (tile_float)decay[r], tile[r * TILE + v]);
+  }
 }
 
 // Turns one row's scores of a block into weights; updates its largest score and total weight and returns by
@@ -152,8 +174,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   int kv_head = get_group_id(1), heads = get_num_groups(1) * group;
   __global const kv_t *key_source = cache + k_offset + kv_head * head_stride;
   __global const kv_t *value_source = cache + v_offset + kv_head * head_stride;
-  float8 queries[ROWS * WIDE], keys[WIDE * 8 * KEY_VECTORS], values[KEYS * WIDE];
-  float8 scores[ROWS * KEY_VECTORS], sums[ROWS * WIDE];
+  float8 queries[ROWS * WIDE];
+  float8 keys[WIDE * 8 * KEY_VECTORS] ALIGNED, values[KEYS * WIDE] ALIGNED;
+  float8 scores[ROWS * KEY_VECTORS] ALIGNED, sums[ROWS * WIDE] ALIGNED;
   float largest[ROWS], total[ROWS], decay[ROWS];
 
   for (int r = 0; r < ROWS; ++r) {
