@@ -5,6 +5,7 @@ Nothing else imports pyopencl, so that another binding can serve where it has no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -168,6 +169,11 @@ class Launch:
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue the kernel without waiting; returns its event."""
         return self._enqueue(self._queue, self.kernel, self.global_size, self.local_size)
+
+    def __del__(self) -> None:
+        # The memory may go with the launch, and a kernel that still runs must not see it freed.
+        with contextlib.suppress(cl.Error):
+            self._queue.finish()
 
 
 class ChainedLaunch(Launch):
