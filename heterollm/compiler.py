@@ -18,7 +18,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.merged import MergedLaunch, merge_launches
-from heterollm.kernels.npu import NpuGraph, NpuSlice
+from heterollm.kernels.npu import NpuGraph
 from heterollm.kernels.opencl_runtime import Launch, OpenClRuntime, SharedArray
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
@@ -131,7 +131,7 @@ class Compiler:
         self._context = context
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._slices: dict[tuple[int, Group, tuple[int, ...]], NpuSlice] = {}
+        self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, sizes)
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
@@ -159,7 +159,7 @@ class Compiler:
     def close(self) -> None:
         """Drop the packed weights; nothing compiled may run afterwards."""
         self._linears.clear()
-        self._slices.clear()
+        self._graphs.clear()
         del self._embedding, self._small
 
     # -- passes --------------------------------------------------------------------------------------
@@ -383,7 +383,9 @@ class Compiler:
     def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
         npu = self._device.npu
         assert npu is not None  # loading has checked the plan
-        key = (spec.layer, spec.group, placement.npu_rows)
-        if key not in self._slices:
-            self._slices[key] = npu_slice(self._weights, spec, placement.npu_rows)
-        return npu.prepare(self._slices[key], length, placement.form)  # type: ignore[arg-type]
+        key = (spec.layer, spec.group, placement.npu_rows, placement.form, length)
+        if key not in self._graphs:
+            # The slice is dropped: its stacked members would hold the weights once more.
+            part = npu_slice(self._weights, spec, placement.npu_rows)
+            self._graphs[key] = npu.prepare(part, length, placement.form)  # type: ignore[arg-type]
+        return self._graphs[key]

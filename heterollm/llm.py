@@ -21,7 +21,7 @@ from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.layout import op_specs
 from heterollm.load_options import check_options, choose_context, choose_plan
-from heterollm.memory import check_memory, memory_need
+from heterollm.memory import check_memory, memory_need, return_freed_memory
 from heterollm.precision import check_precision
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
@@ -279,6 +279,7 @@ def _start(device: Device, weights: ModelWeights, plan: Plan, context: int, prog
     engine = Engine(device, weights, plan, context, progress)
     ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
     engine.compile_ahead(engine.new_cache(), ahead, progress)
+    return_freed_memory()
     return engine
 
 

@@ -15,8 +15,8 @@ from heterollm.solver.plan import model_shape
 __all__ = ["check_options", "choose_context", "choose_plan"]
 
 DEFAULT_CONTEXT: Final = 4096
-CHUNK_LENGTH: Final = 1024
-"""Longest pass where no NPU graph says otherwise."""
+CHUNK_LENGTH: Final = 512
+"""Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
 
 
 def check_options(
@@ -92,7 +92,7 @@ def choose_plan(
             device=device,
             precision=precision,
             standard_lengths=standard_lengths,
-            chunk_length=min(context, standard_lengths[-1] if standard_lengths else CHUNK_LENGTH),
+            chunk_length=min(context, CHUNK_LENGTH if plan == "gpu" else max(standard_lengths, default=1)),
         )
     path = Path(plan)
     try:

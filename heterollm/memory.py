@@ -23,7 +23,7 @@ from heterollm.units import PAGE_BYTES, format_bytes, round_up
 if TYPE_CHECKING:
     from heterollm.config import ModelConfig
 
-__all__ = ["MemoryNeed", "available_bytes", "check_memory", "memory_need"]
+__all__ = ["MemoryNeed", "available_bytes", "check_memory", "memory_need", "return_freed_memory"]
 
 USABLE_FRACTION: Final = 0.95
 """Fraction of the memory at hand that a model may take; the rest is for the libraries and the system."""
@@ -121,6 +121,15 @@ def check_memory(need: MemoryNeed, available: int | None = None) -> None:
             fix="Use a smaller context, a plan level with fewer copies (gpu), a smaller model, "
             "or close other programs.",
         )
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library would keep it for later."""
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except AttributeError:
+            return  # only glibc keeps so much, and only it has the function
 
 
 def available_bytes() -> int | None:

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, TypeAlias
@@ -324,9 +324,8 @@ class OpenClRuntime:
     # -- memory --------------------------------------------------------------------------------------
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
-        """Return zeroed memory that host and device share without copies."""
-        array = aligned_empty(shape, dtype)
-        array.fill(0)
+        """Return zeroed memory that host and device share without copies; pages count once they are used."""
+        array = _aligned(shape, dtype, np.zeros)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
         return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
 
@@ -400,8 +399,14 @@ class OpenClRuntime:
 
 def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return uninitialised page-aligned memory, padded to whole pages."""
+    return _aligned(shape, dtype, np.empty)
+
+
+def _aligned(
+    shape: tuple[int, ...], dtype: DTypeLike, make: Callable[..., NDArray[np.uint8]]
+) -> NDArray[Any]:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.empty(round_up(max(size, 1), PAGE_BYTES) + PAGE_BYTES, np.uint8)
+    raw = make(round_up(max(size, 1), PAGE_BYTES) + PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % PAGE_BYTES
     return raw[start : start + size].view(dtype).reshape(shape)
 

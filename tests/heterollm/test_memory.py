@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,9 @@ import heterollm.memory
 from heterollm import LLM
 from heterollm.config import ModelConfig
 from heterollm.errors import DeviceError
+from heterollm.kernels.npu import NpuSlice
 from heterollm.layout import op_specs
-from heterollm.memory import MemoryNeed, available_bytes, check_memory, memory_need
+from heterollm.memory import MemoryNeed, available_bytes, check_memory, memory_need, return_freed_memory
 from heterollm.solver import level_plan
 from heterollm.units import GIB, MIB
 
@@ -100,3 +103,29 @@ def test_load_refuses_before_it_quantises(
     with pytest.raises(DeviceError, match=r"takes .* MiB of memory .*KV cache.*, and 4\.0 MiB are available"):
         LLM.load(bundled_model, device="host", plan="gpu")
     assert not (tmp_path / "weights").exists()
+
+
+def test_slices_are_dropped_once_their_graphs_are_prepared(
+    host_llm: Callable[..., LLM], bundled_model: Path
+) -> None:
+    llm = host_llm(bundled_model, plan="layer")
+    llm.session().prefill(list(range(40)))
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is NpuSlice]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_shared_memory_counts_once_it_is_used(host_llm: Callable[..., LLM], bundled_model: Path) -> None:
+    def anonymous_bytes() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Anonymous:")).split()[1]) * 1024
+
+    gpu = host_llm(bundled_model, plan="gpu").device.gpu
+    before = anonymous_bytes()
+    memory = gpu.shared((64 * MIB,), np.uint8)
+    assert anonymous_bytes() - before < 8 * MIB
+    memory.array.fill(1)
+    assert anonymous_bytes() - before > 56 * MIB
+    del memory
+    return_freed_memory()
+    assert anonymous_bytes() - before < 8 * MIB
