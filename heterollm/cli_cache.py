@@ -1,0 +1,61 @@
+"""The commands under ``cache``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from heterollm.cli_options import JsonOption, command_group
+
+__all__ = ["commands"]
+
+commands = command_group("cache", "Look at and clear the cache.")
+
+
+@commands.command("list")
+def cache_list(as_json: JsonOption = False) -> None:
+    """Show what the cache holds and how much room it takes."""
+    from heterollm import report
+    from heterollm.cache_folder import list_cache
+    from heterollm.terminal import write, write_json
+
+    kinds = list_cache()
+    if as_json:
+        write_json([kind.to_dict() for kind in kinds])
+        return
+    write(report.render(report.cache_table(kinds), like=sys.stdout))
+
+
+@commands.command("clear")
+def cache_clear(
+    kinds: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND]...", help="weights, graphs or opencl.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete cached files of some kinds, or of all; they are made again when needed."""
+    from heterollm import report
+    from heterollm.cache_folder import clear_cache, list_cache
+    from heterollm.kernels.cache import cache_root
+    from heterollm.terminal import write
+    from heterollm.units import format_bytes
+
+    wanted = kinds or []
+    if not yes:
+        report.show(report.cache_table(list_cache(wanted)))
+        typer.confirm(f"Delete these files in {cache_root()}?", abort=True, err=True)
+    cleared = clear_cache(wanted)
+    files, size = sum(kind.files for kind in cleared), sum(kind.size_bytes for kind in cleared)
+    write(f"Deleted {files} files, {format_bytes(size)}.\n")
+
+
+@commands.command("path")
+def cache_path() -> None:
+    """Print where the cache is."""
+    from heterollm.kernels.cache import cache_root
+    from heterollm.terminal import write
+
+    write(f"{os.fspath(cache_root())}\n")

@@ -1,0 +1,34 @@
+"""The command ``demo``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from heterollm.cli_options import DeviceOption, JsonOption, command_group
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+
+@commands.command()
+def demo(
+    device: DeviceOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the text.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate with the bundled model and measure every plan level; needs no download."""
+    from heterollm import report
+    from heterollm.demo import PROMPT, run_demo
+    from heterollm.terminal import write, write_json
+
+    with report.progress_bars() as progress:
+        if as_json:
+            write_json(run_demo(device=device, max_new_tokens=max_new_tokens, progress=progress).to_dict())
+            return
+        write(PROMPT)
+        result = run_demo(device=device, max_new_tokens=max_new_tokens, on_text=write, progress=progress)
+    write("\n\n" + report.render(report.demo_report(result), like=sys.stdout))
