@@ -17,6 +17,7 @@ __all__ = [
     "KernelError",
     "OptionError",
     "PlanError",
+    "ProfileError",
     "UnsupportedModelError",
 ]
 
@@ -77,6 +78,10 @@ class GraphError(DeviceError):
 
 class PlanError(HeteroLLMError):
     """A plan file is damaged, does not fit the model or the device, or asks for the impossible."""
+
+
+class ProfileError(HeteroLLMError):
+    """A profile is damaged, of another schema version, or of another device."""
 
 
 class EngineError(HeteroLLMError):

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -29,7 +29,15 @@ from heterollm.kernels.tolerances import linear_errors
 if TYPE_CHECKING:
     from heterollm.kernels.opencl_runtime import OpenClRuntime
 
-__all__ = ["DEVICE_NAMES", "Device", "DeviceName", "DeviceStatus", "list_devices", "open_device"]
+__all__ = [
+    "DEVICE_NAMES",
+    "Device",
+    "DeviceName",
+    "DeviceStatus",
+    "fingerprint_of",
+    "list_devices",
+    "open_device",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +99,18 @@ class Device:
 
     def fingerprint(self) -> str:
         """Return a short hash of :meth:`description`."""
-        text = json.dumps(self.description(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint_of(self.description())
 
     def close(self) -> None:
         """Release the NPU's sessions; OpenCL memory goes with its last reference."""
         if self.npu is not None:
             self.npu.close()
+
+
+def fingerprint_of(description: Mapping[str, Any]) -> str:
+    """Return the short hash of a device's description that measurements are filed under."""
+    text = json.dumps(description, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
