@@ -1,7 +1,7 @@
 """The profile: everything measured on one device, in one readable file (design, section 8).
 
-A file belongs to one device fingerprint: parts, drivers, SDK build and thread split. It is JSON with a record a
-line in a fixed order, so that two of them differ where the measurements do. Writers merge under a lock.
+A file belongs to one device fingerprint: parts, drivers, SDK build and thread split. It is JSON with a record
+a line in a fixed order, so that two of them differ where the measurements do. Writers merge under a lock.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Profile:
     def of_kind(self, kind: type[K]) -> Iterator[tuple[K, Record]]:
         """Yield the sound records with keys of one kind, in order."""
         found = [(key, record) for key, record in self.records.items() if isinstance(key, kind)]
-        for key, record in sorted(found, key=lambda item: item[0]):  # type: ignore[arg-type, return-value]
+        for key, record in sorted(found, key=lambda item: item[0]):
             if not record.failed:
                 yield key, record
 
@@ -132,7 +132,8 @@ class Profile:
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ProfileError(
-                f"{source} has schema version {version!r:.40}; this version of heterollm reads {SCHEMA_VERSION}.",
+                f"{source} has schema version {version!r:.40}, and this version of heterollm reads "
+                f"{SCHEMA_VERSION}.",
                 fix=FIX,
             )
         description, runs, records = data.get("description"), data.get("runs"), data.get("records")
@@ -145,10 +146,12 @@ class Profile:
         ):
             raise ProfileError(f"{source} lacks its description, runs or records.", fix=FIX)
         profile = cls(description, runs=runs)
+        try:
+            json.dumps([description, runs], allow_nan=False)
+        except ValueError as error:
+            raise ProfileError(f"{source} holds a number that JSON has not: {error}.", fix=FIX) from error
         if data.get("fingerprint") != profile.fingerprint:
-            raise ProfileError(
-                f"{source} was edited: its description does not match its fingerprint.", fix=FIX
-            )
+            raise ProfileError(f"{source} was edited: description and fingerprint do not match.", fix=FIX)
         for number, line in enumerate(records, 1):
             try:
                 profile.add(record_from_dict(line))

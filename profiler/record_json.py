@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from heterollm.profiler.records import KINDS, Key, Record
 
 __all__ = ["record_from_dict", "record_line"]
 
 KIND_NAMES: Final[dict[type[Key], str]] = {kind: name for name, kind in KINDS.items()}
+LINE_FIELDS: Final = frozenset(
+    {"kind", "key", "median_us", "samples_us", "warmup_us", "values", "error", "taken_s"}
+)
 MAX_TEXT: Final = 4000
 DIGITS: Final = 3
 """Decimals of a time: nanoseconds."""
@@ -85,20 +88,20 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - a key or a part of one
 
 
 @cache
-def _hints(kind: type[Any]) -> Mapping[str, Any]:
+def _hints(kind: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a dataclass
     return get_type_hints(kind)
 
 
 def _read(kind: type[T], value: object) -> T:
     """Build a key from JSON by the types of its fields."""
-    hints = _hints(kind)
+    hints = _hints(cast("Hashable", kind))
     if not isinstance(value, dict) or set(value) != set(hints):
         raise ValueError(f"a {kind.__name__} has the fields {', '.join(hints)}, not {value!r:.160}")
     return kind(**{name: _field(name, hint, value[name]) for name, hint in hints.items()})
 
 
 def _field(name: str, hint: Any, value: Any) -> Any:  # noqa: ANN401 - as many types as fields
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return _read(hint, value)
     if get_origin(hint) is Literal:
         sound = value in get_args(hint) and isinstance(value, str)

@@ -1,7 +1,7 @@
 """What a profile holds: one record for each thing measured, filed under a key that says what it was.
 
-Keys are frozen data of plain numbers and words, so that they sort, compare and read the same on every platform.
-A failed measurement is a record too, with its error (design, section 8).
+Keys are frozen data of plain numbers and words, so that they sort, compare and read the same on every
+platform. A failed measurement is a record too, with its error (design, section 8).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LinearKey:
     Args:
         part: Which part.
         point: What it computed.
-        code: Version of the code that computed it: hash of the kernel sources, or the graph builder's version.
+        code: Version of what computed it: hash of the kernel sources, or the graph builder's version.
     """
 
     part: Part
@@ -197,8 +197,9 @@ class LaunchKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class HandOverKey:
-    """The delay between the end of GPU work and the host seeing it; ``values["processor_fraction"]`` is the
-    processor time that waiting took, as a share of the wait.
+    """The delay between the end of GPU work and the host seeing it.
+
+    ``values["processor_fraction"]`` is the processor time that waiting took, as a share of the wait.
 
     Args:
         strategy: How the host waits (:mod:`heterollm.kernels.handover`).
