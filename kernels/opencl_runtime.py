@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import CacheError, DeviceError, KernelError
 from heterollm.kernels.cache import atomic_path, cache_root
-from heterollm.kernels.pocl_target import mend_target
+from heterollm.kernels.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
 from heterollm.kernels.variants import BuildError, VariantRecord
 from heterollm.units import PAGE_BYTES, format_bytes, round_up
 
@@ -503,8 +503,13 @@ def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
 
 
 def _mend_pocl(device: cl.Device) -> str | None:
-    if device.platform.name.strip() != POCL_NAME or not device.driver_version.startswith("3."):
-        return None
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return None
-    return mend_target(device.int_ptr)
+    known = device.platform.name.strip() == POCL_NAME and device.driver_version.startswith("3.")
+    if known and (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+        return mend_target(device.int_ptr)
+    if chosen := chosen_target():
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {chosen}, which only PoCL 3 on Linux x86-64 can be told, not "
+            f"{device.platform.name.strip()} {device.driver_version.strip()}.",
+            fix=f"Unset {TARGET_VARIABLE}.",
+        )
+    return None

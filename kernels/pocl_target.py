@@ -5,21 +5,32 @@ The PyPI wheel carries PoCL 3.0 with LLVM 14. On a processor that this LLVM does
 "unknown target CPU 'generic'" (https://github.com/pocl/pocl/issues/1049). PoCL reads no option for the
 name, but keeps it as a string pointer beside the target triple in its device structure. Where exactly
 that pair is found, the pointer is turned to the newest processor whose features this machine has.
+
+The same way an older processor can be named on purpose (:data:`TARGET_VARIABLE`), to see or measure what the
+kernels do there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import re
 from pathlib import Path
 from typing import Final
 
-__all__ = ["mend_target", "target_for", "target_for_this_machine"]
+from heterollm.errors import DeviceError
+
+__all__ = ["TARGET_VARIABLE", "chosen_target", "mend_target", "target_for", "target_for_this_machine"]
 
 logger = logging.getLogger(__name__)
 
+TARGET_VARIABLE: Final = "HETEROLLM_POCL_TARGET"
+"""Environment variable with the name in TARGETS of the processor that PoCL shall compile for."""
+
 STRUCTURE_BYTES: Final = 2048
-UNKNOWN: Final = b"generic"
+UNKNOWN: Final = re.compile(rb"generic")
+ANY_PROCESSOR: Final = re.compile(rb"[a-z0-9][a-z0-9._-]{1,30}")
 TRIPLE_PREFIX: Final = b"x86_64-"
 AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512: Final = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
@@ -40,23 +51,60 @@ def target_for(flags: frozenset[str]) -> str | None:
     return next((name for name, needed in TARGETS if needed <= flags), None)
 
 
+def chosen_target() -> str | None:
+    """Return the processor that :data:`TARGET_VARIABLE` names, or None if it is not set.
+
+    Raises:
+        DeviceError: The name is not in TARGETS, or this machine lacks what that processor has.
+    """
+    name = os.environ.get(TARGET_VARIABLE)
+    if not name:
+        return None
+    names = ", ".join(known for known, _ in TARGETS)
+    needed = dict(TARGETS).get(name)
+    if needed is None:
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {name!r}, which is not a known processor.",
+            fix=f"Unset it, or name one of {names}.",
+        )
+    if missing := needed - _processor_flags():
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {name}, but this processor lacks {', '.join(sorted(missing))}.",
+            fix=f"Unset it, or name another of {names}.",
+        )
+    return name
+
+
 def target_for_this_machine() -> str | None:
-    """Return the LLVM processor name that fits this machine, or None if none of the list does."""
-    return target_for(_processor_flags())
+    """Return the LLVM processor name that is chosen or fits this machine, or None if none of the list does.
+
+    Raises:
+        DeviceError: The choice cannot be met (:func:`chosen_target`).
+    """
+    return chosen_target() or target_for(_processor_flags())
 
 
 def mend_target(device_pointer: int) -> str | None:
-    """Name the processor in PoCL's device structure if PoCL could not.
+    """Name the processor in PoCL's device structure if PoCL could not, or if one is chosen.
 
     Args:
         device_pointer: The ``cl_device_id`` of a PoCL 3 CPU device on Linux x86-64.
 
     Returns:
         The name that was set, or None if nothing had to or could be changed.
+
+    Raises:
+        DeviceError: The choice cannot be met (:func:`chosen_target`), or not by this PoCL.
     """
     readable = _readable_ranges()
-    slot = _find_name_slot(device_pointer, readable)
+    chosen = chosen_target()
+    slot = _find_name_slot(device_pointer, readable, ANY_PROCESSOR if chosen else UNKNOWN)
     if slot is None:
+        if chosen:
+            raise DeviceError(
+                f"{TARGET_VARIABLE} names {chosen}, but this build of PoCL keeps its target elsewhere.",
+                fix="Unset it, or use PyPI's PoCL: `pip install pocl-binary-distribution==3.0`.",
+            )
         return None
     target = target_for_this_machine()
     if target is None:
@@ -64,20 +112,23 @@ def mend_target(device_pointer: int) -> str | None:
     name = ctypes.create_string_buffer(target.encode())
     _names.append(name)
     slot.value = ctypes.addressof(name)
-    logger.info("PoCL does not know this processor; compiling its kernels for %s", target)
+    reason = "asked to" if chosen else "PoCL does not know this processor"
+    logger.info("%s; compiling its kernels for %s", reason, target)
     return target
 
 
-def _find_name_slot(device_pointer: int, readable: list[tuple[int, int]]) -> ctypes.c_uint64 | None:
-    """Find the pointer to ``generic`` that follows the pointer to the target triple, if it is there."""
+def _find_name_slot(
+    device_pointer: int, readable: list[tuple[int, int]], name_pattern: re.Pattern[bytes]
+) -> ctypes.c_uint64 | None:
+    """Find the pointer to a matching name that follows the pointer to the target triple, if it is there."""
     for offset in range(0, STRUCTURE_BYTES, 8):
         here = device_pointer + offset
         if not _is_readable(here, 16, readable):
             return None
         triple = ctypes.c_uint64.from_address(here)
         name = ctypes.c_uint64.from_address(here + 8)
-        if _text_at(triple.value, readable).startswith(TRIPLE_PREFIX) and (
-            _text_at(name.value, readable) == UNKNOWN
+        if _text_at(triple.value, readable).startswith(TRIPLE_PREFIX) and name_pattern.fullmatch(
+            _text_at(name.value, readable)
         ):
             return name
     return None
