@@ -45,7 +45,9 @@ class Trace:
 
     def around(self, call: Any) -> Callable[[], None]:  # noqa: ANN401 - a launch, a graph's run or a wait
         """Return a call that does the same and is recorded."""
-        from heterollm.kernels.opencl_runtime import ChainedLaunch, Launch, OpenClRuntime, SharedArray
+        from heterollm.kernels.opencl_launch import ChainedLaunch, Launch
+        from heterollm.kernels.opencl_memory import SharedArray
+        from heterollm.kernels.opencl_runtime import OpenClRuntime
 
         if isinstance(call, ChainedLaunch):
             first, second = self.around(call.before), functools.partial(Launch.__call__, call)

@@ -19,7 +19,9 @@ from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.merged import MergedLaunch, merge_launches
 from heterollm.kernels.npu import NpuGraph
-from heterollm.kernels.opencl_runtime import Launch, OpenClRuntime, SharedArray
+from heterollm.kernels.opencl_launch import Launch
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
 from heterollm.npu_slices import npu_slice

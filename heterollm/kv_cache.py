@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from heterollm.kernels.gpu_layers import head_stride
-from heterollm.kernels.opencl_runtime import OpenClRuntime, SharedArray
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import OpenClRuntime
 
 __all__ = ["KvCache"]
 

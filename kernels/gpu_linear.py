@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import KernelError
-from heterollm.kernels.opencl_runtime import Argument, Launch, OpenClRuntime, SharedArray, aligned_empty
+from heterollm.kernels.opencl_launch import Argument, Launch
+from heterollm.kernels.opencl_memory import SharedArray, aligned_empty
+from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.variants import KernelStyle, Variant, variants_for

@@ -20,15 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.errors import KernelError
-from heterollm.kernels.opencl_runtime import (
-    ChainedLaunch,
-    KernelKind,
-    Launch,
-    OpenClRuntime,
-    SharedArray,
-    host_address,
-    read_sources,
-)
+from heterollm.kernels.opencl_launch import ChainedLaunch, Launch, host_address
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import KernelKind, OpenClRuntime, read_sources
 
 __all__ = ["MergedLaunch", "merge_launches"]
 

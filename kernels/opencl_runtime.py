@@ -1,47 +1,39 @@
-"""Every OpenCL call of the project: devices, programs, memory and launches.
+"""OpenCL devices, and one opened: its programs, its memory, its queue.
 
-Nothing else imports pyopencl, so that another binding can serve where it has no wheel.
+All OpenCL calls of the project go through one small family of modules: this one, memory
+(:mod:`heterollm.kernels.opencl_memory`) and launches (:mod:`heterollm.kernels.opencl_launch`), above the
+binding (:mod:`heterollm.kernels.opencl_binding`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-
-# pyopencl would keep the code that sets a kernel's arguments in a database of pickles.
-os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
-
-import pyopencl as cl
-import pyopencl.invoker
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import CacheError, DeviceError, KernelError
 from heterollm.kernels.cache import atomic_path, cache_root
+from heterollm.kernels.opencl_binding import cl
+from heterollm.kernels.opencl_launch import Argument, ChainedLaunch, Launch
+from heterollm.kernels.opencl_memory import SharedArray, aligned_empty, aligned_zeros
 from heterollm.kernels.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
 from heterollm.kernels.variants import BuildError, VariantRecord
-from heterollm.units import PAGE_BYTES, format_bytes, round_up
+from heterollm.units import format_bytes
 
 __all__ = [
-    "Argument",
-    "ChainedLaunch",
     "DeviceTraits",
     "KernelKind",
-    "Launch",
     "OpenClError",
     "OpenClRuntime",
-    "SharedArray",
-    "aligned_empty",
-    "host_address",
     "is_cpu",
     "list_opencl_devices",
     "read_sources",
@@ -49,9 +41,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
-"""A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
 
 KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
 """What a kernel is made from: source files, its name, and defines in order."""
@@ -81,114 +70,6 @@ class DeviceTraits:
     local_bytes: int
     coherent: bool
     extensions: tuple[str, ...]
-
-
-class SharedArray:
-    """Page-aligned memory that host, NPU runtime and OpenCL device all address.
-
-    ``array`` is the host's view. On a coherent device (a CPU) both sides always see each other's writes
-    once the queue is done. Elsewhere the host must :meth:`acquire` before it reads or writes and
-    :meth:`release` before the device does.
-    """
-
-    __slots__ = ("_mapped", "_queue", "array", "buffer", "coherent")
-
-    def __init__(
-        self, array: NDArray[Any], buffer: cl.Buffer, queue: cl.CommandQueue, coherent: bool
-    ) -> None:
-        self.array = array
-        self.buffer = buffer
-        self.coherent = coherent
-        self._queue = queue
-        self._mapped: Any = None
-
-    def acquire(self) -> None:
-        """Wait for the device and make its writes visible to the host, which may write too."""
-        self._map(cl.map_flags.READ | cl.map_flags.WRITE)
-
-    def acquire_to_read(self) -> None:
-        """Like :meth:`acquire`, for a host that only reads: kernels may go on reading meanwhile."""
-        self._map(cl.map_flags.READ)
-
-    def release(self) -> None:
-        """Make the host's writes visible to the device."""
-        if self._mapped is not None:
-            self._mapped.release(self._queue)
-            self._mapped = None
-
-    def _map(self, flags: int) -> None:
-        if self.coherent or self._mapped is not None:
-            return
-        view, _ = cl.enqueue_map_buffer(
-            self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
-        )
-        self._mapped = view.base
-
-    def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return the start of the memory as an array of another type and shape."""
-        count = int(np.prod(shape))
-        flat = self.array.reshape(-1).view(np.uint8)
-        size = count * np.dtype(dtype).itemsize
-        if size > flat.nbytes:
-            raise KernelError(f"A view of {shape} {np.dtype(dtype)} exceeds a slot of {flat.nbytes} bytes.")
-        return flat[:size].view(dtype).reshape(shape)
-
-
-class Launch:
-    """One kernel with its arguments set, ready to be enqueued again and again.
-
-    It owns its kernel object, and keeps the memory that the arguments name: OpenCL does not.
-    """
-
-    __slots__ = ("_enqueue", "_queue", "arguments", "global_size", "kernel", "label", "local_size")
-
-    def __init__(
-        self,
-        queue: cl.CommandQueue,
-        kernel: cl.Kernel,
-        arguments: Sequence[Argument],
-        global_size: tuple[int, ...],
-        local_size: tuple[int, ...],
-        label: str,
-    ) -> None:
-        self._queue = queue
-        self._enqueue = cl.enqueue_nd_range_kernel
-        self.kernel = kernel
-        self.arguments = tuple(arguments)
-        self.global_size = global_size
-        self.local_size = local_size
-        self.label = label
-        kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
-
-    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Name other memory in place of ``old``."""
-        index = next(place for place, argument in enumerate(self.arguments) if argument is old)
-        self.kernel.set_arg(index, new.buffer)
-        self.arguments = (*self.arguments[:index], new, *self.arguments[index + 1 :])
-
-    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
-        """Enqueue the kernel without waiting; returns its event."""
-        return self._enqueue(self._queue, self.kernel, self.global_size, self.local_size)
-
-    def __del__(self) -> None:
-        # The memory may go with the launch, and a kernel that still runs must not see it freed.
-        with contextlib.suppress(cl.Error):
-            self._queue.finish()
-
-
-class ChainedLaunch(Launch):
-    """A launch that enqueues another one first, which prepares its input."""
-
-    __slots__ = ("before",)
-
-    def __init__(self, before: Launch, *arguments: Any) -> None:  # noqa: ANN401 - those of Launch
-        super().__init__(*arguments)
-        self.before = before
-
-    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
-        """Enqueue both kernels without waiting; returns the event of the last."""
-        self.before()
-        return super().__call__()
 
 
 class OpenClRuntime:
@@ -325,7 +206,7 @@ class OpenClRuntime:
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
         """Return zeroed memory that host and device share without copies; pages count once they are used."""
-        array = _aligned(shape, dtype, np.zeros)
+        array = aligned_zeros(shape, dtype)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
         return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
 
@@ -397,54 +278,10 @@ class OpenClRuntime:
             raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Return uninitialised page-aligned memory, padded to whole pages."""
-    return _aligned(shape, dtype, np.empty)
-
-
-def _aligned(
-    shape: tuple[int, ...], dtype: DTypeLike, make: Callable[..., NDArray[np.uint8]]
-) -> NDArray[Any]:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = make(round_up(max(size, 1), PAGE_BYTES) + PAGE_BYTES, np.uint8)
-    start = -raw.ctypes.data % PAGE_BYTES
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def host_address(argument: Argument) -> int:
-    """Return where an argument's memory lies, where that is the host's; 0 for a null pointer."""
-    if argument is None:
-        return 0
-    if isinstance(argument, SharedArray):
-        return int(argument.array.ctypes.data)
-    buffer: Any = argument
-    return int(buffer.get_host_array((1,), np.uint8).ctypes.data)
-
-
 def read_sources(files: Sequence[str]) -> str:
     """Return the OpenCL C of the named files, joined in order."""
     folder = resources.files("heterollm.kernels.opencl")
     return "\n".join(folder.joinpath(name).read_text("utf-8") for name in files)
-
-
-def _remember_invokers() -> None:
-    """Make pyopencl generate the code that sets arguments once for each kernel function.
-
-    It does so for each kernel object, of which a pass has hundreds: 0.1 ms each without this.
-    """
-    generate = pyopencl.invoker.generate_enqueue_and_set_args
-    made: dict[tuple[Any, ...], Any] = {}
-
-    def generate_once(*arguments: Any, devs: Any, **options: Any) -> Any:  # noqa: ANN401
-        key = (*arguments, *sorted(options.items()))
-        if key not in made:
-            made[key] = generate(*arguments, devs=devs, **options)
-        return made[key]
-
-    pyopencl.invoker.generate_enqueue_and_set_args = generate_once
-
-
-_remember_invokers()
 
 
 def list_opencl_devices() -> list[tuple[str, cl.Device]]:

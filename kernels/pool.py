@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from heterollm.errors import KernelError
-from heterollm.kernels.opencl_runtime import OpenClRuntime, SharedArray
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import OpenClRuntime
 
 __all__ = ["Pool"]
 

@@ -56,7 +56,12 @@ def test_an_upward_import_would_be_found() -> None:
 
 @pytest.mark.parametrize(
     ("library", "home"),
-    [("pyopencl", "kernels/opencl_runtime.py"), ("rich", "heterollm/report"), ("typer", "heterollm/cli")],
+    [
+        ("pyopencl", "kernels/opencl_binding.py"),
+        ("heterollm.kernels.opencl_binding", "kernels/opencl_"),
+        ("rich", "heterollm/report"),
+        ("typer", "heterollm/cli"),
+    ],
 )
 def test_a_library_has_one_home(library: str, home: str) -> None:
     users = [

@@ -14,7 +14,7 @@ from heterollm.errors import PlanError
 from heterollm.kernels.device import open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.npu_host import HostNpu
-from heterollm.kernels.opencl_runtime import Launch
+from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase
 from heterollm.kernels.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape

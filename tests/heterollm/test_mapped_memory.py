@@ -9,7 +9,8 @@ import pytest
 
 from heterollm import LLM
 from heterollm.kernels.device import open_device
-from heterollm.kernels.opencl_runtime import OpenClRuntime, SharedArray
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.solver import level_plan
 from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from heterollm.errors import KernelError
 from heterollm.kernels import reference
 from heterollm.kernels.gpu_linear import BLOCKS, ROW_ALIGNMENT, GpuLinear
-from heterollm.kernels.opencl_runtime import POCL_NAME, ChainedLaunch
+from heterollm.kernels.opencl_launch import ChainedLaunch
+from heterollm.kernels.opencl_runtime import POCL_NAME
 from heterollm.kernels.pocl_target import TARGET_VARIABLE, target_for_this_machine
 from heterollm.kernels.quantized_tensor import QuantizedTensor
 from heterollm.kernels.tolerances import linear_errors

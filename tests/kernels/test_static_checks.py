@@ -28,6 +28,7 @@ from heterollm.kernels.gpu_layers import (
     head_stride,
 )
 from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices, read_sources
 from heterollm.kernels.quantized_tensor import QuantizedTensor
 from heterollm.kernels.tolerances import linear_errors
@@ -192,7 +193,7 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
     step = runtime.shared((STEP_WORDS,), np.int32)
     step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, tokens, 1
 
-    def slot(shape: tuple[int, ...], dtype: type) -> opencl_runtime.SharedArray:
+    def slot(shape: tuple[int, ...], dtype: type) -> SharedArray:
         memory = runtime.shared(shape, dtype)
         memory.array[...] = rng.standard_normal(shape)
         return memory
