@@ -23,7 +23,9 @@ from heterollm.kernels.gpu_layers import (
 )
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
-from heterollm.kernels.opencl_runtime import Launch, OpenClError, SharedArray
+from heterollm.kernels.opencl_launch import Launch
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import OpenClError
 from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.quantize import quantize
 from heterollm.kernels.quantized_tensor import LinearWeight
@@ -354,11 +356,13 @@ def _npu_cases(npu: NpuBackend) -> Iterator[Case]:
         lengths = lengths[:2]
     for number_format in FORMATS:
         operator = f"linear {number_format}"
-        forms = npu.forms(number_format)
-        if not forms:
+        forms = {length: npu.forms(number_format, columns=COLUMNS, length=length) for length in lengths}
+        if not any(forms.values()):
             yield Case("NPU", operator, "", None)
-        for form in forms:
+        for form in dict.fromkeys(form for legal in forms.values() for form in legal):
             for length in lengths:
+                if form not in forms[length]:
+                    continue
                 case = f"{form}, {length} token{'s' * (length > 1)}"
                 yield Case("NPU", operator, case, _npu_linear(npu, number_format, form, length))
 

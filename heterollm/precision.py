@@ -19,12 +19,16 @@ def check_precision(device: Device, precision: Precision, specs: Iterable[OpSpec
     Raises:
         DeviceError: It has no form of a group with int8 activations.
     """
-    if device.npu is None:
+    npu = device.npu
+    if npu is None:
         return
     for spec in specs:
-        if spec.integer_inputs and not device.npu.forms(spec.weight, integer_inputs=True):
+        if spec.integer_inputs and not any(
+            npu.forms(spec.weight, columns=spec.columns, length=length, integer_inputs=True)
+            for length in npu.standard_lengths
+        ):
             raise DeviceError(
-                f"Device {device.name} cannot run precision {precision}: {device.npu.name} computes "
+                f"Device {device.name} cannot run precision {precision}: {npu.name} computes "
                 f"{spec.weight} weights with float activations only.",
                 fix="Choose precision w4a16 or fp16, or device host.",
             )

@@ -172,11 +172,18 @@ class NpuBackend(Protocol):
         """Graphs opened so far from an existing cache file."""
         ...
 
-    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[Form, ...]:
-        """Return the forms in which such a weight can run, best first; empty if it cannot.
+    def forms(
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
+    ) -> tuple[Form, ...]:
+        """Return the forms in which such a slice can run at a length; empty if it cannot.
+
+        The first is the one to take where nothing was measured. A form that is legal at one length need not
+        be at another; which wins is for the profiler to find out.
 
         Args:
-            weight: Its number format.
+            weight: Number format of the slice's weight.
+            columns: Inputs ``k`` of the slice.
+            length: Tokens of one run, standard or not.
             integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
         """
         ...
@@ -225,7 +232,9 @@ def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form |
             f"{backend.name} has no graphs of length {length}.",
             fix=f"Pad to one of {', '.join(map(str, backend.standard_lengths))}.",
         )
-    forms = backend.forms(part.format, integer_inputs=part.integer_inputs)
+    forms = backend.forms(
+        part.format, columns=part.columns, length=length, integer_inputs=part.integer_inputs
+    )
     if not forms:
         inputs = " and int8 activations" if part.integer_inputs else ""
         raise GraphError(
@@ -234,7 +243,7 @@ def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form |
         )
     if form is not None and form not in forms:
         raise GraphError(
-            f"{backend.name} cannot run {part.label} ({part.format}) as {form}.",
+            f"{backend.name} cannot run {part.label} ({part.format}) as {form} at {length} tokens.",
             fix=f"Legal forms: {', '.join(forms)}.",
         )
     return form or forms[0]

@@ -51,7 +51,9 @@ class HostNpu:
         self.compiled_count = 0
         self._sessions: dict[tuple[SliceKey, Form], Any] = {}
 
-    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[Form, ...]:
+    def forms(
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False  # noqa: ARG002 - forms that depend on them follow
+    ) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         if integer_inputs:
             return ("matmul_nbits_int8",) if weight.quantized else ()

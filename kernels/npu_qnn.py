@@ -102,7 +102,9 @@ class QnnNpu:
         self._compile_in_child = compile_in_child
         self._sessions: dict[tuple[SliceKey, Form, int], Any] = {}
 
-    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[Form, ...]:
+    def forms(
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False  # noqa: ARG002 - forms that depend on them follow
+    ) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
         Weight first leads: by the emulator's cycle counts it is up to 7.7 times cheaper at 5 to 32 tokens.

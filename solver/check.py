@@ -78,9 +78,13 @@ def _check_on_npu(placement: Placement, spec: OpSpec, length: int, npu: NpuBacke
                 f"{where}: a cut after {rows} of {whole} rows.",
                 fix=f"Cut at multiples of {npu.row_alignment}, or not at all.",
             )
-    forms = npu.forms(spec.weight, integer_inputs=spec.integer_inputs)
-    if not forms or placement.form not in (None, *forms):
-        raise PlanError(
-            f"{where}: {npu.name} does not run {spec.weight} weights in form {placement.form!r}.",
-            fix=f"Legal forms: {', '.join(forms) or 'none'}.",
+    for tokens in placement.npu_lengths:
+        forms = npu.forms(
+            spec.weight, columns=spec.columns, length=tokens, integer_inputs=spec.integer_inputs
         )
+        if not forms or placement.form not in (None, *forms):
+            raise PlanError(
+                f"{where}: {npu.name} does not run {spec.weight} weights in form {placement.form!r} "
+                f"at {tokens} tokens.",
+                fix=f"Legal forms: {', '.join(forms) or 'none'}.",
+            )

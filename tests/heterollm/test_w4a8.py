@@ -97,8 +97,11 @@ class FloatOnlyNpu:
     """What Hexagon offers: no form with rounded activations."""
 
     name = "Hexagon"
+    standard_lengths = (1, 32)
 
-    def forms(self, weight: WeightFormat, *, integer_inputs: bool = False) -> tuple[str, ...]:
+    def forms(
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
+    ) -> tuple[str, ...]:
         return () if integer_inputs else ("matmul_nbits",)
 
 

@@ -59,7 +59,7 @@ def test_every_standard_length(npu, make_slice, exact, length):
 @pytest.mark.parametrize("form", ["activation_first", "weight_first"])
 def test_float_forms_against_float64(npu, make_slice, exact, form, dtype):
     part = make_slice(99, 896, bits=16, dtype=dtype)
-    assert form in npu.forms(part.format)
+    assert form in npu.forms(part.format, columns=896, length=1)
     for length in (1, 32):
         x, y = run(npu, part, length, form)
         assert linear_errors(y, exact(part, x)).within("fp32")
@@ -176,7 +176,7 @@ def test_a_thread_is_needed():
 def test_it_states_what_computes(npu):
     assert npu.versions()["onnxruntime"][0].isdigit()
     assert npu.time_kind == "real"
-    assert npu.forms(WeightFormat(8, 64, False)) == ("matmul_nbits",)
+    assert npu.forms(WeightFormat(8, 64, False), columns=256, length=32) == ("matmul_nbits",)
 
 
 def test_a_full_temporary_folder_is_an_error_with_advice(npu, make_slice, monkeypatch):
@@ -231,8 +231,8 @@ def test_the_rounding_is_the_oracles(npu, bits, block):
 
 def test_rounded_inputs_never_run_as_floats(npu, make_slice):
     part = replace(make_slice(64, 256), integer_inputs=True)
-    assert npu.forms(part.format, integer_inputs=True) == ("matmul_nbits_int8",)
-    with pytest.raises(GraphError, match=r"as matmul_nbits\."):
+    assert npu.forms(part.format, columns=256, length=32, integer_inputs=True) == ("matmul_nbits_int8",)
+    with pytest.raises(GraphError, match=r"as matmul_nbits at 32"):
         npu.prepare(part, 32, "matmul_nbits")
     with pytest.raises(GraphError, match="as matmul_nbits_int8"):
         npu.prepare(make_slice(64, 256), 32, "matmul_nbits_int8")

@@ -18,6 +18,7 @@ from heterollm.kernels.quantize import quantize
 from heterollm.kernels.tolerances import linear_errors
 
 USABLE, REASON, _ = qnn_available(emulator=True)
+SHAPE = {"columns": 256, "length": 32}
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
 
 
@@ -139,11 +140,11 @@ class TestEmulator:
             graph.bind(x.astype(np.float32), y)
 
     def test_what_the_soc_cannot_compute_is_refused_by_name(self, cache_folder, make_slice):
-        assert QnnNpu(emulator=True, soc_model="37").forms(WeightFormat(16)) == ()
-        assert QnnNpu(emulator=True).forms(WeightFormat(32)) == ()
-        assert QnnNpu(emulator=True).forms(WeightFormat(4, 32), integer_inputs=True) == ()
+        assert QnnNpu(emulator=True, soc_model="37").forms(WeightFormat(16), **SHAPE) == ()
+        assert QnnNpu(emulator=True).forms(WeightFormat(32), **SHAPE) == ()
+        assert QnnNpu(emulator=True).forms(WeightFormat(4, 32), **SHAPE, integer_inputs=True) == ()
         old = QnnNpu(emulator=True, soc_model="30")
-        assert old.forms(WeightFormat(16))
+        assert old.forms(WeightFormat(16), **SHAPE)
         with pytest.raises(GraphError, match="gate_up of layer 1 with int4 block 32"):
             old.prepare(make_slice(64, 256), 32)
 
