@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.errors import OptionError
+from heterollm.errors import CheckpointError, OptionError
 from heterollm.families import RopeKind
 from heterollm.rope_config import RopeConfig
 
@@ -37,6 +37,7 @@ def rope_tables(
     Raises:
         OptionError: ``context`` is not possible: not positive, or beyond ``max_positions`` with dynamic
             scaling, where every longer call would need other frequencies for the keys already cached.
+        CheckpointError: The configuration's numbers, each legal by itself, give infinite ones together.
     """
     if context < 1:
         raise OptionError(f"A context of {context} tokens is not possible.", fix="Use at least 1.")
@@ -46,14 +47,29 @@ def rope_tables(
             "would change the keys that are already cached with every token.",
             fix=f"Use a context of at most {rope.max_positions}.",
         )
-    frequencies, attention_factor = inverse_frequencies(rope, rotary_dim, context)
-    phases = np.multiply.outer(np.arange(context, dtype=np.float32), frequencies).astype(np.float64)
-    return (
-        (np.cos(phases) * attention_factor).astype(np.float32),
-        (np.sin(phases) * attention_factor).astype(np.float32),
+    try:
+        frequencies, attention_factor = inverse_frequencies(rope, rotary_dim, context)
+    except (ValueError, OverflowError) as error:  # from math, where NumPy gives infinity
+        raise _not_finite(rope) from error
+    with np.errstate(over="ignore", invalid="ignore"):
+        phases = np.multiply.outer(np.arange(context, dtype=np.float32), frequencies).astype(np.float64)
+        cos = (np.cos(phases) * attention_factor).astype(np.float32)
+        sin = (np.sin(phases) * attention_factor).astype(np.float32)
+    if not (np.isfinite(cos).all() and np.isfinite(sin).all()):
+        raise _not_finite(rope)
+    return cos, sin
+
+
+def _not_finite(rope: RopeConfig) -> CheckpointError:
+    return CheckpointError(
+        f"The rotary embedding of config.json (type {rope.kind}, rope_theta {rope.base:g}) gives "
+        "numbers that are not finite.",
+        fix="Correct rope_theta or rope_parameters there, or download the checkpoint again.",
     )
 
 
+# A wavelength beyond float32 is infinite: its pair stands still.
+@np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tuple[Frequencies, float]:
     """Return the radians per position of each pair, float32 ``[rotary_dim/2]``, and the attention factor."""
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)

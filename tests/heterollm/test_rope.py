@@ -1,10 +1,11 @@
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from heterollm.config import ModelConfig
-from heterollm.errors import OptionError
+from heterollm.errors import CheckpointError, OptionError
 from heterollm.rope import inverse_frequencies, rope_tables
 from heterollm.rope_config import RopeConfig
 
@@ -74,7 +75,7 @@ def both(model_fields, scaling, base):
     return transformers.LlamaConfig(**fields), ours
 
 
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize("base", [10000.0, 500000.0, 1e37])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_tables_are_those_of_transformers(model_fields, name, base):
     torch = pytest.importorskip("torch")
@@ -144,3 +145,44 @@ def test_dynamic_scaling_ends_at_the_models_own_context():
 def test_a_context_without_tokens_is_refused(context):
     with pytest.raises(OptionError, match=str(context)):
         rope_tables(RopeConfig("default", 1e4, 128, 128), 32, context)
+
+
+@pytest.mark.parametrize("base", [1e37, 1e39, 1e300, 1.7e308])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_largest_bases_are_computed_without_a_warning(model_fields, name, base):
+    fields = model_fields(hidden_size=192, head_dim=2 * PAIRS, max_position_embeddings=POSITIONS)
+    fields["rope_parameters"] = SCALINGS[name] | {"rope_theta": base}
+    rope = ModelConfig.from_dict(fields).rope
+    assert rope.base == base
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        frequencies, factor = inverse_frequencies(rope, 2 * PAIRS, POSITIONS)
+        cos, sin = rope_tables(rope, 2 * PAIRS, POSITIONS)
+    assert (np.diff(frequencies) <= 0).all()
+    assert frequencies[0] > 0
+    if base > 1e300:
+        # Its wavelength is beyond float32: the pair stands still.
+        assert frequencies[-1] == 0
+        np.testing.assert_array_equal(cos[:, -1], np.float32(factor))
+        np.testing.assert_array_equal(sin[:, -1], 0)
+    assert np.isfinite(cos).all()
+    assert np.isfinite(sin).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "longrope", "long_factor": (1e-300,) * 4, "short_factor": (1.0,) * 4},
+        {"kind": "longrope", "long_factor": (1.0,) * 4, "attention_factor": 1e300},
+        {"kind": "yarn", "factor": 2.0, "mscale": 1e308, "mscale_all_dim": 1e-300},
+        {"kind": "yarn", "factor": 2.0, "beta_fast": 1.7e308},
+        {"kind": "linear", "factor": 2.0, "base": float("nan")},
+    ],
+    ids=str,
+)
+def test_tables_that_are_not_finite_are_refused(changes):
+    rope = replace(RopeConfig("default", 1e4, 64, 32), **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CheckpointError, match=rf"type {rope.kind}.*not finite.*rope_parameters"):
+            rope_tables(rope, 8, 64)
