@@ -7,7 +7,7 @@ one can serve where pyopencl has no wheel.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Final
 
 # pyopencl would keep the code that sets a kernel's arguments in a database of pickles.
 os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
@@ -15,7 +15,10 @@ os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
 import pyopencl as cl
 import pyopencl.invoker
 
-__all__ = ["cl"]
+__all__ = ["OpenClError", "cl"]
+
+OpenClError: Final = cl.Error
+"""What any OpenCL call raises."""
 
 
 def _remember_invokers() -> None:

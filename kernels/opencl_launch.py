@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from heterollm.kernels.opencl_binding import cl
+from heterollm.kernels.opencl_binding import OpenClError, cl
 from heterollm.kernels.opencl_memory import SharedArray
 
 __all__ = ["Argument", "ChainedLaunch", "Launch", "host_address"]
@@ -55,7 +55,7 @@ class Launch:
 
     def __del__(self) -> None:
         # The memory may go with the launch, and a kernel that still runs must not see it freed.
-        with contextlib.suppress(cl.Error):
+        with contextlib.suppress(OpenClError):
             self._queue.finish()
 
 

@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import CacheError, DeviceError, KernelError
 from heterollm.kernels.cache import atomic_path, cache_root
-from heterollm.kernels.opencl_binding import cl
+from heterollm.kernels.opencl_binding import OpenClError, cl
 from heterollm.kernels.opencl_launch import Argument, ChainedLaunch, Launch
 from heterollm.kernels.opencl_memory import SharedArray, aligned_empty, aligned_zeros
 from heterollm.kernels.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
@@ -44,9 +44,6 @@ logger = logging.getLogger(__name__)
 
 KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
 """What a kernel is made from: source files, its name, and defines in order."""
-
-OpenClError: Final = cl.Error
-"""What any OpenCL call raises."""
 
 POCL_NAME: Final = "Portable Computing Language"
 
@@ -89,7 +86,7 @@ class OpenClRuntime:
             self.context = cl.Context([device])
             properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
             self.queue = cl.CommandQueue(self.context, device, properties)
-        except cl.Error as error:
+        except OpenClError as error:
             raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
         self.variants = VariantRecord(self.traits.name)
         # What PoCL compiles is tested with every change of this project; other compilers are not.
@@ -122,7 +119,7 @@ class OpenClRuntime:
             self._sources[program.int_ptr] = key
         try:
             return cl.Kernel(program, name)
-        except cl.Error as error:
+        except OpenClError as error:
             raise BuildError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
 
     def kind(self, kernel: cl.Kernel) -> KernelKind:
@@ -151,7 +148,7 @@ class OpenClRuntime:
         own = self.queue, kernel, arguments, global_size, local_size, label
         try:
             return Launch(*own) if before is None else ChainedLaunch(before, *own)
-        except (cl.Error, TypeError) as error:
+        except (OpenClError, TypeError) as error:
             raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
 
     def _build(self, source: str, options: list[str], name: str) -> cl.Program:
@@ -169,7 +166,7 @@ class OpenClRuntime:
             try:
                 # pyopencl's own cache reads pickles; it stays off.
                 program = cl.Program(self.context, source).build(options=options, cache_dir=False)
-            except cl.Error as error:
+            except OpenClError as error:
                 raise BuildError(
                     f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
                     f"with kernel {name!r} and options {' '.join(options)}: {error}",
@@ -187,7 +184,7 @@ class OpenClRuntime:
             return None
         try:
             return cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
-        except cl.Error as error:
+        except OpenClError as error:
             logger.warning(
                 "The driver refuses the cached OpenCL program %s (%s); building it again", path, error
             )
@@ -246,7 +243,7 @@ class OpenClRuntime:
         self._check_size(array.nbytes)
         try:
             return cl.Buffer(self.context, flags, hostbuf=array)
-        except cl.Error as error:
+        except OpenClError as error:
             raise KernelError(
                 f"{self.traits.name!r} cannot allocate {format_bytes(array.nbytes)}: {error}.",
                 fix="Use a smaller model or context, or close other programs.",
@@ -274,7 +271,7 @@ class OpenClRuntime:
         """
         try:
             self.queue.finish()
-        except cl.Error as error:
+        except OpenClError as error:
             raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
 
 
@@ -292,13 +289,13 @@ def list_opencl_devices() -> list[tuple[str, cl.Device]]:
     """
     try:
         platforms = cl.get_platforms()
-    except cl.Error as error:
+    except OpenClError as error:
         raise DeviceError(f"No OpenCL runtime was found ({error}).", fix=runtime_advice()) from error
     found: list[tuple[str, cl.Device]] = []
     for entry in platforms:
         try:
             found.extend((entry.name, device) for device in entry.get_devices())
-        except cl.Error as error:
+        except OpenClError as error:
             logger.info("OpenCL platform %s has no usable device: %s", entry.name, error)
     return found
 
