@@ -14,6 +14,14 @@ Prefill: 256 tokens behind 0, 512 and 2048 others. Decode: 64 tokens, one at a t
 
     pip install -e '.[host,bench]'
     python bench/bench_llama_cpp.py /tmp/tinyllama --out bench/results/llama_cpp.jsonl
+
+What both do on an older processor than this one: llama.cpp built for it, and heterollm told its name. The
+engines must report the same instructions, or nothing is measured. For AVX2 without VNNI:
+
+    export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+    pip install --no-binary llama-cpp-python --no-cache-dir llama-cpp-python==0.3.36
+    export HETEROLLM_POCL_TARGET=haswell OUT=bench/results/llama_cpp_avx2.jsonl
+    python bench/bench_llama_cpp.py /tmp/tinyllama --precisions w4a16 w4a8 --depths 0 256 --out $OUT
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -41,17 +50,30 @@ PROMPT: Final = 256
 DECODED: Final = 64
 PREFILL_DEPTHS: Final = (0, 512, 2048)
 DECODE_DEPTHS: Final = (0, 256, 512, 2048)
+DEPTHS: Final = tuple(sorted({*PREFILL_DEPTHS, *DECODE_DEPTHS}))
 CHECKED_PROMPT: Final = 64
 CHECKED_TOKENS: Final = 8
 SMALLEST_SQNR_DB: Final = 25.0
 DECODED_AT_ONCE: Final = 16
 """Tokens of one sample: a short one more often finds the machine idle."""
+FEATURES: Final = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX512": "avx512f",
+    "AVX_VNNI": "avx_vnni",
+    "AVX512_VNNI": "avx512_vnni",
+    "AMX_INT8": "amx_int8",
+}
+"""What llama.cpp says that it is built for, as the processor's flags."""
 
 
 class Engine(Protocol):
     """What a child process runs."""
 
     version: str
+    compiled_for: str
+    """The processor or the instructions."""
 
     def feed(self, ids: Ids) -> Floats:
         """Append tokens in one pass; return the logits of the last."""
@@ -79,6 +101,7 @@ class HeteroLlm:
             context=CONTEXT,
         )
         self._session = self._llm.session()
+        self.compiled_for = self._llm.device.gpu.target or "what the driver detects"
 
     def feed(self, ids: Ids) -> Floats:
         """Append tokens in one pass."""
@@ -100,6 +123,7 @@ class LlamaCpp:
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
+        self.compiled_for = llama_cpp.llama_print_system_info().decode()
         model = llama_cpp.llama_model_load_from_file(
             os.fsencode(folder / "model.gguf"), llama_cpp.llama_model_default_params()
         )
@@ -135,7 +159,7 @@ def serve(name: str, folder: Path, threads: int, seed: int) -> None:
     """Answer requests on the standard streams, one JSON line each, until they end."""
     engine = ENGINES[name](folder, threads, name)
     ids = np.random.default_rng(seed).integers(0, 32_000, CONTEXT).astype(np.int32)
-    print(json.dumps({"version": engine.version}), flush=True)
+    print(json.dumps({"version": engine.version, "compiled_for": engine.compiled_for}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         depth, tokens = request["depth"], request["tokens"]
@@ -179,7 +203,9 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.version: str = self._read()["version"]
+        ready = self._read()
+        self.version: str = ready["version"]
+        self.compiled_for: str = ready["compiled_for"]
 
     def ask(self, do: str, depth: int, tokens: int = 0) -> dict[str, Any]:
         """Send a request and wait for its answer."""
@@ -235,10 +261,27 @@ def compare_logits(children: list[Child]) -> dict[str, float]:
     return found
 
 
-def measure(children: list[Child], rounds: int, patience_s: float) -> list[dict[str, Any]]:
+def check_instructions(children: list[Child]) -> None:
+    """Refuse to compare engines of which one alone is limited to an older processor."""
+    from heterollm.kernels.pocl_target import TARGETS, chosen_target
+
+    chosen = chosen_target()
+    if chosen is None:
+        return
+    may = dict(TARGETS)[chosen] & set(FEATURES.values())
+    said = next(child.compiled_for for child in children if child.name == "llama.cpp")
+    uses = {flag for name, flag in FEATURES.items() if re.search(rf"\b{name} = 1\b", said)}
+    if uses != may:
+        built, limits = (", ".join(sorted(flags)) or "none" for flags in (uses, may))
+        raise SystemExit(
+            f"llama.cpp is built for {built}, and heterollm is limited to {chosen}, which has {limits}."
+        )
+
+
+def measure(children: list[Child], rounds: int, patience_s: float, depths: set[int]) -> list[dict[str, Any]]:
     """Time all cases; in every round each engine takes its turn, the order reversed each time."""
     rows = []
-    for depth in sorted({*PREFILL_DEPTHS, *DECODE_DEPTHS}):
+    for depth in sorted(depths):
         cases = [("prefill", PROMPT, rounds)] * (depth in PREFILL_DEPTHS)
         cases += [("decode", DECODED_AT_ONCE, rounds * DECODED // DECODED_AT_ONCE)] * (depth in DECODE_DEPTHS)
         for child in children:
@@ -302,6 +345,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the two checkpoints are, or are written")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine")
     parser.add_argument("--precisions", nargs="+", default=["w4a16"], choices=["w4a16", "w4a8"])
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS, choices=DEPTHS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for an idle machine")
     parser.add_argument("--seed", type=int, default=0)
@@ -317,11 +361,13 @@ def main() -> None:
     write_gguf(write_checkpoint(options.folder, options.seed))
     children = [Child(name, options) for name in (*options.precisions, "llama.cpp")]
     names = [child.name for child in children]
+    check_instructions(children)
     sqnr = compare_logits(children)
     print(", ".join(f"{name} agrees with {names[0]} to {value:.1f} dB" for name, value in sqnr.items()))
-    rows = measure(children, options.rounds, options.patience)
+    rows = measure(children, options.rounds, options.patience, set(options.depths))
     common = {
         "versions": {child.name: child.version for child in children},
+        "compiled_for": {child.name: child.compiled_for for child in children},
         "threads": options.threads,
         "seed": options.seed,
         "sqnr_db": sqnr,

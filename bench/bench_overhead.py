@@ -185,7 +185,7 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|")
     for level in LEVELS:
         (untraced,), (traced,) = (in_child(options, level, mode) for mode in ("untraced", "traced"))
-        graphs = traced["classes_us"].pop("graph", 0.0)
+        graphs = traced["graphs_us"] = traced["classes_us"].pop("graph", 0.0)
         kernels = sum(traced["classes_us"].values())
         traced["overhead_fraction"] = 1 - (kernels + graphs) / traced["wall_us"]
         traced["overhead_of_untraced_fraction"] = 1 - (kernels + graphs) / untraced["wall_us"]
@@ -193,12 +193,16 @@ def main() -> None:
         cells = [f"{value / 1e3:.2f}" for value in (untraced["wall_us"], traced["wall_us"], kernels, graphs)]
         cells += [f"{traced[name]:.1%}" for name in ("overhead_fraction", "overhead_of_untraced_fraction")]
         print(f"| {level} | {' | '.join(cells)} |", flush=True)
-    print("\n| phase | depth | wall ms | classes, share of the kernels' time |\n|---|---:|---:|---|")
+    print("\n| phase | depth | wall ms | attention | classes, share of the kernels' time |")
+    print("|---|---:|---:|---:|---|")
     for row in in_child(options, "gpu", "classes"):
         total = sum(row["classes_us"].values())
         parts = sorted(row["classes_us"].items(), key=lambda item: -item[1])
         shares = ", ".join(f"{name} {value / total:.1%}" for name, value in parts if value > 0.003 * total)
-        print(f"| {row['phase']} | {row['depth']} | {row['wall_us'] / 1e3:.1f} | {shares} |", flush=True)
+        row["attention_fraction"] = row["classes_us"]["attention"] / total
+        cells = [row["phase"], str(row["depth"]), f"{row['wall_us'] / 1e3:.1f}"]
+        cells.append(f"{row['attention_fraction']:.1%}")
+        print(f"| {' | '.join(cells)} | {shares} |", flush=True)
         rows.append(row)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

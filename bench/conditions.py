@@ -37,7 +37,9 @@ def undisturbed(others_s: float, wall_s: float) -> bool:
 
 
 def conditions() -> dict[str, Any]:
-    """Return the machine, the commit and the load, for every line of results."""
+    """Return the machine, the commit, the load and any chosen processor, for every line of results."""
+    from heterollm.kernels.pocl_target import chosen_target
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -46,4 +48,6 @@ def conditions() -> dict[str, Any]:
         "machine": f"{platform.machine()} {model}, {CORES} cores",
         "commit": found.stdout.strip(),
         "load_average": os.getloadavg()[0],
+        # Rows that name a processor compare with rows that name the same one only.
+        "limited_to": chosen_target(),
     }
