@@ -141,7 +141,7 @@ class Profile:
             not isinstance(description, dict)
             or not isinstance(runs, dict)
             or not isinstance(records, list)
-            or not all(isinstance(run, dict) for run in runs.values())
+            or not all(_is_run(run) for run in runs.values())
             or not all(isinstance(description.get(name), str) for name in ("device", "time"))
         ):
             raise ProfileError(f"{source} lacks its description, runs or records.", fix=FIX)
@@ -210,6 +210,15 @@ def profile_path(device: str, fingerprint: str) -> Path:
 def stored_profiles() -> list[Path]:
     """Return the profile files of the cache, in order of their names."""
     return sorted((cache_root() / "profiles").glob("*.json"))
+
+
+def _is_run(run: object) -> bool:
+    """Whether an entry says when its run began and whether it ended."""
+    return (
+        isinstance(run, dict)
+        and all(type(run.get(name)) in (int, float) for name in ("started_s", "since_s"))
+        and isinstance(run.get("finished"), bool)
+    )
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

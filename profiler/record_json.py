@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -29,7 +30,7 @@ def record_line(record: Record) -> str:
     samples = [round(sample, DIGITS) for sample in record.samples_us]
     line: dict[str, Any] = {"kind": KIND_NAMES[type(record.key)], "key": _plain(record.key)}
     if samples:
-        line["median_us"] = round(record.median_us, DIGITS)
+        line["median_us"] = round(statistics.median(samples), DIGITS)
         line["samples_us"] = samples
     if record.warmup_us:
         line["warmup_us"] = [round(sample, DIGITS) for sample in record.warmup_us]

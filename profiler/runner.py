@@ -1,0 +1,276 @@
+"""Runs the profiler: tasks one after the other, within a budget, kept after each, resumed after a crash.
+
+The file is written while the work goes on, so that an interruption loses a few seconds of it. The next run of
+an interrupted profile goes on where it stopped; a run after a finished one measures everything again, or with
+``update`` only what is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+from heterollm.errors import HeteroLLMError, OptionError
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.records import DriftKey, Part, Record
+from heterollm.profiler.task import Task
+
+__all__ = ["ProfileOptions", "Ranking", "Reference", "RunSummary", "run_tasks"]
+
+logger = logging.getLogger(__name__)
+
+Clock: TypeAlias = Callable[[], float]
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+SAVE_EVERY_S: Final = 3.0
+RANK_EVERY_S: Final = 10.0
+DRIFT_EVERY_S: Final = 20.0
+
+
+class Reference(Protocol):
+    """Measures the same operator again, to see how far the machine has moved."""
+
+    parts: tuple[Part, ...]
+
+    def measure(self, part: Part) -> tuple[float, ...]:
+        """Return samples of the reference operator of a part, in microseconds."""
+        ...
+
+
+Ranking: TypeAlias = Callable[[Profile, Sequence[Task]], list[Task]]
+"""Orders tasks by what measuring them is worth, best first, and drops those that are worth nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """How to profile.
+
+    Args:
+        budget_s: Seconds after which nothing but essential work is begun; None measures everything.
+        update: Whether to measure only what the profile does not have.
+    """
+
+    budget_s: float | None = 240.0
+    update: bool = False
+
+    def __post_init__(self) -> None:
+        if self.budget_s is not None and not (0 < self.budget_s < math.inf):
+            raise OptionError(
+                f"The profiling budget is {self.budget_s} seconds.",
+                fix="Give a time such as 90s or 5m, or `none`.",
+            )
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """What a run did.
+
+    Args:
+        started_s: When it began, in seconds since 1970.
+        since_s: Records taken after this count as its own: earlier than ``started_s`` where it resumed.
+        measured: Records that it took.
+        failed: How many of them are errors.
+        known: Tasks that it did not run because their records were there.
+        left: Tasks that the budget left out.
+        seconds: How long it took.
+        drift_fraction: How far the slowest reference time of a part was above the fastest.
+        skipped: Points that were left out by rule, counted by reason.
+        finished: Whether it came to its end.
+    """
+
+    started_s: float
+    since_s: float
+    measured: int = 0
+    failed: int = 0
+    known: int = 0
+    left: int = 0
+    seconds: float = 0.0
+    drift_fraction: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    finished: bool = False
+
+
+def run_tasks(
+    profile: Profile,
+    tasks: Sequence[Task],
+    options: ProfileOptions,
+    *,
+    path: Path | None = None,
+    ranked: Sequence[Task] = (),
+    ranking: Ranking | None = None,
+    reference: Reference | None = None,
+    details: dict[str, Any] | None = None,
+    skipped: dict[str, int] | None = None,
+    progress: Progress | None = None,
+    clock: Clock = time.monotonic,
+) -> RunSummary:
+    """Run tasks in order and then, as long as the budget lasts, ranked ones by their worth.
+
+    Args:
+        profile: Receives the records.
+        tasks: Run in order; after the budget only the essential ones.
+        options: Budget and what to skip.
+        path: File that the profile is merged into on the way; None keeps it in memory.
+        ranked: Tasks of which the most useful are run while time is left.
+        ranking: Orders them; asked again as measurements come in. None keeps their order.
+        reference: Measured through the run.
+        details: What else to note about the run.
+        skipped: Points left out before, by reason.
+        progress: Called with a stage, milliseconds done and milliseconds in all, both estimated.
+        clock: Monotonic seconds.
+
+    Raises:
+        CacheError: The profile cannot be written.
+    """
+    now_s = time.time()
+    last = max(profile.runs.values(), key=lambda run: run["started_s"], default=None)
+    resumes = last is not None and not last["finished"]
+    since_s = float(last["since_s"]) if last is not None and resumes else now_s
+    summary = RunSummary(round(now_s, 3), round(since_s, 3), skipped=dict(skipped or {}))
+    run = _Run(profile, options, summary, path, reference, details or {}, progress, clock)
+    try:
+        run.keep()
+        run.ordered(tasks, ranked)
+        run.by_worth(ranked, ranking)
+        run.drift()
+        summary.finished = True
+    finally:
+        run.keep()
+    return summary
+
+
+class _Run:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        options: ProfileOptions,
+        summary: RunSummary,
+        path: Path | None,
+        reference: Reference | None,
+        details: dict[str, Any],
+        progress: Progress | None,
+        clock: Clock,
+    ) -> None:
+        self.profile = profile
+        self.options = options
+        self.summary = summary
+        self.path = path
+        self.reference = reference
+        self.details = details
+        self.progress = progress
+        self.clock = clock
+        self.name = f"{summary.started_s:.3f}"
+        self.begun_s = self.kept_s = clock()
+        self.drift_s = -math.inf
+        self.drifts = 0
+        self.done_s = self.total_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.begun_s
+
+    @property
+    def spent(self) -> bool:
+        return self.options.budget_s is not None and self.elapsed_s >= self.options.budget_s
+
+    def keep(self) -> None:
+        """Note the state of the run and write the profile."""
+        self.summary.seconds = round(self.elapsed_s, 3)
+        self.profile.runs[self.name] = {**self.details, **asdict(self.summary)}
+        if self.path is not None:
+            self.profile.save(self.path)
+        self.kept_s = self.clock()
+
+    def known(self, task: Task) -> bool:
+        """Whether a task's records are there already, of this run or, with ``update``, of any."""
+        held = [self.profile.records.get(key) for key in task.keys]
+        return all(
+            record is not None and (self.options.update or record.taken_s >= self.summary.since_s)
+            for record in held
+        )
+
+    def ordered(self, tasks: Sequence[Task], later: Sequence[Task]) -> None:
+        self.total_s = sum(task.estimate_s for task in tasks) + self._expected_s(tasks, later)
+        for task in tasks:
+            if self.known(task):
+                self.summary.known += 1
+                self.done_s += task.estimate_s
+            elif self.spent and not task.essential:
+                self.summary.left += 1
+            else:
+                self.run(task)
+
+    def by_worth(self, tasks: Sequence[Task], ranking: Ranking | None) -> None:
+        waiting = [task for task in tasks if not self.known(task)]
+        self.summary.known += len(tasks) - len(waiting)
+        ranked_s = -math.inf
+        while waiting and not self.spent:
+            if ranking is not None and self.clock() - ranked_s >= RANK_EVERY_S:
+                waiting = ranking(self.profile, waiting)
+                ranked_s = self.clock()
+                if not waiting:
+                    break
+            self.run(waiting.pop(0))
+        self.summary.left += len(waiting)
+
+    def run(self, task: Task) -> None:
+        self.drift(DRIFT_EVERY_S)
+        if self.progress is not None:
+            done, total = self.done_s, max(self.done_s + task.estimate_s, self.total_s)
+            self.progress(task.stage, round(1000 * done), round(1000 * total))
+        for record in _records_of(task):
+            self.profile.add(record)
+            self.summary.measured += 1
+            self.summary.failed += record.failed
+        self.done_s += task.estimate_s
+        if self.clock() - self.kept_s >= SAVE_EVERY_S:
+            self.keep()
+
+    def drift(self, every_s: float = 0.0) -> None:
+        """Measure the reference operators, if the last time is that long ago."""
+        if self.reference is None or self.clock() - self.drift_s < every_s:
+            return
+        for part in self.reference.parts:
+            key = DriftKey(part, self.name, self.drifts)
+            measure = functools.partial(_measure_reference, self.reference, key)
+            for record in _records_of(Task("drift", (key,), measure, 0.0)):
+                self.profile.add(record)
+            times_us = [
+                record.median_us
+                for other, record in self.profile.of_kind(DriftKey)
+                if (other.part, other.run) == (part, self.name)
+            ]
+            if times_us:
+                self.summary.drift_fraction[part] = round(max(times_us) / min(times_us) - 1.0, 4)
+        self.drifts += 1
+        self.drift_s = self.clock()
+
+    def _expected_s(self, tasks: Sequence[Task], later: Sequence[Task]) -> float:
+        """Return how long the ranked tasks will be at work: all of them, or what the budget leaves."""
+        rest_s = sum(task.estimate_s for task in later)
+        if self.options.budget_s is None:
+            return rest_s
+        return min(rest_s, max(0.0, self.options.budget_s - sum(task.estimate_s for task in tasks)))
+
+
+def _measure_reference(reference: Reference, key: DriftKey) -> list[Record]:
+    return [Record(key, reference.measure(key.part))]
+
+
+def _records_of(task: Task) -> Iterable[Record]:
+    """Run a task; what it raises becomes the record of each of its keys."""
+    try:
+        return list(task.run())
+    except Exception as error:  # noqa: BLE001 - a failed measurement is data, and never the end of a run
+        if not isinstance(error, HeteroLLMError):
+            logger.warning("%s failed: %s: %s", task.stage, type(error).__name__, error)
+        text = error.message if isinstance(error, HeteroLLMError) else f"{type(error).__name__}: {error}"
+        return [Record(key, error=text or type(error).__name__) for key in task.keys]

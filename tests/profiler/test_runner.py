@@ -1,0 +1,214 @@
+"""The run of a profile: budget, resumption, failures, drift."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from heterollm.errors import CacheError, DeviceError, OptionError
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.records import BandwidthKey, DriftKey, Part, Record
+from heterollm.profiler.runner import ProfileOptions, run_tasks
+from heterollm.profiler.task import Task
+
+DESCRIPTION = {"device": "host", "time": "real"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Work:
+    """Numbered tasks that take a second of the clock each and note their numbers."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.done: list[int] = []
+
+    def task(self, number: int, *, essential: bool = False, error: Exception | None = None) -> Task:
+        def run() -> Iterable[Record]:
+            self.clock.now_s += 1.0
+            self.done.append(number)
+            if error is not None:
+                raise error
+            return [Record(key, (float(number),))]
+
+        key = BandwidthKey("gpu", number, False)
+        return Task("counting", (key,), run, 1.0, essential)
+
+
+def test_everything_is_measured_and_noted() -> None:
+    work, profile = Work(), Profile(DESCRIPTION)
+    summary = run_tasks(
+        profile,
+        [work.task(1), work.task(2)],
+        ProfileOptions(),
+        clock=work.clock,
+        details={"note": "x"},
+        skipped={"alignment": 3},
+    )
+    assert work.done == [1, 2]
+    assert (summary.measured, summary.failed, summary.finished) == (2, 0, True)
+    [run] = profile.runs.values()
+    assert (run["note"], run["skipped"], run["finished"]) == ("x", {"alignment": 3}, True)
+
+
+def test_the_budget_spares_what_is_essential_and_what_is_worth_most() -> None:
+    work, profile = Work(), Profile(DESCRIPTION)
+
+    def highest_first(_: Profile, tasks: Sequence[Task]) -> list[Task]:
+        return sorted(tasks, key=lambda task: task.keys, reverse=True)
+
+    tasks = [work.task(1), work.task(2, essential=True)]
+    ranked = [work.task(number) for number in range(10, 20)]
+    summary = run_tasks(
+        profile, tasks, ProfileOptions(4.0), ranked=ranked, ranking=highest_first, clock=work.clock
+    )
+    assert work.done == [1, 2, 19, 18]
+    assert summary.left == 8
+    work.done.clear()
+    run_tasks(Profile(DESCRIPTION), [work.task(3), work.task(4, essential=True)], ProfileOptions(0.5))
+    assert 4 in work.done
+
+
+def test_a_failure_is_a_record_and_not_the_end() -> None:
+    work, profile = Work(), Profile(DESCRIPTION)
+    failing = [
+        work.task(1, error=DeviceError("The NPU has gone.", fix="Restart it.")),
+        work.task(2, error=ZeroDivisionError("why")),
+        work.task(3),
+    ]
+    summary = run_tasks(profile, failing, ProfileOptions(), clock=work.clock)
+    assert (summary.measured, summary.failed) == (3, 2)
+    errors = {record.key: record.error for record in profile.failures()}
+    assert errors == {
+        BandwidthKey("gpu", 1, False): "The NPU has gone.",
+        BandwidthKey("gpu", 2, False): "ZeroDivisionError: why",
+    }
+
+
+def test_an_interrupted_run_is_resumed_and_a_finished_one_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    work = Work()
+    tasks = [work.task(1), work.task(2, error=KeyboardInterrupt()), work.task(3)]
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(Profile(DESCRIPTION), tasks, ProfileOptions(), path=path, clock=work.clock)
+    held = Profile.load(path)
+    assert len(held.records) == 1
+
+    work.done.clear()
+    time.sleep(0.002)  # runs are told apart by the time of their start
+    again = [work.task(number) for number in (1, 2, 3)]
+    assert run_tasks(held, again, ProfileOptions(), path=path, clock=work.clock).known == 1
+    assert work.done == [2, 3]
+
+    work.done.clear()
+    time.sleep(0.002)
+    run_tasks(Profile.load(path), again, ProfileOptions(update=True), path=path, clock=work.clock)
+    assert work.done == []
+    time.sleep(0.002)
+    run_tasks(Profile.load(path), again, ProfileOptions(), path=path, clock=work.clock)
+    assert work.done == [1, 2, 3]
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from heterollm.profiler import runner
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.records import BandwidthKey, Record
+from heterollm.profiler.task import Task
+
+runner.SAVE_EVERY_S = 0.0
+
+def task(number):
+    def run():
+        time.sleep(0.005)
+        return [Record(BandwidthKey("gpu", number, False), (1.0,))]
+    return Task("counting", (BandwidthKey("gpu", number, False),), run, 1.0)
+
+path = Path(sys.argv[1])
+profile = Profile.load(path) if path.exists() else Profile({"device": "host", "time": "real"})
+print("begun", flush=True)
+runner.run_tasks(profile, [task(number) for number in range(40)], runner.ProfileOptions(), path=path)
+"""
+
+
+def test_a_run_killed_at_random_moments_is_resumed_without_loss(tmp_path: Path) -> None:
+    path, generator = tmp_path / "profile.json", random.Random(1)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    counts = [0]
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(generator.uniform(0.02, 0.2))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        if path.exists():
+            counts.append(len(Profile.load(path).records))
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+    subprocess.run([sys.executable, str(script), str(path)], check=True, stdout=subprocess.DEVNULL)
+    profile = Profile.load(path)
+    assert len(profile.records) == 40
+    assert max(profile.runs.values(), key=lambda run: run["started_s"])["finished"]
+
+
+class Slowing:
+    parts: tuple[Part, ...] = ("gpu",)
+
+    def __init__(self) -> None:
+        self.time_us = 100.0
+
+    def measure(self, part: Part) -> tuple[float, ...]:
+        assert part == "gpu"
+        self.time_us += 10.0
+        return (self.time_us,)
+
+
+def test_drift_is_measured_through_the_run() -> None:
+    work, profile = Work(), Profile(DESCRIPTION)
+    tasks = [work.task(number) for number in range(45)]
+    summary = run_tasks(profile, tasks, ProfileOptions(), reference=Slowing(), clock=work.clock)
+    found = [record.median_us for _, record in profile.of_kind(DriftKey)]
+    assert found == [110.0, 120.0, 130.0, 140.0]  # at the start, every 20 s, and at the end
+    assert summary.drift_fraction == {"gpu": pytest.approx(140 / 110 - 1, abs=1e-4)}
+
+
+def test_an_unwritable_profile_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    work = Work()
+    with pytest.raises(CacheError):
+        run_tasks(Profile(DESCRIPTION), [work.task(1)], ProfileOptions(), path=tmp_path / "file" / "x.json")
+    assert work.done == []
+
+
+@pytest.mark.parametrize("budget_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_budget_is_a_time(budget_s: float) -> None:
+    with pytest.raises(OptionError, match="budget"):
+        ProfileOptions(budget_s)
+
+
+def test_progress_reaches_its_end() -> None:
+    work, seen = Work(), []
+    run_tasks(
+        Profile(DESCRIPTION),
+        [work.task(1), work.task(2)],
+        ProfileOptions(),
+        clock=work.clock,
+        progress=lambda stage, done, total: seen.append((stage, done, total)),
+    )
+    assert seen == [("counting", 0, 2000), ("counting", 1000, 2000)]
