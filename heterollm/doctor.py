@@ -19,7 +19,7 @@ from heterollm.progress import Progress, silent
 from heterollm.units import format_bytes
 
 if TYPE_CHECKING:
-    from heterollm.doctor_checks import Check
+    from heterollm.doctor_case import Check
 
 __all__ = ["Diagnosis", "Problem", "diagnose", "unlisted_vendors"]
 
@@ -99,7 +99,8 @@ def diagnose(
         problem, others = _explain(name, error)
         return Diagnosis(name, software, (), (problem,), (*others, *_vendor_warnings()))
     # Imported only now: without an OpenCL binding, opening the device has said what to install.
-    from heterollm.doctor_checks import device_cases, run_case
+    from heterollm.doctor_case import run_case
+    from heterollm.doctor_checks import device_cases
 
     try:
         facts = (*software, *_device_facts(device))

@@ -14,7 +14,7 @@ from heterollm.report import note, table
 
 if TYPE_CHECKING:
     from heterollm.doctor import Diagnosis, Problem
-    from heterollm.doctor_checks import Check
+    from heterollm.doctor_case import Check
 
 __all__ = ["diagnosis_report"]
 

@@ -5,7 +5,8 @@ import pytest
 
 from heterollm import doctor
 from heterollm.doctor import Diagnosis, Problem, diagnose, unlisted_vendors
-from heterollm.doctor_checks import Case, device_cases, run_case
+from heterollm.doctor_case import Case, run_case
+from heterollm.doctor_checks import device_cases
 from heterollm.errors import DeviceError, KernelError, OptionError
 from heterollm.kernels import reference, reference_layers
 from heterollm.kernels.device import DeviceStatus, open_device
@@ -54,8 +55,9 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "join of the logits",
     }
     npu_cases = {check.case for check in diagnosis.checks if check.part == "NPU"}
-    for form in ("matmul_nbits", "activation_first", "weight_first"):
+    for form in ("matmul_nbits", "activation_first", "weight_first", "conv_1x1"):
         assert {f"{form}, 1 token", f"{form}, 32 tokens", f"{form}, 256 tokens"} <= npu_cases
+    assert {case for case in npu_cases if case.startswith("token_tiles")} == {"token_tiles, 256 tokens"}
 
 
 def test_facts_name_software_limits_and_hand_over(diagnosis):

@@ -7,7 +7,7 @@ from heterollm import report
 from heterollm.cache_folder import CacheKind
 from heterollm.demo import Comparison, DemoResult
 from heterollm.doctor import Diagnosis, Problem
-from heterollm.doctor_checks import Check
+from heterollm.doctor_case import Check
 from heterollm.errors import DeviceError
 from heterollm.generation import GenerationResult
 from heterollm.kernels.device import DeviceStatus

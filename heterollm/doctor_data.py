@@ -1,0 +1,57 @@
+"""The small random data of the doctor's checks, and how it gets into a device's memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.kernels.device import Device
+from heterollm.kernels.opencl_launch import Launch
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.quantize import quantize
+from heterollm.kernels.quantized_tensor import LinearWeight
+
+__all__ = ["COLUMNS", "SEED", "filled_slot", "random_weight", "run_launches", "slot_values"]
+
+SEED: Final = 20260101
+COLUMNS: Final = 256
+"""Inputs of every linear layer."""
+
+
+def random_weight(generator: np.random.Generator, rows: int, number_format: WeightFormat) -> LinearWeight:
+    """Return a weight ``[rows, COLUMNS]`` of a number format."""
+    values = generator.standard_normal((rows, COLUMNS), np.float32)
+    if number_format.bits == 32:
+        return values
+    if number_format.bits == 16:
+        return values.astype(np.float16)
+    bits: Literal[4, 8] = 4 if number_format.bits == 4 else 8
+    return quantize(values, bits=bits, block=number_format.block, symmetric=number_format.symmetric)
+
+
+def filled_slot(device: Device, values: NDArray[Any]) -> SharedArray:
+    """Return memory of the GPU part with these values."""
+    slot = device.gpu.shared(values.shape, values.dtype)
+    slot.acquire()
+    slot.array[...] = values
+    slot.release()
+    return slot
+
+
+def slot_values(slot: SharedArray) -> NDArray[Any]:
+    """Return a copy of what the memory holds."""
+    slot.acquire()
+    values = slot.array.copy()
+    slot.release()
+    return values
+
+
+def run_launches(device: Device, launches: Sequence[Launch]) -> None:
+    """Run the launches one after the other and wait for the last."""
+    for launch in launches:
+        launch()
+    device.gpu.finish()
