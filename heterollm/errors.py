@@ -12,6 +12,7 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "GraphError",
+    "HandOverError",
     "HeteroLLMError",
     "InputError",
     "KernelError",
@@ -86,3 +87,7 @@ class ProfileError(HeteroLLMError):
 
 class EngineError(HeteroLLMError):
     """The engine is closed, busy beyond recovery, or lost a signal."""
+
+
+class HandOverError(EngineError):
+    """One processor waited for another's signal, and it did not come."""

@@ -1,0 +1,87 @@
+"""Does a host that sees the flag see the data too? A test in many rounds, where OpenCL promises nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from heterollm.errors import DeviceError
+from heterollm.kernels.opencl_runtime import OpenClRuntime
+from heterollm.kernels.opencl_sync import SOURCES, flag_word
+
+__all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus"]
+
+LITMUS_ROUNDS: Final = 100_000
+"""For ``doctor``: some seconds."""
+
+LITMUS_QUICK_ROUNDS: Final = 500
+"""Before a device's strategies are used or profiled."""
+
+WORDS: Final = 4096
+PATIENCE_S: Final = 0.25
+MOST_UNSEEN: Final = 3
+
+
+class Litmus(NamedTuple):
+    """What a litmus test saw.
+
+    Attributes:
+        rounds: Rounds run.
+        stale: Rounds in which the flag was not seen, or data written before it was old.
+    """
+
+    rounds: int
+    stale: int
+
+
+def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
+    """Let a kernel write an array and another raise the flag, and read the array the moment it is seen.
+
+    The data is read as a hand-over's is: mapped where memory is not coherent. A test that loses the flag
+    three times ends early.
+
+    Args:
+        runtime: The device.
+        rounds: Rounds to run.
+
+    Raises:
+        DeviceError: The device has no memory for a flag.
+    """
+    flag = flag_word(runtime)
+    if flag is None:
+        raise DeviceError(
+            f"{runtime.traits.name!r} has no memory in which the host could see a flag.",
+            fix="Use another hand-over strategy.",
+        )
+    local = min(64, runtime.traits.max_work_group)
+    data, counter = runtime.shared((WORDS,), np.uint32), runtime.shared((1,), np.uint32)
+    write = runtime.kernel(SOURCES, "write_round")
+    count = runtime.kernel(SOURCES, "count_round")
+    calls = (
+        runtime.launch(write, (data, counter), (WORDS,), (local,), "litmus data"),
+        runtime.launch(count, (counter,), (1,), (1,), "litmus round"),
+    )
+    stale = unseen = done = 0
+    while done < rounds and unseen < MOST_UNSEEN:
+        done += 1
+        calls[0]()
+        flag.send()
+        number, give_up = flag.sent, time.perf_counter() + PATIENCE_S
+        while not (seen := flag.reached(number)) and time.perf_counter() < give_up:
+            pass
+        data.acquire_to_read()
+        if not seen:
+            unseen += 1
+            stale += 1
+            runtime.finish()
+            if not flag.reached(number):
+                flag.resynchronise()
+        elif not (data.array == done).all():
+            stale += 1
+        data.release()
+        # Enqueued only now, as the data's kernel reads what this one writes.
+        calls[1]()
+    runtime.finish()
+    return Litmus(done, stale)
