@@ -19,6 +19,7 @@ from heterollm.kernels.opencl_memory import SharedArray, aligned_empty
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.rounding import RoundedInputs, rounding_launch, scratch_codes
 from heterollm.kernels.variants import KernelStyle, Variant, variants_for
 from heterollm.units import round_up
 
@@ -45,7 +46,6 @@ SIMT_ITEMS: Final = (16, 8)
 SIMT_TOKEN_STEP: Final = 32
 SIMT_EMBEDDING_SPAN: Final = 16
 SIMT_EMBEDDING_ITEMS: Final = 64
-SIMT_QUANTIZE_ITEMS: Final = 64
 
 FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
 """Tokens that share one pass over the weights in the kernels for a few tokens. For more, weights are unpacked
@@ -163,6 +163,7 @@ class GpuLinear:
         first_token: int = 0,
         kept: Sequence[RowRange] | None = None,
         output_dtype: DTypeLike | None = None,
+        rounded: RoundedInputs | None = None,
         style: KernelStyle | Variant | None = None,
         label: str,
     ) -> Launch:
@@ -176,18 +177,24 @@ class GpuLinear:
             kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; default all. The
                 output columns are the kept rows of the members one after the other.
             output_dtype: float32, where the activations are float16 and the output is not.
+            rounded: Where the kernel that wrote ``x`` has left its codes, the first row that of
+                ``first_token``; by default a launch before this one rounds ``x``. For integer inputs alone.
             style: Kernel family or variant; by default the first that works, by what the device is.
             label: Name for traces and errors.
 
         Raises:
-            KernelError: Ranges that do not fit, or a slot that is too small.
+            KernelError: Ranges that do not fit, a slot that is too small, or codes made for other weights.
         """
         if tokens < 1 or first_token < 0:
             raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
+        if rounded is not None:
+            if not self.integer_inputs:
+                raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
+            rounded.check(self.format, tokens, self.columns, label)
         half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
 
         def build(variant: Variant) -> Launch:
-            return self._launch(variant, x, y, tokens, first_token, kept, half_output, label)
+            return self._launch(variant, x, y, tokens, first_token, kept, half_output, rounded, label)
 
         test = self._try if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
@@ -208,6 +215,7 @@ class GpuLinear:
         first_token: int,
         kept: Sequence[RowRange] | None,
         half_output: bool,
+        rounded: RoundedInputs | None,
         label: str,
     ) -> Launch:
         ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
@@ -226,13 +234,22 @@ class GpuLinear:
             defines["TOKENS"] = grid.token_step
         files = ["common.h", "linear.h"]
         inputs: tuple[Argument, ...] = (x,)
+        before = None
         if self.integer_inputs:
             files.append("linear_int8.h")
-            # The kernels for a few tokens read up to their number, whatever the tokens.
-            values = (tokens + FEW_TOKEN_STEPS[-1] - 1) * self.columns
-            codes = self._runtime.shared_scratch("codes", values)
-            blocks = self._runtime.shared_scratch("blocks", values // self.format.block * 8)
-            inputs = (codes, blocks)
+            if rounded is None:
+                rounded = scratch_codes(self._runtime, self.format, tokens, self.columns)
+                before = rounding_launch(
+                    self._runtime,
+                    x,
+                    rounded,
+                    columns=self.columns,
+                    tokens=tokens,
+                    first_token=first_token,
+                    half=self._half,
+                    variant=variant,
+                )
+            inputs = (rounded.codes, rounded.blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
         if chosen == "vector":
@@ -242,24 +259,7 @@ class GpuLinear:
         sizes = (np.int32(self.columns), np.int32(rows), *self._parameters)
         span = (np.int32(first_token), np.int32(tokens), np.int32(grid.token_step))
         arguments: tuple[Argument, ...] = (*self._device_weights(), *inputs, y, tiles, *sizes, *span)
-        before = None
-        if self.integer_inputs:
-            before = self._rounding(x, inputs, tokens, first_token, variant)
         return self._runtime.launch(kernel, arguments, grid.global_size, grid.local_size, label, before)
-
-    def _rounding(
-        self, x: SharedArray, inputs: tuple[Argument, ...], tokens: int, first_token: int, variant: Variant
-    ) -> Launch:
-        """Return the prepared call that rounds the inputs of ``tokens`` rows."""
-        defines = variant.defines | {"BITS": self.format.bits}
-        if self._half:
-            defines["ACT_HALF"] = 1
-        kernel = self._runtime.kernel(("common.h", "quantize.cl"), "quantize_activations", defines)
-        blocks = self.columns // self.format.block
-        span, items = (blocks, 1) if variant.style == "vector" else (1, SIMT_QUANTIZE_ITEMS)
-        sizes = (np.int32(self.columns), np.int32(self.format.block), np.int32(first_token), np.int32(span))
-        size = (round_up(-(-blocks // span), items), tokens)
-        return self._runtime.launch(kernel, (x, *inputs, *sizes), size, (items, 1), "rounding of inputs")
 
     def embed_launch(
         self,

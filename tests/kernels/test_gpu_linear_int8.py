@@ -14,7 +14,9 @@ from heterollm.kernels.opencl_launch import ChainedLaunch
 from heterollm.kernels.opencl_runtime import POCL_NAME
 from heterollm.kernels.pocl_target import TARGET_VARIABLE, target_for_this_machine
 from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.kernels.rounding import RoundedInputs, code_bytes, rounding_launch
 from heterollm.kernels.tolerances import linear_errors
+from heterollm.kernels.variants import Variant
 
 FORMATS = ["int4", "int4z", "int8", "int8z"]
 STYLES = ["vector", "simt"]
@@ -244,3 +246,47 @@ def test_the_paths_for_older_processors_give_the_same(runtime, processor, tmp_pa
     command = [sys.executable, "-P", "-c", OTHER_PROCESSOR, processor]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_codes_that_lie_ready_give_the_bits_of_a_launch_that_rounds(runtime, style):
+    rng = np.random.default_rng(7)
+    for tokens, first_token, block, bits in ((1, 0, 32, 4), (7, 2, 64, 8), (33, 1, 128, 4)):
+        weight = make_weight(rng, 70, 256, f"int{bits}z", block)
+        x = rng.standard_normal((tokens, 256)).astype(np.float32)
+        expected = compute(runtime, [weight], x, first_token=first_token, style=style)
+        packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
+        x_slot = runtime.shared((first_token + tokens, 256), np.float32)
+        y_slot = runtime.shared((first_token + tokens, 70), np.float32)
+        slots = [runtime.shared((size,), np.uint8) for size in code_bytes(tokens, 256, block)]
+        rounded = RoundedInputs(*slots, bits, block)
+        x_slot.array[first_token:] = x
+        options = {"tokens": tokens, "first_token": first_token}
+        rounding_launch(
+            runtime, x_slot, rounded, columns=256, **options, half=False, variant=Variant(style)
+        )()
+        runtime.finish()
+        x_slot.array[:] = np.nan  # the linear reads the codes alone
+        launch = packed.launch(x_slot, y_slot, **options, rounded=rounded, style=style, label="test")
+        assert not isinstance(launch, ChainedLaunch)
+        launch()
+        runtime.finish()
+        np.testing.assert_array_equal(y_slot.array[first_token:], expected)
+
+
+def test_codes_that_do_not_fit_are_refused(runtime):
+    weight = make_weight(np.random.default_rng(8), 70, 128, "int4", 32)
+    x, y = runtime.shared((1, 128), np.float32), runtime.shared((1, 70), np.float32)
+    slots = [runtime.shared((size,), np.uint8) for size in code_bytes(1, 128, 32)]
+    packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
+    floats = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
+    for linear, rounded, tokens, message in (
+        (packed, RoundedInputs(*slots, 8, 32), 1, "8 bits in blocks of 32"),
+        (packed, RoundedInputs(*slots, 4, 64), 1, "4 bits in blocks of 64"),
+        (packed, RoundedInputs(*slots, 4, 32), 2, "code slot has 1024 bytes, 1152"),
+        (floats, RoundedInputs(*slots, 4, 32), 1, "not rounded"),
+    ):
+        slot = runtime.shared((tokens, 128), np.float32), runtime.shared((tokens, 70), np.float32)
+        with pytest.raises(KernelError, match=message):
+            linear.launch(*slot, tokens=tokens, rounded=rounded, label="3.qkv")
+    packed.launch(x, y, tokens=1, rounded=RoundedInputs(*slots, 4, 32), label="3.qkv")

@@ -48,7 +48,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ("common.h", "linear.h", "linear_simt.cl"): LINEAR_DEFINES,
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
     ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl"): INT8_DEFINES,
-    ("common.h", "quantize.cl"): ["-DBITS=4", "-DBITS=8"],
+    ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     ("common.h", "layers.h", "rms_norm.cl"): ["-DWG=1", "-DWG=64"],
     ("common.h", "layers.h", "pointwise.cl"): ["-DWG=1", "-DWG=64"],
