@@ -19,27 +19,55 @@ from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
 
 __all__ = [
+    "CHUNK_COLUMNS",
     "STANDARD_LENGTHS",
+    "TILE_TOKENS",
     "Form",
     "NpuBackend",
     "NpuGraph",
     "NpuSlice",
     "TimeKind",
     "check_array",
+    "check_form",
     "check_prepare",
+    "reshaped_forms",
     "standard_length",
 ]
 
 TimeKind = Literal["real", "emulated", "simulated"]
 
-Form = Literal["matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"]
-"""How a slice is written as a graph: ``x·Wᵀ`` on packed codes with float inputs or with inputs rounded to
-int8, ``x·Wᵀ``, or ``(W·xᵀ)ᵀ``."""
+Form = Literal[
+    "matmul_nbits",
+    "matmul_nbits_int8",
+    "activation_first",
+    "weight_first",
+    "conv_1x1",
+    "token_tiles",
+    "k_chunked",
+    "k_chunked_int8",
+]
+"""How a slice is written as a graph; all forms of a slice compute the same thing.
+
+- ``matmul_nbits``, ``matmul_nbits_int8``: ``x·Wᵀ`` on packed codes, inputs float or rounded to int8.
+- ``activation_first``, ``weight_first``: ``x·Wᵀ`` and ``(W·xᵀ)ᵀ`` on float weights.
+- ``conv_1x1``: float weights as a convolution with a kernel of 1x1 over a row of tokens.
+- ``token_tiles``: ``weight_first`` on tiles of :data:`TILE_TOKENS` tokens, one batched product.
+- ``k_chunked``, ``k_chunked_int8``: the sum over pieces of at most :data:`CHUNK_COLUMNS` inputs, each piece
+  ``matmul_nbits``, ``matmul_nbits_int8`` or ``weight_first``.
+"""
+
+CHUNK_COLUMNS = 4096
+"""Most inputs of a piece of a chunked form: by HeteroLLM's published latencies a Hexagon is 3.5 times slower
+for each weight somewhere between 4096 and 14336 inputs, at 1 token and at 256 alike (section 3.2). Graphs in
+the cache are not known by it: whoever changes it raises ``GRAPH_VERSION``."""
+
+TILE_TOKENS = 32
+"""Tokens of a tile: llm.npu found 32x32 tokens 1.6 times faster than 1024x1 (section 3.2)."""
 
 STANDARD_LENGTHS: tuple[int, ...] = (1, 32, 64, 128, 256, 512, 1024)
 """Sequence lengths for which NPU graphs exist (HeteroLLM, section 4.1)."""
 
-SliceKey: TypeAlias = tuple[str, int, str, tuple[tuple[int, int], ...], WeightFormat]
+SliceKey: TypeAlias = tuple[str, int, str, tuple[tuple[int, int], ...], int, WeightFormat]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +125,7 @@ class NpuSlice:
     @property
     def key(self) -> SliceKey:
         """What tells this slice's numbers apart from any other's."""
-        return (self.weights_key, self.layer, self.group, self.row_ranges, self.format)
+        return (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
 
 
 class NpuGraph(Protocol):
@@ -198,6 +226,27 @@ class NpuBackend(Protocol):
         """
         ...
 
+    def count_cycles(
+        self, part: NpuSlice, length: int, form: Form | None = None, *, runs: int
+    ) -> tuple[int, ...] | None:
+        """Return the cycles of each of several runs of a slice, or None where the backend counts none.
+
+        Unlike :meth:`prepare` it takes any length: a static graph exists for each, whether or not the runtime
+        would use it. It keeps no graph and no session. What else the machine does adds to single counts; the
+        smallest is what repeats.
+
+        Args:
+            part: The slice.
+            length: Tokens of one run, at least 1.
+            form: How to write it; the first legal form by default.
+            runs: Runs to count, at least 1, after one that is not counted.
+
+        Raises:
+            GraphError: As :meth:`prepare`, except for the length; or the profile cannot be read.
+            OptionError: ``runs`` is not positive.
+        """
+        ...
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the software that computes, for keys and reports."""
         ...
@@ -221,6 +270,32 @@ def standard_length(backend: NpuBackend, tokens: int) -> int:
     )
 
 
+def reshaped_forms(
+    weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
+) -> tuple[Form, ...]:
+    """Return the forms beside the plain ones that a slice's shape allows, whatever the backend.
+
+    Args:
+        weight: Number format of the slice's weight.
+        columns: Inputs ``k``.
+        length: Tokens of one run.
+        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
+    """
+    if weight.quantized:
+        # Pieces are whole pairs of blocks: the 4-bit zero points of a pair share a byte.
+        if columns <= CHUNK_COLUMNS or 2 * weight.block > CHUNK_COLUMNS:
+            return ()
+        return ("k_chunked_int8",) if integer_inputs else ("k_chunked",)
+    if integer_inputs:
+        return ()
+    forms: list[Form] = ["conv_1x1"]
+    if length >= 2 * TILE_TOKENS and length % TILE_TOKENS == 0:
+        forms.append("token_tiles")
+    if columns > CHUNK_COLUMNS:
+        forms.append("k_chunked")
+    return tuple(forms)
+
+
 def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form | None) -> Form:
     """Return the form to build, after checking that the backend takes the slice at that length.
 
@@ -232,6 +307,17 @@ def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form |
             f"{backend.name} has no graphs of length {length}.",
             fix=f"Pad to one of {', '.join(map(str, backend.standard_lengths))}.",
         )
+    return check_form(backend, part, length, form)
+
+
+def check_form(backend: NpuBackend, part: NpuSlice, length: int, form: Form | None) -> Form:
+    """Return the form to build at any length, standard or not, after checking that it is legal.
+
+    Raises:
+        GraphError: It is not, or the length is not positive.
+    """
+    if length < 1:
+        raise GraphError(f"A graph of {part.label} needs at least one token, not {length}.")
     forms = backend.forms(
         part.format, columns=part.columns, length=length, integer_inputs=part.integer_inputs
     )

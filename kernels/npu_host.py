@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from heterollm.errors import DeviceError, GraphError, OptionError
-from heterollm.kernels.npu import STANDARD_LENGTHS, Form, NpuSlice, SliceKey, TimeKind, check_prepare
+from heterollm.kernels.npu import (
+    STANDARD_LENGTHS,
+    Form,
+    NpuSlice,
+    SliceKey,
+    TimeKind,
+    check_prepare,
+    reshaped_forms,
+)
 from heterollm.kernels.npu_graphs import write_graph
 from heterollm.kernels.npu_session import SessionGraph, runtime_errors, session_options
 from heterollm.kernels.ops import WeightFormat
@@ -52,12 +60,16 @@ class HostNpu:
         self._sessions: dict[tuple[SliceKey, Form], Any] = {}
 
     def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False  # noqa: ARG002 - forms that depend on them follow
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
     ) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        if integer_inputs:
-            return ("matmul_nbits_int8",) if weight.quantized else ()
-        return ("matmul_nbits",) if weight.quantized else ("activation_first", "weight_first")
+        plain: tuple[Form, ...] = ("activation_first", "weight_first")
+        if weight.quantized:
+            plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
+        elif integer_inputs:
+            return ()
+        more = reshaped_forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
+        return plain + more
 
     def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> SessionGraph:
         """Return a graph of the slice's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
@@ -69,6 +81,16 @@ class HostNpu:
         return SessionGraph(
             self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
         )
+
+    def count_cycles(
+        self,
+        part: NpuSlice,
+        length: int,
+        form: Form | None = None,
+        *,
+        runs: int,
+    ) -> None:
+        """Return None: ONNX Runtime counts no cycles, and this backend's time is real."""
 
     def versions(self) -> dict[str, str]:
         """Return the version of ONNX Runtime."""

@@ -8,20 +8,31 @@ shared between lengths, the rpcmem allocator, power modes) are off.
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heterollm.errors import DeviceError, GraphError
+from heterollm.errors import DeviceError, GraphError, OptionError
 from heterollm.kernels.cache import locked
-from heterollm.kernels.npu import STANDARD_LENGTHS, Form, NpuSlice, SliceKey, TimeKind, check_prepare
+from heterollm.kernels.npu import (
+    STANDARD_LENGTHS,
+    Form,
+    NpuSlice,
+    SliceKey,
+    TimeKind,
+    check_form,
+    check_prepare,
+    reshaped_forms,
+)
 from heterollm.kernels.npu_graphs import GRAPH_VERSION, slice_digest, write_graph
 from heterollm.kernels.npu_session import SessionGraph
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.qnn_binaries import ContextBinary
 from heterollm.kernels.qnn_compile import compile_graph
+from heterollm.kernels.qnn_cycles import profiled_cycles
 from heterollm.kernels.qnn_runtime import QnnTarget, open_session, qnn_available, qnn_versions
 from heterollm.kernels.qnn_socs import this_soc
 from heterollm.kernels.quantized_tensor import QuantizedTensor
@@ -103,7 +114,7 @@ class QnnNpu:
         self._sessions: dict[tuple[SliceKey, Form, int], Any] = {}
 
     def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False  # noqa: ARG002 - forms that depend on them follow
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
     ) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
@@ -112,9 +123,12 @@ class QnnNpu:
         # MatMulNBits on HTP has float activations only.
         if self.soc_model in INTEGER_ONLY_SOCS or weight.bits == 32 or integer_inputs:
             return ()
+        plain: tuple[Form, ...] = ("weight_first", "activation_first")
         if weight.quantized:
-            return () if self.soc_model in FLOAT_ONLY_SOCS else ("matmul_nbits",)
-        return ("weight_first", "activation_first")
+            if self.soc_model in FLOAT_ONLY_SOCS:
+                return ()
+            plain = ("matmul_nbits",)
+        return plain + reshaped_forms(weight, columns=columns, length=length)
 
     def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> SessionGraph:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
@@ -152,6 +166,34 @@ class QnnNpu:
                 self._build(stored, part, chosen, length, label)
         _, problem = self._load(stored, label)
         return BuiltGraph(stored.size_bytes, compiled, problem)
+
+    def count_cycles(
+        self, part: NpuSlice, length: int, form: Form | None = None, *, runs: int
+    ) -> tuple[int, ...] | None:
+        """Return the cycles of each run on the emulator; see :class:`heterollm.kernels.npu.NpuBackend`.
+
+        None on a real Hexagon: its time is real, and whether it writes the same profile is not known.
+        """
+        if not self._target.emulator:
+            return None
+        if runs < 1:
+            raise OptionError(f"Cycles are counted over at least one run, not {runs}.")
+        chosen = check_form(self, part, length, form)
+        label = f"{part.label} ({chosen}, {length} tokens)"
+        stored = self._binary(part, chosen, length)
+        try:
+            with tempfile.TemporaryDirectory(prefix="heterollm-cycles-", ignore_cleanup_errors=True) as name:
+                folder, model = Path(name), stored.model
+                if stored.problem() is not None:
+                    model = folder / "compiled.onnx"
+                    self._compile(part, chosen, length, folder, model, label)
+                dtype = self.activation_dtype
+                return profiled_cycles(model, self._target, part, length, dtype, runs, folder)
+        except OSError as error:
+            raise GraphError(
+                f"Cannot write the graph of {label} into {tempfile.gettempdir()}: {error.strerror or error}.",
+                fix="Free some space there, or set TMPDIR to another folder.",
+            ) from error
 
     def versions(self) -> dict[str, str]:
         """Return the versions of ONNX Runtime, the provider and its SDK, and the SoC compiled for."""

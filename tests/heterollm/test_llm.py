@@ -483,6 +483,7 @@ def edit(plan: Plan, group: str, **changes: Any) -> Plan:
         ("o", {"npu_lengths": (32, 32)}),
         ("o", {"npu_rows": (64,), "npu_lengths": (1,)}),
         ("down", {"form": "weight_first"}),
+        ("down", {"form": "k_chunked"}),
         ("down", {"form": "sideways"}),
         ("head", {"npu_lengths": (33,)}),
     ],

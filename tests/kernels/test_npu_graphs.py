@@ -1,15 +1,21 @@
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from heterollm.errors import GraphError
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import NpuSlice, reshaped_forms
 from heterollm.kernels.npu_graphs import slice_digest, write_graph
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.tolerances import linear_errors
 
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
-FORMS = {"matmul_nbits": {}, "activation_first": {"bits": 16}, "weight_first": {"bits": 16}}
+FLOAT_FORMS = ["activation_first", "weight_first", "conv_1x1", "token_tiles", "k_chunked"]
+QUANTIZED_FORMS = ["matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8"]
+CASES = [(form, 16) for form in FLOAT_FORMS] + [(form, 4) for form in QUANTIZED_FORMS]
 
 
 def read(path):
@@ -18,11 +24,13 @@ def read(path):
 
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_graphs_keep_to_what_hexagon_takes(make_slice, tmp_path, form, symmetric, dtype):
-    part = make_slice(80, 192, symmetric=symmetric, **FORMS[form])
-    graph = read(write_graph(part, form, dtype, tmp_path, 32)).graph
-    onnx.checker.check_model(str(tmp_path / "graph.onnx"))
+@pytest.mark.parametrize(("form", "bits"), CASES)
+def test_graphs_keep_to_what_hexagon_takes(make_slice, tmp_path, form, bits, symmetric, dtype):
+    if form.endswith("int8") and dtype == FLOAT16:
+        pytest.skip("Hexagon rounds no inputs")
+    part = make_slice(80, 192, bits, symmetric=symmetric)
+    graph = read(write_graph(part, form, dtype, tmp_path, 32, chunk_columns=64)).graph
+    onnx.checker.check_model(str(tmp_path / "graph.onnx"), full_check=True)
     assert not [node for node in graph.node if node.op_type in {"Cast", "DequantizeLinear"}]
     element = onnx.TensorProto.FLOAT16 if dtype == FLOAT16 else onnx.TensorProto.FLOAT
     for value, width in ((graph.input[0], 192), (graph.output[0], 80)):
@@ -74,12 +82,73 @@ def test_the_digest_sees_other_numbers_under_the_same_key(make_slice):
     assert slice_digest(part) != slice_digest(dataclasses.replace(other, weights_key=part.weights_key))
 
 
-@pytest.mark.parametrize("form", ["activation_first", "weight_first"])
+def chunks(path):
+    """The pieces of a chunked graph's inputs, as ``[(start, stop), ...]``."""
+    graph = read(path).graph
+    sizes = next(init for init in graph.initializer if init.name == "piece_sizes")
+    stops = np.cumsum(onnx.numpy_helper.to_array(sizes)).tolist()
+    return list(pairwise([0, *stops]))
+
+
+@pytest.mark.parametrize("length", [1, 32, None], ids=str)
+@pytest.mark.parametrize("kind", [{"bits": 16}, {}, {"symmetric": False}, {"bits": 8, "symmetric": False}])
+def test_pieces_of_any_width_add_up(make_slice, exact, tmp_path, kind, length):
+    generator = np.random.default_rng(0)
+    session_options = onnxruntime.SessionOptions()
+    session_options.intra_op_num_threads = 1
+    for _ in range(8):
+        limit = 64 * int(generator.integers(1, 6))
+        columns = limit + 32 * int(generator.integers(1, 30))
+        part = make_slice(17, columns, **kind)
+        path = write_graph(part, "k_chunked", FLOAT32, tmp_path, length, chunk_columns=limit)
+        bounds = chunks(path)
+        assert bounds[-1][1] == columns
+        assert all(start % 64 == 0 or part.format.bits == 16 for start, _ in bounds)
+        assert all(0 < stop - start <= limit for start, stop in bounds)
+        assert len(bounds) == -(-columns // limit)
+        session = onnxruntime.InferenceSession(str(path), session_options, ["CPUExecutionProvider"])
+        x = generator.standard_normal((length or 3, columns)).astype(np.float32)
+        (y,) = session.run(None, {"x": x[None]})
+        assert linear_errors(y[0], exact(part, x)).within("fp32")
+
+
+def test_published_widths_are_cut_evenly(make_slice, tmp_path):
+    for columns, pieces in ((14336, [3584] * 4), (8192, [4096] * 2), (11008, [3712, 3712, 3584])):
+        part = make_slice(2, columns, block=64)
+        bounds = chunks(write_graph(part, "k_chunked", FLOAT16, tmp_path, 32))
+        assert [stop - start for start, stop in bounds] == pieces
+
+
+def test_a_form_must_suit_the_shape(make_slice, tmp_path):
+    with pytest.raises(GraphError, match="4096 inputs has no pieces of at most 4096"):
+        write_graph(make_slice(2, 4096, bits=16), "k_chunked", FLOAT16, tmp_path, 32)
+    with pytest.raises(GraphError, match="at most 100 inputs in steps of 128"):
+        write_graph(make_slice(2, 192, block=64), "k_chunked", FLOAT16, tmp_path, 32, chunk_columns=100)
+    with pytest.raises(GraphError, match="33 tokens has no tiles of 32"):
+        write_graph(make_slice(2, 64, bits=16), "token_tiles", FLOAT16, tmp_path, 33)
+
+
+def test_the_forms_that_a_shape_allows():
+    floats, codes = WeightFormat(16), WeightFormat(4, 128)
+    for length in (1, 31, 32, 33, 64, 65, 96, 1024):
+        tiles = ("token_tiles",) if length in (64, 96, 1024) else ()
+        assert reshaped_forms(floats, columns=4096, length=length) == ("conv_1x1", *tiles)
+        assert reshaped_forms(floats, columns=4128, length=length) == ("conv_1x1", *tiles, "k_chunked")
+        assert reshaped_forms(codes, columns=4096, length=length) == ()
+        assert reshaped_forms(codes, columns=4224, length=length) == ("k_chunked",)
+        rounded = reshaped_forms(codes, columns=4224, length=length, integer_inputs=True)
+        assert rounded == ("k_chunked_int8",)
+    assert reshaped_forms(floats, columns=8192, length=64, integer_inputs=True) == ()
+    assert reshaped_forms(WeightFormat(4, 4096), columns=8192, length=64) == ()
+
+
+@pytest.mark.parametrize("form", ["activation_first", "weight_first", "conv_1x1", "token_tiles"])
 def test_a_form_must_suit_the_format(make_slice, tmp_path, form):
     with pytest.raises(GraphError, match=f"int4 block 32 .* as {form}"):
         write_graph(make_slice(64, 64), form, FLOAT32, tmp_path)
-    with pytest.raises(GraphError, match=r"f16 .* as matmul_nbits"):
-        write_graph(make_slice(64, 64, bits=16), "matmul_nbits", FLOAT32, tmp_path)
+    for other in ("matmul_nbits", "k_chunked_int8"):
+        with pytest.raises(GraphError, match=rf"f16 .* as {other}"):
+            write_graph(make_slice(64, 64, bits=16), other, FLOAT32, tmp_path, chunk_columns=32)
 
 
 def test_float32_weights_are_not_rounded_unsaid(make_slice, tmp_path):

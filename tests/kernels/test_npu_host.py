@@ -56,13 +56,38 @@ def test_every_standard_length(npu, make_slice, exact, length):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("form", ["activation_first", "weight_first"])
-def test_float_forms_against_float64(npu, make_slice, exact, form, dtype):
-    part = make_slice(99, 896, bits=16, dtype=dtype)
-    assert form in npu.forms(part.format, columns=896, length=1)
-    for length in (1, 32):
-        x, y = run(npu, part, length, form)
+def test_float_forms_against_float64(npu, make_slice, exact, dtype):
+    seen = set()
+    for columns in (896, 4864):
+        part = make_slice(99, columns, bits=16, dtype=dtype)
+        for length in (1, 32, 64):
+            forms = npu.forms(part.format, columns=columns, length=length)
+            assert forms[0] == "activation_first"
+            for form in forms:
+                x, y = run(npu, part, length, form)
+                assert linear_errors(y, exact(part, x)).within("fp32"), (columns, length, form)
+                seen.add((columns, length, form))
+    always = {
+        (columns, length, form)
+        for columns in (896, 4864)
+        for length in (1, 32, 64)
+        for form in ("activation_first", "weight_first", "conv_1x1")
+    }
+    tiled = {(columns, 64, "token_tiles") for columns in (896, 4864)}
+    assert seen == always | tiled | {(4864, length, "k_chunked") for length in (1, 32, 64)}
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), QUANTIZED)
+def test_pieces_of_quantized_weights_against_float64(npu, make_slice, exact, bits, block, symmetric):
+    part = make_slice(33, 4864, bits, block, symmetric)
+    rounded = replace(part, integer_inputs=True)
+    for length in (1, 32, 64):
+        assert npu.forms(part.format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
+        x, y = run(npu, part, length, "k_chunked")
         assert linear_errors(y, exact(part, x)).within("fp32")
+        x, y = run(npu, rounded, length, "k_chunked_int8")
+        oracle = reference.linear(reference.round_inputs(x, block), [part.weight])
+        assert linear_errors(y, oracle).within("fp32")
 
 
 def test_several_threads_compute_the_same(make_slice, exact):
@@ -93,11 +118,25 @@ def test_rows_of_a_larger_buffer_are_bound_in_place(npu, make_slice, exact):
     assert (outputs[64:] == 7).all()
 
 
-@pytest.mark.parametrize("form", ["matmul_nbits", "activation_first", "weight_first"])
-def test_padding_rows_never_reach_the_others(npu, make_slice, exact, form):
-    part = make_slice(64, 256, bits=4 if form == "matmul_nbits" else 16)
+@pytest.mark.parametrize(
+    ("form", "bits"),
+    [
+        ("matmul_nbits", 4),
+        ("activation_first", 16),
+        ("weight_first", 16),
+        ("conv_1x1", 16),
+        ("token_tiles", 16),
+        ("k_chunked", 4),
+        ("k_chunked", 16),
+    ],
+)
+def test_padding_rows_never_reach_the_others(npu, make_slice, exact, form, bits):
+    columns = 4864 if form == "k_chunked" else 256
+    part = make_slice(64, columns, bits)
     for length, tokens in ((32, 1), (64, 33), (128, 127)):
-        x, y = activations(length, 256), np.zeros((length, 64), np.float32)
+        if form == "token_tiles" and length == 32:
+            continue
+        x, y = activations(length, columns), np.zeros((length, 64), np.float32)
         x[tokens:] = np.nan
         npu.prepare(part, length, form).bind(x, y)()
         assert linear_errors(y[:tokens], exact(part, x[:tokens])).within("fp32")
@@ -153,6 +192,20 @@ def test_only_standard_lengths_and_legal_forms(npu, make_slice):
     assert npu.compiled_count == 0
 
 
+def test_a_form_may_be_legal_at_one_length_only(npu, make_slice):
+    part = make_slice(64, 256, bits=16)
+    npu.prepare(part, 64, "token_tiles")
+    with pytest.raises(GraphError, match=r"token_tiles at 32 tokens.*activation_first"):
+        npu.prepare(part, 32, "token_tiles")
+    with pytest.raises(GraphError, match="as k_chunked at 64"):
+        npu.prepare(part, 64, "k_chunked")
+
+
+def test_it_counts_no_cycles(npu, make_slice):
+    assert npu.count_cycles(make_slice(64, 256), 32, runs=3) is None
+    assert npu.compiled_count == 0
+
+
 def test_the_smallest_length_that_fits(npu):
     assert [standard_length(npu, m) for m in (1, 2, 32, 33, 513, 1024)] == [1, 32, 32, 64, 1024, 1024]
     for tokens in (0, -1, 1025):
@@ -161,8 +214,7 @@ def test_the_smallest_length_that_fits(npu):
 
 
 def test_slices_with_other_numbers_have_other_sessions(npu, make_slice, exact):
-    for seed in range(3):
-        part = make_slice(64, 256, seed=seed)
+    for part in (make_slice(64, 256), make_slice(64, 256, seed=1), make_slice(64, 512)):
         x, y = run(npu, part, 32)
         assert linear_errors(y, exact(part, x)).within("fp32")
     assert npu.compiled_count == 3

@@ -82,12 +82,28 @@ class TestEmulator:
             assert errors.within("fp16"), (length, errors)
         assert (npu.compiled_count, npu.loaded_count) == (2, 0)
 
-    @pytest.mark.parametrize("form", ["activation_first", "weight_first"])
-    def test_float_forms_against_float64(self, npu, make_slice, exact, form):
-        part = make_slice(99, 896, bits=16)
-        for length in (1, 32, 64):
+    @pytest.mark.parametrize("columns", [896, 4864])
+    @pytest.mark.parametrize("length", [1, 32, 64])
+    def test_float_forms_against_float64(self, npu, make_slice, exact, length, columns):
+        part = make_slice(99, columns, bits=16)
+        forms = npu.forms(part.format, columns=columns, length=length)
+        tiles = ("token_tiles",) if length == 64 else ()
+        pieces = ("k_chunked",) if columns == 4864 else ()
+        assert forms == ("weight_first", "activation_first", "conv_1x1", *tiles, *pieces)
+        for form in forms:
             x, y = run(npu, part, length, form)
-            assert linear_errors(y, exact(part, x)).within("fp16")
+            assert linear_errors(y, exact(part, x)).within("fp16"), form
+
+    @pytest.mark.parametrize("symmetric", [True, False])
+    @pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 128), (8, 32)])
+    def test_pieces_of_quantized_weights_against_float64(
+        self, npu, make_slice, exact, bits, block, symmetric
+    ):
+        part = make_slice(33, 4864, bits, block, symmetric)
+        for length in (1, 32, 64):
+            assert npu.forms(part.format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
+            x, y = run(npu, part, length, "k_chunked")
+            assert linear_errors(y, exact(part, x)).within("fp16"), length
 
     def test_long_and_wide(self, npu, make_slice, exact):
         for part, length in ((make_slice(70, 4864, members=2), 32), (make_slice(64, 256), 1024)):
@@ -122,11 +138,16 @@ class TestEmulator:
             ("matmul_nbits", {"symmetric": False}),
             ("weight_first", {"bits": 16}),
             ("activation_first", {"bits": 16}),
+            ("conv_1x1", {"bits": 16}),
+            ("token_tiles", {"bits": 16}),
+            ("k_chunked", {"bits": 16}),
+            ("k_chunked", {"symmetric": False}),
         ],
     )
     def test_padding_rows_never_reach_the_others(self, npu, make_slice, exact, form, kind):
-        part = make_slice(64, 256, **kind)
-        x, y = activations(64, 256), np.zeros((64, 64), np.float16)
+        columns = 4864 if form == "k_chunked" else 256
+        part = make_slice(64, columns, **kind)
+        x, y = activations(64, columns), np.zeros((64, 64), np.float16)
         x[33:] = np.nan
         npu.prepare(part, 64, form).bind(x, y)()
         assert linear_errors(y[:33], exact(part, x[:33])).within("fp16")
