@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterollm.errors import DeviceError
+from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.opencl_sync import SOURCES, flag_word
 
@@ -20,7 +22,9 @@ LITMUS_QUICK_ROUNDS: Final = 500
 """Before a device's strategies are used or profiled."""
 
 WORDS: Final = 4096
-PATIENCE_S: Final = 0.25
+PATIENCE_S: Final = 1.0
+"""Kernels take microseconds; a machine that is busy otherwise may keep them waiting."""
+
 MOST_UNSEEN: Final = 3
 
 
@@ -63,6 +67,11 @@ def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
         runtime.launch(write, (data, counter), (WORDS,), (local,), "litmus data"),
         runtime.launch(count, (counter,), (1,), (1,), "litmus round"),
     )
+    # Some runtimes compile a kernel at its first launch.
+    for call in (*calls, flag.send):
+        call()
+    runtime.finish()
+    first = int(_acquired(counter)[0])
     stale = unseen = done = 0
     while done < rounds and unseen < MOST_UNSEEN:
         done += 1
@@ -78,10 +87,18 @@ def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
             runtime.finish()
             if not flag.reached(number):
                 flag.resynchronise()
-        elif not (data.array == done).all():
+        elif not (data.array == first + done).all():
             stale += 1
         data.release()
         # Enqueued only now, as the data's kernel reads what this one writes.
         calls[1]()
     runtime.finish()
     return Litmus(done, stale)
+
+
+def _acquired(memory: SharedArray) -> NDArray[Any]:
+    """Return a copy of what the device has written."""
+    memory.acquire_to_read()
+    copy = memory.array.copy()
+    memory.release()
+    return copy
