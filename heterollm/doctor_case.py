@@ -32,7 +32,7 @@ class Check:
         status: Whether the error is within the gate; ``not offered`` where the part does not claim it.
         error: NMSE, the larger of the whole's and a tenth of the worst row's or token's; None if it raised.
         gate: What the error is held to.
-        message: What went wrong.
+        message: What went wrong, or why the part does not offer it.
         fix: What to do about it.
     """
 
@@ -48,19 +48,20 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One check to run; without ``run`` the part does not offer the operator."""
+    """One check to run; without ``run`` the part does not offer the operator, for the reason given."""
 
     part: Part
     operator: str
     case: str
     run: Callable[[], Numbers] | None
+    reason: str = ""
 
 
 def run_case(case: Case, compute: ComputeType) -> Check:
     """Run one case and hold its error against the gate; a case that raises is a failed check."""
     gate = LINEAR_NMSE[compute]
     if case.run is None:
-        return Check(case.part, case.operator, case.case, "not offered", None, gate)
+        return Check(case.part, case.operator, case.case, "not offered", None, gate, case.reason)
     try:
         errors = linear_errors(*case.run())
     except HeteroLLMError as error:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from heterollm.doctor_case import Case
 from heterollm.doctor_layers import gpu_layer_cases
 from heterollm.doctor_linears import gpu_linear_cases, npu_cases
+from heterollm.doctor_w4a8 import w4a8_cases
 from heterollm.kernels.device import Device
 
 __all__ = ["device_cases"]
 
 
 def device_cases(device: Device) -> list[Case]:
-    """Return every check of a device, the GPU's first."""
+    """Return every check of a device: the GPU's, the NPU's, and those that need both."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
         cases += npu_cases(device.npu)
-    return cases
+    return [*cases, *w4a8_cases(device)]

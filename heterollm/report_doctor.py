@@ -70,7 +70,7 @@ def _cell(checks: Sequence[Check]) -> Text:
         return Text(f"FAIL  {len(failed)} of {len(checks)}", "bold red")
     errors = [check.error for check in checks if check.error is not None]
     if not errors:
-        return note("not offered")
+        return note(checks[0].message or "not offered")
     return Text(f"pass  {max(errors):.0e} in {len(errors)}", "green")
 
 

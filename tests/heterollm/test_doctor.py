@@ -1,16 +1,19 @@
+import io
 import json
 
 import numpy as np
 import pytest
 
-from heterollm import doctor
+from heterollm import doctor, report
 from heterollm.doctor import Diagnosis, Problem, diagnose, unlisted_vendors
 from heterollm.doctor_case import Case, run_case
 from heterollm.doctor_checks import device_cases
+from heterollm.doctor_w4a8 import AGREEMENT
 from heterollm.errors import DeviceError, KernelError, OptionError
 from heterollm.kernels import reference, reference_layers
 from heterollm.kernels.device import DeviceStatus, open_device
 from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.report_doctor import diagnosis_report
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,9 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     }
     linears = {f"linear int4 block {block}{kind}" for block in (32, 64, 128) for kind in ("", " asymmetric")}
     linears |= {"linear int8 block 32", "linear int8 block 32 asymmetric", "linear f16", "linear f32"}
-    assert operators["NPU"] == linears
-    assert operators["GPU"] == linears | {
+    rounded = {"linear int4 block 32, w4a8", "linear int8 block 32, w4a8"}
+    assert operators["NPU"] == linears | rounded | {AGREEMENT}
+    assert operators["GPU"] == linears | rounded | {
         "embedding int8 block 32",
         "embedding f16",
         "norm with residual",
@@ -55,6 +59,9 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "join of the logits",
     }
     npu_cases = {check.case for check in diagnosis.checks if check.part == "NPU"}
+    for case in ("1 token", "32 tokens"):
+        assert f"matmul_nbits_int8, {case}" in npu_cases
+        assert f"int4 block 32, matmul_nbits_int8, {case}" in npu_cases
     for form in ("matmul_nbits", "activation_first", "weight_first", "conv_1x1"):
         assert {f"{form}, 1 token", f"{form}, 32 tokens", f"{form}, 256 tokens"} <= npu_cases
     assert {case for case in npu_cases if case.startswith("token_tiles")} == {"token_tiles, 256 tokens"}
@@ -74,6 +81,7 @@ def test_facts_name_software_limits_and_hand_over(diagnosis):
 
 ORACLES = {
     "linear int4 block 32": (reference, "linear"),
+    "linear int4 block 32, w4a8": (reference, "linear"),
     "embedding f16": (reference, "embedding"),
     "norm with residual": (reference_layers, "rms_norm"),
     "RoPE and KV write": (reference_layers, "rotate"),
@@ -99,6 +107,50 @@ def test_one_wrong_number_in_a_hundred_thousandth_is_seen(device, monkeypatch, o
     assert [check.case for check in checks if check.status == "pass"] == (
         ["7 tokens at 11, cut, values"] if operator == "RoPE and KV write" else []
     )
+
+
+def test_inputs_that_are_not_rounded_are_seen(device, monkeypatch):
+    operator = "linear int4 block 32, w4a8"
+    monkeypatch.setattr(reference, "round_inputs", lambda x, _block: x.astype(np.float64))
+    checks = [run_case(case, "fp32") for case in cases_of(device, operator)]
+    assert [(check.part, check.status) for check in checks] == [("GPU", "fail")] * 2 + [("NPU", "fail")] * 2
+    assert all(check.gate < check.error < 1e-3 for check in checks)
+
+
+def test_parts_that_round_differently_do_not_agree(device, monkeypatch):
+    pack = GpuLinear.pack
+    monkeypatch.setattr(
+        GpuLinear, "pack", lambda *given, **options: pack(*given, **(options | {"integer_inputs": False}))
+    )
+    checks = [run_case(case, "fp32") for case in cases_of(device, AGREEMENT)]
+    assert len(checks) == 4
+    assert {check.status for check in checks} == {"fail"}
+
+
+def test_a_device_that_rounds_no_inputs_says_so_by_name(device, monkeypatch):
+    forms = device.npu.forms
+    monkeypatch.setattr(
+        device.npu,
+        "forms",
+        lambda *given, integer_inputs=False, **options: () if integer_inputs else forms(*given, **options),
+    )
+    operators = ("linear int4 block 32, w4a8", "linear int8 block 32, w4a8", AGREEMENT)
+    checks = [run_case(case, "fp32") for case in cases_of(device, *operators)]
+    npu = [check for check in checks if check.part == "NPU"]
+    reason = f"cannot: {device.npu.name} has float activations only, so host refuses w4a8"
+    assert [check.operator for check in npu] == [operators[0], AGREEMENT, operators[1], AGREEMENT]
+    assert all((check.status, check.error, check.message) == ("not offered", None, reason) for check in npu)
+    assert [check.status for check in checks if check.part == "GPU"] == ["pass"] * 4
+    found = Diagnosis("host", (), tuple(checks), (), ())
+    assert found.passed
+    shown = report.render(diagnosis_report(found), like=io.StringIO())
+    assert " ".join(shown.split()).count("cannot:") == 3
+
+
+def test_without_an_npu_the_gpu_alone_is_checked(device, monkeypatch):
+    monkeypatch.setattr(device, "npu", None)
+    cases = [case for case in device_cases(device) if "w4a8" in case.operator]
+    assert [case.part for case in cases] == ["GPU"] * 4
 
 
 def test_an_operator_that_raises_is_a_failed_check(device, monkeypatch):
