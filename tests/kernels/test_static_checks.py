@@ -30,6 +30,7 @@ from heterollm.kernels.gpu_layers import (
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices, read_sources
+from heterollm.kernels.opencl_sync import SOURCES, flag_word
 from heterollm.kernels.quantized_tensor import QuantizedTensor
 from heterollm.kernels.tolerances import linear_errors
 
@@ -40,7 +41,8 @@ LINEAR_DEFINES = [
     f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
 ]
 INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
-ATTENTION = ("common.h", "layers.h", "attention.h")
+LAYERS = ("common.h", "rounding.h", "layers.h")
+ATTENTION = (*LAYERS, "attention.h")
 
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
@@ -50,18 +52,24 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl"): INT8_DEFINES,
     ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
-    ("common.h", "layers.h", "rms_norm.cl"): ["-DWG=1", "-DWG=64"],
-    ("common.h", "layers.h", "pointwise.cl"): ["-DWG=1", "-DWG=64"],
-    ("common.h", "layers.h", "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF"],
+    (*LAYERS, "rms_norm.cl"): ["-DWG=1", "-DWG=64", "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32"],
+    (*LAYERS, "pointwise.cl"): ["-DWG=1", "-DWG=64", "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128"],
+    (*LAYERS, "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF"],
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
+        "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DKV_HALF",
+        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
     ],
-    (*ATTENTION, "attention_join.cl"): ["-DWG=64 -DHEAD_DIM=64 -DROWS=4"],
+    (*ATTENTION, "attention_join.cl"): [
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=4 -DCODE_BITS=4 -DCODE_BLOCK=128 -DCODE_HEADS=2",
+    ],
+    SOURCES: [""],
 }
 
 
@@ -118,6 +126,11 @@ def test_the_integer_dot_product_of_opencl_3_compiles(clang):
     for defines in PROGRAMS[files]:
         options = ["-cl-std=CL3.0", *device, *defines.split()]
         assert compiler_says(clang, read_sources(files), *options) == "", defines
+
+
+@pytest.mark.parametrize("standard", ["CL2.0", "CL3.0"])
+def test_the_flag_in_shared_virtual_memory_compiles(clang, standard):
+    assert compiler_says(clang, read_sources(SOURCES), f"-cl-std={standard}", "-DSVM_ATOMICS") == ""
 
 
 def test_the_compiler_check_can_fail(clang):
@@ -277,6 +290,27 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         step.array[STEP_LENGTH] = tokens
 
 
+def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """What hand-overs are made of, tested with and delayed by."""
+    data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
+    arguments = {
+        "write_round": ((data, rounds), 70),
+        "count_round": ((rounds,), 1),
+        "late_write": ((data, np.int32(70), rounds, np.int32(9)), 1),
+        "stand_at_gate": ((data, np.int32(9)), 1),
+    }
+    for name, (memory, size) in arguments.items():
+        runtime.launch(runtime.kernel(SOURCES, name), memory, (size,), (1,), name)()
+        yield
+        assert (data.array == (2 if name in ("late_write", "stand_at_gate") else 1)).all(), name
+    flag = flag_word(runtime)
+    assert flag is not None
+    flag.send()
+    yield
+    assert flag.reached(1)
+    assert not flag.reached(2)
+
+
 def racy_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Neighbours that write one element: the check must see it."""
     source = "__kernel void racy(__global int *a) { a[get_global_id(0) / 2] += get_global_id(0); }"
@@ -299,6 +333,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
     "linear": linear_launches,
     "layers": layer_launches,
+    "hand-overs": hand_over_launches,
 }
 FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "racy": racy_launches,
