@@ -39,7 +39,9 @@ SAMPLED_ROWS = 64
 INT8_ACCURACY = 4
 """MatMulNBits' ``accuracy_level`` at which inputs are rounded to int8."""
 CHUNKED_FORMS: frozenset[Form] = frozenset({"k_chunked", "k_chunked_int8"})
-QUANTIZED_FORMS: frozenset[Form] = frozenset({"matmul_nbits", "matmul_nbits_int8"}) | CHUNKED_FORMS
+QUANTIZED_FORMS: frozenset[Form] = frozenset(
+    {"matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8"}
+)
 FLOAT_FORMS: frozenset[Form] = frozenset(
     {"activation_first", "weight_first", "conv_1x1", "token_tiles", "k_chunked"}
 )

@@ -10,6 +10,7 @@ silicon takes these cycles, and no real Hexagon's table has been seen.
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def read_cycles(table: Path, label: str) -> tuple[int, ...]:
 
 def _cycles(row: dict[str, Any], label: str) -> int:
     text, unit = row[VALUE_COLUMN], row[UNIT_COLUMN]
-    if unit != UNIT or not text or not text.isascii() or not text.isdigit() or int(text) == 0:
+    if unit != UNIT or not text or not re.fullmatch(r"[1-9][0-9]{0,17}", text):
         raise GraphError(f"QNN's profile of {label} states {text!r} {unit!r} as {EVENT!r}.", fix=FIX)
     return int(text)
 
