@@ -1,0 +1,90 @@
+"""What the solver makes small, and what it must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from heterollm.errors import OptionError
+from heterollm.kernels.ops import OpSpec
+
+if TYPE_CHECKING:
+    from heterollm.solver.plan import Placement
+    from heterollm.solver.search import Priced
+
+__all__ = ["Objective", "Power"]
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Power of a device by what runs, in watts.
+
+    Args:
+        base_watts: While anything runs.
+        gpu_watts: More while the GPU computes.
+        npu_watts: More while the NPU computes.
+    """
+
+    base_watts: float
+    gpu_watts: float
+    npu_watts: float
+
+    def energy_uj(self, time_us: float, gpu_us: float, npu_us: float) -> float:
+        """Return the energy in microjoules of work in which the parts compute for so long."""
+        return self.base_watts * time_us + self.gpu_watts * gpu_us + self.npu_watts * npu_us
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the solver makes small, and what it must keep to.
+
+    Args:
+        energy_weight: 0 counts time alone, 1 energy alone.
+        power: Power of the parts; needed as soon as energy counts.
+        gpu_share: Largest part of an operator's time that the GPU may compute, so that a screen stays smooth.
+        margin_fraction: A cut is taken if it costs this much less than the best whole placement.
+        forbidden: A part that must not compute linear layers.
+
+    Raises:
+        OptionError: A number is out of range, or energy counts and power is not known.
+    """
+
+    energy_weight: float = 0.0
+    power: Power | None = None
+    gpu_share: float = 1.0
+    margin_fraction: float = 0.03
+    forbidden: Literal["gpu", "npu"] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.energy_weight <= 1.0 or not 0.0 < self.gpu_share <= 1.0:
+            raise OptionError(
+                f"The energy weight is {self.energy_weight} and the GPU's share {self.gpu_share}.",
+                fix="Both lie between 0 and 1.",
+            )
+        if not 0.0 <= self.margin_fraction < 1.0:
+            raise OptionError(f"The margin of a cut is {self.margin_fraction}.", fix="Give 0 to 1.")
+        if self.energy_weight and self.power is None:
+            raise OptionError(
+                "Energy counts, but the power of this device was not measured.",
+                fix="Use energy weight 0, or a device whose profile has power.",
+            )
+
+    def cost(self, time_us: float, gpu_us: float, npu_us: float) -> float:
+        """Return what is to be small: microseconds, energy counted at the power of all parts together."""
+        if not self.energy_weight or self.power is None:
+            return time_us
+        watts = self.power.base_watts + self.power.gpu_watts + self.power.npu_watts
+        energy_us = self.power.energy_uj(time_us, gpu_us, npu_us) / watts
+        return (1.0 - self.energy_weight) * time_us + self.energy_weight * energy_us
+
+    def allows(self, item: Priced) -> bool:
+        """Whether a placement keeps the GPU's share."""
+        return self.gpu_share >= 1.0 or item.gpu_us <= self.gpu_share * item.time_us
+
+    def allows_parts(self, placement: Placement, spec: OpSpec, tokens: int) -> bool:
+        """Whether a placement does without the forbidden part."""
+        if self.forbidden == "npu":
+            return not placement.npu_lengths
+        if self.forbidden == "gpu":
+            return placement.npu_rows == spec.member_rows and sum(placement.npu_lengths) >= tokens
+        return True
