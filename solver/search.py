@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from heterollm.errors import PlanError
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.costs import Costs, State, joint_time_us
 from heterollm.solver.objective import Objective
@@ -23,7 +23,7 @@ from heterollm.solver.plan import Placement
 __all__ = ["Chain", "Choice", "Priced", "price", "priced_candidates", "solve_chain"]
 
 STATES: Final[tuple[State, ...]] = ("fed", "drained")
-Cuts: TypeAlias = Mapping[str, Iterable[tuple[int, ...]]]
+Cuts: TypeAlias = Mapping[Group, Iterable[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,10 @@ def price(
     """
     overheads = costs.overheads
     whole = spec.member_rows
+    after: State = "fed"
     if not placement.npu_lengths:
         gpu_us, npu_us = costs.gpu_us(spec, whole, tokens), 0.0
-        time_us, after = gpu_us, "fed"
+        time_us = gpu_us
     else:
         form = placement.form or ""
         npu_us = sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
