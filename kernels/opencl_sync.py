@@ -6,7 +6,7 @@ The calls beneath :mod:`heterollm.kernels.handover`; like all of OpenCL they sta
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from heterollm.kernels.opencl_runtime import OpenClRuntime, read_sources
 __all__ = [
     "SOURCES",
     "FlagWord",
+    "KernelTimes",
     "MarkerSignal",
     "block_on",
     "copy_to_device",
@@ -193,9 +194,31 @@ def profiling_twin(runtime: OpenClRuntime) -> OpenClRuntime:
     return OpenClRuntime(runtime.context.devices[0], profiling=True, coherent=coherent)
 
 
-def kernel_times_ns(event: Any) -> tuple[int, int]:  # noqa: ANN401
-    """Return when a kernel started and ended, by the device's clock; its queue must stamp events."""
-    return int(event.profile.start), int(event.profile.end)
+class KernelTimes(NamedTuple):
+    """Moments of a kernel's life in nanoseconds of the device's clock.
+
+    Attributes:
+        queued: When the host enqueued it.
+        start: When it started.
+        end: When it ended.
+    """
+
+    queued: int
+    start: int
+    end: int
+
+
+def kernel_times_ns(event: Any) -> KernelTimes:  # noqa: ANN401
+    """Return when a kernel that is done was queued, started and ended; its queue must stamp events.
+
+    Raises:
+        KernelError: It does not, or the kernel failed.
+    """
+    try:
+        profile = event.profile
+        return KernelTimes(int(profile.queued), int(profile.start), int(profile.end))
+    except cl.Error as error:
+        raise KernelError(f"The device keeps no times of its kernels: {error}.") from error
 
 
 def copy_to_device(runtime: OpenClRuntime, buffer: Any, array: NDArray[Any]) -> None:  # noqa: ANN401

@@ -13,12 +13,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from heterollm.errors import OptionError
 
-__all__ = ["Measurement", "Timer", "measure", "measure_interleaved"]
+__all__ = ["Measurement", "Timer", "collect_interleaved", "measure", "measure_interleaved"]
 
 Timer: TypeAlias = Callable[[], int]
 """Returns nanoseconds from any fixed moment."""
 
 Name = TypeVar("Name", bound=str)
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +121,29 @@ def measure_interleaved(
     return {
         name: Measurement(tuple(sample / 1e3 for sample in samples)) for name, samples in samples_ns.items()
     }
+
+
+def collect_interleaved(
+    calls: Mapping[Name, Callable[[], Sample]], *, warmup: int = 1, repeats: int = 5
+) -> dict[Name, tuple[Sample, ...]]:
+    """Run several calls in turns and keep what each returns.
+
+    For what a call has to measure itself: only a part of it counts, or the device keeps the time.
+
+    Args:
+        calls: What to run, by name.
+        warmup: Rounds that are run and thrown away.
+        repeats: Rounds that are kept.
+
+    Raises:
+        OptionError: There is nothing to run, or a number is out of range.
+    """
+    if not calls or warmup < 0 or repeats < 1:
+        raise OptionError(f"Cannot run {len(calls)} calls with warmup {warmup}, repeats {repeats}.")
+    samples: dict[Name, list[Sample]] = {name: [] for name in calls}
+    for taken in range(warmup + repeats):
+        for name, call in calls.items():
+            sample = call()
+            if taken >= warmup:
+                samples[name].append(sample)
+    return {name: tuple(kept) for name, kept in samples.items()}

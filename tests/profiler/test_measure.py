@@ -3,7 +3,7 @@ import json
 import pytest
 
 from heterollm.errors import OptionError
-from heterollm.profiler.measure import Measurement, measure, measure_interleaved
+from heterollm.profiler.measure import Measurement, collect_interleaved, measure, measure_interleaved
 
 
 class Clock:
@@ -101,3 +101,26 @@ def test_nothing_to_time_is_refused() -> None:
 def test_json_form_holds_the_samples() -> None:
     data = json.loads(json.dumps(Measurement((1.0, 3.0)).to_dict()))
     assert data == {"median_us": 2.0, "spread_fraction": 0.5, "samples_us": [1.0, 3.0]}
+
+
+def test_collected_samples_are_taken_in_turns() -> None:
+    log: list[str] = []
+
+    def call(name: str):
+        def run() -> int:
+            log.append(name)
+            return len(log)
+
+        return run
+
+    found = collect_interleaved({"a": call("a"), "b": call("b")}, warmup=1, repeats=2)
+    assert log == ["a", "b"] * 3
+    assert found == {"a": (3, 5), "b": (4, 6)}
+
+
+@pytest.mark.parametrize("options", [{"warmup": -1}, {"repeats": 0}])
+def test_impossible_collections_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match="Cannot run 1 calls"):
+        collect_interleaved({"a": lambda: 1}, **options)
+    with pytest.raises(OptionError, match="Cannot run 0 calls"):
+        collect_interleaved({})
