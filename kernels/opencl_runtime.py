@@ -26,6 +26,7 @@ from heterollm.kernels.opencl_binding import OpenClError, cl
 from heterollm.kernels.opencl_launch import Argument, ChainedLaunch, Launch
 from heterollm.kernels.opencl_memory import SharedArray, aligned_empty, aligned_zeros
 from heterollm.kernels.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
+from heterollm.kernels.tuning import DeviceIdentity, DeviceTuning
 from heterollm.kernels.variants import BuildError, VariantRecord
 from heterollm.units import format_bytes
 
@@ -68,6 +69,12 @@ class DeviceTraits:
     coherent: bool
     extensions: tuple[str, ...]
 
+    def identity(self, target: str | None = None) -> DeviceIdentity:
+        """Return what tuned kernel parameters are filed under; ``target`` is what the compiler was told."""
+        limits = self.compute_units, self.max_work_group, self.local_bytes
+        driver = self.driver if target is None else f"{self.driver} for {target}"
+        return DeviceIdentity(self.name, self.platform, *limits, driver)
+
 
 class OpenClRuntime:
     """One opened OpenCL device with one in-order queue.
@@ -89,6 +96,7 @@ class OpenClRuntime:
         except OpenClError as error:
             raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
         self.variants = VariantRecord(self.traits.name)
+        self.tuning = DeviceTuning(self.traits.identity(self.target))
         # What PoCL compiles is tested with every change of this project; other compilers are not.
         self.tests_kernels = self.traits.platform != POCL_NAME
         self._shared_scratch: dict[str, cl.Buffer] = {}

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from heterollm.errors import KernelError
+
+if TYPE_CHECKING:
+    from heterollm.kernels.linear_parameters import KernelParameters
 
 __all__ = ["BuildError", "KernelStyle", "Variant", "VariantRecord", "variants_for"]
 
@@ -33,12 +36,16 @@ class Variant(NamedTuple):
     Args:
         style: How the work is divided.
         plain: Whether nothing is used that only some processors or drivers have (``-DPLAIN`` in common.h).
+        parameters: How the work of one linear kernel is divided; None for its default.
     """
 
     style: KernelStyle
     plain: bool = False
+    parameters: KernelParameters | None = None
 
     def __str__(self) -> str:
+        if self.parameters is not None:
+            return f"{self.parameters}"
         return f"plain {self.style}" if self.plain else self.style
 
     @property
@@ -71,6 +78,12 @@ class VariantRecord:
         self._device = device
         self._broken: dict[tuple[str, Variant], BuildError] = {}
         self._tested: set[tuple[str, Variant]] = set()
+
+    def note(self, what: str, variant: Variant, error: KernelError) -> None:
+        """Keep for people that a variant is passed over."""
+        reason = error.message.splitlines()[0]
+        self.notes.append(f"{self._device} cannot use the {variant} kernel for {what}: {reason}")
+        logger.warning("%s", self.notes[-1])
 
     def first(
         self,
@@ -105,9 +118,7 @@ class VariantRecord:
                 failure = error
                 # The test of a variant asks here for its kernels, and has said so already.
                 if key not in self._broken:
-                    reason = error.message.splitlines()[0]
-                    self.notes.append(f"{self._device} cannot use the {variant} kernel for {what}: {reason}")
-                    logger.warning("%s", self.notes[-1])
+                    self.note(what, variant, error)
                 self._broken[key] = error
         assert failure is not None  # there is at least one variant
         raise failure

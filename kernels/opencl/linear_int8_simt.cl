@@ -26,8 +26,10 @@ static inline float block_product(int sum, float zero, float scale, float2 input
 // TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
 
-// Work-items that share a column, each with every SLICES-th block of inputs.
+// Tuned: work-items that share a column, each with every SLICES-th block of inputs.
+#ifndef SLICES
 #define SLICES 4
+#endif
 
 __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
   __local float partial[SLICES][TOKENS][LANES];
@@ -71,12 +73,20 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-// A work-group computes TILE_TOKENS x LANES outputs, each work-item 4 x 4 of them. token_step is TILE_TOKENS.
+// A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of them. token_step is
+// TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time: every block is a
+// multiple of it.
+#ifndef TILE_TOKENS
 #define TILE_TOKENS 32
-// Inputs staged at a time: every block is a multiple of it.
+#endif
+#ifndef ITEM_TOKENS
+#define ITEM_TOKENS 4
+#endif
+#ifndef DEPTH
 #define DEPTH 16
-#define ITEMS_X 16
-#define ITEMS_Y 8
+#endif
+#define ITEMS_X (LANES / 4)
+#define ITEMS_Y (TILE_TOKENS / ITEM_TOKENS)
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(
     INT8_ARGUMENTS) {
@@ -91,9 +101,9 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   x_codes += (size_t)token * (columns / 4);
   x_blocks += (size_t)token * blocks;
   weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
-  float totals[4][4];
-  int sums[4][4];
-  UNROLL for (int r = 0; r < 4; r++)
+  float totals[ITEM_TOKENS][4];
+  int sums[ITEM_TOKENS][4];
+  UNROLL for (int r = 0; r < ITEM_TOKENS; r++)
     UNROLL for (int c = 0; c < 4; c++) {
       totals[r][c] = 0.0f;
       sums[r][c] = 0;
@@ -112,14 +122,14 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     UNROLL for (int k = 0; k < DEPTH / 4; k++)
-      UNROLL for (int r = 0; r < 4; r++)
+      UNROLL for (int r = 0; r < ITEM_TOKENS; r++)
         UNROLL for (int c = 0; c < 4; c++)
-          sums[r][c] += DOT4(values[k][column * 4 + c], inputs[k][strip * 4 + r]);
+          sums[r][c] += DOT4(values[k][column * 4 + c], inputs[k][strip * ITEM_TOKENS + r]);
     if ((start + DEPTH) % block == 0) {
       const int b = start / block;
       const size_t group = ((size_t)tile.x * blocks + b) * LANES + column * 4;
-      UNROLL for (int r = 0; r < 4; r++) {
-        const float2 input = x_blocks[(size_t)min(strip * 4 + r, count - 1) * blocks + b];
+      UNROLL for (int r = 0; r < ITEM_TOKENS; r++) {
+        const float2 input = x_blocks[(size_t)min(strip * ITEM_TOKENS + r, count - 1) * blocks + b];
         UNROLL for (int c = 0; c < 4; c++) {
           const float zero = zero_point(zeros, group + c, asymmetric);
           totals[r][c] += block_product(sums[r][c], zero, load_half(scales, group + c), input);
@@ -129,8 +139,8 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
     }
   }
   y += (size_t)(first_token + token) * rows + tile.y;
-  for (int r = 0; r < 4; r++) {
-    const int t = strip * 4 + r;
+  for (int r = 0; r < ITEM_TOKENS; r++) {
+    const int t = strip * ITEM_TOKENS + r;
     for (int c = 0; c < 4; c++)
       if (t < count && column * 4 + c < tile.z) store_out(totals[r][c], y + (size_t)t * rows, column * 4 + c);
   }

@@ -81,7 +81,9 @@ static inline wide_int add_products(wide_int run, wide_uint codes, uint input) {
 // TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
 
-#if TOKENS * VECTORS <= WIDTH
+#ifdef PART_COLUMNS
+#define PART (PART_COLUMNS / WIDTH)
+#elif TOKENS * VECTORS <= WIDTH
 #define PART VECTORS
 #else
 #define PART (WIDTH / TOKENS)
@@ -144,17 +146,26 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-// Columns of a work-item, and those computed at a time: two vectors.
-#define ITEM_COLUMNS 32
-#define PAIR (2 * WIDTH)
-// Inputs whose weights are unpacked at a time; a multiple of every block.
+// ITEMS, DEPTH, MAX_TOKEN_STEP and STRIP are tuned and mean what they do in linear_vector.cl.
+#ifndef ITEMS
+#define ITEMS 2
+#endif
+#ifndef DEPTH
 #define DEPTH 128
+#endif
+#ifndef MAX_TOKEN_STEP
+#define MAX_TOKEN_STEP 128
+#endif
+#ifndef STRIP
+#define STRIP (WIDTH / 2)
+#endif
+// Columns of a work-item, and those computed at a time: two vectors.
+#define ITEM_COLUMNS (LANES / ITEMS)
+#define PAIR (2 * WIDTH)
+// The tokens of whole strips.
+#define WHOLE_STRIPS(count) (((count) + STRIP - 1) / STRIP * STRIP)
 // Smallest block.
 #define MIN_BLOCK 16
-// Largest token_step: weights are unpacked once for so many tokens, whose totals stay in the first cache.
-#define MAX_TOKEN_STEP 128
-// Tokens of the inner loop: twice as many sums stay in registers.
-#define STRIP (WIDTH / 2)
 
 // DEPTH inputs of PAIR columns.
 typedef struct {
@@ -236,9 +247,9 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
   scales += (size_t)tile.x * (columns / block) * LANES;
   zeros += (size_t)tile.x * (columns / block) * LANES;
   panel_t panel;
-  wide_float totals[MAX_TOKEN_STEP * 2];
+  wide_float totals[WHOLE_STRIPS(MAX_TOKEN_STEP) * 2];
   for (int lane = first_lane; lane < min(first_lane + ITEM_COLUMNS, tile.z); lane += PAIR) {
-    for (int t = 0; t < (count + STRIP - 1) / STRIP * STRIP * 2; t++) totals[t] = 0.0f;
+    for (int t = 0; t < WHOLE_STRIPS(count) * 2; t++) totals[t] = 0.0f;
     for (int start = 0; start < columns; start += DEPTH) {
       const int depth = min(DEPTH, columns - start);
       unpack(&panel, weights + lane, scales + lane, zeros + lane, start, depth, block, asymmetric);

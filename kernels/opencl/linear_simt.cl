@@ -12,10 +12,14 @@ static inline float zero_point(__global const uchar *zeros, size_t index, int as
 // TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
 
-// Work-items that share a column, each with every SLICES-th block of inputs.
+// Tuned: work-items that share a column, each with every SLICES-th block of inputs.
+#ifndef SLICES
 #define SLICES 4
-// Inputs held in local memory at a time; a multiple of every block times SLICES.
+#endif
+// Tuned: inputs held in local memory at a time; a multiple of every block.
+#ifndef CHUNK
 #define CHUNK (TOKENS == 1 ? 1024 : 512)
+#endif
 
 __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_few(LINEAR_ARGUMENTS) {
   __local float inputs[TOKENS][CHUNK];
@@ -79,11 +83,19 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-// A work-group computes TILE_TOKENS x LANES outputs, each work-item 4 x 4 of them. token_step is TILE_TOKENS.
+// A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of them. token_step is
+// TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time.
+#ifndef TILE_TOKENS
 #define TILE_TOKENS 32
+#endif
+#ifndef ITEM_TOKENS
+#define ITEM_TOKENS 4
+#endif
+#ifndef DEPTH
 #define DEPTH 16
-#define ITEMS_X 16
-#define ITEMS_Y 8
+#endif
+#define ITEMS_X (LANES / 4)
+#define ITEMS_Y (TILE_TOKENS / ITEM_TOKENS)
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_simt_many(LINEAR_ARGUMENTS) {
   __local float4 inputs[DEPTH][TILE_TOKENS / 4];
@@ -95,17 +107,17 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   const int count = min(token_step, tokens - token);
   x += (size_t)(first_token + token) * columns;
   weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
-  float4 sums[4];
-  UNROLL for (int r = 0; r < 4; r++) sums[r] = 0.0f;
+  float4 sums[ITEM_TOKENS];
+  UNROLL for (int r = 0; r < ITEM_TOKENS; r++) sums[r] = 0.0f;
 
   for (int start = 0; start < columns; start += DEPTH) {
     barrier(CLK_LOCAL_MEM_FENCE);
-    if (item < TILE_TOKENS * DEPTH / 8) {
-      const int t = item / (DEPTH / 8), k = item % (DEPTH / 8) * 8;
+    for (int i = item; i < TILE_TOKENS * DEPTH / 8; i += ITEMS_X * ITEMS_Y) {
+      const int t = i / (DEPTH / 8), k = i % (DEPTH / 8) * 8;
       // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
       float8 v = load_act8(x, (size_t)min(t, count - 1) * columns + start + k);
       const float *lanes = (const float *)&v;
-      UNROLL for (int i = 0; i < 8; i++) ((__local float *)inputs[k + i])[t] = lanes[i];
+      UNROLL for (int j = 0; j < 8; j++) ((__local float *)inputs[k + j])[t] = lanes[j];
     }
     for (int i = item; i < LANES * DEPTH / WORD_INPUTS; i += ITEMS_X * ITEMS_Y) {
       const int lane = i % LANES, k = i / LANES * WORD_INPUTS;
@@ -122,16 +134,19 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     UNROLL for (int k = 0; k < DEPTH; k++) {
-      const float4 input = inputs[k][strip], value = values[k][column];
-      sums[0] = FMA((float4)input.x, value, sums[0]);
-      sums[1] = FMA((float4)input.y, value, sums[1]);
-      sums[2] = FMA((float4)input.z, value, sums[2]);
-      sums[3] = FMA((float4)input.w, value, sums[3]);
+      const float4 value = values[k][column];
+      UNROLL for (int r = 0; r < ITEM_TOKENS; r += 4) {
+        const float4 input = inputs[k][(strip * ITEM_TOKENS + r) / 4];
+        sums[r] = FMA((float4)input.x, value, sums[r]);
+        sums[r + 1] = FMA((float4)input.y, value, sums[r + 1]);
+        sums[r + 2] = FMA((float4)input.z, value, sums[r + 2]);
+        sums[r + 3] = FMA((float4)input.w, value, sums[r + 3]);
+      }
     }
   }
   y += (size_t)(first_token + token) * rows + tile.y;
-  for (int r = 0; r < 4; r++) {
-    const int t = strip * 4 + r;
+  for (int r = 0; r < ITEM_TOKENS; r++) {
+    const int t = strip * ITEM_TOKENS + r;
     const float *lanes = (const float *)&sums[r];
     for (int c = 0; c < 4; c++)
       if (t < count && column * 4 + c < tile.z) store_out(lanes[c], y + (size_t)t * rows, column * 4 + c);

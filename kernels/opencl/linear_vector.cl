@@ -8,7 +8,9 @@
 // A work-item computes a whole row block: its weights are one contiguous stream, which one core reads 1.7
 // times faster than two halves of 128 bytes each 256. PART vectors of it are computed at a time, so that
 // their sums stay in registers: there are 16, or 32 with 16-wide vectors.
-#if TOKENS * VECTORS <= WIDTH
+#ifdef PART_COLUMNS
+#define PART (PART_COLUMNS / WIDTH)
+#elif TOKENS * VECTORS <= WIDTH
 #define PART VECTORS
 #else
 #define PART (WIDTH / TOKENS)
@@ -114,17 +116,31 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
+// Tuned (kernels/linear_parameters.py):
+//   ITEMS           work-items of a row block: 1 or 2
+//   DEPTH           inputs that are dequantised at a time; a multiple of every block
+//   MAX_TOKEN_STEP  largest token_step: weights are dequantised once for so many tokens, whose sums stay in a
+//                   near cache
+//   STRIP           tokens of the inner loop, an even number. By default twice as many sums hide the latency of
+//                   the additions and fit in 16 registers, four times as many in 32.
+#ifndef ITEMS
+#define ITEMS 2
+#endif
+#ifndef DEPTH
+#define DEPTH 128
+#endif
+#ifndef MAX_TOKEN_STEP
+#define MAX_TOKEN_STEP 128
+#endif
+#ifndef STRIP
+#define STRIP (WIDTH / 2)
+#endif
 // Columns of a work-item.
-#define ITEM_COLUMNS 32
+#define ITEM_COLUMNS (LANES / ITEMS)
 // Columns computed at a time: two vectors.
 #define PAIR (2 * WIDTH)
-// Inputs that are dequantised at a time; a multiple of every block.
-#define DEPTH 128
-// Largest token_step: weights are dequantised once for so many tokens, whose sums stay in the first cache.
-#define MAX_TOKEN_STEP 128
-// Tokens of the inner loop: twice as many sums hide the latency of the additions and fit in 16 registers,
-// four times as many in 32.
-#define STRIP (WIDTH / 2)
+// The tokens of whole strips.
+#define WHOLE_STRIPS(count) (((count) + STRIP - 1) / STRIP * STRIP)
 
 // Dequantise `depth` inputs from `start` of PAIR columns.
 static inline void dequantize(
@@ -200,8 +216,8 @@ static inline void multiply(
     __global const act_t *x, __global out_t *y, int columns, int rows, int block, int asymmetric, int count,
     int valid) {
   wide_float values[DEPTH * 2];
-  wide_float sums[MAX_TOKEN_STEP * 2];
-  for (int t = 0; t < (count + STRIP - 1) / STRIP * STRIP * 2; t++) sums[t] = 0.0f;
+  wide_float sums[WHOLE_STRIPS(MAX_TOKEN_STEP) * 2];
+  for (int t = 0; t < WHOLE_STRIPS(count) * 2; t++) sums[t] = 0.0f;
 
   for (int start = 0; start < columns; start += DEPTH) {
     const int depth = min(DEPTH, columns - start);
