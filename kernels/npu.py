@@ -247,6 +247,10 @@ class NpuBackend(Protocol):
         """
         ...
 
+    def release(self, part: NpuSlice) -> None:
+        """Drop what is kept of a slice in memory; its graphs must not run afterwards."""
+        ...
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the software that computes, for keys and reports."""
         ...

@@ -92,6 +92,11 @@ class HostNpu:
     ) -> None:
         """Return None: ONNX Runtime counts no cycles, and this backend's time is real."""
 
+    def release(self, part: NpuSlice) -> None:
+        """Drop the sessions of a slice; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        for key in [key for key in self._sessions if key[0] == part.key]:
+            del self._sessions[key]
+
     def versions(self) -> dict[str, str]:
         """Return the version of ONNX Runtime."""
         import onnxruntime

@@ -195,6 +195,11 @@ class QnnNpu:
                 fix="Free some space there, or set TMPDIR to another folder.",
             ) from error
 
+    def release(self, part: NpuSlice) -> None:
+        """Drop the sessions of a slice; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        for key in [key for key in self._sessions if key[0] == part.key]:
+            del self._sessions[key]
+
     def versions(self) -> dict[str, str]:
         """Return the versions of ONNX Runtime, the provider and its SDK, and the SoC compiled for."""
         return {
