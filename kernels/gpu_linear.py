@@ -7,20 +7,22 @@ work-item of a CPU with 8-wide vectors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import KernelError
+from heterollm.kernels.linear_parameters import ShapeClass, default_parameters
 from heterollm.kernels.opencl_launch import Argument, Launch
 from heterollm.kernels.opencl_memory import SharedArray, aligned_empty
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.rounding import RoundedInputs, rounding_launch, scratch_codes
-from heterollm.kernels.variants import KernelStyle, Variant, variants_for
+from heterollm.kernels.variants import BuildError, KernelStyle, Variant, variants_for
 from heterollm.units import round_up
 
 __all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "KernelStyle", "RowRange"]
@@ -37,28 +39,8 @@ COLUMNS_MULTIPLE: Final = 16
 BLOCKS: Final = (16, 32, 64, 128)
 """Quantisation blocks that the kernels take."""
 
-# As in the kernels: linear_vector.cl, linear_simt.cl and the two with int8 activations.
-VECTOR_MANY_ITEMS: Final = 2
-VECTOR_MAX_TOKEN_STEP: Final = 128
-VECTOR_STRIP: Final = 8
-SIMT_SLICES: Final = 4
-SIMT_ITEMS: Final = (16, 8)
-SIMT_TOKEN_STEP: Final = 32
 SIMT_EMBEDDING_SPAN: Final = 16
 SIMT_EMBEDDING_ITEMS: Final = 64
-
-FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
-"""Tokens that share one pass over the weights in the kernels for a few tokens. For more, weights are unpacked
-once for all of them: measured no slower from 9 tokens on (PoCL with AVX-512)."""
-
-
-class _Grid(NamedTuple):
-    """How a launch is divided: the kernel's suffix, tokens of a work-group, global and local size."""
-
-    suffix: str
-    token_step: int
-    global_size: tuple[int, int]
-    local_size: tuple[int, int]
 
 
 class GpuLinear:
@@ -179,7 +161,8 @@ class GpuLinear:
             output_dtype: float32, where the activations are float16 and the output is not.
             rounded: Where the kernel that wrote ``x`` has left its codes, the first row that of
                 ``first_token``; by default a launch before this one rounds ``x``. For integer inputs alone.
-            style: Kernel family or variant; by default the first that works, by what the device is.
+            style: Kernel family or variant; by default the first that works, by what the device is and what
+                was tuned on it.
             label: Name for traces and errors.
 
         Raises:
@@ -194,12 +177,34 @@ class GpuLinear:
         half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
 
         def build(variant: Variant) -> Launch:
-            return self._launch(variant, x, y, tokens, first_token, kept, half_output, rounded, label)
+            with self._blamed(variant, shape):
+                return self._launch(variant, x, y, tokens, first_token, kept, half_output, rounded, label)
 
-        test = self._try if self._runtime.tests_kernels and style is None else None
+        def try_out(variant: Variant) -> None:
+            with self._blamed(variant, shape):
+                self._try(variant)
+
+        test = try_out if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
-        inputs = " with int8 inputs" if self.integer_inputs else ""
-        return self._runtime.variants.first(f"linear {self.format}{inputs}", variants, build, test)
+        shape = self._shape_class(tokens)
+        tuned = self._runtime.tuning.parameters(shape) if style is None else None
+        if tuned is not None:
+            variants = (Variant(tuned.style, parameters=tuned), *variants)
+        return self._runtime.variants.first(shape.layer, variants, build, test)
+
+    def _shape_class(self, tokens: int) -> ShapeClass:
+        return ShapeClass.of(self.format, integer_inputs=self.integer_inputs, half=self._half, tokens=tokens)
+
+    @contextlib.contextmanager
+    def _blamed(self, variant: Variant, shape: ShapeClass) -> Iterator[None]:
+        """Put a variant's tuned parameters in quarantine where it fails; the next takes its place."""
+        try:
+            yield
+        except BuildError as error:
+            tuning, parameters = self._runtime.tuning, variant.parameters
+            if parameters is not None and tuning.parameters(shape) == parameters:
+                tuning.quarantine(shape, parameters, error.message.splitlines()[0])
+            raise
 
     def _try(self, variant: Variant) -> None:
         from heterollm.kernels.gpu_self_test import try_linear
@@ -224,14 +229,16 @@ class GpuLinear:
         _check_slot(x, (first_token + tokens) * self.columns * (2 if self._half else 4), f"{label} input")
         _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
         chosen = variant.style
-        grid = _grid(chosen, tokens, tile_count)
-        defines = variant.defines | {"BITS": self.format.bits}
+        shape = self._shape_class(tokens)
+        parameters = variant.parameters
+        if parameters is None or parameters.many != (shape.tokens == "many"):
+            parameters = default_parameters(chosen, shape)
+        grid = parameters.grid(tokens, tile_count)
+        defines = variant.defines | {"BITS": self.format.bits} | grid.defines
         if self._half:
             defines["ACT_HALF"] = 1
             if not half_output:
                 defines["OUT_FLOAT"] = 1
-        if grid.suffix == "few":
-            defines["TOKENS"] = grid.token_step
         files = ["common.h", "linear.h"]
         inputs: tuple[Argument, ...] = (x,)
         before = None
@@ -332,22 +339,6 @@ class GpuLinear:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
         self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
         return self._tiles[kept]
-
-
-def _grid(style: KernelStyle, tokens: int, tiles: int) -> _Grid:
-    if tokens <= FEW_TOKEN_STEPS[-1]:
-        step = next(step for step in FEW_TOKEN_STEPS if tokens <= step)
-        if style == "simt":
-            return _Grid("few", step, (64 * tiles, SIMT_SLICES), (64, SIMT_SLICES))
-        return _Grid("few", step, (tiles, 1), (1, 1))
-    if style == "simt":
-        steps = -(-tokens // SIMT_TOKEN_STEP)
-        size = (SIMT_ITEMS[0] * tiles, SIMT_ITEMS[1] * steps)
-        return _Grid("many", SIMT_TOKEN_STEP, size, SIMT_ITEMS)
-    # Equal steps: a short last one would unpack all weights again for a few tokens.
-    steps = -(-tokens // VECTOR_MAX_TOKEN_STEP)
-    token_step = round_up(-(-tokens // steps), VECTOR_STRIP)
-    return _Grid("many", token_step, (VECTOR_MANY_ITEMS * tiles, -(-tokens // token_step)), (1, 1))
 
 
 def _codes(weight: LinearWeight) -> NDArray[Any]:

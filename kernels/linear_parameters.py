@@ -25,6 +25,8 @@ __all__ = [
     "TokenClass",
     "all_parameters",
     "default_parameters",
+    "differences",
+    "with_numbers",
 ]
 
 TokenClass = Literal["one", "few", "many"]
@@ -103,6 +105,11 @@ class ShapeClass:
         inputs = ", int8 inputs" if self.integer_inputs else ""
         activations = "float16" if self.half else "float32"
         return f"{self.weight}{inputs}, {activations}, {self.tokens} token{'s' * (self.tokens != 'one')}"
+
+    @property
+    def layer(self) -> str:
+        """What the linear layers are called in notes about their kernels."""
+        return f"linear {self.weight}{' with int8 inputs' if self.integer_inputs else ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
@@ -296,13 +303,23 @@ def all_parameters(style: KernelStyle, shape: ShapeClass) -> list[KernelParamete
     legal = LEGAL[style, default.many]
     found = []
     for values in itertools.product(*legal.values()):
-        parameters = replace(default, **dict(zip(legal, values, strict=True)))
+        parameters = with_numbers(default, dict(zip(legal, values, strict=True)))
         try:
             parameters.check_for(shape)
         except OptionError:
             continue
         found.append(parameters)
     return sorted(found, key=lambda parameters: len(differences(parameters, default)))
+
+
+def with_numbers(parameters: KernelParameters, numbers: Mapping[str, int]) -> KernelParameters:
+    """Return ``parameters`` with some of their numbers changed.
+
+    Raises:
+        OptionError: A value is not legal.
+    """
+    changed: dict[str, Any] = dict(numbers)
+    return replace(parameters, **changed)
 
 
 def differences(parameters: KernelParameters, other: KernelParameters) -> dict[str, int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -45,6 +44,7 @@ IGNORE_VARIABLE: Final = "HETEROLLM_TUNING"
 LARGEST_FILE_BYTES: Final = 4 * 2**20
 LONGEST_REASON: Final = 300
 LONGEST_TEXT: Final = 4096
+LONGEST_TIME_US: Final = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,7 @@ class TuningTable:
             if theirs[name] != value:
                 raise OptionError(f"Its {name} is {theirs[name]!r:.80}, not {value!r}.")
         table = cls(identity)
-        for record in map(_quarantined, _list(content["quarantined"])):
-            table.quarantined.append(record)
+        table.quarantined = [_quarantined(record) for record in _list(content["quarantined"])]
         for entry in _list(content["tuned"]):
             record = _fields(entry, {"shape", "parameters", "tuned_us", "default_us"})
             shape = ShapeClass.from_dict(record["shape"])
@@ -339,7 +338,8 @@ def _list(value: object) -> list[Any]:
     return value
 
 
-def _time_us(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type]
+def _time_us(value: Any) -> float:  # noqa: ANN401 - any JSON value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < LONGEST_TIME_US:
         raise OptionError(f"{value!r:.80} is no time in microseconds.")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

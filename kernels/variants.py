@@ -79,8 +79,12 @@ class VariantRecord:
         self._broken: dict[tuple[str, Variant], BuildError] = {}
         self._tested: set[tuple[str, Variant]] = set()
 
-    def note(self, what: str, variant: Variant, error: KernelError) -> None:
-        """Keep for people that a variant is passed over."""
+    def reject(self, what: str, variant: Variant, error: BuildError) -> None:
+        """Never try a variant of a kernel again, and keep for people why."""
+        # The test of a variant asks here for its kernels, and has said so already.
+        if (what, variant) in self._broken:
+            return
+        self._broken[what, variant] = error
         reason = error.message.splitlines()[0]
         self.notes.append(f"{self._device} cannot use the {variant} kernel for {what}: {reason}")
         logger.warning("%s", self.notes[-1])
@@ -116,9 +120,6 @@ class VariantRecord:
                 return build(variant)
             except BuildError as error:
                 failure = error
-                # The test of a variant asks here for its kernels, and has said so already.
-                if key not in self._broken:
-                    self.note(what, variant, error)
-                self._broken[key] = error
+                self.reject(what, variant, error)
         assert failure is not None  # there is at least one variant
         raise failure
