@@ -63,15 +63,14 @@ near linear."""
 HEAD_TOKENS: Final = 32
 """Most positions that the head computes at a time; more than one only where all logits are asked for."""
 
-GPU_CUT_TOKENS: Final = (1, 64, 256)
-"""Tokens at which the default run looks whether the GPU's time is linear in rows."""
+CUT_TOKENS: Final = (1, 64, 256)
+"""Tokens at which the default run measures cuts, and sees whether time is linear in rows."""
 
-NPU_FIRST_TOKENS: Final = (1, 256)
+NPU_FIRST_LENGTHS: Final = (1, 256)
 """Lengths that no plan can do without: decode, and a prompt."""
 
 LONGEST_DEFAULT: Final = 1024
-LONGEST_CUT: Final = 256
-"""Lengths above which points and cuts of the NPU are left to the full grid: time grows with length there."""
+"""Length above which the NPU is left to the full grid: time grows with length there."""
 
 STAGE_ROWS: Final = 32
 """Output rows of a tile of the NPU: between multiples of it time moves in whole stages
@@ -328,9 +327,7 @@ def _gpu_points(spec: OpSpec, cuts: _Cuts, max_buffer_bytes: int, skipped: Skipp
     # Packed in blocks of 64 rows a member.
     packed_rows = sum(round_up(rows, 64) for rows in spec.member_rows)
     fits = spec.weight.weight_bytes(packed_rows, spec.columns) <= max_buffer_bytes
-    for tokens, tier in GPU_TOKENS.items():
-        if spec.group == "head" and tokens > HEAD_TOKENS:
-            continue
+    for tokens, tier in _gpu_tokens(spec).items():
         if not fits:
             skipped.add("buffer", 1 + len(cuts.tiers))
             continue
@@ -341,13 +338,20 @@ def _gpu_points(spec: OpSpec, cuts: _Cuts, max_buffer_bytes: int, skipped: Skipp
                 skipped.add("linear")
                 continue
             point = LinearPoint.of(spec, tokens, member_rows=rest_rows(spec.member_rows, npu_rows))
-            own_tier = max(tier, cut_tier) if tokens in GPU_CUT_TOKENS else 2
+            own_tier = max(tier, cut_tier) if tokens in CUT_TOKENS else 2
             yield WorkPoint("gpu", point, own_tier, spec)
+
+
+def _gpu_tokens(spec: OpSpec) -> Mapping[int, Tier]:
+    """Return the tokens of a group; the head's are one, or as many as it takes at a time."""
+    if spec.group != "head":
+        return GPU_TOKENS
+    tiers: dict[int, Tier] = {tokens: 2 for tokens in GPU_TOKENS if tokens <= HEAD_TOKENS}
+    return tiers | {1: 0, HEAD_TOKENS: 1}
 
 
 def _npu_points(spec: OpSpec, npu: NpuBackend, cuts: _Cuts, skipped: Skipped) -> Iterator[WorkPoint]:
     lengths = [length for length in npu.standard_lengths if spec.group != "head" or length <= HEAD_TOKENS]
-    first = {min(lengths, key=lambda length: abs(length - tokens)) for tokens in NPU_FIRST_TOKENS if lengths}
     # Between whole stages of the NPU time is linear in rows.
     between = cuts.between if npu.row_alignment % STAGE_ROWS == 0 else 0
     for length in lengths:
@@ -357,13 +361,13 @@ def _npu_points(spec: OpSpec, npu: NpuBackend, cuts: _Cuts, skipped: Skipped) ->
         if not forms:
             skipped.add("unsupported", 1 + len(cuts.tiers))
         for form in forms:
-            tier: Tier = 0 if length in first else 1 if length <= LONGEST_DEFAULT else 2
+            tier: Tier = 0 if length in NPU_FIRST_LENGTHS else 1 if length <= LONGEST_DEFAULT else 2
+            # Plans can do without the other forms, and without most of their cuts.
+            tier = tier if form == forms[0] else max(tier, 1)
             yield WorkPoint("npu", LinearPoint.of(spec, length, form=form), tier, spec)
             skipped.add("alignment", cuts.unaligned)
             skipped.add("stage", between)
             for npu_rows, cut_tier in cuts.tiers.items():
                 point = LinearPoint.of(spec, length, member_rows=npu_rows, form=form)
-                # A plan can do without cuts in a form that is not the first one.
-                least: Tier = 0 if form == forms[0] else 1
-                own_tier = max(tier, cut_tier, least) if length <= LONGEST_CUT else 2
-                yield WorkPoint("npu", point, own_tier, spec)
+                wanted = length in CUT_TOKENS and (form == forms[0] or cut_tier == 0)
+                yield WorkPoint("npu", point, max(tier, cut_tier) if wanted else 2, spec)

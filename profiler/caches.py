@@ -1,0 +1,86 @@
+"""Caches between the processors and memory: how large they are, and how to empty them.
+
+In a model that is larger than the caches every pass reads its weights from memory. A slice that is timed
+again and again would find them in a cache, so the part that is timed reads other memory before each run.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.opencl_launch import Launch
+from heterollm.kernels.opencl_runtime import OpenClRuntime
+from heterollm.units import MIB
+
+__all__ = ["HostReader", "eviction_bytes", "last_level_cache_bytes", "reading_launch"]
+
+DEFAULT_CACHE_BYTES: Final = 32 * MIB
+"""Where the system does not say: as much as laptops have; more than any phone's system-level cache."""
+
+LEAST_EVICTION_BYTES: Final = 64 * MIB
+MOST_EVICTION_BYTES: Final = 512 * MIB
+"""Virtual machines report the cache of the whole processor, of which they have a share."""
+
+COLUMNS: Final = 8192
+SYSFS: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+UNITS: Final = {"K": 1024, "M": MIB}
+
+
+@functools.cache
+def last_level_cache_bytes(folder: Path = SYSFS) -> int:
+    """Return the size of the processor's largest cache, as Linux reports it; 32 MiB where it does not."""
+    sizes = []
+    for path in folder.glob("index*/size"):
+        try:
+            text = path.read_text("ascii").strip()
+            sizes.append(int(text[:-1]) * UNITS[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=DEFAULT_CACHE_BYTES)
+
+
+def eviction_bytes(cache_bytes: int) -> int:
+    """Return how much must be read to be sure that nothing else is left in a cache of that size."""
+    return min(max(2 * cache_bytes, LEAST_EVICTION_BYTES), MOST_EVICTION_BYTES)
+
+
+def reading_bytes(runtime: OpenClRuntime, size_bytes: int) -> int:
+    """Return what :func:`reading_launch` reads when asked for ``size_bytes``."""
+    rows = min(size_bytes, runtime.traits.max_buffer_bytes) // (2 * COLUMNS) // 64 * 64
+    return max(64, rows) * 2 * COLUMNS
+
+
+def reading_launch(runtime: OpenClRuntime, size_bytes: int) -> Launch:
+    """Return a launch that reads about ``size_bytes`` of memory on the GPU part.
+
+    It is a linear layer of one token with FP16 weights, which every device that runs models can run.
+
+    Raises:
+        KernelError: There is too little memory.
+    """
+    rows = reading_bytes(runtime, size_bytes) // (2 * COLUMNS)
+    weight = np.broadcast_to(np.linspace(-1, 1, COLUMNS, dtype=np.float16), (rows, COLUMNS))
+    linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
+    x, y = runtime.shared((1, COLUMNS), np.float32), runtime.shared((1, rows), np.float32)
+    return linear.launch(x, y, tokens=1, label="eviction")
+
+
+class HostReader:
+    """Reads memory on the calling thread.
+
+    Args:
+        size_bytes: How much.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        # Written once: pages that never were are all the same page.
+        self._memory = np.full(size_bytes // 8, 1, np.uint64)
+
+    def __call__(self) -> None:
+        """Read it all."""
+        self._memory.max()
