@@ -181,14 +181,16 @@ def prepare_hand_over(
         raise OptionError(
             f"There is no hand-over strategy {strategy!r}.", fix=f"Choose among {', '.join(STRATEGIES)}."
         )
-    if reason := refused_strategies(runtime).get(strategy):
+    # The baseline needs no litmus test.
+    uses_flag = strategy.endswith("flag")
+    if uses_flag and (reason := refused_strategies(runtime).get(strategy)):
         raise OptionError(
             f"{runtime.traits.name!r} does not offer the hand-over strategy {strategy!r}: {reason}.",
             fix=f"Choose among {', '.join(strategies_for(runtime))}.",
         )
     if strategy in ("finish", "event"):
         return BlockingHandOver(runtime, strategy, label)
-    flag = flag_word(runtime) if strategy.endswith("flag") else None
+    flag = flag_word(runtime) if uses_flag else None
     signal = MarkerSignal(runtime) if flag is None else _FlagSignal(runtime, flag)
     prediction = WaitPrediction() if strategy.startswith("sleep") else None
     clock = clock or HostClock.of_this_thread()

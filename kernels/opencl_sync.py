@@ -119,7 +119,7 @@ class FlagWord:
         self._queue = queue
         self._launch = launch
         self.array = array
-        self.view = memoryview(array)
+        self.view = array.data
         self.promised = promised
         self.sent = int(self.view[0])
 

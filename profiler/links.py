@@ -167,9 +167,13 @@ def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeas
             small()
         runtime.finish()
 
+    def until_done() -> None:
+        small()
+        runtime.finish()
+
     def idle() -> float:
         time.sleep(IDLE_S)
-        return _timed_us(lambda: (small(), runtime.finish()))
+        return _timed_us(until_done)
 
     calls: dict[str, Callable[[], float]] = {
         "enqueue": enqueue,

@@ -462,38 +462,49 @@ def test_sleeping_strategies_learn_from_real_waits(runtime):
 # -- other threads, and memory -----------------------------------------------------------------------
 
 
+class Worker:
+    """A thread whose calls give up the interpreter lock and want it back, as a graph's run does."""
+
+    def __init__(self):
+        self.count = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def _work(self):
+        while not self._stop.is_set():
+            self.count += 1
+            time.sleep(50e-6)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+
 @pytest.mark.parametrize("name", ["poll", "flag"])
 def test_another_thread_runs_while_this_one_polls(runtime, name):
     if name not in strategies_for(runtime):
         pytest.skip("no flag here")
-    gate, stop = Gate(runtime), threading.Event()
-    counts = [0]
-    limits = WaitLimits(spin_us=10e6, timeout_s=0.4)
-
-    def work():
-        while not stop.is_set():
-            counts[0] += 1
-            # A call that gives up the interpreter lock and wants it back, as a graph's run does.
-            time.sleep(50e-6)
-
-    hand_over = prepare_hand_over(runtime, name, "fair", limits=limits)
-    thread = threading.Thread(target=work)
-    gate.close()
-    opener = threading.Timer(0.4, gate.open)
-    try:
-        thread.start()
-        opener.start()
-        begin = counts[0]
-        hand_over()
-        progress = counts[0] - begin
-    finally:
-        stop.set()
-        gate.open()
-        opener.cancel()
-        thread.join()
-        runtime.finish()
-    # A loop that kept the lock would let it run once in 5 ms, the switch interval: 80 times.
-    assert progress > 200
+    gate, seconds = Gate(runtime), 0.4
+    hand_over = prepare_hand_over(runtime, name, "fair", limits=WaitLimits(spin_us=10e6))
+    opener = threading.Timer(seconds, gate.open)
+    with Worker() as worker:
+        time.sleep(seconds)
+        alone = worker.count
+        gate.close()
+        try:
+            opener.start()
+            hand_over()
+            beside = worker.count - alone
+        finally:
+            gate.open()
+            opener.cancel()
+            runtime.finish()
+    # A loop that kept the lock would let it run once in 5 ms, the switch interval: 80 times of thousands.
+    assert beside > min(200, alone / 10)
 
 
 def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
