@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Final, Protocol, Self
 
 from heterollm.errors import ProfileError
-from heterollm.profiler.json_values import mapping, number, positive, sequence, word
+from heterollm.kernels.ops import GROUPS
+from heterollm.profiler.json_values import mapping, number, positive, sequence, whole, word
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel"]
+__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel", "point_from_dict"]
 
 KNOWN_FACTOR: Final = 2.0
 """How far beyond the measured tokens, rows and columns a model still knows a shape."""
@@ -82,11 +83,8 @@ class Kind:
             ProfileError: It is not one.
         """
         named = mapping(data, {item.name for item in fields(cls)}, "kind")
-        flags = [named[name] for name in ("integer_inputs", "symmetric", "streamed")]
-        counts = [named[name] for name in ("bits", "block")]
-        if not all(type(flag) is bool for flag in flags) or not all(type(count) is int for count in counts):
-            raise ProfileError(f"A predictor's kind is {data!r:.200}.")
-        return cls(word(named["form"], "form"), flags[0], counts[0], counts[1], flags[1], flags[2])
+        _check_kind(named)
+        return cls(**named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +231,27 @@ class TimeModel:
         if not fitted.kinds:
             raise ProfileError("A predictor holds no fitted model.")
         return fitted
+
+
+def point_from_dict(data: object) -> LinearPoint:
+    """Return the slice of a JSON form.
+
+    Raises:
+        ProfileError: It is not one.
+    """
+    named = mapping(data, {item.name for item in fields(LinearPoint)}, "A slice")
+    _check_kind(named)
+    if named["group"] not in GROUPS:
+        raise ProfileError(f"There is no group {named['group']!r:.80}.")
+    whole([named["columns"], named["tokens"]], "columns and tokens")
+    return LinearPoint(**{**named, "member_rows": tuple(whole(named["member_rows"], "member_rows"))})
+
+
+def _check_kind(named: Mapping[str, Any]) -> None:
+    """Check the fields that make up a kind."""
+    word(named["form"], "form")
+    counts, flags = [("bits", 1), ("block", 0)], ("integer_inputs", "symmetric", "streamed")
+    if not all(type(named[name]) is int and low <= named[name] <= 4096 for name, low in counts) or not all(
+        type(named[name]) is bool for name in flags
+    ):
+        raise ProfileError(f"A predictor's number formats are {dict(named)!r:.200}.")
