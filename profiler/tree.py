@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.errors import ProfileError
-from heterollm.profiler.features import ARRAY, FEATURES, MONOTONE_FEATURES, features, work
+from heterollm.profiler.features import ARRAY, FEATURES, MONOTONE_FEATURES, features, stage_tokens, work
 from heterollm.profiler.json_values import count, mapping, number, positive, sequence, word
 from heterollm.profiler.records import LinearPoint
 
@@ -160,13 +160,13 @@ class Tree(FreeTree):
 
     def _within_stage(self, values: dict[str, float]) -> list[Leaf]:
         """Return the leaves that hold slices of the same stage with no more tokens."""
-        begin = values["rounded_tokens"] - ARRAY
+        first = stage_tokens(int(values["rounded_tokens"]) - ARRAY + 1)
         return [
             leaf
             for leaf in _leaves_of(self.nodes)
             if leaf.low["rounded_tokens"] < values["rounded_tokens"] <= leaf.high["rounded_tokens"]
             and leaf.low["stage_tokens"] < values["stage_tokens"]
-            and leaf.high["stage_tokens"] > begin
+            and first <= leaf.high["stage_tokens"]
         ]
 
 
