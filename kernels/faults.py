@@ -123,23 +123,6 @@ def delay_graph(model: Path, turns: int) -> None:
         for place, name in enumerate(node.output):
             if name == output.name:
                 node.output[place] = "undelayed"
-    body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["delay_condition_in"], ["delay_condition_out"]),
-            helper.make_node("MatMul", ["delay_in", "delay_zeros"], ["delay_out"]),
-        ],
-        "delay",
-        [
-            helper.make_tensor_value_info("delay_turn", TensorProto.INT64, []),
-            helper.make_tensor_value_info("delay_condition_in", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("delay_in", TensorProto.FLOAT, [64, 64]),
-        ],
-        [
-            helper.make_tensor_value_info("delay_condition_out", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("delay_out", TensorProto.FLOAT, [64, 64]),
-        ],
-        [helper.make_tensor("delay_zeros", TensorProto.FLOAT, [64, 64], np.zeros(64 * 64, np.float32))],
-    )
     graph.initializer.extend(
         [
             helper.make_tensor("delay_turns", TensorProto.INT64, [], [turns]),
@@ -156,10 +139,35 @@ def delay_graph(model: Path, turns: int) -> None:
             helper.make_node("Cast", ["delay_length"], ["delay_float"], to=TensorProto.FLOAT),
             helper.make_node("Mul", ["delay_float", "delay_nothing"], ["delay_zero"]),
             helper.make_node("Expand", ["delay_zero", "delay_square"], ["delay_start"]),
-            helper.make_node("Loop", ["delay_turns", "delay_true", "delay_start"], ["delay_end"], body=body),
+            helper.make_node(
+                "Loop", ["delay_turns", "delay_true", "delay_start"], ["delay_end"], body=_delay_body()
+            ),
             helper.make_node("ReduceMax", ["delay_end"], ["delay_sum"], keepdims=0),
             helper.make_node("Cast", ["delay_sum"], ["delay_added"], to=kind),
             helper.make_node("Add", ["undelayed", "delay_added"], [output.name]),
         ]
     )
     onnx.save(graph_model, str(model))
+
+
+def _delay_body() -> Any:  # noqa: ANN401 - an ONNX graph
+    """Return one turn of the loop: a product with zeros."""
+    from onnx import TensorProto, helper
+
+    return helper.make_graph(
+        [
+            helper.make_node("Identity", ["delay_condition_in"], ["delay_condition_out"]),
+            helper.make_node("MatMul", ["delay_in", "delay_zeros"], ["delay_out"]),
+        ],
+        "delay",
+        [
+            helper.make_tensor_value_info("delay_turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("delay_condition_in", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("delay_in", TensorProto.FLOAT, [64, 64]),
+        ],
+        [
+            helper.make_tensor_value_info("delay_condition_out", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("delay_out", TensorProto.FLOAT, [64, 64]),
+        ],
+        [helper.make_tensor("delay_zeros", TensorProto.FLOAT, [64, 64], np.zeros(64 * 64, np.float32))],
+    )
