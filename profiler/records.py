@@ -18,6 +18,7 @@ from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 __all__ = [
     "KINDS",
     "BandwidthKey",
+    "Bound",
     "ContentionKey",
     "CopyKey",
     "DriftKey",

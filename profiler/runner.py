@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -21,7 +21,7 @@ from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import DriftKey, Part, Record
 from heterollm.profiler.task import Task
 
-__all__ = ["ProfileOptions", "Ranking", "Reference", "RunSummary", "run_tasks"]
+__all__ = ["ProfileOptions", "Progress", "Ranking", "Reference", "RunSummary", "run_tasks"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def run_tasks(
     ranking: Ranking | None = None,
     reference: Reference | None = None,
     details: dict[str, Any] | None = None,
-    skipped: dict[str, int] | None = None,
+    skipped: Callable[[], Mapping[str, int]] = dict,
     progress: Progress | None = None,
     clock: Clock = time.monotonic,
 ) -> RunSummary:
@@ -121,7 +121,7 @@ def run_tasks(
         ranking: Orders them; asked again as measurements come in. None keeps their order.
         reference: Measured through the run.
         details: What else to note about the run.
-        skipped: Points left out before, by reason.
+        skipped: Says how many points are left out by rule so far, by reason.
         progress: Called with a stage, milliseconds done and milliseconds in all, both estimated.
         clock: Monotonic seconds.
 
@@ -132,8 +132,8 @@ def run_tasks(
     last = max(profile.runs.values(), key=lambda run: run["started_s"], default=None)
     resumes = last is not None and not last["finished"]
     since_s = float(last["since_s"]) if last is not None and resumes else now_s
-    summary = RunSummary(round(now_s, 3), round(since_s, 3), skipped=dict(skipped or {}))
-    run = _Run(profile, options, summary, path, reference, details or {}, progress, clock)
+    summary = RunSummary(round(now_s, 3), round(since_s, 3))
+    run = _Run(profile, options, summary, path, reference, details or {}, skipped, progress, clock)
     try:
         run.keep()
         run.ordered(tasks, ranked)
@@ -156,6 +156,7 @@ class _Run:
         path: Path | None,
         reference: Reference | None,
         details: dict[str, Any],
+        skipped: Callable[[], Mapping[str, int]],
         progress: Progress | None,
         clock: Clock,
     ) -> None:
@@ -165,6 +166,7 @@ class _Run:
         self.path = path
         self.reference = reference
         self.details = details
+        self.skipped = skipped
         self.progress = progress
         self.clock = clock
         self.name = f"{summary.started_s:.3f}"
@@ -184,6 +186,7 @@ class _Run:
     def keep(self) -> None:
         """Note the state of the run and write the profile."""
         self.summary.seconds = round(self.elapsed_s, 3)
+        self.summary.skipped = dict(self.skipped())
         self.profile.runs[self.name] = {**self.details, **asdict(self.summary)}
         if self.path is not None:
             self.profile.save(self.path)

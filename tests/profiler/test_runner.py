@@ -55,7 +55,7 @@ def test_everything_is_measured_and_noted() -> None:
         ProfileOptions(),
         clock=work.clock,
         details={"note": "x"},
-        skipped={"alignment": 3},
+        skipped=lambda: {"alignment": 3},
     )
     assert work.done == [1, 2]
     assert (summary.measured, summary.failed, summary.finished) == (2, 0, True)

@@ -1,0 +1,246 @@
+"""Memory bandwidth of each part alone and of both, and how much each slows while the other runs.
+
+Each part has two jobs. The one bound by memory reads float weights for one token, which on every device is
+all reading; the one bound by arithmetic computes a linear layer at 256 tokens. A part's job is timed alone,
+and again and again while the other part is at one of its own (HeteroLLM, sections 3 and 4.3: decode gains by
+the bandwidth of both).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final, cast, get_args
+
+import numpy as np
+
+from heterollm.errors import DeviceError
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.npu import NpuBackend, NpuSlice
+from heterollm.kernels.opencl_launch import Launch
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_sync import is_complete, kernel_times_ns
+from heterollm.kernels.ops import WeightFormat
+from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes, reading_bytes, reading_launch
+from heterollm.profiler.gpu_timer import gpu_timer
+from heterollm.profiler.random_data import fill_random, random_weight
+from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
+from heterollm.profiler.sampling import take_samples
+from heterollm.profiler.task import Task
+from heterollm.units import MIB, bandwidth_gbps
+
+__all__ = ["SharedLoad", "bandwidth_tasks"]
+
+STAGE: Final = "Bandwidth and contention"
+
+NPU_READ_BYTES: Final = 384 * MIB
+"""At most: ONNX Runtime may hold the weights twice."""
+EMULATED_READ_BYTES: Final = 4 * MIB
+"""An emulator takes a second for more."""
+
+READ_COLUMNS: Final = 4096
+COMPUTE_ROWS: Final = 2048
+COMPUTE_COLUMNS: Final = 2048
+COMPUTE_TOKENS: Final = 256
+EMULATED_COMPUTE_ROWS: Final = 256
+PACKED: Final = WeightFormat(4, 32)
+
+ROUNDS: Final = 3
+"""Runs of the slower part, at least, in one measurement of both."""
+
+BOUNDS: Final[tuple[Bound, ...]] = get_args(Bound)
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
+
+
+class SharedLoad:
+    """The jobs of both parts, made when first needed.
+
+    Args:
+        device: An opened device with both parts; the calling thread is its engine thread.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._timer = gpu_timer(device.gpu)
+        self._jobs: dict[tuple[Part, Bound], Any] = {}
+        self._alone_us: dict[tuple[Part, Bound], tuple[tuple[float, ...], tuple[float, ...]]] = {}
+        self._kept: list[SharedArray] = []
+        self._slices: list[NpuSlice] = []
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that the device has."""
+        return PARTS if self._device.npu is not None else ("gpu",)
+
+    def alone_us(self, part: Part, bound: Bound) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return samples and warm-up runs of a part's job alone, measured once."""
+        key = part, bound
+        if key not in self._alone_us:
+            job = self.job(part, bound)
+            once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(_wall_us, job)
+            self._alone_us[key] = take_samples(once)
+        return self._alone_us[key]
+
+    def together_us(self, gpu: Bound, npu: Bound) -> dict[Part, tuple[float, ...]]:
+        """Return samples of both parts' jobs while the other part was at work all the time.
+
+        Raises:
+            DeviceError: The runs never overlapped.
+        """
+        launch, call = self.job("gpu", gpu), self.job("npu", npu)
+        gpu_us = statistics.median(self.alone_us("gpu", gpu)[0])
+        npu_us = statistics.median(self.alone_us("npu", npu)[0])
+        count = max(ROUNDS, round(ROUNDS * npu_us / gpu_us) + 1)
+        events = [launch() for _ in range(count)]
+        self._timer.runtime.flush()
+        npu_samples: list[float] = []
+        while True:
+            elapsed_us = _wall_us(call)
+            if is_complete(events[-1]):
+                break
+            npu_samples.append(elapsed_us)
+        self._timer.runtime.finish()
+        times = [kernel_times_ns(event) for event in events]
+        if not npu_samples:
+            raise DeviceError("The parts did not run at the same time: the GPU had ended before the NPU.")
+        # The first launch may have begun before the NPU did, and the first run of the NPU before the GPU.
+        gpu_samples = tuple((moment.end - moment.start) / 1e3 for moment in times[1:])
+        return {"gpu": gpu_samples, "npu": tuple(npu_samples[1:] or npu_samples)}
+
+    def close(self) -> None:
+        """Free the jobs; they are made again when needed."""
+        self._jobs.clear()
+        self._kept.clear()
+        for part in self._slices:
+            if self._device.npu is not None:
+                self._device.npu.release(part)
+        self._slices.clear()
+
+    def run_once(self, part: Part) -> None:
+        """Run a part's job that is bound by arithmetic, and wait for it."""
+        self.job(part, "compute")()
+        self._timer.runtime.finish()
+
+    def job(self, part: Part, bound: Bound) -> Any:  # noqa: ANN401 - a launch or the call of a graph
+        """Return a part's prepared job: a launch on the GPU, the call of a graph on the NPU."""
+        key = part, bound
+        if key not in self._jobs:
+            self._jobs[key] = self._gpu_job(bound) if part == "gpu" else self._npu_job(bound)
+        return self._jobs[key]
+
+    def read_bytes(self, part: Part) -> int:
+        """Return what a part's job that is bound by memory reads."""
+        if part == "gpu":
+            return reading_bytes(self._timer.runtime, eviction_bytes(last_level_cache_bytes()))
+        npu = self._device.npu
+        if npu is not None and npu.time_kind == "emulated":
+            return EMULATED_READ_BYTES
+        return min(NPU_READ_BYTES, eviction_bytes(last_level_cache_bytes()))
+
+    def _gpu_job(self, bound: Bound) -> Launch:
+        runtime = self._timer.runtime
+        if bound == "memory":
+            return reading_launch(runtime, self.read_bytes("gpu"))
+        weight = random_weight(np.random.default_rng(0), COMPUTE_ROWS, COMPUTE_COLUMNS, PACKED)
+        linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
+        x = self._filled((COMPUTE_TOKENS, COMPUTE_COLUMNS), np.dtype(np.float32))
+        y = runtime.shared((COMPUTE_TOKENS, COMPUTE_ROWS), np.float32)
+        return linear.launch(x, y, tokens=COMPUTE_TOKENS, label="computing")
+
+    def _npu_job(self, bound: Bound) -> Callable[[], None]:
+        npu = self._device.npu
+        if npu is None:
+            raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
+        if bound == "memory":
+            weight = next(
+                item
+                for item in (WeightFormat(32), WeightFormat(16), PACKED)
+                if npu.forms(item, columns=READ_COLUMNS, length=1)
+            )
+            rows = self.read_bytes("npu") // weight.weight_bytes(1, READ_COLUMNS)
+            return self._graph(npu, rows, READ_COLUMNS, weight, 1)
+        rows = EMULATED_COMPUTE_ROWS if npu.time_kind == "emulated" else COMPUTE_ROWS
+        return self._graph(npu, rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS)
+
+    def _graph(
+        self, npu: NpuBackend, rows: int, columns: int, weight: WeightFormat, length: int
+    ) -> Callable[[], None]:
+        values = random_weight(np.random.default_rng(0), rows, columns, weight)
+        part = NpuSlice(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
+        graph = npu.prepare(part, length)
+        dtype = npu.activation_dtype
+        x, y = self._filled((length, columns), dtype), self._timer.runtime.shared((length, rows), dtype)
+        y.acquire()
+        x.acquire()
+        self._kept += [x, y]
+        self._slices.append(part)
+        return graph.bind(x.array, y.array)
+
+    def _filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SharedArray:
+        array = self._timer.runtime.shared(shape, dtype)
+        array.acquire()
+        fill_random(array.array)
+        array.release()
+        return array
+
+
+def bandwidth_tasks(load: SharedLoad) -> list[Task]:
+    """Return the work of measuring bandwidth and contention; less where the device has no NPU part."""
+    parts = load.parts
+    tasks = [
+        Task(
+            STAGE,
+            (BandwidthKey(part, load.read_bytes(part), together=False),),
+            partial(_alone, load, part),
+            1.0,
+            essential=True,
+        )
+        for part in parts
+    ]
+    if parts != PARTS:
+        return tasks
+    keys = tuple(BandwidthKey(part, load.read_bytes(part), together=True) for part in parts)
+    tasks.append(Task(STAGE, keys, partial(_both, load), 1.5, essential=True))
+    for gpu in BOUNDS:
+        for npu in BOUNDS:
+            pair = (ContentionKey("gpu", gpu, npu), ContentionKey("npu", npu, gpu))
+            tasks.append(Task(STAGE, pair, partial(_contention, load, gpu, npu), 1.0, essential=True))
+    return tasks
+
+
+def _alone(load: SharedLoad, part: Part) -> Iterator[Record]:
+    samples, warmup = load.alone_us(part, "memory")
+    yield _bandwidth(load, part, samples, warmup, together=False)
+
+
+def _both(load: SharedLoad) -> Iterator[Record]:
+    for part, samples in load.together_us("memory", "memory").items():
+        yield _bandwidth(load, part, samples, (), together=True)
+
+
+def _bandwidth(
+    load: SharedLoad, part: Part, samples: tuple[float, ...], warmup: tuple[float, ...], *, together: bool
+) -> Record:
+    size = load.read_bytes(part)
+    rate = bandwidth_gbps(size, statistics.median(samples))
+    return Record(BandwidthKey(part, size, together), samples, warmup, {"gbps": round(rate, 3)})
+
+
+def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
+    together = load.together_us(gpu, npu)
+    for part, bound, beside in (("gpu", gpu, npu), ("npu", npu, gpu)):
+        own = cast("Part", part)
+        alone_us = statistics.median(load.alone_us(own, bound)[0])
+        slowdown = statistics.median(together[own]) / alone_us
+        yield Record(
+            ContentionKey(own, bound, beside), together[own], values={"slowdown": round(slowdown, 4)}
+        )
+
+
+def _wall_us(call: Callable[[], None]) -> float:
+    begin = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - begin) / 1e3

@@ -1,0 +1,244 @@
+"""Profiles a device: what is measured, in which order, and where the result goes.
+
+First what every plan needs: launches and hand-overs, bandwidth and contention, the coarsest grid of linear
+layers and the other operators of a layer. What is left of the budget goes to the points of the finer grid on
+which the solver's choices depend most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from heterollm.errors import HeteroLLMError, ProfileError
+from heterollm.kernels.device import Device
+from heterollm.kernels.handover import strategies_for
+from heterollm.profiler.bandwidth import SharedLoad, bandwidth_tasks
+from heterollm.profiler.drift import ReferenceOperators
+from heterollm.profiler.layer_operators import layer_tasks
+from heterollm.profiler.linear_bench import linear_tasks
+from heterollm.profiler.links import (
+    COPY_SIZES_BYTES,
+    KERNELS_US,
+    LinkMeasurement,
+    copy_costs,
+    hand_over_latencies,
+    launch_costs,
+    npu_return_costs,
+)
+from heterollm.profiler.power import power_sources, power_tasks
+from heterollm.profiler.profile import Profile, profile_path
+from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Record
+from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
+from heterollm.profiler.task import Task
+from heterollm.profiler.tuning import default_jobs, tune
+from heterollm.profiler.workload import ModelShape, Tier
+from heterollm.profiler.worth import by_worth
+
+__all__ = ["SessionOptions", "profile_device", "profile_for"]
+
+logger = logging.getLogger(__name__)
+
+QUICK_BUDGET_S: Final = 45.0
+QUICK_REPEATS: Final = 10
+QUICK_KERNELS_US: Final = (300,)
+TUNING_BUDGET_S: Final = 30.0
+
+LAUNCHES: Final = ("enqueue", "enqueue_busy", "chained", "idle")
+RETURNS: Final = ("npu_to_gpu", "npu_to_gpu_busy")
+LEAST_US: Final = 0.001
+"""A latency below the uncertainty of the two clocks may come out negative; it is filed as this."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions(ProfileOptions):
+    """How to profile.
+
+    Args:
+        quick: Whether to measure only what plans need, of one model, within a minute.
+        tune: Whether to search the parameters of GPU kernels first.
+    """
+
+    quick: bool = False
+    tune: bool = True
+
+    @classmethod
+    def of(
+        cls, *, budget_s: float | None = 240.0, update: bool = False, quick: bool = False, tune: bool = True
+    ) -> SessionOptions:
+        """Return options; ``quick`` lowers the budget and leaves tuning out."""
+        if quick:
+            budget_s = QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
+        return cls(budget_s, update, quick, tune and not quick)
+
+
+def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
+    """Return what is known of a device, empty if nothing is, and the file that it is kept in.
+
+    A damaged file counts as none; it is kept aside when the next one is written.
+
+    Raises:
+        ProfileError: The file given belongs to another device.
+    """
+    chosen = path or profile_path(device.name, device.fingerprint())
+    if not chosen.exists():
+        return Profile.of(device), chosen
+    try:
+        profile = Profile.load(chosen)
+    except ProfileError as error:
+        logger.warning("%s", error.message)
+        return Profile.of(device), chosen
+    return Profile.load(chosen, expected=device.description()) if path else profile, chosen
+
+
+def profile_device(
+    device: Device,
+    shapes: Sequence[ModelShape],
+    options: SessionOptions | None = None,
+    *,
+    path: Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[Profile, RunSummary]:
+    """Measure a device and file what was found.
+
+    Args:
+        device: The opened device; the calling thread is its engine thread.
+        shapes: The models whose layers are measured.
+        options: Budget and extent.
+        path: Where the profile is kept; by default in the cache, under the device's fingerprint.
+        progress: Called with a stage, milliseconds done and milliseconds in all, both estimated.
+
+    Raises:
+        CacheError: The profile cannot be written.
+        ProfileError: The file given belongs to another device.
+    """
+    options = options or SessionOptions()
+    begin_s = time.monotonic()
+    profile, chosen = profile_for(device, path)
+    profile.save(chosen)  # what cannot be written is said before the work
+    details: dict[str, Any] = {
+        "models": [shape.name for shape in shapes],
+        "budget_s": options.budget_s,
+        "quick": options.quick,
+        "update": options.update,
+        "clocks_mhz": _clocks_mhz(),
+        "power": [source.name for source in power_sources()],
+    }
+    if options.tune and not (options.update and profile.records):
+        details["tuning"] = _tune(device, shapes, progress)
+    load = SharedLoad(device)
+    try:
+        finest: Tier = 0 if options.quick else 2 if options.budget_s is None else 1
+        linear, skipped = linear_tasks(device, shapes, tier=finest, known=profile.records)
+        first = [task for task in linear if task.essential]
+        finer = [task for task in linear if not task.essential]
+        tasks = [
+            *_link_tasks(device, quick=options.quick),
+            *bandwidth_tasks(load),
+            *first,
+            *layer_tasks(device, shapes),
+        ]
+        if not options.quick:
+            tasks += [*power_tasks(load), *_copy_tasks(device)]
+        left = options
+        if options.budget_s is not None:
+            left = replace(options, budget_s=max(1.0, options.budget_s - (time.monotonic() - begin_s)))
+        summary = run_tasks(
+            profile,
+            tasks,
+            left,
+            path=chosen,
+            ranked=finer,
+            ranking=by_worth if options.budget_s is not None else None,
+            reference=ReferenceOperators(device),
+            details=details,
+            skipped=skipped.to_dict,
+            progress=progress,
+        )
+    finally:
+        load.close()
+    summary.seconds = round(time.monotonic() - begin_s, 3)
+    return profile, summary
+
+
+def _tune(device: Device, shapes: Sequence[ModelShape], progress: Progress | None) -> dict[str, Any]:
+    """Search kernel parameters; a failure is noted and leaves the defaults."""
+
+    def report(done_fraction: float, what: str) -> None:
+        if progress is not None:
+            total_ms = round(1000 * TUNING_BUDGET_S)
+            progress(f"Tuning GPU kernels: {what}", round(done_fraction * total_ms), total_ms)
+
+    integer_inputs = sorted({spec.integer_inputs for shape in shapes for spec in shape.layer})
+    weight = shapes[0].layer[0].weight if shapes else None
+    half = device.activation_dtype.itemsize == 2
+    jobs = default_jobs(half=half, weight=weight, integer_inputs=integer_inputs or (False,))
+    try:
+        return tune(device.gpu, jobs, budget_s=TUNING_BUDGET_S, progress=report).to_dict()
+    except HeteroLLMError as error:
+        logger.warning("GPU kernels are not tuned: %s", error.message)
+        return {"error": error.message}
+
+
+# -- links -------------------------------------------------------------------------------------------
+
+
+def _link_tasks(device: Device, *, quick: bool) -> list[Task]:
+    stage = "Launches and hand-overs"
+    repeats = QUICK_REPEATS if quick else 40
+    launches = tuple(LaunchKey(name) for name in LAUNCHES)
+    tasks = [_links(stage, launches, partial(launch_costs, device.gpu, repeats=repeats), 0.5)]
+    if device.npu is not None:
+        returns = tuple(LaunchKey(name) for name in RETURNS)
+        tasks.append(_links(stage, returns, partial(npu_return_costs, device, repeats=repeats), 0.5))
+    strategies = strategies_for(device.gpu)
+    for kernel_us in QUICK_KERNELS_US if quick else KERNELS_US:
+        keys = tuple(HandOverKey(strategy, kernel_us) for strategy in strategies)
+        work = partial(hand_over_latencies, device.gpu, kernels_us=(kernel_us,), repeats=repeats)
+        runs = (repeats + 12) * len(strategies)
+        tasks.append(_links(stage, keys, work, runs * (kernel_us + 100) / 1e6))
+    return tasks
+
+
+def _copy_tasks(device: Device) -> list[Task]:
+    methods = ("write", "read", "acquire", "release")
+    return [
+        _links(
+            "Copies",
+            tuple(CopyKey(method, size) for method in methods),
+            partial(copy_costs, device.gpu, sizes_bytes=(size,)),
+            0.2,
+            essential=False,
+        )
+        for size in COPY_SIZES_BYTES
+    ]
+
+
+def _links(
+    stage: str,
+    keys: tuple[LaunchKey | HandOverKey | CopyKey, ...],
+    measure: Callable[[], Iterable[LinkMeasurement]],
+    estimate_s: float,
+    *,
+    essential: bool = True,
+) -> Task:
+    def run() -> Iterator[Record]:
+        for found in measure():
+            samples = tuple(max(LEAST_US, sample) for sample in found.samples_us)
+            yield Record(found.key, samples, values=found.values)
+
+    return Task(stage, keys, run, estimate_s, essential)
+
+
+def _clocks_mhz() -> list[float]:
+    """Return the processor's clocks as Linux shows them now; recorded, never compared."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("ascii", errors="replace").splitlines()
+        return [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+    except (OSError, ValueError, IndexError):
+        return []
