@@ -17,7 +17,7 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.units import MIB
 
-__all__ = ["HostReader", "eviction_bytes", "last_level_cache_bytes", "reading_launch"]
+__all__ = ["COLD_TOKENS", "HostReader", "eviction_bytes", "last_level_cache_bytes", "reading_launch"]
 
 DEFAULT_CACHE_BYTES: Final = 32 * MIB
 """Where the system does not say: as much as laptops have; more than any phone's system-level cache."""
@@ -25,6 +25,9 @@ DEFAULT_CACHE_BYTES: Final = 32 * MIB
 LEAST_EVICTION_BYTES: Final = 64 * MIB
 MOST_EVICTION_BYTES: Final = 512 * MIB
 """Virtual machines report the cache of the whole processor, of which they have a share."""
+
+COLD_TOKENS: Final = 32
+"""Up to so many tokens reading weights, or the KV cache, is a large part of the time."""
 
 COLUMNS: Final = 8192
 SYSFS: Final = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -3,8 +3,9 @@
 They are timed as linears are: inside a busy queue, on random data. Attention of few tokens finds the caches
 emptied where the model is larger than they are; what else an operator reads was written just before it.
 
-In a :class:`heterollm.profiler.records.LayerKey`, ``context`` counts the positions in the KV cache before the
-pass, ``hidden`` is what :data:`OPERATORS` says, and sizes that an operator does not depend on are 0.
+In a :class:`heterollm.profiler.records.LayerKey`, ``context`` counts the positions that the last token of the
+pass attends to, its own included, ``hidden`` is what :data:`OPERATORS` says, and sizes that an operator does
+not depend on are 0.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.rounding import RoundedInputs, scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
-from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes
+from heterollm.profiler.caches import COLD_TOKENS, eviction_bytes, last_level_cache_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.random_data import fill_random, random_weight
 from heterollm.profiler.records import Key, LayerKey, Record
@@ -40,7 +41,7 @@ from heterollm.profiler.sampling import taken
 from heterollm.profiler.task import Task
 from heterollm.profiler.workload import HEAD_TOKENS, ModelShape
 
-__all__ = ["ATTENTION_CONTEXTS", "OPERATORS", "Operator", "layer_key", "layer_tasks"]
+__all__ = ["ATTENTION_POSITIONS", "OPERATORS", "Operator", "layer_key", "layer_tasks"]
 
 Operator: TypeAlias = Literal[
     "embedding",
@@ -72,8 +73,7 @@ OPERATORS: Final[dict[Operator, str]] = {
 """The operators by name, and what ``hidden`` is of each."""
 
 TOKENS: Final = (1, 32, 256, 512)
-ATTENTION_CONTEXTS: Final = (0, 256, 1024, 2048)
-COLD_TOKENS: Final = 32
+ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
 TABLE_ROWS: Final = 4096
 """Rows of the embedding that are there to be looked up: the time does not depend on how many."""
 
@@ -95,27 +95,28 @@ ROUNDING: Final[dict[Operator, Operator]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One operator of a model at one size."""
+    """One operator of a model at one size, after ``position`` tokens of the session."""
 
     shape: ModelShape
     operator: Operator
     tokens: int
-    context: int = 0
+    position: int = 0
 
     @property
     def key(self) -> LayerKey:
-        return layer_key(self.shape, self.operator, self.tokens, self.context)
+        return layer_key(self.shape, self.operator, self.tokens, self.position)
 
 
-def layer_key(shape: ModelShape, operator: Operator, tokens: int, context: int = 0) -> LayerKey:
+def layer_key(shape: ModelShape, operator: Operator, tokens: int, position: int = 0) -> LayerKey:
     """Return the key of an operator in a model.
 
     Args:
         shape: The model; where its linears read int8 inputs, so does the operator that writes them.
         operator: Its plain name.
         tokens: Rows of the pass.
-        context: Positions in the KV cache before it; for attention.
+        position: Tokens of the session before it, which only attention depends on.
     """
+    context = position + tokens if operator == "attention" else 0
     hidden = heads = kv_heads = head_dim = 0
     if operator in ("attention", "rope_and_store"):
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -162,8 +163,8 @@ def _cases(shape: ModelShape) -> Iterator[_Case]:
         for tokens in TOKENS:
             yield _Case(shape, operator, tokens)
     for tokens in TOKENS:
-        for context in ATTENTION_CONTEXTS:
-            yield _Case(shape, "attention", tokens, context)
+        for position in ATTENTION_POSITIONS:
+            yield _Case(shape, "attention", tokens, position)
     head: tuple[Operator, ...] = ("final_norm", "join_logits")
     for operator in head:
         for tokens in (1, HEAD_TOKENS):
@@ -172,7 +173,7 @@ def _cases(shape: ModelShape) -> Iterator[_Case]:
 
 def _split(cases: Sequence[_Case]) -> Iterator[Sequence[_Case]]:
     """Yield an operator's cases a few at a time: attention takes its time."""
-    size = len(ATTENTION_CONTEXTS)
+    size = len(ATTENTION_POSITIONS)
     for first in range(0, len(cases), size):
         yield cases[first : first + size]
 
@@ -183,7 +184,7 @@ def _estimate_s(case: _Case, device: Device) -> float:
     width = key.hidden or (key.heads + 2 * key.kv_heads) * key.head_dim
     flops, size = 0, 12 * case.tokens * width
     if case.operator == "attention":
-        positions = case.context + case.tokens
+        positions = case.position + case.tokens
         flops = 4 * case.tokens * positions * shape.heads * shape.head_dim
         size += 8 * positions * shape.kv_heads * shape.head_dim
     cores = device.gpu.traits.compute_units if device.gpu.traits.is_cpu else 16
@@ -254,7 +255,7 @@ class _LayerBench:
 
     def _write_step(self, case: _Case) -> None:
         words = [0] * STEP_WORDS
-        words[STEP_POSITION], words[STEP_LENGTH] = case.context, case.tokens
+        words[STEP_POSITION], words[STEP_LENGTH] = case.position, case.tokens
         self._integers("step", words)
 
     def _linear_output(self, rows: tuple[int, ...], tokens: int) -> Segments:
@@ -334,7 +335,7 @@ class _LayerBench:
         shape, tokens = case.shape, case.tokens
         width = shape.heads * shape.head_dim
         bucket = SMALLEST_BUCKET
-        while bucket < case.context + tokens:
+        while bucket < case.position + tokens:
             bucket *= 2
         output = next(spec for spec in shape.layer if spec.group == "o")
         return self._layers.attention(
@@ -374,7 +375,7 @@ class _LayerBench:
 
 
 def _capacity() -> int:
-    return max(ATTENTION_CONTEXTS) + max(TOKENS)
+    return max(ATTENTION_POSITIONS) + max(TOKENS)
 
 
 def _head_sizes(shape: ModelShape) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.quantized_tensor import LinearWeight, concatenate_rows, take_rows
 from heterollm.kernels.rounding import scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
-from heterollm.profiler.caches import HostReader, eviction_bytes, last_level_cache_bytes
+from heterollm.profiler.caches import COLD_TOKENS, HostReader, eviction_bytes, last_level_cache_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.measure import Timer
 from heterollm.profiler.random_data import fill_random, random_members
@@ -35,10 +35,7 @@ from heterollm.profiler.sampling import SLOW_US, taken
 from heterollm.profiler.task import Task
 from heterollm.profiler.workload import ModelShape, Skipped, Tier, WorkPoint, enumerate_points
 
-__all__ = ["COLD_TOKENS", "LinearBench", "code_of", "linear_tasks"]
-
-COLD_TOKENS: Final = 32
-"""Up to so many tokens reading the weights is a large part of the time."""
+__all__ = ["LinearBench", "code_of", "linear_tasks"]
 
 COUNTED_RUNS: Final = 3
 """Runs whose cycles are counted; the smallest repeats."""

@@ -24,6 +24,7 @@ __all__ = [
     "HEAD_TOKENS",
     "NPU_FRACTIONS",
     "ModelShape",
+    "Sizes",
     "SkipReason",
     "Skipped",
     "Tier",
@@ -32,6 +33,7 @@ __all__ = [
     "default_shapes",
     "enumerate_points",
     "rest_rows",
+    "shape_of",
 ]
 
 Tier: TypeAlias = Literal[0, 1, 2]
@@ -131,7 +133,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of a published configuration."""
+    """The numbers of a configuration: its name, sizes, and whether the head is the embedding."""
 
     name: str
     layers: int
@@ -167,10 +169,23 @@ def default_shapes(
         block: Inputs that share a scale.
         float_bits: Of the weights at precision ``fp16``: 32 where the device computes in float32.
     """
-    return tuple(_shape(sizes, precision, block, float_bits) for sizes in PUBLISHED)
+    return tuple(shape_of(sizes, precision, block, float_bits) for sizes in PUBLISHED)
 
 
-def _shape(sizes: Sizes, precision: Precision, block: int, float_bits: Literal[16, 32] = 16) -> ModelShape:
+def shape_of(
+    sizes: Sizes, precision: Precision = "w4a16", block: int = 32, float_bits: Literal[16, 32] = 16
+) -> ModelShape:
+    """Return a configuration's model at a precision: layers in 4 bits and the head in 8, or all in floats.
+
+    Args:
+        sizes: Its numbers.
+        precision: Of weights and activations.
+        block: Inputs that share a scale; the largest power of two below it where it does not divide them.
+        float_bits: Of the weights at precision ``fp16``.
+
+    Raises:
+        OptionError: No legal block divides the inputs of some group.
+    """
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     hidden, wide = sizes.hidden_size, sizes.intermediate_size
     members: dict[Group, tuple[tuple[Member, ...], int]] = {
