@@ -32,7 +32,7 @@ def random_weight(
 ) -> LinearWeight:
     """Return a random weight ``[rows, columns]`` of a format, scaled so that outputs come near to one."""
     if not weight.quantized:
-        tile = generator.standard_normal(min(TILE, rows * columns), np.float32) / np.sqrt(columns)
+        tile = generator.standard_normal(min(TILE, rows * columns), np.float32) / np.float32(np.sqrt(columns))
         values = np.resize(tile, rows * columns).reshape(rows, columns)
         return values.astype(np.float16) if weight.bits == 16 else values
     bits = cast("Literal[4, 8]", weight.bits)
