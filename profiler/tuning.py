@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from heterollm.errors import OptionError
@@ -122,8 +122,11 @@ def default_jobs(
     integer_inputs: Sequence[bool] = (False, True),
     rows: int = LAYER[0],
     columns: int = LAYER[1],
+    quick: bool = False,
 ) -> list[TuningJob]:
     """Return the shape classes that matter for a model: one, a few and many tokens, and int8 inputs.
+
+    With float and int8 inputs both, the latter are tuned for many tokens alone.
 
     Args:
         half: Whether the device's activations are float16.
@@ -131,13 +134,15 @@ def default_jobs(
         integer_inputs: Whether inputs are float, rounded to int8, or both.
         rows: Output rows of the layer to time.
         columns: Its inputs.
+        quick: Whether to leave out a few tokens, whose programs are many, and the second kind of inputs.
     """
     number_format = weight or WeightFormat(4, 32)
     jobs = []
-    for rounded in integer_inputs if number_format.quantized else (False,):
+    kinds = list(dict.fromkeys(integer_inputs)) if number_format.quantized else [False]
+    for place, rounded in enumerate(kinds[:1] if quick else kinds):
         for kind, tokens in TOKENS.items():
-            if rounded and kind == "few" and len(integer_inputs) > 1:
-                continue  # only a draft's tokens are few, and time is short
+            if (kind == "few" and quick) or (kind != "many" and place > 0):
+                continue
             shape = ShapeClass.of(number_format, integer_inputs=rounded, half=half, tokens=tokens[0])
             copies = 0 if kind == "many" else COPIES_BYTES // len(tokens)
             jobs.append(TuningJob(shape, rows, columns, tokens, copies))
@@ -236,14 +241,13 @@ def _tune_one(
             timer=timer,
             progress=report,
         )
+        result = bench.confirm(result)
     except BuildError as error:
         # Of the default: its variants have a record of their own, and nothing can be compared with it.
-        return TuningOutcome(
-            job, default, None, tuple(bench.quarantined), bench.workload.calls_per_run(), error.message
-        )
+        return bench.outcome(None, error.message)
     tuned = Tuned(result.winner, result.winner_us, result.default_us)
     runtime.tuning.change(lambda table: table.keep(job.shape, tuned))
-    return TuningOutcome(job, default, result, tuple(bench.quarantined), bench.workload.calls_per_run())
+    return bench.outcome(result)
 
 
 class _Bench:
@@ -253,6 +257,7 @@ class _Bench:
         self.workload = Workload(runtime, job)
         self.quarantined: list[Quarantined] = []
         self._runtime = runtime
+        self._job = job
         self._shape = job.shape
         self._default = default
         self._checker = Checker(runtime, job.shape)
@@ -262,24 +267,45 @@ class _Bench:
         if parameters == self._default:
             self._checker.check(parameters)
             return self.workload.call(parameters)
-        tuning, shape = self._runtime.tuning, self._shape
-        if not tuning.identity.can_run(parameters):
+        if not self._runtime.tuning.identity.can_run(parameters):
             raise BuildError("its work-groups exceed the device's limits.")
+        self._in_quarantine(parameters, lambda: self._checker.check(parameters))
+        return self.workload.call(parameters)
+
+    def confirm(self, result: SearchResult) -> SearchResult:
+        """Check a winner on the lengths that are left; where it fails, the default stays."""
+        if result.winner == self._default:
+            return result
+        try:
+            self._in_quarantine(result.winner, lambda: self._checker.check(result.winner, winner=True))
+        except BuildError:
+            return replace(
+                result, winner=self._default, winner_us=result.default_us, failed=result.failed + 1
+            )
+        return result
+
+    def outcome(self, result: SearchResult | None, error: str = "") -> TuningOutcome:
+        """Return the record of the search."""
+        launches = self.workload.calls_per_run()
+        return TuningOutcome(self._job, self._default, result, tuple(self.quarantined), launches, error)
+
+    def _in_quarantine(self, parameters: KernelParameters, check: Callable[[], None]) -> None:
+        """Run a check while its parameters are in quarantine, where they stay if it fails."""
+        tuning, shape = self._runtime.tuning, self._shape
         lost = "the process ended while it was tried"
         tuning.change(lambda table: table.quarantine(shape, parameters, lost))
         try:
-            self._checker.check(parameters)
-            call = self.workload.call(parameters)
+            check()
         except BuildError as error:
             reason = error.message.splitlines()[0]
-            tuning.change(lambda table: self.quarantined.append(table.quarantine(shape, parameters, reason)))
-            self._runtime.variants.reject(
-                shape.layer, Variant(parameters.style, parameters=parameters), error
-            )
+            records: list[Quarantined] = []
+            tuning.change(lambda table: records.append(table.quarantine(shape, parameters, reason)))
+            self.quarantined.append(records[-1])
+            variant = Variant(parameters.style, parameters=parameters)
+            self._runtime.variants.reject(shape.layer, variant, error)
             raise
         except BaseException:
             # Not its fault: an interruption, or no memory.
             tuning.change(lambda table: table.release(shape, parameters))
             raise
         tuning.change(lambda table: table.release(shape, parameters))
-        return call

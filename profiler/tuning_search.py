@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from heterollm.errors import OptionError
 from heterollm.kernels.linear_parameters import KernelParameters, differences, with_numbers
 from heterollm.kernels.variants import BuildError
-from heterollm.profiler.measure import Timer, measure_interleaved
+from heterollm.profiler.measure import Measurement, Timer, measure_interleaved
 
 __all__ = ["MARGIN_FRACTION", "SearchResult", "Trial", "search"]
 
@@ -34,7 +34,7 @@ HOPELESS_FACTOR: Final = 2.0
 
 ROUND_REPEATS: Final = (3, 5, 7)
 DUEL_REPEATS: Final = 15
-LEAST_REPEATS: Final = 3
+LEAST_DUEL_REPEATS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,13 @@ def search(
     winner, best = default, None
     winner_us = default_us = race.times_us[default]
     if finalists:
-        times_us = race.duel([default, *finalists])
-        best = min(finalists, key=times_us.__getitem__)
-        winner_us = default_us = times_us[default]
-        if times_us[best] < default_us * (1.0 - margin_fraction):
-            winner, winner_us = best, times_us[best]
+        # Fresh samples, which no earlier luck has chosen.
+        times = race.measure([default, *finalists], DUEL_REPEATS, least=LEAST_DUEL_REPEATS)
+        race.used_fraction()
+        best = min(finalists, key=lambda finalist: times[finalist].median_us)
+        winner_us = default_us = times[default].median_us
+        if _is_faster(times[best], times[default], margin_fraction):
+            winner, winner_us = best, times[best].median_us
     return SearchResult(winner, winner_us, default_us, best, race.tried, race.failed, left_out)
 
 
@@ -163,24 +165,28 @@ class _Race:
         for repeats in ROUND_REPEATS:
             if not others or self.used_fraction() > 1.0:
                 break
-            self._measure([default, *others], repeats)
+            self.measure([default, *others], repeats)
             others = sorted(others, key=self.times_us.__getitem__)[: (len(others) + 1) // 2]
         return others[:1]
 
-    def duel(self, names: list[KernelParameters]) -> dict[KernelParameters, float]:
-        """Measure the finalists with fresh samples, which no earlier luck has chosen."""
-        self._measure(names, DUEL_REPEATS)
-        self.used_fraction()
-        return {name: self.times_us[name] for name in names}
-
-    def _measure(self, names: list[KernelParameters], repeats: int) -> None:
+    def measure(
+        self, names: list[KernelParameters], repeats: int, least: int = 1
+    ) -> dict[KernelParameters, Measurement]:
+        """Time candidates in turns, as often as the budget allows but for the least."""
         round_ns = 1e3 * sum(self.times_us[name] for name in names)
         left_ns = self._budget_ns - (self._timer() - self._begin_ns)
-        repeats = max(LEAST_REPEATS, min(repeats, int(left_ns / max(round_ns, 1.0))))
-        calls: dict[str, Any] = {str(place): self.calls[name] for place, name in enumerate(names)}
+        repeats = max(least, min(repeats, int(left_ns / max(round_ns, 1.0))))
+        calls = {str(place): self.calls[name] for place, name in enumerate(names)}
         measured = measure_interleaved(calls, warmup=0, repeats=repeats, timer=self._timer)
-        for place, name in enumerate(names):
-            self.times_us[name] = measured[str(place)].median_us
+        times = {name: measured[str(place)] for place, name in enumerate(names)}
+        self.times_us |= {name: taken.median_us for name, taken in times.items()}
+        return times
+
+
+def _is_faster(candidate: Measurement, default: Measurement, margin_fraction: float) -> bool:
+    """Whether a candidate wins by the margin, and not only because others used the machine meanwhile."""
+    limit_us = min(default.median_us * (1.0 - margin_fraction), default.quartiles_us[0])
+    return candidate.median_us < limit_us
 
 
 def _joined(default: KernelParameters, times_us: dict[KernelParameters, float]) -> list[KernelParameters]:

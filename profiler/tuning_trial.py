@@ -29,7 +29,10 @@ CHECK_ROWS: Final = (77, 200)
 CHECK_KEPT: Final = ((64, 77), (0, 130))
 """Neither starts nor ends with a row block only."""
 
-CHECK_TOKENS: Final = {"one": (1,), "few": (2, 3, 5, 8), "many": (9, 33, 141)}
+CHECK_TOKENS: Final = {"one": (1,), "few": (3, 5), "many": (9, 33, 141)}
+FULL_CHECK_TOKENS: Final = {"one": (1,), "few": (2, 8), "many": (17, 130)}
+"""What each candidate is checked with, and a winner besides: each step of a few tokens is a program."""
+
 CHECK_LIMIT_S: Final = 10.0
 """How long a small launch may take, which is a millisecond's work."""
 
@@ -82,14 +85,18 @@ class Checker:
         self._shape = shape
         self._cases: dict[int, tuple[GpuLinear, NDArray[Any], NDArray[np.float64]]] = {}
 
-    def check(self, parameters: KernelParameters) -> None:
+    def check(self, parameters: KernelParameters, *, winner: bool = False) -> None:
         """Compute small layers with these parameters.
+
+        Args:
+            parameters: What to check.
+            winner: Whether to compute the lengths that are left for a winner.
 
         Raises:
             BuildError: They do not build, run or finish, or the numbers are wrong.
         """
-        tokens = CHECK_TOKENS[self._shape.tokens]
-        layer, x, exact = self._case(parameters.depth_inputs, tokens[-1])
+        tokens = (FULL_CHECK_TOKENS if winner else CHECK_TOKENS)[self._shape.tokens]
+        layer, x, exact = self._case(parameters.depth_inputs)
         for count in tokens:
             y = self._run(layer, x[:count], parameters)
             compute: ComputeType = "fp16" if self._shape.half else "fp32"
@@ -97,11 +104,12 @@ class Checker:
             if not errors.within(compute):
                 raise BuildError(f"it computes {count} tokens wrongly (NMSE {errors.nmse:.1e}).")
 
-    def _case(self, depth: int, tokens: int) -> tuple[GpuLinear, NDArray[Any], NDArray[np.float64]]:
+    def _case(self, depth: int) -> tuple[GpuLinear, NDArray[Any], NDArray[np.float64]]:
         # More inputs than are held at a time, and then some.
         unit = self._shape.weight.block or 16
         columns = (max(depth, 64) // unit + 1) * unit
         if columns not in self._cases:
+            tokens = max(*CHECK_TOKENS[self._shape.tokens], *FULL_CHECK_TOKENS[self._shape.tokens])
             generator = np.random.default_rng(columns)
             members = [random_weight(generator, rows, columns, self._shape) for rows in CHECK_ROWS]
             dtype = np.float16 if self._shape.half else np.float32
