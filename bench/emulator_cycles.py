@@ -1,8 +1,8 @@
 """Cycle counts of fp16 linears on the emulator, in both orders: what predictors of stages are judged on.
 
-A count is inflated by whatever else the processor does, never lowered; so each point is visited until its
-smallest counts agree, and its smallest is taken. Raw counts are kept as JSON lines, so that a second run goes
-on, or has nothing left to do.
+A count is inflated by whatever else the processor does, up to ten times, and never lowered. So only counts
+during which other processes were idle are kept, each point is visited until its smallest counts agree, and
+its smallest is taken. Raw counts are kept as JSON lines: a second run goes on, or has nothing left to do.
 
     python bench/emulator_cycles.py --out bench/results/emulator_cycles.jsonl --minutes 10
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
-from conditions import conditions
+from conditions import busy_s, conditions, undisturbed, wait_until_idle
 
 from heterollm.kernels.npu import Form, NpuSlice
 from heterollm.profiler.records import LinearPoint
@@ -71,20 +71,28 @@ def collect(path: Path, minutes: float) -> Counts:
         return counts
     from heterollm.kernels.npu_qnn import QnnNpu
 
+    disturbed = 0
     npu = QnnNpu(emulator=True, compile_in_child=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         while todo and time.monotonic() < give_up:
             for point in todo:
+                wait_until_idle(give_up)
                 if time.monotonic() > give_up:
                     break
+                busy, own, begin = busy_s(), time.process_time(), time.perf_counter()
                 found = npu.count_cycles(_slice(point), point.tokens, cast("Form", point.form), runs=RUNS)
+                wall = time.perf_counter() - begin
+                if not undisturbed(busy_s() - busy - (time.process_time() - own), wall):
+                    disturbed += 1
+                    continue
                 assert found is not None
                 counts[point] += found
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({**_row(point), "cycles": found, **conditions()}) + "\n")
             todo = [point for point in todo if not settled(counts[point])]
-            print(f"{len(todo)} of {len(all_points())} points have not settled", flush=True)
+            left = f"{len(todo)} of {len(all_points())} points have not settled"
+            print(f"{left}; {disturbed} visits were disturbed", flush=True)
     finally:
         npu.close()
     return counts
