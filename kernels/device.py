@@ -92,6 +92,8 @@ class Device:
             "gpu_driver": f"{traits.platform} {traits.driver}",
             "npu": None if self.npu is None else self.npu.name,
             "npu_versions": {} if self.npu is None else self.npu.versions(),
+            "npu_standard_lengths": list(self.standard_lengths),
+            "npu_row_alignment": 0 if self.npu is None else self.npu.row_alignment,
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
             "activation_dtype": self.activation_dtype.name,

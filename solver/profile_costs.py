@@ -1,0 +1,222 @@
+"""Costs from a profile: what the solver asks, answered by measurements and by predictors fitted to them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Final, TypeGuard
+
+from heterollm.errors import ProfileError
+from heterollm.kernels.handover import Strategy
+from heterollm.kernels.ops import Group, OpSpec
+from heterollm.profiler.layer_operators import Operator, layer_key
+from heterollm.profiler.predictor import Predictor
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.records import (
+    BandwidthKey,
+    Bound,
+    ContentionKey,
+    CopyKey,
+    HandOverKey,
+    LaunchKey,
+    LinearKey,
+    LinearPoint,
+    Part,
+    PowerKey,
+)
+from heterollm.profiler.workload import ModelShape
+from heterollm.solver.candidates import NpuLimits
+from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.objective import Power
+
+__all__ = ["ProfileCosts", "best_hand_over", "limits_of", "overheads_of", "power_of"]
+
+BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
+    "qkv": ("rms_norm",),
+    "o": ("rope_and_store", "attention"),
+    "gate_up": ("rms_norm",),
+    "down": ("gated_activation",),
+    "head": ("final_norm",),
+}
+"""The GPU's operators between the group before and each group."""
+
+MEMORY_BOUND_FRACTION: Final = 0.5
+"""A slice is bound by memory if reading its weights at the part's bandwidth takes this much of its time."""
+
+MAPPED_BYTES: Final = 256 << 10
+
+
+class ProfileCosts:
+    """The times of one model's groups on the profiled device.
+
+    Args:
+        profile: The measurements.
+        shape: The model.
+        cache_bytes: Last-level cache: whether the model's weights come from memory in every pass.
+        position: Tokens of the session before the pass, which attention reads.
+        predictor: A predictor that was fitted to the profile before; fitted now if None.
+
+    Attributes:
+        missing: Operators that the profile does not have: predicted times leave them out.
+
+    Raises:
+        ProfileError: The profile lacks linear layers.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        *,
+        cache_bytes: int,
+        position: int = 0,
+        predictor: Predictor | None = None,
+    ) -> None:
+        self.overheads = overheads_of(profile)
+        self.position = position
+        self.missing: set[str] = set()
+        self._predictor = predictor or Predictor.fit(profile)
+        self._shape = shape
+        self._streamed = shape.streamed(cache_bytes)
+        self._gap_us = _median(profile, LaunchKey("chained"))
+        self._gbps = {
+            key.part: record.values.get("gbps", math.inf)
+            for key, record in profile.of_kind(BandwidthKey)
+            if not key.together
+        }
+        self._factors = {
+            (key.part, key.bound, key.beside): max(1.0, record.values.get("slowdown", 1.0))
+            for key, record in profile.of_kind(ContentionKey)
+        }
+
+    def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
+        """Return the GPU's time; see :class:`heterollm.solver.costs.Costs`."""
+        point = LinearPoint.of(spec, tokens, member_rows=member_rows, streamed=self._streamed)
+        return self._us(point, "gpu") + self._gap_us
+
+    def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
+        """Return the time of one NPU graph; see :class:`heterollm.solver.costs.Costs`."""
+        point = LinearPoint.of(spec, length, member_rows=member_rows, form=form, streamed=self._streamed)
+        return self._us(point, "npu")
+
+    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
+        """Return how much the parts slow each other, by what bounds each of them."""
+        point = LinearPoint.of(spec, tokens, streamed=self._streamed)
+        gpu, npu = self._bound(point, "gpu"), self._bound(point, "npu")
+        return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
+
+    def between_us(self, spec: OpSpec, tokens: int) -> float:
+        """Return the time of the GPU's operators before a group."""
+        total = 0.0
+        for operator in BEFORE[spec.group]:
+            key = layer_key(self._shape, operator, tokens, self.position)
+            try:
+                total += self._predictor.predict_layer_us(key).us + self._gap_us
+            except ProfileError:
+                self.missing.add(operator)
+        return total
+
+    def _us(self, point: LinearPoint, part: Part) -> float:
+        try:
+            return self._predictor.predict_us(point, part).us
+        except ProfileError:
+            return math.inf
+
+    def _bound(self, point: LinearPoint, part: Part) -> Bound:
+        # What bounds a slice does not depend on how many of its rows a part has.
+        if part == "npu":
+            return "memory" if point.tokens == 1 else "compute"
+        rate = self._gbps.get(part, math.inf)
+        read_us = point.weight_bytes / (rate * 1e3)
+        return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, part) else "compute"
+
+
+def limits_of(profile: Profile) -> NpuLimits | None:
+    """Return what the profiled device's NPU can be given; None where it has none.
+
+    A form is legal for a group if the profile has a slice of the same formats in it; the fastest per operation
+    comes first.
+
+    Raises:
+        ProfileError: The description of the device lacks its standard lengths.
+    """
+    description = profile.description
+    lengths, alignment = description.get("npu_standard_lengths"), description.get("npu_row_alignment")
+    if description.get("npu") is None:
+        return None
+    if not _are_lengths(lengths) or not isinstance(alignment, int) or alignment < 1:
+        raise ProfileError(
+            f"The profile of {profile.device} does not say what its NPU can be given: standard lengths "
+            f"{lengths!r:.80}, row alignment {alignment!r:.80}.",
+            fix="Run `heterollm profile` again.",
+        )
+    rates: dict[tuple[object, ...], dict[str, float]] = {}
+    for key, record in profile.of_kind(LinearKey):
+        if key.part == "npu":
+            kind = key.point.weight, key.point.integer_inputs
+            rate = record.median_us / key.point.flops
+            found = rates.setdefault(kind, {})
+            found[key.point.form] = min(rate, found.get(key.point.form, math.inf))
+    forms = {kind: tuple(sorted(found, key=lambda form: found[form])) for kind, found in rates.items()}
+    return NpuLimits(
+        tuple(lengths), alignment, lambda spec, _: forms.get((spec.weight, spec.integer_inputs), ())
+    )
+
+
+def _are_lengths(value: object) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(item) is int and item > 0 for item in value)
+        and value == sorted(set(value))
+    )
+
+
+def best_hand_over(profile: Profile) -> Strategy | None:
+    """Return the strategy by which the host sees the end of a kernel soonest; None if none was measured.
+
+    Of strategies that come within a tenth, or two microseconds, of the fastest, the one is taken that burns
+    the least processor time.
+    """
+    latencies: dict[str, list[float]] = {}
+    burnt: dict[str, list[float]] = {}
+    for key, record in profile.of_kind(HandOverKey):
+        latencies.setdefault(key.strategy, []).append(record.median_us)
+        burnt.setdefault(key.strategy, []).append(record.values.get("processor_fraction", 1.0))
+    if not latencies:
+        return None
+    medians = {strategy: statistics.median(values) for strategy, values in latencies.items()}
+    fastest = min(medians.values())
+    near = [name for name, value in medians.items() if value <= max(1.1 * fastest, fastest + 2.0)]
+    return min(near, key=lambda name: (statistics.median(burnt[name]), name))  # type: ignore[return-value]
+
+
+def overheads_of(profile: Profile) -> Overheads:
+    """Return what handing over costs on the profiled device, with its best strategy."""
+    best = best_hand_over(profile)
+    latencies = [record.median_us for key, record in profile.of_kind(HandOverKey) if key.strategy == best]
+    refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))
+    map_us = sum(_median(profile, CopyKey(method, MAPPED_BYTES)) for method in ("acquire", "release")) / 2
+    return Overheads(
+        hand_over_us=statistics.median(latencies) if latencies else 0.0,
+        refill_us=max(0.0, refill_us),
+        map_us=map_us,
+    )
+
+
+def power_of(profile: Profile) -> Power | None:
+    """Return the power of the parts; None where the profile has none."""
+    watts: dict[str, float] = {}
+    source = next((key.source for key, _ in profile.of_kind(PowerKey)), None)
+    for key, record in profile.of_kind(PowerKey):
+        if key.source == source:
+            watts[key.load] = record.values["watts"]
+    if not {"idle", "gpu", "npu"} <= watts.keys():
+        return None
+    idle = watts["idle"]
+    return Power(idle, max(0.0, watts["gpu"] - idle), max(0.0, watts["npu"] - idle))
+
+
+def _median(profile: Profile, key: LaunchKey | CopyKey) -> float:
+    record = profile.records.get(key)
+    return 0.0 if record is None or record.failed else record.median_us
