@@ -6,13 +6,12 @@ memory bound, waits where a processor hands over to the other. Running a pass is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from heterollm.config import ModelConfig
 from heterollm.families import Norm
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
@@ -24,8 +23,10 @@ from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
+from heterollm.kernels.rounding import RoundedInputs
 from heterollm.npu_slices import npu_slice
 from heterollm.progress import Progress
+from heterollm.slots import HEAD_ROWS, INPUT_SLOTS, pool_sizes
 from heterollm.small_tensors import SmallTensors
 from heterollm.solver.plan import Placement, Plan
 from heterollm.weights import ModelWeights
@@ -33,9 +34,6 @@ from heterollm.weights import ModelWeights
 __all__ = ["HEAD_ROWS", "CompiledPass", "Compiler", "pool_sizes"]
 
 Call: TypeAlias = Callable[[], Any]
-
-HEAD_ROWS: Final = 32
-"""Logits of a whole prompt are computed this many positions at a time."""
 
 
 @dataclass(slots=True)
@@ -59,52 +57,6 @@ class CompiledPass:
             for launch in self.cache_launches:
                 launch.replace(self.bound_cache, cache)
             self.bound_cache = cache
-
-
-def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
-    """Return the size in bytes of every slot.
-
-    Args:
-        config: The model.
-        specs: Its groups.
-        plan: Gives the longest pass, and the longest that it is padded to.
-        item_bytes: Bytes of one activation element.
-    """
-    tokens = plan.chunk_length
-    padded = max(tokens, _npu_tokens(plan, head=False))
-    head_npu = _npu_tokens(plan, head=True)
-    head_rows = max(HEAD_ROWS, head_npu)
-    widest = max(spec.rows for spec in specs if spec.group != "head")
-    heads = config.heads * config.head_dim
-    sizes = {
-        "residual": tokens * config.hidden_size * 4,
-        "linear_input": padded * config.hidden_size * item_bytes,
-        "query": tokens * heads * 4,
-        "attention_output": padded * heads * item_bytes,
-        "activated": padded * config.intermediate_size * item_bytes,
-        "npu_output": padded * widest * item_bytes,
-        "gpu_output": tokens * widest * item_bytes,
-        "head_input": head_rows * config.hidden_size * item_bytes,
-        "logits": HEAD_ROWS * config.vocab_size * 4,
-    }
-    if head_npu:
-        sizes["head_npu_output"] = head_rows * config.vocab_size * item_bytes
-        sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
-    if not plan.uses_npu:
-        sizes["npu_output"] = item_bytes
-    return sizes
-
-
-def _npu_tokens(plan: Plan, *, head: bool) -> int:
-    """Return the most rows that the NPU's graphs run over, padding included; 0 without any."""
-    return max(
-        (
-            sum(entry.placement.npu_lengths)
-            for entry in plan.entries
-            if (entry.group == "head") is head and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS)
-        ),
-        default=0,
-    )
 
 
 class Compiler:
@@ -189,8 +141,10 @@ class Compiler:
             "tokens": tokens,
         }
         for layer, features in enumerate(config.per_layer):
-            self._norm(calls, layer, "attention", tokens, delta)
-            qkv = self._linear(calls, phase, tokens, layer, "qkv", "linear_input")
+            rounded = self._rounded(phase, tokens, layer, "qkv")
+            self._norm(calls, layer, "attention", tokens, delta, rounded)
+            qkv = self._linear(calls, phase, tokens, layer, "qkv", rounded)
+            rounded = self._rounded(phase, tokens, layer, "o")
             rope = layers.rope_and_store(
                 qkv,
                 small.bias(layer, "qkv"),
@@ -214,13 +168,16 @@ class Compiler:
                 scale=config.attention_scale,
                 window=features.window,
                 soft_cap=config.attention_soft_cap,
+                rounded=rounded,
                 **shape,
             )
             calls += [rope, *attend]
             compiled.cache_launches += [rope, attend[0]]
-            delta = self._linear(calls, phase, tokens, layer, "o", "attention_output")
-            self._norm(calls, layer, "feed_forward", tokens, delta)
-            gate_up = self._linear(calls, phase, tokens, layer, "gate_up", "linear_input")
+            delta = self._linear(calls, phase, tokens, layer, "o", rounded)
+            rounded = self._rounded(phase, tokens, layer, "gate_up")
+            self._norm(calls, layer, "feed_forward", tokens, delta, rounded)
+            gate_up = self._linear(calls, phase, tokens, layer, "gate_up", rounded)
+            rounded = self._rounded(phase, tokens, layer, "down")
             calls.append(
                 layers.gated_activation(
                     gate_up,
@@ -229,9 +186,10 @@ class Compiler:
                     intermediate=config.intermediate_size,
                     activation=config.activation,
                     bias=small.bias(layer, "gate_up"),
+                    rounded=rounded,
                 )
             )
-            delta = self._linear(calls, phase, tokens, layer, "down", "activated")
+            delta = self._linear(calls, phase, tokens, layer, "down", rounded)
         compiled.output = delta
         if tokens == 1:
             compiled.merge(self._runtime)
@@ -241,6 +199,7 @@ class Compiler:
         """Return the calls from the last layer's output to the logits of ``rows`` positions."""
         config, pool = self._config, self.pool
         spec = self._specs[-1, "head"]
+        rounded = self._rounded(phase, rows, -1, "head")
         calls: list[Call] = [
             self._layers.final_norm(
                 pool["residual"],
@@ -251,20 +210,18 @@ class Compiler:
                 rows=rows,
                 epsilon=config.rms_norm_eps,
                 delta=output,
+                rounded=rounded,
                 **self._delta_options(config.layers - 1, "down"),
             )
         ]
         placement = self._plan.placement(phase, rows, spec)
         if not placement.npu_lengths:
             linear = self._linears[-1, "head"]
-            calls.append(
-                linear.launch(
-                    pool["head_input"], pool["logits"], tokens=rows, label="head", output_dtype=np.float32
-                )
-            )
+            options: dict[str, Any] = {"output_dtype": np.float32, "rounded": rounded, "label": "head"}
+            calls.append(linear.launch(pool["head_input"], pool["logits"], tokens=rows, **options))
         else:
             slots = pool["head_npu_output"], pool["head_gpu_output"]
-            segments = self._place(calls, spec, placement, rows, pool["head_input"], *slots)
+            segments = self._place(calls, spec, placement, rows, rounded, *slots)
             calls.append(self._layers.join_logits(segments, pool["logits"], rows=rows))
         cap, vocabulary = config.logit_soft_cap, config.vocab_size
         if cap:
@@ -281,6 +238,7 @@ class Compiler:
         norm: Literal["attention", "feed_forward"],
         tokens: int,
         delta: Segments | None,
+        rounded: RoundedInputs | None,
     ) -> None:
         place = layer if norm == "feed_forward" else layer - 1
         group: Group = "o" if norm == "feed_forward" else "down"
@@ -293,6 +251,7 @@ class Compiler:
                 tokens=tokens,
                 epsilon=self._config.rms_norm_eps,
                 delta=delta,
+                rounded=rounded,
                 **self._delta_options(place, group),
             )
         )
@@ -302,15 +261,33 @@ class Compiler:
         norm: Norm = "attention_output" if group == "o" else "feed_forward_output"
         return {"bias": self._small.bias(layer, group), "post": self._small.norm(layer, norm)}
 
+    def _rounded(self, phase: Phase, tokens: int, layer: int, group: Group) -> RoundedInputs | None:
+        """Return where the kernel that writes a group's input leaves the int8 codes; None if it leaves none.
+
+        It does where the GPU computes rows of all tokens. Under a sequence cut the GPU rounds its own few
+        while the NPU, which rounds for itself, is at work.
+        """
+        spec = self._specs[layer, group]
+        placement = self._plan.placement(phase, tokens, spec)
+        if not spec.integer_inputs or placement.npu_rows == spec.member_rows:
+            return None
+        slot = INPUT_SLOTS[group]
+        codes, blocks = self.pool[f"{slot}_codes"], self.pool[f"{slot}_blocks"]
+        return RoundedInputs(codes, blocks, spec.weight.bits, spec.weight.block)
+
     def _linear(
-        self, calls: list[Call], phase: Phase, tokens: int, layer: int, group: Group, source: str
+        self,
+        calls: list[Call],
+        phase: Phase,
+        tokens: int,
+        layer: int,
+        group: Group,
+        rounded: RoundedInputs | None,
     ) -> Segments:
         spec = self._specs[layer, group]
         placement = self._plan.placement(phase, tokens, spec)
-        pool = self.pool
-        return self._place(
-            calls, spec, placement, tokens, pool[source], pool["npu_output"], pool["gpu_output"]
-        )
+        slots = self.pool["npu_output"], self.pool["gpu_output"]
+        return self._place(calls, spec, placement, tokens, rounded, *slots)
 
     def _place(
         self,
@@ -318,7 +295,7 @@ class Compiler:
         spec: OpSpec,
         placement: Placement,
         tokens: int,
-        source: SharedArray,
+        rounded: RoundedInputs | None,
         npu_output: SharedArray,
         gpu_output: SharedArray,
     ) -> Segments:
@@ -329,10 +306,11 @@ class Compiler:
         are enqueued after the NPU has returned.
         """
         linear = self._linears[spec.layer, spec.group]
+        source = self.pool[INPUT_SLOTS[spec.group]]
         label = f"{spec.layer}.{spec.group}"
         rows = spec.member_rows
         if not placement.npu_lengths:
-            calls.append(linear.launch(source, gpu_output, tokens=tokens, label=label))
+            calls.append(linear.launch(source, gpu_output, tokens=tokens, rounded=rounded, label=label))
             return Segments(npu_output, gpu_output, rows, (0,) * len(rows))
         row_cut = placement.npu_rows != rows
         covered = min(tokens, sum(placement.npu_lengths))
@@ -341,7 +319,8 @@ class Compiler:
             calls += self._hand_over(*slots)
         if row_cut:
             kept = tuple(zip(placement.npu_rows, rows, strict=True))
-            calls.append(linear.launch(source, gpu_output, tokens=tokens, kept=kept, label=label))
+            options: dict[str, Any] = {"kept": kept, "rounded": rounded, "label": label}
+            calls.append(linear.launch(source, gpu_output, tokens=tokens, **options))
             calls.append(self._runtime.flush)
         elif covered < tokens:
             # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU. Mapped memory

@@ -13,7 +13,8 @@ from heterollm.kernels.layer_kernels import Defines, LayerKernels, Segments
 from heterollm.kernels.opencl_launch import Argument, Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
-from heterollm.kernels.variants import KernelStyle
+from heterollm.kernels.rounding import RoundedInputs, rounding_launch
+from heterollm.kernels.variants import KernelStyle, Variant
 from heterollm.units import PAGE_BYTES, round_up
 
 __all__ = ["GpuAttention", "head_stride"]
@@ -149,6 +150,7 @@ class GpuAttention(LayerKernels):
         window: int = 0,
         soft_cap: float = 0.0,
         parts: int | None = None,
+        rounded: RoundedInputs | None = None,
         label: str = "attention",
     ) -> tuple[Launch, ...]:
         """Return the launches of causal attention over the cache; the first one alone names the cache.
@@ -156,6 +158,9 @@ class GpuAttention(LayerKernels):
         Row ``t`` sees positions up to its own, and of these the last ``window``. The online softmax never
         stores the scores. Few tokens are split over the context where the heads alone would leave the device
         idle; a second launch then puts the parts together.
+
+        Where blocks of codes lie across what two work-groups write (:func:`_rounds`), a launch of its own
+        rounds the output.
 
         Args:
             q: float32 ``[tokens, heads * head_dim]``, after RoPE.
@@ -173,28 +178,37 @@ class GpuAttention(LayerKernels):
             window: Positions that a token sees, itself included; 0 for all.
             soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
             parts: Parts of the context; default by the device.
+            rounded: Where the int8 codes of ``out`` go as well, or None.
             label: Name for traces and errors.
         """
         if heads % kv_heads:
             raise KernelError(f"{label}: {heads} query heads cannot share {kv_heads} key heads.")
         group = heads // kv_heads
 
-        def shape(style: KernelStyle) -> Defines:
-            return {"HEAD_DIM": head_dim, "ROWS": _row_tile(style, tokens, group, head_dim)[0]}
+        def cut(style: KernelStyle) -> tuple[int, int]:
+            """Return the row tiles and the parts of the context."""
+            tiles = -(-tokens * group // _row_tile(style, tokens, group, head_dim)[0])
+            if parts is None and tokens <= FEW_TOKENS:
+                return tiles, self._choose_parts(style, tiles * kv_heads, bucket)
+            return tiles, parts or 1
+
+        def rounds(style: KernelStyle) -> bool:
+            return cut(style)[1] == 1 and _rounds(rounded, style, tokens, group, head_dim)
 
         def tile(style: KernelStyle) -> Defines:
-            _, micro, vectors = _row_tile(style, tokens, group, head_dim)
-            registers: Defines = {"MICRO": micro, "VECTORS": vectors} if style == "vector" else {}
-            return shape(style) | self._kv_defines | registers
+            rows, micro, vectors = _row_tile(style, tokens, group, head_dim)
+            own = {"HEAD_DIM": head_dim, "ROWS": rows} | self._kv_defines
+            own |= {"MICRO": micro, "VECTORS": vectors} if style == "vector" else {}
+            return own | ({"CODE_HEADS": _code_heads(rounded, head_dim)} if rounds(style) else {})
 
-        kernel, style, items = self._kernel(("attention.h", "attention_{style}.cl"), "attention", tile)
-        tiles = -(-tokens * group // _row_tile(style, tokens, group, head_dim)[0])
-        if parts is None:
-            parts = self._choose_parts(style, tiles * kv_heads, bucket) if tokens <= FEW_TOKENS else 1
+        files = ("attention.h", "attention_{style}.cl")
+        kernel, style, items = self._kernel(files, "attention", tile, rounded, rounds)
+        tiles, part_count = cut(style)
         self._check(q, tokens * heads * head_dim, 4, f"{label} query")
         self._check(out, tokens * heads * head_dim, self._item_bytes, f"{label} output")
-        part_keys = ONE_PART if parts == 1 else -(-bucket // parts)
-        partial = out if parts == 1 else self._partial(tokens * heads * parts * (head_dim + 2) * 4)
+        codes = rounded.arguments(tokens, heads * head_dim, label) if rounded else ()
+        part_keys = ONE_PART if part_count == 1 else -(-bucket // part_count)
+        partial = out if part_count == 1 else self._partial(tokens * heads * part_count * (head_dim + 2) * 4)
         factor = scale / soft_cap if soft_cap else scale * LOG2_E
         first = self._runtime.launch(
             kernel,
@@ -203,22 +217,60 @@ class GpuAttention(LayerKernels):
                 *self._cache_offsets(cache, layer, kv_heads, head_dim, capacity),
                 *(np.int32(group), np.int32(window), np.int32(part_keys)),
                 *(np.float32(factor), np.float32(soft_cap * LOG2_E)),
+                *(codes if rounds(style) else ()),
             ),
-            (tiles * items, kv_heads, parts),
+            (tiles * items, kv_heads, part_count),
             (items, 1, 1),
             label,
         )
-        if parts == 1:
+        if part_count > 1:
+            return first, self._join(partial, out, tokens, heads, head_dim, part_count, rounded, label)
+        if rounded is None or rounds(style):
             return (first,)
-        kernel, _, items = self._kernel(("attention.h", "attention_join.cl"), "attention_join", shape)
-        join = self._runtime.launch(
+        return first, self._round(out, rounded, tokens, heads * head_dim)
+
+    def _join(
+        self,
+        partial: Argument,
+        out: SharedArray,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        parts: int,
+        rounded: RoundedInputs | None,
+        label: str,
+    ) -> Launch:
+        """Return the launch that puts the parts of the context together."""
+        together = _code_heads(rounded, head_dim)
+
+        # The rows of a tile mean nothing here, but the common file asks for them.
+        shape: Defines = {"HEAD_DIM": head_dim, "ROWS": 1, "CODE_HEADS": together}
+        files = ("attention.h", "attention_join.cl")
+        kernel, _, items = self._kernel(files, "attention_join", lambda _: shape, rounded)
+        codes = rounded.arguments(tokens, heads * head_dim, label) if rounded else ()
+        return self._runtime.launch(
             kernel,
-            (partial, out, np.int32(parts)),
-            (tokens * heads * items,),
+            (partial, out, np.int32(parts), *codes),
+            (tokens * heads // together * items,),
             (items,),
             f"{label} join",
         )
-        return first, join
+
+    def _round(self, out: SharedArray, rounded: RoundedInputs, tokens: int, columns: int) -> Launch:
+        """Return the launch that rounds what was written."""
+
+        def build(variant: Variant) -> Launch:
+            return rounding_launch(
+                self._runtime,
+                out,
+                rounded,
+                columns=columns,
+                tokens=tokens,
+                half=self._item_bytes == 2,
+                variant=variant,
+            )
+
+        return self._runtime.variants.first("rounding of inputs", self._variants, build)
 
     def _choose_parts(self, style: KernelStyle, groups: int, bucket: int) -> int:
         units = self._runtime.traits.compute_units
@@ -256,3 +308,21 @@ def _row_tile(style: KernelStyle, tokens: int, group: int, head_dim: int) -> tup
     rows = min(group, DECODE_ROWS)
     vectors = 4 if rows <= 2 and head_dim % 32 == 0 else 2 if rows <= 6 else 1
     return rows, rows, vectors
+
+
+def _code_heads(rounded: RoundedInputs | None, head_dim: int) -> int:
+    """Return the fewest heads that are whole blocks of codes."""
+    return math.lcm(head_dim, rounded.block) // head_dim if rounded else 1
+
+
+def _rounds(
+    rounded: RoundedInputs | None, style: KernelStyle, tokens: int, group: int, head_dim: int
+) -> bool:
+    """Whether what a work-group writes of a token is whole blocks of codes.
+
+    It is with blocks that divide a head. Otherwise a block takes several heads; they must share a key head
+    and a row tile, since those of another key head are another work-group's.
+    """
+    heads = _code_heads(rounded, head_dim)
+    rows = _row_tile(style, tokens, group, head_dim)[0]
+    return rounded is not None and group % heads == 0 and rows % heads == 0

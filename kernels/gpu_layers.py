@@ -23,6 +23,7 @@ from heterollm.kernels.layer_kernels import (
 from heterollm.kernels.opencl_launch import Argument, Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import Activation
+from heterollm.kernels.rounding import RoundedInputs
 from heterollm.units import round_up
 
 __all__ = [
@@ -68,6 +69,7 @@ class GpuLayers(GpuAttention):
         delta: Segments | None = None,
         bias: Argument = None,
         post: Argument = None,
+        rounded: RoundedInputs | None = None,
         label: str = "norm",
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
@@ -84,12 +86,13 @@ class GpuLayers(GpuAttention):
             delta: Output of the linear before, one member; None at the start of the model.
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the norm of the delta, or None.
+            rounded: Where the int8 codes of ``out`` go as well, or None.
             label: Name for traces and errors.
         """
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
         self._check(residual, tokens * hidden, 4, f"{label} residual")
         flags = delta is not None, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, tokens, out, hidden, label)
+        return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, label)
 
     def final_norm(
         self,
@@ -104,6 +107,7 @@ class GpuLayers(GpuAttention):
         delta: Segments,
         bias: Argument = None,
         post: Argument = None,
+        rounded: RoundedInputs | None = None,
         label: str = "final norm",
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
@@ -113,7 +117,7 @@ class GpuLayers(GpuAttention):
         """
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
         flags = 2, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, rows, out, hidden, label)
+        return self._norm(arguments, epsilon, flags, rows, out, hidden, rounded, label)
 
     def _norm_arguments(
         self,
@@ -143,11 +147,13 @@ class GpuLayers(GpuAttention):
         rows: int,
         out: SharedArray,
         hidden: int,
+        rounded: RoundedInputs | None,
         label: str,
     ) -> Launch:
         self._check(out, rows * hidden, self._item_bytes, f"{label} output")
-        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm")
-        values = (*arguments, np.float32(epsilon), *map(np.int32, flags))
+        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
+        codes = rounded.arguments(rows, hidden, label) if rounded else ()
+        values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
         return self._runtime.launch(kernel, values, (rows * items,), (items,), label)
 
     # -- point by point ------------------------------------------------------------------------------
@@ -161,6 +167,7 @@ class GpuLayers(GpuAttention):
         intermediate: int,
         activation: Activation = "silu",
         bias: Argument = None,
+        rounded: RoundedInputs | None = None,
         label: str = "activation",
     ) -> Launch:
         """Return the launch of ``out = activation(gate) * up``.
@@ -172,6 +179,7 @@ class GpuLayers(GpuAttention):
             intermediate: Width of the feed-forward network.
             activation: Of the gate.
             bias: float32 of gate and up one after the other, added first, or None.
+            rounded: Where the int8 codes of ``out`` go as well, or None.
             label: Name for traces and errors.
         """
         if gate_up.rows != (intermediate, intermediate):
@@ -179,7 +187,7 @@ class GpuLayers(GpuAttention):
         self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
         memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
-        return self._pointwise("gated_activation", memory, sizes, tokens, label)
+        return self._pointwise("gated_activation", memory, sizes, tokens, label, rounded)
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
@@ -205,11 +213,18 @@ class GpuLayers(GpuAttention):
         return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label)
 
     def _pointwise(
-        self, name: str, memory: tuple[Argument, ...], sizes: tuple[int, ...], rows: int, label: str
+        self,
+        name: str,
+        memory: tuple[Argument, ...],
+        sizes: tuple[int, ...],
+        rows: int,
+        label: str,
+        rounded: RoundedInputs | None = None,
     ) -> Launch:
         columns = sizes[-1]
-        kernel, style, items = self._kernel(("pointwise.cl",), name)
+        kernel, style, items = self._kernel(("pointwise.cl",), name, rounded=rounded)
         span = VECTOR_COLUMNS if style == "vector" else 8
         width = round_up(-(-columns // span), items)
-        arguments = (*memory, *map(np.int32, sizes), np.int32(span))
+        codes = rounded.arguments(rows, columns, label) if rounded else ()
+        arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
         return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label)

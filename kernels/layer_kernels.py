@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike
 from heterollm.errors import KernelError
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
+from heterollm.kernels.rounding import RoundedInputs
 from heterollm.kernels.variants import KernelStyle, Variant, variants_for
 
 __all__ = [
@@ -41,6 +42,7 @@ STEP_WORDS: Final = 16
 Defines: TypeAlias = dict[str, str | int]
 """Preprocessor definitions of a kernel."""
 
+COMMON_FILES: Final = ("common.h", "rounding.h", "layers.h")
 SIMT_ITEMS: Final = 64
 
 
@@ -101,7 +103,12 @@ class LayerKernels:
         )
 
     def _kernel(
-        self, files: Sequence[str], name: str, defines: Callable[[KernelStyle], Defines] = lambda _: {}
+        self,
+        files: Sequence[str],
+        name: str,
+        defines: Callable[[KernelStyle], Defines] = lambda _: {},
+        rounded: RoundedInputs | None = None,
+        rounds: Callable[[KernelStyle], bool] = lambda _: True,
     ) -> tuple[Any, KernelStyle, int]:
         """Return a kernel of the first variant that builds, its style and its work-group's items.
 
@@ -109,6 +116,8 @@ class LayerKernels:
             files: Source files beside the common ones; ``{style}`` stands for the style.
             name: Kernel function.
             defines: What a style defines beside what all kernels do.
+            rounded: Where its output's codes go, if it rounds its output.
+            rounds: Whether a style of it does.
         """
 
         def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
@@ -116,9 +125,11 @@ class LayerKernels:
             items = 1 if style == "vector" else SIMT_ITEMS
             named = tuple(file.replace("{style}", style) for file in files)
             own = self._defines | variant.defines | {"WG": items} | defines(style)
-            return self._runtime.kernel(("common.h", "layers.h", *named), name, own), style, items
+            own |= rounded.defines if rounded and rounds(style) else {}
+            return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
 
-        return self._runtime.variants.first(name.replace("_", " "), self._variants, build)
+        what = name.replace("_", " ") + (" with int8 codes" if rounded else "")
+        return self._runtime.variants.first(what, self._variants, build)
 
     @staticmethod
     def _check(slot: SharedArray, elements: int, item_bytes: int, what: str) -> None:

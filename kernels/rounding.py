@@ -27,6 +27,9 @@ SPARE_TOKENS: Final = 7
 BLOCK_BYTES: Final = 8
 """Of a block's scale and the sum of its codes, both float32."""
 
+WHOLE_BLOCKS: Final = 128
+"""Columns that every kernel that rounds writes whole multiples of; so a block must divide them."""
+
 SIMT_ITEMS: Final = 64
 
 
@@ -62,22 +65,23 @@ class RoundedInputs:
                 f"{label}: codes for weights of {self.bits} bits in blocks of {self.block} cannot be read "
                 f"with {weight} weights."
             )
-        self.check_size(tokens, columns, label)
+        self.arguments(tokens, columns, label)
 
-    def check_size(self, tokens: int, columns: int, label: str) -> None:
-        """Refuse rows that are not whole blocks, and slots that are too small for so many tokens.
+    def arguments(self, tokens: int, columns: int, label: str) -> tuple[Argument, Argument]:
+        """Return the arguments of a kernel that writes or reads the codes of ``[tokens, columns]``.
 
         Raises:
-            KernelError: One of these.
+            KernelError: Rows that are not whole blocks, or slots that are too small.
         """
-        if columns % self.block:
-            raise KernelError(f"{label}: {columns} columns are not whole blocks of {self.block}.")
+        if columns % self.block or WHOLE_BLOCKS % self.block:
+            raise KernelError(f"{label}: {columns} columns cannot be rounded in blocks of {self.block}.")
         sizes = code_bytes(tokens, columns, self.block)
         for memory, size_bytes in zip((self.codes, self.blocks), sizes, strict=True):
             if isinstance(memory, SharedArray) and memory.array.nbytes < size_bytes:
                 raise KernelError(
                     f"The {label} code slot has {memory.array.nbytes} bytes, {size_bytes} are needed."
                 )
+        return self.codes, self.blocks
 
 
 def code_bytes(tokens: int, columns: int, block: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-// What both attention kernels share; follows common.h and layers.h.
+// What both attention kernels share; follows common.h, rounding.h and layers.h.
 //
 // Causal attention with grouped heads over the KV cache, with an online softmax over blocks of keys
 // (FlashAttention: Dao et al. 2022), so that no score matrix is ever stored.
@@ -12,6 +12,9 @@
 //
 // Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With more
 // than one part every part writes sums, largest score and weight, which attention_join puts together.
+//
+// With CODE_BITS the output is rounded to int8 as well, by whoever writes it:
+//   CODE_HEADS   the fewest heads that are whole blocks; divides what a work-group writes of a token
 
 // Below every score, and finite: a row that sees no key of a block has a weight of 1 for each of them, which
 // the first key that it does see wipes out.
@@ -38,3 +41,22 @@ static inline attention_tile find_tile(__global const int *step, int number, int
   tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
   return tile;
 }
+
+#ifdef CODE_BITS
+// Of several parts it is attention_join that writes the output, so it rounds.
+#define PARTS 1
+#define HEADS_BLOCKS (CODE_HEADS * HEAD_DIM / CODE_BLOCK)
+
+// Rounds what the work-group has written of a tile.
+static inline void round_tile(attention_tile tile, int group, int kv_head, int heads, __global const act_t *out,
+                              __global uchar *codes, __global float2 *code_blocks) {
+  wait_for_values();
+  for (int i = get_local_id(0); i < tile.rows / CODE_HEADS * HEADS_BLOCKS; i += WG) {
+    int row = tile.first_row + i / HEADS_BLOCKS * CODE_HEADS;
+    size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
+    round_written(out, codes, code_blocks, at * HEAD_DIM / CODE_BLOCK + i % HEADS_BLOCKS);
+  }
+}
+#else
+#define PARTS get_num_groups(2)
+#endif

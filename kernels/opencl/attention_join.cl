@@ -1,7 +1,11 @@
-// Puts the parts of the context together, one work-group per token and head. Follows attention.h.
+// Puts the parts of the context together, one work-group per token and head. Follows attention.h. With CODE_BITS
+// a work-group has CODE_HEADS heads, and rounds them to int8 as well.
 
-GROUP_SIZE __kernel void attention_join(__global const float *partial, __global act_t *out, int parts) {
-  size_t row = get_group_id(0);
+#ifndef CODE_HEADS
+#define CODE_HEADS 1
+#endif
+
+static inline void join_head(__global const float *partial, __global act_t *out, int parts, size_t row) {
   __global const float *source = partial + row * parts * PARTIAL_COLUMNS;
   float best = NO_SCORE;
   for (int part = 0; part < parts; ++part)
@@ -19,4 +23,16 @@ GROUP_SIZE __kernel void attention_join(__global const float *partial, __global 
     sum = sum / total;
     STORE_PART(store_act8, store_act, sum, out + row * HEAD_DIM, d, HEAD_DIM - d)
   }
+}
+
+GROUP_SIZE __kernel void attention_join(__global const float *partial, __global act_t *out,
+                                        int parts CODE_ARGUMENTS) {
+  size_t first = get_group_id(0) * CODE_HEADS;
+  for (int head = 0; head < CODE_HEADS; ++head)
+    join_head(partial, out, parts, first + head);
+#ifdef CODE_BITS
+  wait_for_values();
+  for (int block = get_local_id(0); block < HEADS_BLOCKS; block += WG)
+    round_written(out, codes, code_blocks, first * HEAD_DIM / CODE_BLOCK + block);
+#endif
 }

@@ -9,7 +9,7 @@
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale, float cap) {
+                                   float scale, float cap CODE_ARGUMENTS) {
   __local float queries[ROWS * HEAD_DIM], scores[ROWS * WG], reduced[ROWS * TEAM];
   __local float largest[ROWS], total[ROWS], decay[ROWS];
   // The row tiles that see most keys come first.
@@ -17,14 +17,16 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
                                   get_num_groups(2), group, window, part_keys);
   int lane = get_local_id(0), row_of_lane = lane / TEAM, teammate = lane % TEAM;
   bool reduces = row_of_lane < ROWS;
-  int kv_head = get_group_id(1), heads = get_num_groups(1) * group, parts = get_num_groups(2);
+  int kv_head = get_group_id(1), heads = get_num_groups(1) * group, parts = PARTS;
   __global const kv_t *keys = cache + k_offset + kv_head * head_stride;
   __global const kv_t *values = cache + v_offset + kv_head * head_stride;
+  // A tile without rows sees no keys and writes nothing. With a return here and a barrier behind the last store
+  // PoCL 3 loses what the group shares in between.
   if (tile.rows <= 0)
-    return;  // the same for the whole group
+    tile.stop = tile.start;
 
   for (int i = lane; i < ROWS * HEAD_DIM; i += WG) {
-    int row = tile.first_row + min(i / HEAD_DIM, tile.rows - 1);
+    int row = max(0, tile.first_row + min(i / HEAD_DIM, tile.rows - 1));
     size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
     queries[i] = q[at * HEAD_DIM + i % HEAD_DIM] * scale;
   }
@@ -134,4 +136,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
       }
     }
   }
+#ifdef CODE_BITS
+  round_tile(tile, group, kv_head, heads, out, codes, code_blocks);
+#endif
 }

@@ -165,7 +165,7 @@ static inline float soften(float8 *scores, int low, int high, float cap, float *
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale, float cap) {
+                                   float scale, float cap CODE_ARGUMENTS) {
   // The row tiles that see most keys come first.
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
                                   get_num_groups(2), group, window, part_keys);
@@ -218,7 +218,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   for (int r = 0; r < tile.rows; ++r) {
     int row = tile.first_row + r;
     size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
-    int parts = get_num_groups(2);
+    int parts = PARTS;
     float factor = parts > 1 ? 1.0f : 1.0f / total[r];
     for (int d = 0; d < HEAD_DIM; d += 8) {
       float8 value = sums[r * WIDE + d / 8] * factor;
@@ -235,4 +235,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
       target[1] = total[r];
     }
   }
+#ifdef CODE_BITS
+  round_tile(tile, group, kv_head, heads, out, codes, code_blocks);
+#endif
 }

@@ -1,4 +1,4 @@
-// The gated activation, the join of the logits and their soft cap. Follows common.h and layers.h.
+// The gated activation, the join of the logits and their soft cap. Follows common.h, rounding.h and layers.h.
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 
 #define SILU 0
@@ -6,10 +6,11 @@
 
 // out = activation(gate) * up of the two members gate and up, which may have a bias. Both activations are
 // gate * sigmoid(s): s is the gate itself, or for gelu 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since
-// (1 + tanh(x)) / 2 = sigmoid(2 x).
+// (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the output is rounded to int8 as well.
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
                                           __global act_t *out, __global const float *bias, int activation,
-                                          int has_bias, int gate_split, int up_split, int columns, int span) {
+                                          int has_bias, int gate_split, int up_split, int columns, int span
+                                          CODE_ARGUMENTS) {
   size_t token = get_global_id(1);
   int a_columns = gate_split + up_split;
   __global const act_t *a_row = a + token * a_columns;
@@ -36,6 +37,13 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     float8 value = gate * (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small) * up;
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
+#ifdef CODE_BITS
+  // What the work-group has written is whole blocks, as WG * span is a multiple of every block.
+  wait_for_values();
+  int first = get_group_id(0) * WG * span, stop = min(columns, first + WG * span);
+  for (int block = first / CODE_BLOCK + get_local_id(0); block < stop / CODE_BLOCK; block += WG)
+    round_written(out, codes, code_blocks, token * (columns / CODE_BLOCK) + block);
+#endif
 }
 
 // Puts the two segments of the head's output together as float.

@@ -1,6 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may have a bias, and a norm of its own before it is added: delta / rms(delta) * post.
-// Follows common.h and layers.h.
+// With CODE_BITS the work-group rounds its row to int8 as well. Follows common.h, rounding.h and layers.h.
 
 #define NORM_ONLY 0       // no delta
 #define NORM_ADD 1        // delta is added and the sum stored back
@@ -47,7 +47,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
                                   __global const float *bias, __global const float *post,
                                   __global const int *step, int split, int hidden, float epsilon, int mode,
-                                  int has_bias, int has_post) {
+                                  int has_bias, int has_post CODE_ARGUMENTS) {
   __local float sums[WG];
   size_t out_row = get_group_id(0);
   size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
@@ -85,4 +85,10 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     value = value * factor * scale;
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }
+#ifdef CODE_BITS
+  wait_for_values();
+  int blocks = hidden / CODE_BLOCK;
+  for (int block = lane; block < blocks; block += WG)
+    round_written(out, codes, code_blocks, out_row * blocks + block);
+#endif
 }

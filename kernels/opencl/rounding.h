@@ -44,6 +44,21 @@ static inline void round_block(__global const act_t *x, __global uchar *codes, _
   const int2 quarters = halves.lo + halves.hi;
   *result = (float2)(top / 127.0f, (float)(quarters.x + quarters.y));
 }
+
+#ifdef CODE_BLOCK
+// Wait until the work-group has written its part of the values. Every work-item must come here.
+static inline void wait_for_values(void) {
+#if WG > 1
+  barrier(CLK_GLOBAL_MEM_FENCE);
+#endif
+}
+
+// Round block `number` of the values, counted through all rows.
+static inline void round_written(__global const act_t *values, __global uchar *codes,
+                                 __global float2 *code_blocks, size_t number) {
+  round_block(values + number * CODE_BLOCK, codes + number * CODE_BLOCK, code_blocks + number, CODE_BLOCK);
+}
+#endif
 #else
 #define CODE_ARGUMENTS
 #endif

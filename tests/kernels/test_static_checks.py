@@ -32,6 +32,7 @@ from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices, read_sources
 from heterollm.kernels.opencl_sync import SOURCES, flag_word
 from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.kernels.rounding import RoundedInputs, code_bytes
 from heterollm.kernels.tolerances import linear_errors
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
@@ -290,6 +291,53 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         step.array[STEP_LENGTH] = tokens
 
 
+def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Every kernel that rounds what it writes, on slots of the exact size."""
+    rng = np.random.default_rng(0)
+    tokens, heads, kv_heads, head_dim, block = 3, 4, 2, 24, 16
+    columns, capacity = heads * head_dim, 70
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = capacity - tokens, tokens, 0
+
+    def slot(shape: tuple[int, ...], dtype: type) -> SharedArray:
+        memory = runtime.shared(shape, dtype)
+        memory.array[...] = rng.standard_normal(shape)
+        return memory
+
+    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        residual, weight = slot((tokens, columns), np.float32), slot((columns,), np.float32)
+        value, wide = slot((tokens, columns), dtype), slot((tokens, 2 * columns), dtype)
+        query = slot((tokens, columns), np.float32)
+        cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        out = runtime.shared((tokens, columns), dtype)
+        codes, blocks = (runtime.shared((size,), np.uint8) for size in code_bytes(tokens, columns, block))
+        rounded = RoundedInputs(codes, blocks, 8, block)
+        delta, gate_up = (
+            Segments(value, value, (columns,), (0,)),
+            Segments(wide, wide, (columns,) * 2, (0, 0)),
+        )
+        norm = {"hidden": columns, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
+        sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "tokens": tokens}
+        sizes |= {"capacity": capacity, "bucket": capacity, "scale": 0.2, "rounded": rounded}
+        for launches in (
+            [layers.rms_norm(residual, weight, out, tokens=tokens, **norm)],
+            [layers.final_norm(residual, weight, out, step, rows=tokens, **norm)],
+            [layers.gated_activation(gate_up, out, tokens=tokens, intermediate=columns, rounded=rounded)],
+            layers.attention(query, cache, out, step, parts=1, **sizes),
+            layers.attention(query, cache, out, step, parts=2, **sizes),
+        ):
+            codes.array[...] = blocks.array[...] = 0
+            for launch in launches:
+                launch()
+                yield
+            assert "rounding of inputs" not in [launch.label for launch in launches]
+            scales = blocks.view(np.float32, (tokens, columns // block, 2))[..., :1].astype(np.float64)
+            seen = codes.view(np.int8, (tokens, columns // block, block)) * scales
+            exact = reference.round_inputs(out.array, block)
+            np.testing.assert_allclose(seen.reshape(tokens, columns), exact, rtol=1e-6)
+
+
 def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """What hand-overs are made of, tested with and delayed by."""
     data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
@@ -333,6 +381,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
     "linear": linear_launches,
     "layers": layer_launches,
+    "rounding": rounding_launches,
     "hand-overs": hand_over_launches,
 }
 FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
