@@ -92,6 +92,7 @@ class TuningOutcome:
                 "winner_us": self.result.winner_us,
                 "default_us": self.result.default_us,
                 "best_other": None if self.result.best is None else str(self.result.best),
+                "best_other_us": self.result.best_us,
                 "tried": self.result.tried,
                 "left_out": self.result.left_out,
             }

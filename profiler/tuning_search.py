@@ -46,6 +46,7 @@ class SearchResult:
         winner_us: Median time of the winner in microseconds.
         default_us: That of the default, measured in turns with it.
         best: The fastest other than the default, whether it won or not; None if there is no other.
+        best_us: Its median time; that of the default if there is no other.
         tried: Candidates that were built and checked, the default among them.
         failed: Candidates that did not build or computed wrongly.
         left_out: Candidates for which the budget did not suffice.
@@ -55,6 +56,7 @@ class SearchResult:
     winner_us: float
     default_us: float
     best: KernelParameters | None
+    best_us: float
     tried: int
     failed: int
     left_out: int
@@ -101,16 +103,18 @@ def search(
         if race.used_fraction() < 1.0 and race.enter(candidate, limit_us):
             finalists.append(candidate)
     winner, best = default, None
-    winner_us = default_us = race.times_us[default]
+    winner_us = default_us = best_us = race.times_us[default]
     if finalists:
         # Fresh samples, which no earlier luck has chosen.
         times = race.measure([default, *finalists], DUEL_REPEATS, least=LEAST_DUEL_REPEATS)
         race.used_fraction()
         best = min(finalists, key=lambda finalist: times[finalist].median_us)
         winner_us = default_us = times[default].median_us
+        best_us = times[best].median_us
         if _is_faster(times[best], times[default], margin_fraction):
-            winner, winner_us = best, times[best].median_us
-    return SearchResult(winner, winner_us, default_us, best, race.tried, race.failed, left_out)
+            winner, winner_us = best, best_us
+    counts = race.tried, race.failed, left_out
+    return SearchResult(winner, winner_us, default_us, best, best_us, *counts)
 
 
 class _Race:

@@ -1,7 +1,10 @@
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -302,7 +305,7 @@ def legal_parameters(data):
     return shape, tokens, data.draw(st.sampled_from(all_parameters(style, shape)), label="parameters")
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_all_legal_parameters_compute_rightly(runtime, data):
     shape, tokens, parameters = legal_parameters(data)
@@ -410,3 +413,69 @@ def test_every_tuned_define_is_in_the_sources():
             assert names
             for define in last.grid(300 if many else 5, 1).defines:
                 assert define in text, (style, many, define)
+
+
+def test_the_sources_default_to_what_the_table_is_compared_with():
+    """The values in force where no define is given, as when a source is compiled alone."""
+    for style, many in LEGAL:
+        for integer_inputs in (False, True):
+            shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
+            defines = default_parameters(style, shape).grid(300 if many else 5, 1).defines
+            text = read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", "linear_wide.h"))
+            stated = dict(re.findall(r"#ifndef (\w+)\n#define \1 (\d+)\n", text))
+            for define in set(defines) - {"TOKENS", "CHUNK"}:
+                assert stated[define] == str(defines[define]), (style, many, define)
+
+
+SIMULATED = """
+import itertools
+import numpy as np
+from heterollm.kernels import reference
+from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.linear_parameters import ShapeClass, all_parameters
+from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.quantized_tensor import QuantizedTensor
+from heterollm.kernels.tolerances import linear_errors
+from heterollm.kernels.variants import Variant
+
+runtime = OpenClRuntime(list_opencl_devices()[0][1])
+rng = np.random.default_rng(0)
+weight = QuantizedTensor(
+    rng.integers(0, 256, (70, 3, 16), np.uint8),
+    rng.uniform(0.01, 0.02, (70, 3)).astype(np.float16),
+    None,
+    4,
+    32,
+)
+for rounded, tokens in itertools.product((False, True), (5, 19)):
+    layer = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=rounded)
+    shape = ShapeClass.of(WeightFormat(4, 32), integer_inputs=rounded, half=False, tokens=tokens)
+    x, y = runtime.shared((tokens, 96), np.float32), runtime.shared((tokens, 70), np.float32)
+    x.array[...] = rng.standard_normal(x.array.shape)
+    exact = reference.linear(reference.round_inputs(x.array, 32) if rounded else x.array, [weight])
+    legal = list(filter(runtime.tuning.identity.can_run, all_parameters("simt", shape)))
+    for parameters in legal[1::8]:
+        layer.launch(x, y, tokens=tokens, style=Variant("simt", parameters=parameters), label="test")()
+        runtime.finish()
+        assert linear_errors(y.array, exact).within("fp32"), parameters
+print("done")
+"""
+
+
+def test_tuned_kernels_for_gpus_have_no_races_and_stay_in_bounds(cache_folder):
+    simulator = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
+    if not simulator.exists():
+        pytest.skip("needs oclgrind, such as `apt install oclgrind`")
+    environment = os.environ | {"OCL_ICD_VENDORS": str(simulator), "OCLGRIND_DATA_RACES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SIMULATED],
+        env=environment,
+        cwd=cache_folder.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert not re.search("data race|invalid|divergence", done.stderr, re.IGNORECASE), done.stderr[:2000]
