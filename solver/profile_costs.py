@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Final, TypeGuard
+from typing import Final, TypeAlias, TypeGuard
 
 from heterollm.errors import ProfileError
-from heterollm.kernels.handover import Strategy
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.handover import STRATEGIES, Strategy
+from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.profiler.layer_operators import Operator, layer_key
 from heterollm.profiler.predictor import Predictor
 from heterollm.profiler.profile import Profile
@@ -42,6 +42,8 @@ BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
 
 MEMORY_BOUND_FRACTION: Final = 0.5
 """A slice is bound by memory if reading its weights at the part's bandwidth takes this much of its time."""
+
+_Formats: TypeAlias = tuple[WeightFormat, bool]
 
 MAPPED_BYTES: Final = 256 << 10
 
@@ -134,8 +136,8 @@ class ProfileCosts:
 def limits_of(profile: Profile) -> NpuLimits | None:
     """Return what the profiled device's NPU can be given; None where it has none.
 
-    A form is legal for a group if the profile has a slice of the same formats in it; the fastest per operation
-    comes first.
+    A form is legal for a group at a length if it was measured there; for sizes that were not measured, if it
+    was at every size of the same formats.
 
     Raises:
         ProfileError: The description of the device lacks its standard lengths.
@@ -150,17 +152,19 @@ def limits_of(profile: Profile) -> NpuLimits | None:
             f"{lengths!r:.80}, row alignment {alignment!r:.80}.",
             fix="Run `heterollm profile` again.",
         )
-    rates: dict[tuple[object, ...], dict[str, float]] = {}
-    for key, record in profile.of_kind(LinearKey):
+    measured: dict[_Formats, dict[tuple[int, int], set[str]]] = {}
+    for key, _ in profile.of_kind(LinearKey):
         if key.part == "npu":
-            kind = key.point.weight, key.point.integer_inputs
-            rate = record.median_us / key.point.flops
-            found = rates.setdefault(kind, {})
-            found[key.point.form] = min(rate, found.get(key.point.form, math.inf))
-    forms = {kind: tuple(sorted(found, key=lambda form: found[form])) for kind, found in rates.items()}
-    return NpuLimits(
-        tuple(lengths), alignment, lambda spec, _: forms.get((spec.weight, spec.integer_inputs), ())
-    )
+            point = key.point
+            sizes = measured.setdefault((point.weight, point.integer_inputs), {})
+            sizes.setdefault((point.columns, point.tokens), set()).add(point.form)
+
+    def forms(spec: OpSpec, length: int) -> tuple[str, ...]:
+        sizes = measured.get((spec.weight, spec.integer_inputs), {})
+        always = set.intersection(*sizes.values()) if sizes else set()
+        return tuple(sorted(sizes.get((spec.columns, length), always)))
+
+    return NpuLimits(tuple(lengths), alignment, forms)
 
 
 def _are_lengths(value: object) -> TypeGuard[list[int]]:
@@ -188,7 +192,8 @@ def best_hand_over(profile: Profile) -> Strategy | None:
     medians = {strategy: statistics.median(values) for strategy, values in latencies.items()}
     fastest = min(medians.values())
     near = [name for name, value in medians.items() if value <= max(1.1 * fastest, fastest + 2.0)]
-    return min(near, key=lambda name: (statistics.median(burnt[name]), name))  # type: ignore[return-value]
+    least = min(near, key=lambda name: (statistics.median(burnt[name]), name))
+    return next(strategy for strategy in STRATEGIES if strategy == least)
 
 
 def overheads_of(profile: Profile) -> Overheads:
