@@ -17,7 +17,14 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.units import MIB
 
-__all__ = ["COLD_TOKENS", "HostReader", "eviction_bytes", "last_level_cache_bytes", "reading_launch"]
+__all__ = [
+    "COLD_TOKENS",
+    "HostReader",
+    "eviction_bytes",
+    "last_level_cache_bytes",
+    "reading_bytes",
+    "reading_launch",
+]
 
 DEFAULT_CACHE_BYTES: Final = 32 * MIB
 """Where the system does not say: as much as laptops have; more than any phone's system-level cache."""

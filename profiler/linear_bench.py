@@ -33,7 +33,7 @@ from heterollm.profiler.random_data import fill_random, random_members
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
 from heterollm.profiler.sampling import SLOW_US, taken
 from heterollm.profiler.task import Task
-from heterollm.profiler.workload import ModelShape, Skipped, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.workload import ModelShape, Skipped, SkipReason, Tier, WorkPoint, enumerate_points
 
 __all__ = ["LinearBench", "code_of", "linear_tasks"]
 
@@ -42,6 +42,8 @@ COUNTED_RUNS: Final = 3
 
 POOR_FACTOR: Final = 2.0
 POOR_LENGTHS: Final = 2
+HOPELESS_FACTOR: Final = 20.0
+"""At it the best cut saves a twentieth of the GPU's time, at most."""
 
 STAGE: Final = "Linear layers"
 TASK_S: Final = 1.0
@@ -262,28 +264,42 @@ def _cycles(npu: NpuBackend, part: NpuSlice, point: LinearPoint) -> dict[str, fl
 # -- tasks -------------------------------------------------------------------------------------------
 
 
-class _FormJudge:
-    """Knows which forms are poor: slower than twice the best at two lengths of the whole group."""
+class _Judge:
+    """Knows from whole groups which points of the NPU are not worth their time.
+
+    A form is poor that is slower than twice the best at two lengths. A cut is hopeless where the whole group
+    takes the NPU so many times the GPU's time that its share could not save what a hand-over costs.
+    """
 
     def __init__(self, known: Mapping[Key, Record]) -> None:
-        self._times_us: dict[LinearPoint, dict[int, dict[str, float]]] = {}
+        self._times_us: dict[tuple[Part, LinearPoint], dict[int, dict[str, float]]] = {}
         for record in known.values():
             self.learn(record)
 
     def learn(self, record: Record) -> None:
         key = record.key
-        if isinstance(key, LinearKey) and key.part == "npu" and not record.failed:
-            lengths = self._times_us.setdefault(replace(key.point, tokens=0, form=""), {})
+        if isinstance(key, LinearKey) and not record.failed:
+            lengths = self._times_us.setdefault((key.part, replace(key.point, tokens=0, form="")), {})
             lengths.setdefault(key.point.tokens, {})[key.point.form] = record.median_us
 
-    def is_poor(self, work: WorkPoint) -> bool:
+    def objection(self, work: WorkPoint) -> SkipReason | None:
+        """Return why a point is left out; None where it is to be measured."""
+        if work.part == "gpu":
+            return None
+        form, tokens = work.point.form, work.point.tokens
         whole = replace(work.point, member_rows=work.spec.member_rows, tokens=0, form="")
+        lengths = self._times_us.get(("npu", whole), {})
         slower = [
-            times[work.point.form] > POOR_FACTOR * min(times.values())
-            for times in self._times_us.get(whole, {}).values()
-            if work.point.form in times
+            times[form] > POOR_FACTOR * min(times.values()) for times in lengths.values() if form in times
         ]
-        return sum(slower) >= POOR_LENGTHS
+        if sum(slower) >= POOR_LENGTHS:
+            return "form"
+        own_us = lengths.get(tokens, {}).get(form)
+        gpu_us = self._times_us.get(("gpu", whole), {}).get(tokens, {}).get("")
+        is_cut = work.point.member_rows != work.spec.member_rows
+        if is_cut and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
+            return "hopeless"
+        return None
 
 
 def linear_tasks(
@@ -302,8 +318,8 @@ def linear_tasks(
         known: What was measured before, which tells poor forms.
 
     Returns:
-        The tasks; those of tier 0 are essential. And what is left out, which grows while tasks run: points in
-        forms that turn out to be poor are dropped.
+        The tasks; those of tier 0 are essential. And what is left out, which grows while tasks run: points
+        that turn out not to be worth their time are dropped.
     """
     points, skipped = enumerate_points(
         shapes,
@@ -311,12 +327,13 @@ def linear_tasks(
         cache_bytes=last_level_cache_bytes(),
         max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
     )
-    bench, judge = LinearBench(device), _FormJudge(known or {})
+    bench, judge = LinearBench(device), _Judge(known or {})
 
     def run(chunk: Sequence[WorkPoint]) -> Iterator[Record]:
         for work in chunk:
-            if work.part == "npu" and judge.is_poor(work):
-                skipped.add("form")
+            objection = judge.objection(work)
+            if objection is not None:
+                skipped.add(objection)
                 continue
             for record in bench.measure(work):
                 judge.learn(record)

@@ -28,7 +28,8 @@ STABLE_FRACTION: Final = 0.04
 
 LONGEST_US: Final = 1e9
 ABSURD_FACTOR: Final = 1000.0
-"""A sample so many times above or below the median is no noise: a preempted run comes to a tenth of it."""
+LONGEST_STALL_US: Final = 5e6
+"""A sample far above the median is no time, unless a loaded machine can have held the run up for so long."""
 
 
 def take_samples(
@@ -54,7 +55,8 @@ def take_samples(
     while not _enough(samples):
         samples.append(_checked(once()))
     median = statistics.median(samples)
-    strange = [sample for sample in samples if not 1 / ABSURD_FACTOR <= sample / median <= ABSURD_FACTOR]
+    most_us = max(ABSURD_FACTOR * median, LONGEST_STALL_US)
+    strange = [sample for sample in samples if not median / ABSURD_FACTOR <= sample <= most_us]
     if strange:
         raise _jumped(f"one run took {strange[0]:g} us, and half of them up to {median:g} us")
     return tuple(samples), tuple(warmup)

@@ -39,12 +39,13 @@ __all__ = [
 Tier: TypeAlias = Literal[0, 1, 2]
 """0: without it no plan can be made. 1: measured by default. 2: the full grid."""
 
-SkipReason: TypeAlias = Literal["alignment", "stage", "linear", "unsupported", "buffer", "form"]
+SkipReason: TypeAlias = Literal["alignment", "stage", "linear", "unsupported", "buffer", "form", "hopeless"]
 """Why a point is not measured.
 
 ``alignment``: its rows, once aligned, are none, all, or another cut's. ``stage``: it lies between measured
 cuts that are whole stages of the NPU. ``linear``: it lies between measured cuts of the GPU. ``unsupported``:
 the NPU has no form for it. ``buffer``: it exceeds the largest one. ``form``: its form was poor elsewhere.
+``hopeless``: the NPU is so much slower than the GPU that no cut can pay.
 """
 
 NPU_FRACTIONS: Final[Mapping[float, Tier]] = {

@@ -45,7 +45,7 @@ def test_the_first_runs_may_be_others():
     assert warmup == (7.0, 7.0)
 
 
-@pytest.mark.parametrize("strange", [0.0, -3.0, math.inf, math.nan, 5e9, 100.0 * 2000, 100.0 / 2000])
+@pytest.mark.parametrize("strange", [0.0, -3.0, math.inf, math.nan, 5e9, 8e6, 100.0 / 2000])
 @pytest.mark.parametrize("place", [2, 4])
 def test_a_clock_that_jumped_fails_the_measurement(strange, place):
     source = times(*[100.0] * place, strange, then=100.0)
@@ -58,7 +58,7 @@ def test_a_clock_that_jumped_fails_the_measurement(strange, place):
 
 
 def test_a_run_that_was_held_up_is_noise():
-    source = times(*[100.0] * 5, 20_000.0, then=100.0)
+    source = times(*[100.0] * 5, 300_000.0, then=100.0)
     assert not taken(KEY, lambda: next(source)).failed
 
 
