@@ -20,7 +20,7 @@ __all__ = ["Score", "Times", "choices", "held_out_predictions", "percentile", "s
 Times: TypeAlias = Mapping[LinearPoint, float]
 """Microseconds, or cycles, of slices on one part."""
 
-MOST_FOLDS: Final = 16
+MOST_FOLDS: Final = 10
 """With more shapes several are kept out at once, since every fold costs a fit."""
 
 HIGH, LOW = 0.9, 0.1
@@ -99,17 +99,21 @@ def choices(part: Part, times: Times, other: Times) -> Iterator[list[tuple[Linea
     slices: dict[Hashable, list[LinearPoint]] = defaultdict(list)
     for point in npu:
         slices[_decision(point)].append(point)
-    for whole in sorted(gpu):
+    rests = {
+        rest
+        for whole in gpu
+        for point in slices.get(_decision(whole), ())
+        if (rest := _rest(whole, point)) in gpu
+    }
+    for whole in sorted(set(gpu) - rests):
         found: list[tuple[LinearPoint | None, float]] = []
         found.append((whole, 0.0) if part == "gpu" else (None, gpu[whole]))
         for point in sorted(slices.get(_decision(whole), ())):
-            rest = tuple(a - b for a, b in zip(whole.member_rows, point.member_rows, strict=True))
-            if not any(rest):
+            rest = _rest(whole, point)
+            if rest in gpu:
+                found.append((point, gpu[rest]) if part == "npu" else (rest, npu[point]))
+            elif not any(rest.member_rows):
                 found.append((point, 0.0) if part == "npu" else (None, npu[point]))
-                continue
-            left = replace(whole, member_rows=rest)
-            if left in gpu:
-                found.append((point, gpu[left]) if part == "npu" else (left, npu[point]))
         if len(found) > 1:
             yield found
     if part == "npu":
@@ -119,6 +123,12 @@ def choices(part: Part, times: Times, other: Times) -> Iterator[list[tuple[Linea
 def _decision(point: LinearPoint) -> Hashable:
     """Return what alternatives have in common: all but the rows and the form."""
     return replace(point, member_rows=(0,) * len(point.member_rows), form="")
+
+
+def _rest(whole: LinearPoint, point: LinearPoint) -> LinearPoint:
+    """Return the slice that is left of a group on the GPU."""
+    rows = tuple(all_rows - own for all_rows, own in zip(whole.member_rows, point.member_rows, strict=True))
+    return replace(whole, member_rows=rows)
 
 
 def _forms(times: Times) -> Iterator[list[tuple[LinearPoint | None, float]]]:

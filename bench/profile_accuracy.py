@@ -1,0 +1,141 @@
+"""How far predicted times are from measured ones, on weight shapes that were kept out of the fit.
+
+For each predictor and part: median and 90th percentile of the relative error, and regret, the mean share of
+time lost by choosing cuts (and, between NPU graphs of one slice, forms) by predicted times; beside a constant
+rate and the nearest measured shape. The aims are printed with what was reached, and where errors are largest.
+
+On a device, from its profile; on the emulator, from its cycle counts, which are collected first where the
+results file lacks them (bench/emulator_cycles.py; a second run only evaluates):
+
+    python bench/profile_accuracy.py --device host [--profile FILE]
+    python bench/profile_accuracy.py --device emulator [--minutes 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, get_args
+
+from emulator_cycles import RESULTS, all_points, collect, settled
+
+from heterollm.profiler.predictor import BASELINES, CANDIDATES
+from heterollm.profiler.profile import Profile, stored_profiles
+from heterollm.profiler.records import LinearKey, LinearPoint, Part
+from heterollm.profiler.time_model import ShapeModel
+from heterollm.profiler.tree import FreeTree
+from heterollm.profiler.validation import Score, Times, held_out_predictions, score
+
+MEDIAN_AIM: Final = {"emulator": 0.05, "host": 0.12}
+HIGH_AIM: Final = {"emulator": 0.15}
+REGRET_AIM: Final = 0.03
+ALL_FOLDS: Final = 1000
+SHOWN_PLACES: Final = 5
+
+
+def emulator_times(path: Path, minutes: float) -> dict[Part, Times]:
+    """Return the emulator's smallest cycle counts of the points that have settled."""
+    counts = collect(path, minutes)
+    found = {point: float(min(entry)) for point, entry in counts.items() if settled(entry)}
+    print(f"{len(found)} of {len(all_points())} points have settled; the others are left out.\n")
+    return {"gpu": {}, "npu": found}
+
+
+def profile_times(path: Path) -> dict[Part, Times]:
+    """Return the measured linear layers of a profile, of the code that was measured last."""
+    profile = Profile.load(path)
+    print(f"{path}: {profile.device}, {profile.time_kind} time, {len(profile.records)} records\n")
+    times: dict[Part, Times] = {}
+    for part in get_args(Part):
+        found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.part == part]
+        code = max(found, key=lambda item: item[1].taken_s)[0].code if found else ""
+        times[part] = {key.point: record.median_us for key, record in found if key.code == code}
+    return times
+
+
+def report(device: str, times: Mapping[Part, Times]) -> None:
+    """Print the scores of every model and part, and how they stand to the aims."""
+    for part in get_args(Part):
+        if not times[part]:
+            continue
+        models = [*CANDIDATES[part], *((FreeTree,) if part == "npu" else ()), *BASELINES]
+        other = times["npu" if part == "gpu" else "gpu"]
+        scores = [score(model, part, times[part], other, most_folds=ALL_FOLDS) for model in models]
+        found = [entry for entry in scores if entry is not None]
+        if not found:
+            print(f"{part}: one weight shape only, so that none can be kept out of the fit.\n")
+            continue
+        shapes = len({(point.columns, point.rows) for point in times[part]})
+        print(f"{part}: {len(times[part])} slices of {shapes} weight shapes\n")
+        print("| model | median error | 90th percentile | regret | choices |\n|---|---:|---:|---:|---:|")
+        for entry in found:
+            regret = "none" if entry.regret is None else f"{entry.regret:.1%}"
+            errors = f"{entry.median_error:.1%} | {entry.high_error:.1%}"
+            print(f"| {entry.model} | {errors} | {regret} | {entry.choices} |")
+        names = {model.name: model for model in CANDIDATES[part]}
+        used = min((entry for entry in found if entry.model in names), key=lambda entry: entry.rank)
+        _aims(device, used)
+        _worst(names[used.model], times[part])
+
+
+def _aims(device: str, used: Score) -> None:
+    """Print what the model in use reached of each aim."""
+    reached = [
+        ("median error", used.median_error, MEDIAN_AIM.get(device)),
+        ("90th percentile", used.high_error, HIGH_AIM.get(device)),
+        ("regret", used.regret, REGRET_AIM),
+    ]
+    print(f"\nIn use: {used.model}.")
+    for name, value, aim in reached:
+        if value is not None and aim is not None:
+            verdict = "met" if value <= aim else f"missed by {value - aim:.1%}"
+            print(f"- {name}: {value:.1%}, aim {aim:.0%}: {verdict}")
+
+
+def _worst(model: type[ShapeModel], times: Times) -> None:
+    """Print which shapes and tokens the tenth of largest errors belongs to."""
+    predicted = held_out_predictions(model, times, most_folds=ALL_FOLDS)
+    ordered = sorted(times, key=lambda point: -abs(predicted[point] / times[point] - 1.0))
+    tenth = ordered[: max(len(ordered) // 10, 1)]
+
+    def most(name: str, values: list[object]) -> None:
+        text = ", ".join(f"{value} ({count})" for value, count in Counter(values).most_common(SHOWN_PLACES))
+        print(f"- of the {len(tenth)} largest errors, by {name}: {text}")
+
+    most("columns x rows", [f"{point.columns} x {point.rows}" for point in tenth])
+    most("tokens", [point.tokens for point in tenth])
+    most("form", [point.form or "kernel" for point in tenth])
+    for point in ordered[:SHOWN_PLACES]:
+        print(f"- {_name(point)}: {predicted[point]:.0f} predicted, {times[point]:.0f} measured")
+    print()
+
+
+def _name(point: LinearPoint) -> str:
+    form = f", {point.form}" if point.form else ""
+    return f"{point.group} {point.columns} x {point.rows}, {point.tokens} tokens{form}"
+
+
+def main() -> None:
+    """Print the report of a device."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("host", "emulator", "snapdragon"), default="host")
+    parser.add_argument("--profile", type=Path, help="a profile file; the device's newest by default")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="cycle counts of the emulator")
+    parser.add_argument("--minutes", type=float, default=10.0, help="longest time to collect them")
+    options = parser.parse_args()
+    if options.device == "emulator" and options.profile is None:
+        report("emulator", emulator_times(options.out, options.minutes))
+        return
+    stored = [path for path in stored_profiles() if path.name.startswith(options.device)]
+    path = options.profile or max(stored, key=lambda found: found.stat().st_mtime, default=None)
+    if path is None:
+        parser.error(f"There is no profile of {options.device}: run `heterollm profile`.")
+    report(options.device, profile_times(path))
+
+
+if __name__ == "__main__":
+    main()
