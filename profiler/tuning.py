@@ -270,8 +270,15 @@ class _Bench:
             return self.workload.call(parameters)
         if not self._runtime.tuning.identity.can_run(parameters):
             raise BuildError("its work-groups exceed the device's limits.")
-        self._in_quarantine(parameters, lambda: self._checker.check(parameters))
-        return self.workload.call(parameters)
+        calls: list[Callable[[], None]] = []
+
+        def first_run() -> None:
+            self._checker.check(parameters)
+            calls.append(self.workload.call(parameters))
+            calls[0]()
+
+        self._in_quarantine(parameters, first_run)
+        return calls[0]
 
     def confirm(self, result: SearchResult) -> SearchResult:
         """Check a winner on the lengths that are left; where it fails, the default stays."""

@@ -194,7 +194,7 @@ class Workload:
         self._x.release()
 
     def call(self, parameters: KernelParameters) -> Callable[[], None]:
-        """Return the call that runs all launches and waits."""
+        """Return the call that runs all launches and waits; it raises BuildError where one fails."""
         variant = Variant(parameters.style, parameters=parameters)
         launches: Sequence[Callable[[], Any]] = [
             layer.launch(self._x, self._y, tokens=tokens, style=variant, label="tuning")
@@ -203,9 +203,12 @@ class Workload:
         ]
 
         def run() -> None:
-            for launch in launches:
-                launch()
-            self._runtime.finish()
+            try:
+                for launch in launches:
+                    launch()
+                self._runtime.finish()
+            except (OpenClError, KernelError) as error:
+                raise BuildError(f"it does not run ({error}).") from error
 
         return run
 

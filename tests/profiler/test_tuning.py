@@ -1,10 +1,12 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from heterollm.errors import OptionError
+from heterollm.errors import KernelError, OptionError
 from heterollm.kernels import opencl_runtime
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.linear_parameters import (
@@ -19,7 +21,7 @@ from heterollm.kernels.tuning import DeviceTuning, read_table
 from heterollm.kernels.variants import BuildError
 from heterollm.profiler.tuning import candidates_for, default_jobs, tune
 from heterollm.profiler.tuning_search import search
-from heterollm.profiler.tuning_trial import Checker, TuningJob, wait
+from heterollm.profiler.tuning_trial import Checker, TuningJob, Workload, wait
 
 INT4 = WeightFormat(4, 32)
 MANY = ShapeClass(INT4, False, False, "many")
@@ -173,7 +175,7 @@ def few_candidates(monkeypatch):
 @pytest.mark.usefixtures("few_candidates")
 def test_a_search_on_a_device_is_kept_and_used(runtime):
     seen = []
-    report = tune(runtime, [JOB], budget_s=20.0, progress=lambda done, what: seen.append((done, what)))
+    report = tune(runtime, [JOB], budget_s=900.0, progress=lambda done, what: seen.append((done, what)))
     (outcome,) = report.outcomes
     assert outcome.result is not None
     assert outcome.result.tried >= 3
@@ -217,7 +219,7 @@ def test_a_broken_candidate_is_quarantined_and_never_chosen(runtime, monkeypatch
     with monkeypatch.context() as broken:
         broken.setattr(opencl_runtime, "read_sources", broken_sources)
         # Even where it would be the fastest by far.
-        (outcome,) = tune(runtime, [JOB], budget_s=20.0).outcomes
+        (outcome,) = tune(runtime, [JOB], budget_s=900.0).outcomes
     (record,) = outcome.quarantined
     assert record.parameters == SHORT_STRIP
     assert reason in record.reason
@@ -230,13 +232,13 @@ def test_a_broken_candidate_is_quarantined_and_never_chosen(runtime, monkeypatch
     # Not tried again by who opens the device next, although it would pass now.
     runtime.tuning.reload()
     assert candidates_for(runtime, MANY, "vector") == [ONE_ITEM]
-    (again,) = tune(runtime, [JOB], budget_s=20.0).outcomes
+    (again,) = tune(runtime, [JOB], budget_s=900.0).outcomes
     assert again.result is not None
     assert (again.result.failed, again.quarantined) == (0, ())
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_what_takes_the_process_down_stays_in_quarantine(runtime, monkeypatch):
+def test_a_candidate_is_in_quarantine_while_it_is_tried(runtime, monkeypatch):
     check = Checker.check
     seen = []
 
@@ -248,7 +250,7 @@ def test_what_takes_the_process_down_stays_in_quarantine(runtime, monkeypatch):
 
     monkeypatch.setattr(Checker, "check", look)
     with pytest.raises(KeyboardInterrupt):
-        tune(runtime, [JOB], budget_s=20.0)
+        tune(runtime, [JOB], budget_s=900.0)
     # The default is never there, the others are while they are tried; an interruption is no failure.
     assert seen == [[], [ONE_ITEM], [SHORT_STRIP]] or seen == [[], [SHORT_STRIP]]
     assert read_table(runtime.tuning.identity).quarantined == []
@@ -314,3 +316,68 @@ def test_nothing_to_tune_is_refused(runtime):
         tune(runtime, [])
     with pytest.raises(OptionError):
         tune(runtime, [JOB], budget_s=0.0)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_candidate_that_fails_on_the_real_layer_is_quarantined(runtime, monkeypatch):
+    prepare = Workload.call
+
+    def call(self, parameters):
+        run = prepare(self, parameters)
+
+        def fail():
+            raise KernelError("A kernel failed: OUT_OF_RESOURCES.")
+
+        def broken():
+            with monkeypatch.context() as patch:
+                patch.setattr(OpenClRuntime, "finish", lambda _: fail())
+                run()
+
+        return broken if parameters == ONE_ITEM else run
+
+    monkeypatch.setattr(Workload, "call", call)
+    (outcome,) = tune(runtime, [JOB], budget_s=900.0).outcomes
+    runtime.finish()
+    (record,) = outcome.quarantined
+    assert record.parameters == ONE_ITEM
+    assert "OUT_OF_RESOURCES" in record.reason
+    assert outcome.result is not None
+    assert outcome.result.winner != ONE_ITEM
+
+
+KILLED = """
+import os, sys
+from heterollm.kernels.opencl_runtime import OpenClRuntime, is_cpu, list_opencl_devices
+from heterollm.kernels.linear_parameters import ShapeClass
+from heterollm.kernels.ops import WeightFormat
+from heterollm.profiler.tuning import tune
+from heterollm.profiler.tuning_trial import Checker, TuningJob
+
+runtime = OpenClRuntime(next(device for _, device in list_opencl_devices() if is_cpu(device)))
+check, seen = Checker.check, []
+
+def die_at_the_second(self, parameters, *, winner=False):
+    if seen:
+        os._exit(3)
+    seen.append(parameters)
+
+Checker.check = die_at_the_second
+shape = ShapeClass(WeightFormat(4, 32), False, False, "many")
+tune(runtime, [TuningJob(shape, rows=128, columns=128, tokens=(70,))], budget_s=900.0)
+"""
+
+
+def test_what_takes_the_process_down_stays_in_quarantine(runtime, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    (record,) = read_table(runtime.tuning.identity).quarantined
+    assert record.reason == "the process ended while it was tried"
+    assert record.parameters not in candidates_for(runtime, MANY, "vector")
+    assert record.parameters != DEFAULT
