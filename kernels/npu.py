@@ -57,12 +57,12 @@ Form = Literal[
 """
 
 CHUNK_COLUMNS = 4096
-"""Most inputs of a piece of a chunked form: by HeteroLLM's published latencies a Hexagon is 3.5 times slower
-for each weight somewhere between 4096 and 14336 inputs, at 1 token and at 256 alike (section 3.2). Graphs in
-the cache are not known by it: whoever changes it raises ``GRAPH_VERSION``."""
+"""Most inputs of a piece of a chunked form: by HeteroLLM's published operator latencies a Hexagon takes 3.5
+times as long for each weight at 14336 inputs as at 4096, with 1 token and with 256 alike. The emulator shows no
+such limit. Graphs in the cache are not known by it: whoever changes it raises ``GRAPH_VERSION``."""
 
 TILE_TOKENS = 32
-"""Tokens of a tile: llm.npu found 32x32 tokens 1.6 times faster than 1024x1 (section 3.2)."""
+"""Tokens of a tile: llm.npu found 32x32 tokens 1.6 times faster than 1024x1 (section 4)."""
 
 STANDARD_LENGTHS: tuple[int, ...] = (1, 32, 64, 128, 256, 512, 1024)
 """Sequence lengths for which NPU graphs exist (HeteroLLM, section 4.1)."""

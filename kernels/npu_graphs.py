@@ -246,6 +246,8 @@ def _conv_1x1(part: NpuSlice, dtype: np.dtype[Any], _length: int | None) -> Buil
 def _token_tiles(part: NpuSlice, dtype: np.dtype[Any], length: int | None) -> Built:
     if length is not None and length % TILE_TOKENS:
         raise GraphError(f"{part.label} at {length} tokens has no tiles of {TILE_TOKENS} tokens.")
+    # Weights first: the emulator takes tiles in front of a rank-3 weight, or as the rows of an image under a
+    # convolution, too, at several times the cycles; in front of a rank-2 weight it flattens them again.
     tiles, tokens = (-1, -1) if length is None else (length // TILE_TOKENS, length)
     nodes = [
         helper.make_node("Reshape", [INPUT, "tiled_shape"], ["x_tiles"]),
