@@ -32,13 +32,14 @@ JOB = TuningJob(MANY, rows=128, columns=128, tokens=(70,))
 class Clock:
     """A clock that only trials and calls move."""
 
-    def __init__(self, cost_us, build_s=0.0, seed=0):
+    def __init__(self, cost_us, build_s=0.0, seed=0, noise=0.02):
         self.now_ns = 0
         self.calls = {}
         self.tried = []
         self._cost_us = cost_us
         self._build_ns = int(build_s * 1e9)
         self._noise = np.random.default_rng(seed)
+        self._stretch = 1.0 + noise
 
     def __call__(self):
         return self.now_ns
@@ -52,7 +53,7 @@ class Clock:
 
         def call():
             self.calls[parameters] = self.calls.get(parameters, 0) + 1
-            self.now_ns += int(cost_us * 1e3 * self._noise.uniform(1.0, 1.02))
+            self.now_ns += int(cost_us * 1e3 * self._noise.uniform(1.0, self._stretch))
 
         return call
 
@@ -99,6 +100,25 @@ def test_the_default_stays_unless_beaten_by_the_margin():
 def test_noise_alone_changes_nothing():
     for seed in range(20):
         assert run(Clock(lambda _: 1000.0, seed=seed)).winner == DEFAULT
+
+
+def test_a_busy_machine_does_not_choose():
+    """Samples that others stretch up to threefold, at random: equals win by chance, and seldom."""
+    others = singles()[:4]
+    won = 0
+    for seed in range(40):
+        clock = Clock(lambda _: 1000.0, seed=seed, noise=2.0)
+        won += run(clock, others).winner != DEFAULT
+    assert won <= 4
+
+
+def test_a_real_gain_is_seen_on_a_busy_machine():
+    better = singles()[1]
+    won = 0
+    for seed in range(20):
+        clock = Clock(lambda parameters: 500.0 if parameters == better else 1000.0, seed=seed, noise=0.5)
+        won += run(clock, [better]).winner == better
+    assert won >= 18
 
 
 def test_poor_candidates_are_dropped_early():
