@@ -31,7 +31,7 @@ from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.measure import Timer
 from heterollm.profiler.random_data import fill_random, random_members
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
-from heterollm.profiler.sampling import SLOW_US, taken
+from heterollm.profiler.sampling import MOST_SAMPLES, SLOW_US, taken
 from heterollm.profiler.task import Task
 from heterollm.profiler.workload import ModelShape, Skipped, SkipReason, Tier, WorkPoint, enumerate_points
 
@@ -39,6 +39,9 @@ __all__ = ["LinearBench", "code_of", "linear_tasks"]
 
 COUNTED_RUNS: Final = 3
 """Runs whose cycles are counted; the smallest repeats."""
+
+EMULATED_SAMPLES: Final = 3
+"""Runs of a part whose time means nothing."""
 
 POOR_FACTOR: Final = 2.0
 POOR_LENGTHS: Final = 2
@@ -168,12 +171,14 @@ class LinearBench:
             call = graph.bind(
                 x.view(dtype, (point.tokens, point.columns)), y.view(dtype, (point.tokens, point.rows))
             )
-            cold = point.streamed and point.tokens <= COLD_TOKENS and npu.time_kind == "real"
+            real = npu.time_kind == "real"
+            cold = real and point.streamed and point.tokens <= COLD_TOKENS
             record = taken(
                 key,
                 lambda: self._run_us(call, cold=cold),
                 lambda: self._run_us(call, cold=False),
                 values=lambda: _cycles(npu, part, point),
+                most=MOST_SAMPLES if real else EMULATED_SAMPLES,
             )
         finally:
             x.release()
@@ -269,9 +274,14 @@ class _Judge:
 
     A form is poor that is slower than twice the best at two lengths. A cut is hopeless where the whole group
     takes the NPU so many times the GPU's time that its share could not save what a hand-over costs.
+
+    Args:
+        known: What was measured before.
+        comparable: Whether the times of both parts are real.
     """
 
-    def __init__(self, known: Mapping[Key, Record]) -> None:
+    def __init__(self, known: Mapping[Key, Record], *, comparable: bool) -> None:
+        self._comparable = comparable
         self._times_us: dict[tuple[Part, LinearPoint], dict[int, dict[str, float]]] = {}
         for record in known.values():
             self.learn(record)
@@ -280,7 +290,8 @@ class _Judge:
         key = record.key
         if isinstance(key, LinearKey) and not record.failed:
             lengths = self._times_us.setdefault((key.part, replace(key.point, tokens=0, form="")), {})
-            lengths.setdefault(key.point.tokens, {})[key.point.form] = record.median_us
+            time_us = record.values.get("cycles", record.median_us)
+            lengths.setdefault(key.point.tokens, {})[key.point.form] = time_us
 
     def objection(self, work: WorkPoint) -> SkipReason | None:
         """Return why a point is left out; None where it is to be measured."""
@@ -296,7 +307,7 @@ class _Judge:
             return "form"
         own_us = lengths.get(tokens, {}).get(form)
         gpu_us = self._times_us.get(("gpu", whole), {}).get(tokens, {}).get("")
-        is_cut = work.point.member_rows != work.spec.member_rows
+        is_cut = self._comparable and work.point.member_rows != work.spec.member_rows
         if is_cut and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
             return "hopeless"
         return None
@@ -327,7 +338,7 @@ def linear_tasks(
         cache_bytes=last_level_cache_bytes(),
         max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
     )
-    bench, judge = LinearBench(device), _Judge(known or {})
+    bench, judge = LinearBench(device), _Judge(known or {}, comparable=device.time_kind == "real")
 
     def run(chunk: Sequence[WorkPoint]) -> Iterator[Record]:
         for work in chunk:

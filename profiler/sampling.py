@@ -33,13 +33,17 @@ LONGEST_STALL_US: Final = 5e6
 
 
 def take_samples(
-    once: Callable[[], float], warm_up: Callable[[], float] | None = None
+    once: Callable[[], float],
+    warm_up: Callable[[], float] | None = None,
+    *,
+    most: int = MOST_SAMPLES,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Run something until its time is known.
 
     Args:
         once: Runs it once and returns its microseconds.
         warm_up: The same for the first runs; default ``once``.
+        most: Samples after which it ends, whether they agree or not.
 
     Returns:
         The samples, and the runs before them that were thrown away, in microseconds.
@@ -52,7 +56,7 @@ def take_samples(
     if warmup[0] < SLOW_US:
         warmup += [_checked(first()) for _ in range(WARM_UPS - 1)]
     samples: list[float] = []
-    while not _enough(samples):
+    while not _enough(samples, most):
         samples.append(_checked(once()))
     median = statistics.median(samples)
     most_us = max(ABSURD_FACTOR * median, LONGEST_STALL_US)
@@ -68,6 +72,7 @@ def taken(
     warm_up: Callable[[], float] | None = None,
     *,
     values: Callable[[], Mapping[str, float]] = dict,
+    most: int = MOST_SAMPLES,
 ) -> Record:
     """Return the record of something that is run until its time is known; a failure is in the record.
 
@@ -76,17 +81,18 @@ def taken(
         once: Runs it once and returns its microseconds.
         warm_up: The same for the first runs; default ``once``.
         values: Called after the samples; other numbers to record.
+        most: Samples after which it ends, whether they agree or not.
     """
     try:
-        samples, warmup = take_samples(once, warm_up)
+        samples, warmup = take_samples(once, warm_up, most=most)
         return Record(key, samples, warmup, dict(values()))
     except HeteroLLMError as error:
         return Record(key, error=error.message)
 
 
-def _enough(samples: list[float]) -> bool:
+def _enough(samples: list[float], most: int) -> bool:
     count = len(samples)
-    if count >= MOST_SAMPLES:
+    if count >= most:
         return True
     if count < LEAST_SLOW_SAMPLES:
         return False

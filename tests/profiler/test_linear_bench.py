@@ -326,6 +326,17 @@ def test_cuts_are_not_measured_where_the_npu_cannot_help(fake, clock, monkeypatc
     assert skipped.counts["hopeless"] == len(shape_of(SIZES).specs)
 
 
+def test_emulated_times_are_not_compared_with_real_ones(fake, clock, monkeypatch):
+    monkeypatch.setattr(linear_bench, "LinearBench", lambda device: LinearBench(device, timer=clock))
+    fake.time_kind = fake.npu.time_kind = "emulated"
+    fake.npu.cost_ns = lambda length, form: 10**9
+    fake.npu.cycles = (5,)
+    tasks, skipped = linear_tasks(fake, [shape_of(SIZES)], tier=0)
+    records = [record for task in tasks for record in task.run() if record.key in task.keys]
+    assert {record.key for record in records} == {key for task in tasks for key in task.keys}
+    assert not skipped.counts["hopeless"]
+
+
 def test_a_device_without_an_npu_fails_npu_points_as_records(device):
     record = linear_of(LinearBench(replace(device, npu=None)).measure(point_of(shape_of(SIZES), "o")))
     assert "no NPU" in record.error
