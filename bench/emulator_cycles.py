@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
-from conditions import busy_s, conditions, undisturbed, wait_until_idle
 
 from heterollm.kernels.npu import Form, NpuSlice
 from heterollm.profiler.records import LinearPoint
@@ -69,6 +68,8 @@ def collect(path: Path, minutes: float) -> Counts:
     todo = [point for point in all_points() if not settled(counts[point])]
     if not todo or minutes <= 0:
         return counts
+    from conditions import busy_s, conditions, undisturbed, wait_until_idle
+
     from heterollm.kernels.npu_qnn import QnnNpu
 
     disturbed = 0
