@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -77,8 +78,8 @@ class LLM:
         Args:
             model: A local folder or a hub name.
             device: ``snapdragon``, ``host``, ``emulator`` or ``auto``.
-            plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``) or ``auto``, which is ``gpu``
-                as long as the device has no profile.
+            plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``, ``tensor``: the solver's) or
+                ``auto``, which is ``tensor``, or ``gpu`` as long as the device has no profile.
             precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
                 rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
             group_size: Weights that share a scale: 32, 64 or 128.
@@ -121,6 +122,7 @@ class LLM:
                 standard_lengths=opened.standard_lengths,
                 precision=precision,
                 context=positions,
+                solve=functools.partial(_solved, opened, config, specs, precision, positions),
             )
             check_precision(opened, precision, specs)
             # Before anything is read: quantising a model that cannot run would take its time in vain.
@@ -268,6 +270,18 @@ class LLM:
         if self._own_session is None:
             self._own_session = self.session()
         return self._own_session
+
+
+def _solved(
+    device: Device, config: ModelConfig, specs: Sequence[OpSpec], precision: Precision, context: int
+) -> Plan | None:
+    """Return the solver's plan; None where the device has no profile."""
+    from heterollm.planning import Planner, PlanRequest, stored_profile
+
+    profile = stored_profile(device)
+    if profile is None:
+        return None
+    return Planner(profile, config, specs, precision, PlanRequest(context)).plan
 
 
 def _start(device: Device, weights: ModelWeights, plan: Plan, context: int, progress: Progress) -> Engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, get_args
 
@@ -15,6 +15,9 @@ from heterollm.solver.plan import model_shape
 __all__ = ["check_options", "choose_context", "choose_plan"]
 
 DEFAULT_CONTEXT: Final = 4096
+SOLVED: Final = "tensor"
+"""The plan level that the solver finds."""
+
 CHUNK_LENGTH: Final = 512
 """Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
 
@@ -66,24 +69,35 @@ def choose_plan(
     standard_lengths: Sequence[int],
     precision: Precision,
     context: int,
+    solve: Callable[[], Plan | None] = lambda: None,
 ) -> Plan:
-    """Return the plan to run: the given one, one from a file, or that of a level.
+    """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
 
     Args:
-        plan: A plan, a level, ``auto`` (``gpu`` as long as the device has no profile), or a plan file.
+        plan: A plan, a level, ``tensor`` (the solver's, from the device's profile), ``auto`` (the same, or
+            ``gpu`` as long as the device has no profile), or a plan file.
         specs: The model's groups.
         device: Name of the device that runs it.
         standard_lengths: Lengths of its NPU graphs; empty without an NPU.
         precision: Precision of the linears.
         context: Positions of a session.
+        solve: Returns the solver's plan; None where the device has no profile.
 
     Raises:
-        OptionError: It is neither a level nor a file, or the level needs an NPU.
+        OptionError: It is neither a level nor a file, or the level needs an NPU or a profile.
         PlanError: The plan is damaged, or made for another model, device or precision.
     """
     if isinstance(plan, Plan):
         return _checked(plan, "The plan", specs, device, precision)
-    if plan == "auto":
+    if plan in ("auto", SOLVED):
+        solved = solve()
+        if solved is not None:
+            return solved
+        if plan == SOLVED:
+            raise OptionError(
+                f"Plan level {SOLVED!r} needs a profile of the device {device!r} with these threads.",
+                fix=f"Run `heterollm profile --device {device}` with this model first.",
+            )
         plan = "gpu"
     if plan in LEVELS:
         return level_plan(
@@ -102,7 +116,7 @@ def choose_plan(
     if not found:
         raise OptionError(
             f"{str(plan)!r:.200} is neither a plan level nor a plan file.",
-            fix=f"Choose auto, {', '.join(LEVELS)}, or the path of a plan.",
+            fix=f"Choose auto, {', '.join((*LEVELS, SOLVED))}, or the path of a plan.",
         )
     return _checked(Plan.load(path), str(path), specs, device, precision)
 

@@ -1,0 +1,117 @@
+"""The command ``plan``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from heterollm.cli_options import (
+    Asymmetric,
+    Context,
+    DeviceOption,
+    GpuThreads,
+    GroupSize,
+    JsonOption,
+    Model,
+    NpuThreads,
+    PrecisionOption,
+    command_group,
+    whole_numbers,
+)
+
+if TYPE_CHECKING:
+    from heterollm.kernels.ops import Precision
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+DEFAULT_LENGTHS = "1,64,256,1024"
+
+
+@commands.command("plan")
+def plan_model(
+    model: Model,
+    device: DeviceOption = "auto",
+    profile: Annotated[Path | None, typer.Option(help="File of a profile; no device is opened then.")] = None,
+    length: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_LENGTHS,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what the other placements would cost.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")
+    ] = None,
+    precision: PrecisionOption = "w4a16",
+    group_size: GroupSize = 32,
+    asymmetric: Asymmetric = False,
+    context: Context = None,
+    gpu_share: Annotated[
+        float, typer.Option(help="Most of an operator's time that the GPU may compute.")
+    ] = 1.0,
+    energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0,
+    forbid: Annotated[str | None, typer.Option(help="gpu or npu: it computes no linear layer.")] = None,
+    npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None,
+    histogram: Annotated[
+        str | None, typer.Option(help="How often prompts of a length come: 64:10,256:3.")
+    ] = None,
+    gpu_threads: GpuThreads = None,
+    npu_threads: NpuThreads = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Solve for the best cut of every operator, and show what was chosen and why."""
+    from heterollm import report
+    from heterollm.plan_command import solve_for
+    from heterollm.planning import PlanRequest
+    from heterollm.report_plan import plan_report
+    from heterollm.terminal import write, write_json
+
+    planner = solve_for(
+        model,
+        device=device,
+        profile=profile,
+        precision=cast("Precision", precision),
+        group_size=group_size,
+        symmetric=not asymmetric,
+        gpu_threads=gpu_threads,
+        npu_threads=npu_threads,
+        request=PlanRequest(
+            gpu_share=gpu_share,
+            energy_weight=energy_weight,
+            forbidden=forbid,
+            npu_gib=npu_gib,
+            histogram=None if histogram is None else _histogram(histogram),
+        ),
+        context=context,
+    )
+    longest = planner.solver.chunk_length
+    lengths = [min(tokens, longest) for tokens in whole_numbers(length, "--length")]
+    passes = [planner.one_pass("decode", 1)]
+    passes += [planner.one_pass("prefill", tokens) for tokens in sorted(set(lengths)) if tokens > 1]
+    if output is not None:
+        planner.plan.save(output)
+    if as_json:
+        import json
+
+        write_json(json.loads(planner.plan.to_json()))
+        return
+    write(report.render(plan_report(planner, passes, explain=explain), like=sys.stdout))
+    if output is not None:
+        report.show(report.note(f"Written to {output}; run it with `heterollm generate --plan {output}`."))
+
+
+def _histogram(text: str) -> dict[int, float]:
+    from heterollm.errors import OptionError
+
+    counts: dict[int, float] = {}
+    for part in text.split(","):
+        tokens, _, weight = part.partition(":")
+        try:
+            counts[int(tokens)] = float(weight or 1)
+        except ValueError:
+            counts[0] = 0.0
+    if min(counts) < 1:
+        raise OptionError(f"--histogram is {text!r:.80}.", fix="Give lengths with weights: 64:10,256:3.")
+    return counts

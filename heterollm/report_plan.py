@@ -1,0 +1,97 @@
+"""Plans on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from heterollm.report import table
+from heterollm.solver.describe import describe
+
+if TYPE_CHECKING:
+    from heterollm.planning import PassPlan, Planner
+    from heterollm.solver.search import Choice, Priced
+
+__all__ = ["pass_table", "plan_report"]
+
+RUNNERS_UP: Final = 3
+
+
+def plan_report(planner: Planner, passes: Sequence[PassPlan], *, explain: bool) -> RenderableType:
+    """Return the tables of some solved passes and what was learnt on the way."""
+    profile = planner.profile
+    parts: list[RenderableType] = [
+        Text(f"{profile.device} ({profile.time_kind} times), {planner.precision}, predicted from the profile")
+    ]
+    for solved in passes:
+        parts += [Text(), pass_table(solved, explain=explain)]
+    held = sum(
+        spec.weight.weight_bytes(sum(rows), spec.columns)
+        * (1 if spec.group == "head" else planner.solver.layers)
+        for spec in (*planner.solver.layer, planner.solver.head)
+        for rows in planner.slices[spec.group]
+    )
+    parts.append(Text(f"\nThe NPU holds slices of {held / 2**20:.0f} MiB."))
+    parts.append(Text(verdict(passes)))
+    if missing := planner.missing():
+        parts.append(Text(f"Not in the profile, and left out of the times: {', '.join(sorted(missing))}."))
+    return Group(*parts)
+
+
+def verdict(passes: Sequence[PassPlan]) -> str:
+    """Say in words where splitting pays, by the numbers of the passes."""
+    cut = [solved for solved in passes if any(choice.chosen.is_cut for choice in solved.choices)]
+    if not cut:
+        return "No operator is split: either part alone is as fast as both, by the profile."
+    names = ", ".join(f"{solved.phase} of {solved.tokens}" for solved in cut)
+    return f"Operators are split in: {names}."
+
+
+def pass_table(solved: PassPlan, *, explain: bool) -> Table:
+    """Return the placements of one pass, with the runners-up if asked for."""
+    title = (
+        f"{solved.phase}, {solved.tokens} token{'s' if solved.tokens > 1 else ''}: "
+        f"{solved.time_us / 1e3:.2f} ms, {solved.tokens_per_s:.1f} tokens/s predicted"
+    )
+    columns = ["group", "placement", ">NPU share", ">GPU us", ">NPU us", ">time us"]
+    result = table(*columns, *(["why the others lost"] if explain else []), title=title)
+    for choice in solved.choices:
+        tokens = 1 if choice.spec.group == "head" else solved.tokens
+        chosen = choice.chosen
+        row = [
+            choice.spec.group,
+            describe(chosen.placement, choice.spec, tokens),
+            f"{npu_share(choice, tokens):.0%}",
+            f"{chosen.gpu_us:.0f}" if chosen.gpu_us else "",
+            f"{chosen.npu_us:.0f}" if chosen.npu_us else "",
+            f"{chosen.time_us:.0f}",
+        ]
+        if explain:
+            row.append("\n".join(_reasons(choice, tokens)))
+        result.add_row(*row)
+    return result
+
+
+def npu_share(choice: Choice, tokens: int) -> float:
+    """Return the part of a group's work, 0 to 1, that the NPU computes, padding left out."""
+    placement = choice.chosen.placement
+    covered = min(tokens, sum(placement.npu_lengths))
+    return sum(placement.npu_rows) / choice.spec.rows * covered / tokens
+
+
+def _reasons(choice: Choice, tokens: int) -> list[str]:
+    """Return the best of each other kind of placement and what it would have cost."""
+    best: dict[str, Priced] = {}
+    for other in sorted(choice.others, key=lambda item: item.cost):
+        best.setdefault(other.placement.kind(choice.spec, tokens), other)
+    chosen_us = choice.chosen.time_us
+    lines = []
+    for other in list(best.values())[:RUNNERS_UP]:
+        slower = other.time_us / chosen_us - 1.0
+        reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a cut must gain"
+        lines.append(f"{describe(other.placement, choice.spec, tokens)}: {other.time_us:.0f} us ({reason})")
+    return lines
