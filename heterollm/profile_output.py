@@ -1,0 +1,85 @@
+"""Writes a profile as pictures and as a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from heterollm import plots
+from heterollm.errors import CacheError, OptionError
+from heterollm.html_page import profile_page
+from heterollm.kernels.cache import atomic_path
+from heterollm.profiler.held_out import held_out
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from heterollm.profiler.summary_rows import ProfileSummary
+
+__all__ = ["draw", "write_outputs"]
+
+PLOTS: Final[Mapping[str, tuple[str, Callable[[ProfileSummary], Figure | None]]]] = {
+    "stages": ("the NPU's stages", plots.stage_plot),
+    "order": ("order and shape at float weights", plots.order_plot),
+    "gpu": ("how linear the GPU is", plots.gpu_linearity_plot),
+    "bandwidth": ("memory bandwidth", plots.bandwidth_plot),
+    "accuracy": (
+        "predicted against measured",
+        lambda summary: plots.accuracy_plot(summary, held_out(summary)),
+    ),
+}
+"""File names, what the plots show, and what draws them."""
+
+
+def draw(summary: ProfileSummary) -> Iterator[tuple[str, str, bytes | None]]:
+    """Yield each plot's file name, what it shows, and its PNG; None where the profile has nothing for it.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+    """
+    plots.require_matplotlib()
+    for name, (title, make) in PLOTS.items():
+        figure = make(summary)
+        if figure is None:
+            yield name, title, None
+            continue
+        file = io.BytesIO()
+        plots.save_png(figure, file)
+        yield name, title, file.getvalue()
+
+
+def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
+    """Write plots and page, and say what was written and what there is nothing to draw for.
+
+    Args:
+        summary: The profile.
+        folder: Where PNG files go; None for nowhere.
+        page: The file of the page; None for none.
+
+    Raises:
+        OptionError: matplotlib is not installed, or a file cannot be written.
+    """
+    drawn = list(draw(summary))
+    said = [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
+    if folder is not None:
+        count = 0
+        for name, _, png in drawn:
+            if png is not None:
+                _write(folder / f"{name}.png", png)
+                count += 1
+        said.append(f"Wrote {count} plots into {folder}.")
+    if page is not None:
+        pictures = [(title, png) for _, title, png in drawn if png is not None]
+        _write(page, profile_page(summary, pictures).encode())
+        said.append(f"Wrote {page}.")
+    return said
+
+
+def _write(target: Path, content: bytes) -> None:
+    try:
+        with atomic_path(target) as temporary:
+            temporary.write_bytes(content)
+    except CacheError as error:
+        raise OptionError(error.message, fix="Name another place.") from error

@@ -1,0 +1,186 @@
+"""Two profiles side by side: what became faster, what slower, and what is noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from heterollm.errors import ProfileError
+from heterollm.profiler.measure import Measurement
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.record_json import KIND_NAMES
+from heterollm.profiler.records import DriftKey, GraphKey, Key, LayerKey, LinearKey, LinearPoint, Record
+
+__all__ = ["Comparison", "KindSummary", "Pair", "Verdict", "compare", "describe"]
+
+Verdict: TypeAlias = Literal["no change", "faster", "slower", "only in A", "only in B", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same measurement in two profiles.
+
+    Args:
+        kind: Its kind, as in the file.
+        label: What was measured, in words.
+        first_us: Median in the first; None where it has none.
+        second_us: Median in the second.
+        ratio: Second divided by first; None where one is missing.
+        verdict: ``no change`` where the quartiles overlap, else which way the second differs.
+    """
+
+    kind: str
+    label: str
+    first_us: float | None
+    second_us: float | None
+    ratio: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class KindSummary:
+    """All measurements of one kind.
+
+    Args:
+        kind: Which.
+        both: Measured in both.
+        faster: How many of them the second did faster.
+        slower: How many slower.
+        ratio: Geometric mean of second divided by first; None where none is in both.
+        only_first: In the first alone.
+        only_second: In the second alone.
+        failed: Failed in one of them or in both.
+    """
+
+    kind: str
+    both: int
+    faster: int
+    slower: int
+    ratio: float | None
+    only_first: int
+    only_second: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two profiles side by side.
+
+    Args:
+        first: Device and fingerprint of the first.
+        second: Those of the second.
+        differences: Entries in which the devices differ, and their values.
+        pairs: The measurements.
+        kinds: Their summaries.
+    """
+
+    first: str
+    second: str
+    differences: Mapping[str, tuple[Any, Any]]
+    pairs: tuple[Pair, ...]
+    kinds: tuple[KindSummary, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self)
+
+
+def compare(first: Profile, second: Profile) -> Comparison:
+    """Compare what two profiles measured.
+
+    Versions of kernels and graph builder are left aside: of several, the one measured last counts.
+
+    Raises:
+        ProfileError: The times of one are real and those of the other are not.
+    """
+    if first.time_kind != second.time_kind:
+        raise ProfileError(
+            f"One profile has {first.time_kind} time and the other {second.time_kind} time.",
+            fix="Compare profiles of the same kind of time.",
+        )
+    ours, theirs = _newest(first), _newest(second)
+    keys = sorted(
+        {*ours, *theirs}, key=lambda key: (list(KIND_NAMES).index(type(key)), dataclasses.astuple(key))
+    )
+    pairs = tuple(_pair(key, ours.get(key), theirs.get(key)) for key in keys)
+    names = dict.fromkeys([*first.description, *second.description])
+    differences = {
+        name: (first.description.get(name), second.description.get(name))
+        for name in names
+        if first.description.get(name) != second.description.get(name)
+    }
+    labels = [f"{profile.device} {profile.fingerprint}" for profile in (first, second)]
+    return Comparison(labels[0], labels[1], differences, pairs, tuple(_kinds(pairs)))
+
+
+def describe(key: Key) -> str:
+    """Return what a key stands for, in words."""
+    values = {item.name: getattr(key, item.name) for item in dataclasses.fields(key)}
+    values.pop("code", None)
+    point = values.pop("point", None)
+    words = [str(values.pop("part"))] if "part" in values else []
+    if isinstance(point, LinearPoint):
+        rows = "+".join(map(str, point.member_rows))
+        words += [point.group, f"{rows} x {point.columns}", f"{point.tokens} tokens", str(point.weight)]
+        words += [point.form] if point.form else []
+        words += ["int8 inputs"] if point.integer_inputs else []
+        words += [] if point.streamed else ["cached"]
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words += [name] if value else []
+        elif isinstance(value, str):
+            words.append(f"beside {value}" if name == "beside" else value)
+        elif value:
+            words.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(words)
+
+
+def _newest(profile: Profile) -> dict[Key, Record]:
+    """Return the records with samples and the failed ones, by keys without versions."""
+    found: dict[Key, Record] = {}
+    for key, record in profile.records.items():
+        if isinstance(key, DriftKey) or not (record.samples_us or record.failed):
+            continue
+        plain: Key = (
+            dataclasses.replace(key, code="") if isinstance(key, LinearKey | LayerKey | GraphKey) else key
+        )
+        held = found.get(plain)
+        if held is None or (held.failed, record.taken_s) >= (record.failed, held.taken_s):
+            found[plain] = record
+    return found
+
+
+def _pair(key: Key, first: Record | None, second: Record | None) -> Pair:
+    kind, label = KIND_NAMES[type(key)], describe(key)
+    times = [None if record is None or record.failed else record.median_us for record in (first, second)]
+    if first is None or second is None:
+        verdict: Verdict = "only in B" if first is None else "only in A"
+        return Pair(kind, label, times[0], times[1], None, verdict)
+    if times[0] is None or times[1] is None:
+        return Pair(kind, label, times[0], times[1], None, "failed")
+    low, high = Measurement(first.samples_us).quartiles_us
+    other_low, other_high = Measurement(second.samples_us).quartiles_us
+    verdict = "slower" if other_low > high else "faster" if other_high < low else "no change"
+    return Pair(kind, label, times[0], times[1], times[1] / times[0], verdict)
+
+
+def _kinds(pairs: tuple[Pair, ...]) -> Iterator[KindSummary]:
+    for kind in dict.fromkeys(pair.kind for pair in pairs):
+        own = [pair for pair in pairs if pair.kind == kind]
+        ratios = [pair.ratio for pair in own if pair.ratio is not None]
+        mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
+        verdicts = [pair.verdict for pair in own]
+        yield KindSummary(
+            kind,
+            len(ratios),
+            verdicts.count("faster"),
+            verdicts.count("slower"),
+            mean,
+            verdicts.count("only in A"),
+            verdicts.count("only in B"),
+            verdicts.count("failed"),
+        )

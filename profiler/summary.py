@@ -1,0 +1,220 @@
+"""What a profile says, boiled down to the rows that tables, pages and JSON share."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from heterollm.errors import ProfileError
+from heterollm.profiler.predictor import BASELINES, Predictor
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.record_json import KIND_NAMES
+from heterollm.profiler.records import (
+    BandwidthKey,
+    ContentionKey,
+    CopyKey,
+    GraphKey,
+    HandOverKey,
+    LaunchKey,
+    LayerKey,
+    LinearKey,
+    LinearPoint,
+    Part,
+    PowerKey,
+    Record,
+)
+from heterollm.profiler.summary_rows import (
+    AccuracyRow,
+    BandwidthRow,
+    ContentionRow,
+    CopyRow,
+    Failure,
+    GraphRow,
+    HandOverRow,
+    LaunchRow,
+    LayerRow,
+    LinearRow,
+    PowerRow,
+    ProfileSummary,
+    RunRow,
+    Times,
+)
+
+__all__ = ["summarize"]
+
+COUNTS: Final = ("measured", "failed", "known", "left")
+
+V = TypeVar("V", LinearKey, LayerKey, GraphKey)
+
+
+def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
+    """Boil a profile down.
+
+    Args:
+        profile: The profile.
+        accuracy: Whether to fit and cross-validate the predictors, which takes seconds on a large profile.
+    """
+    cuts = _cuts(profile)
+    scores, reason = _accuracy(profile) if accuracy else ((), "it was not asked for")
+    return ProfileSummary(
+        profile.device,
+        profile.time_kind,
+        profile.fingerprint,
+        dict(profile.description),
+        tuple(_run(run) for _, run in sorted(profile.runs.items())),
+        tuple(_linear(profile, cuts)),
+        tuple(_layers(profile)),
+        tuple(_bandwidth(profile)),
+        tuple(
+            ContentionRow(key.part, key.bound, key.beside, record.values["slowdown"])
+            for key, record in profile.of_kind(ContentionKey)
+            if "slowdown" in record.values
+        ),
+        tuple(
+            LaunchRow(key.measure, times)
+            for key, record in profile.of_kind(LaunchKey)
+            if (times := Times.of(record)) is not None
+        ),
+        tuple(_hand_overs(profile)),
+        tuple(
+            CopyRow(key.method, key.size_bytes, times)
+            for key, record in profile.of_kind(CopyKey)
+            if (times := Times.of(record)) is not None
+        ),
+        tuple(_graphs(profile, cuts)),
+        tuple(
+            PowerRow(key.source, key.load, record.values["watts"])
+            for key, record in profile.of_kind(PowerKey)
+            if "watts" in record.values
+        ),
+        tuple(_failures(profile.failures())),
+        scores,
+        reason,
+    )
+
+
+def _run(run: Mapping[str, Any]) -> RunRow:
+    """Return a run's entry; what an edited file holds instead of a number counts as nothing."""
+    measured, failed, known, left = (_count(run.get(name)) for name in COUNTS)
+    models = run.get("models")
+    return RunRow(
+        float(run["started_s"]),
+        _number(run.get("seconds")),
+        run["finished"],
+        measured,
+        failed,
+        known,
+        left,
+        {str(name): _number(value) for name, value in _entries(run.get("drift_fraction"))},
+        {str(name): _count(value) for name, value in _entries(run.get("skipped"))},
+        tuple(map(str, models)) if isinstance(models, list) else (),
+    )
+
+
+def _entries(value: object) -> Iterable[tuple[object, object]]:
+    return value.items() if isinstance(value, dict) else ()
+
+
+def _number(value: object) -> float:
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if sound else 0.0  # type: ignore[arg-type]
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int else 0
+
+
+def _weight(point: LinearPoint) -> tuple[object, ...]:
+    """Return what a slice has in common with the cuts of the same group."""
+    return point.group, len(point.member_rows), point.columns, point.bits, point.block, point.integer_inputs
+
+
+def _cuts(profile: Profile) -> set[tuple[object, ...]]:
+    """Return the slices that are one side of a cut: the other side and the whole were measured too."""
+    rows: dict[Part, dict[tuple[object, ...], set[tuple[int, ...]]]] = {
+        "gpu": defaultdict(set),
+        "npu": defaultdict(set),
+    }
+    for key, _ in profile.of_kind(LinearKey):
+        rows[key.part][_weight(key.point)].add(key.point.member_rows)
+    found: set[tuple[object, ...]] = set()
+    for weight, npu_rows in rows["npu"].items():
+        gpu_rows = rows["gpu"][weight]
+        for own in npu_rows:
+            for rest in gpu_rows:
+                both = tuple(a + b for a, b in zip(own, rest, strict=True))
+                if both in npu_rows or both in gpu_rows:
+                    found |= {(weight, own), (weight, rest)}
+    return found
+
+
+def _newest(profile: Profile, kind: type[V]) -> Iterator[tuple[V, Record]]:
+    """Yield records with versioned keys; of several versions the one measured last."""
+    found: dict[V, tuple[V, Record]] = {}
+    for key, record in profile.of_kind(kind):
+        plain = replace(key, code="")
+        if plain not in found or found[plain][1].taken_s <= record.taken_s:
+            found[plain] = key, record
+    yield from found.values()
+
+
+def _linear(profile: Profile, cuts: set[tuple[object, ...]]) -> Iterator[LinearRow]:
+    for key, record in _newest(profile, LinearKey):
+        times = Times.of(record)
+        if times is not None:
+            whole = (_weight(key.point), key.point.member_rows) not in cuts
+            rate = key.point.flops / times.median_us / 1e3
+            yield LinearRow(key.part, key.point, whole, times, rate, record.values.get("cycles"))
+
+
+def _layers(profile: Profile) -> Iterator[LayerRow]:
+    for key, record in _newest(profile, LayerKey):
+        times = Times.of(record)
+        if times is not None:
+            sizes = (key.tokens, key.context, key.hidden, key.heads, key.kv_heads, key.head_dim)
+            yield LayerRow(key.operator, *sizes, times)
+
+
+def _bandwidth(profile: Profile) -> Iterator[BandwidthRow]:
+    for key, record in profile.of_kind(BandwidthKey):
+        if "gbps" in record.values:
+            rate = record.values["gbps"]
+            yield BandwidthRow(key.part, key.size_bytes, key.together, rate, Times.of(record))
+
+
+def _hand_overs(profile: Profile) -> Iterator[HandOverRow]:
+    for key, record in profile.of_kind(HandOverKey):
+        times = Times.of(record)
+        if times is not None:
+            yield HandOverRow(key.strategy, key.kernel_us, times, record.values.get("processor_fraction"))
+
+
+def _graphs(profile: Profile, cuts: set[tuple[object, ...]]) -> Iterator[GraphRow]:
+    for key, record in _newest(profile, GraphKey):
+        whole = (_weight(key.point), key.point.member_rows) not in cuts
+        load_us = record.median_us if record.samples_us else None
+        values = record.values
+        yield GraphRow(key.point, whole, values.get("build_us"), load_us, values.get("size_bytes"))
+
+
+def _failures(records: Iterable[Record]) -> Iterator[Failure]:
+    counts = Counter((KIND_NAMES[type(record.key)], record.error) for record in records)
+    for (kind, error), count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        yield Failure(kind, error, count)
+
+
+def _accuracy(profile: Profile) -> tuple[tuple[AccuracyRow, ...], str]:
+    try:
+        predictor = Predictor.fit(profile)
+    except ProfileError as error:
+        return (), error.message
+    baselines = {model.name for model in BASELINES}
+    rows = tuple(
+        AccuracyRow(score, score.model == held.model.name, score.model in baselines)
+        for held in predictor.parts.values()
+        for score in held.scores
+    )
+    return rows, "" if rows else "there is one weight shape only, and none to be kept out of a fit"
