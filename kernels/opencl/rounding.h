@@ -27,12 +27,14 @@ static inline void store_codes(int8 code, __global uchar *codes) {
 static inline void round_block(__global const act_t *x, __global uchar *codes, __global float2 *result,
                                int block) {
   float8 largest = 0.0f;
+  // Comparisons and masks, because fmax() and fabs() are slow library calls on PoCL 3.
   for (int k = 0; k < block; k += 8) {
-    // Comparisons and masks, because fmax() and fabs() are slow library calls on PoCL 3.
     const float8 size = as_float8(as_int8(load_act8(x, k)) & 0x7fffffff);
     largest = size > largest ? size : largest;
   }
-  const float top = max8(largest);
+  const float4 four = largest.lo > largest.hi ? largest.lo : largest.hi;
+  const float2 two = four.lo > four.hi ? four.lo : four.hi;
+  const float top = two.x > two.y ? two.x : two.y;
   const float factor = top > SMALLEST ? 127.0f / top : 0.0f;
   int8 sums = 0;
   for (int k = 0; k < block; k += 8) {
