@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from heterollm import cli_cache, cli_compile, cli_demo, cli_device, cli_generate
+from heterollm import cli_cache, cli_compile, cli_demo, cli_device, cli_generate, cli_plan, cli_profile
 from heterollm.cli_options import FAILED
 from heterollm.errors import HeteroLLMError
 
@@ -58,6 +58,8 @@ for group in (
     cli_demo.commands,
     cli_compile.commands,
     cli_device.commands,
+    cli_profile.commands,
+    cli_plan.commands,
     cli_cache.commands,
 ):
     app.add_typer(group)

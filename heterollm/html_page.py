@@ -32,7 +32,7 @@ table { border-collapse: collapse; width: 100%; font-size: 0.85rem; font-variant
 th, td { padding: 0.3rem 0.6rem; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
 tr:first-child > * { border-top: 0; }
 thead th { background: var(--head); }
-td.words { white-space: normal; min-width: 12rem; overflow-wrap: anywhere; }
+td.words { white-space: normal; min-width: 11rem; overflow-wrap: anywhere; }
 .right { text-align: right; }
 .pictures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
@@ -109,7 +109,7 @@ def _cells(row: Sequence[str], right: Sequence[bool]) -> Iterator[str]:
         elif place < len(right) and right[place]:
             yield f"<td{_class(True)}>{_text(cell)}</td>"
         else:
-            words = ' class="words"' if len(cell) > LONG_CELL else ""
+            words = ' class="words"' if not right or len(cell) > LONG_CELL else ""
             yield f"<td{words}>{_text(cell)}</td>"
 
 

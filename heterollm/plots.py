@@ -38,9 +38,9 @@ Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P")
-WIDTH_IN: Final = 4.8
-HEIGHT_IN: Final = 3.4
-DPI: Final = 160
+WIDTH_IN: Final = 4.0
+HEIGHT_IN: Final = 3.0
+DPI: Final = 180
 STAGE_TOKENS: Final = 32
 """Tokens of a stage of the NPU (HeteroLLM, section 3)."""
 
@@ -178,7 +178,7 @@ def bandwidth_plot(summary: ProfileSummary) -> Figure | None:
     both = [rate for (_, together), rate in rates.items() if together]
     if len(both) == 2:
         bars.append(("both together", sum(both), COLOURS[2]))
-    figure, axes = _figure(summary, "Memory bandwidth", "", height_in=1.2 + 0.42 * len(bars))
+    figure, axes = _figure(summary, "Memory bandwidth", "", height_in=1.1 + 0.36 * len(bars))
     names, values, colours = zip(*reversed(bars), strict=True)
     drawn = axes[0].barh(names, values, color=colours)
     axes[0].bar_label(drawn, [f"{value:.1f}" for value in values], padding=3)
@@ -193,7 +193,7 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
     if not points:
         return None
     figure, axes = _figure(
-        summary, "Predicted against measured", "weight shapes kept out of the fit", height_in=4.6
+        summary, "Predicted against measured", "weight shapes kept out of the fit", height_in=4.1
     )
     plot = axes[0]
     for part, colour, marker in (("gpu", COLOURS[0], "o"), ("npu", COLOURS[1], "s")):
@@ -208,7 +208,7 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
                     facecolors=colour if known else "none",
                     edgecolors=colour,
                     alpha=0.8,
-                    label=part.upper() + ("" if known else ", outside of what is known"),
+                    label=part.upper() + ("" if known else ", outside the known"),
                 )
     times = [time_us / 1e3 for point in points for time_us in (point.measured_us, point.predicted_us)]
     low, high = min(times) / 1.5, max(times) * 1.5
@@ -223,7 +223,7 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
     )
     plot.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     plot.set(xlabel=f"measured, ms ({summary.time_kind} time)", ylabel="predicted, ms")
-    plot.legend(fontsize=7, loc="upper left")
+    plot.legend(fontsize=8, loc="upper left")
     return figure
 
 
@@ -265,14 +265,14 @@ def step_curves(
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
         else:
-            axes.set_xticks(range(0, longest + STAGE_TOKENS, STAGE_TOKENS))
+            axes.set_xticks(range(0, longest + STAGE_TOKENS, STAGE_TOKENS * (1 + longest // 200)))
             for stage in range(STAGE_TOKENS, longest + 1, STAGE_TOKENS):
                 axes.axvline(stage + 0.5, color="0.88", linewidth=0.8, zorder=0)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=8)
 
 
 def _figure(
@@ -296,12 +296,12 @@ def new_figure(title: str, *, panels: int = 1, height_in: float = HEIGHT_IN) -> 
 
     figure = Figure(figsize=(WIDTH_IN, height_in * (1 + 0.8 * (panels - 1))), layout="constrained")
     grid = figure.subplots(panels, 1, squeeze=False)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title, fontsize=10)
     axes: list[Axes] = list(grid[:, 0])
     for panel in axes:
-        panel.tick_params(labelsize=8)
-        panel.xaxis.label.set_fontsize(8)
-        panel.yaxis.label.set_fontsize(8)
+        panel.tick_params(labelsize=9)
+        panel.xaxis.label.set_fontsize(9)
+        panel.yaxis.label.set_fontsize(9)
     return figure, axes
 
 

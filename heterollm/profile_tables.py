@@ -166,9 +166,9 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
     notes = ["Columns are tokens; ± is half the distance between the quartiles."]
     if len(tokens) < len(measured):
         others = ", ".join(str(count) for count in measured if count not in tokens)
-        notes.append(f"Also measured at {others} tokens; --json has them.")
+        notes.append(f"Also measured at {others} tokens; `profile show --json` has them.")
     if cuts:
-        notes.append(f"{cuts} points of cuts are left out; --all lists them.")
+        notes.append(f"{cuts} points of cuts are left out; `profile show --all` lists them.")
     return Section(title, heads, tuple(made), tuple(notes))
 
 
@@ -279,7 +279,9 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
     if not summary.graphs:
         notes.append("None was built or loaded.")
     elif len(shown) < len(summary.graphs):
-        notes.append(f"{len(summary.graphs) - len(shown)} graphs of cuts are left out; --all lists them.")
+        notes.append(
+            f"{len(summary.graphs) - len(shown)} graphs of cuts are left out; `profile show --all` lists them."
+        )
     heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
     return Section("NPU graphs", heads, rows, tuple(notes))
 
@@ -322,5 +324,5 @@ def _failures(summary: ProfileSummary) -> Section:
     more = len(summary.failures) - len(rows)
     notes = [] if rows else ["None."]
     if more:
-        notes.append(f"{more} more errors; --json lists all.")
+        notes.append(f"{more} more errors; `profile show --json` lists all.")
     return Section("Failed measurements", ("kind", ">times", "error"), rows, tuple(notes))
