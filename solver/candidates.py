@@ -7,17 +7,36 @@ the first token on, one or several, and the GPU the tokens that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.workload import cut_rows
 from heterollm.solver.plan import GPU_ONLY, Placement
 
-__all__ = ["NpuLimits", "aligned_cuts", "candidates", "npu_lengths_for"]
+__all__ = [
+    "Cuts",
+    "NpuLimits",
+    "Rows",
+    "aligned_cuts",
+    "candidates",
+    "npu_lengths_for",
+    "sequence_lengths_for",
+]
 
-MAX_CUTS = 24
+Rows: TypeAlias = tuple[int, ...]
+"""The NPU's rows of each member; empty where the GPU computes all."""
+
+Cuts: TypeAlias = Iterable[Rows] | Mapping[Rows, Sequence[int]]
+"""Rows that the NPU may use, whole groups included: at every standard length, or each at its own lengths."""
+
+MAX_CUTS: Final = 24
 """Row cuts of a group that are tried: more positions than this differ by less than the profile's error."""
+
+MAX_PIECES: Final = 32
+"""Graphs of less than this fraction of a pass are left out of sequence cuts, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +54,61 @@ class NpuLimits:
     forms: Callable[[OpSpec, int], tuple[str, ...]]
 
 
-def aligned_cuts(spec: OpSpec, alignment: int) -> list[tuple[int, ...]]:
+def aligned_cuts(spec: OpSpec, alignment: int) -> list[Rows]:
     """Return the legal row cuts of a group in ascending order: the NPU's rows of each member.
 
-    All members are cut at the same fraction, so that row ``i`` of the gate stays with row ``i`` of up.
+    All members are cut at the same fraction, so that row ``i`` of the gate stays with row ``i`` of up. Of
+    many positions at most :data:`MAX_CUTS` are returned, evenly spaced.
     """
     longest = max(spec.member_rows)
     steps = longest // alignment
-    taken = range(1, steps + 1)
-    if steps > MAX_CUTS:
-        taken = range(steps // MAX_CUTS, steps + 1, max(1, steps // MAX_CUTS))
-    found = (cut_rows(spec.member_rows, step * alignment / longest, alignment) for step in taken)
+    stride = -(-steps // MAX_CUTS)
+    found = (
+        cut_rows(spec.member_rows, step * alignment / longest, alignment)
+        for step in range(stride, steps + 1, max(1, stride))
+    )
     return sorted({rows for rows in found if any(rows) and rows != spec.member_rows})
 
 
 def npu_lengths_for(tokens: int, standard_lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield the ways to cover a pass with standard lengths: padding to one, and the pipe of several.
 
-    The pipe is the paper's NPU-pipe: the largest lengths that fit, one after the other, the margin padded.
+    The pipe is the paper's NPU-pipe: the largest lengths that fit, one after the other, the margin padded. A
+    pipe that is broken off earlier, with more padding and fewer graphs, is tried where it runs fewer tokens
+    than any with still fewer graphs.
     """
-    padded = next((length for length in standard_lengths if length >= tokens), None)
-    if padded is not None:
-        yield (padded,)
     pipe = _descending(tokens, standard_lengths)
-    left = tokens - sum(pipe)
-    if left:
-        pipe = (*pipe, next(length for length in standard_lengths if length >= left))
-    if pipe != (padded,):
-        yield pipe
+    covers: dict[tuple[int, ...], int] = {}
+    for count in range(len(pipe) + 1):
+        left = tokens - sum(pipe[:count])
+        last = [length for length in standard_lengths if length >= left][:1] if left else []
+        if last or not left:
+            cover = (*pipe[:count], *last)
+            covers[cover] = sum(cover)
+    full = next(reversed(covers), None)
+    fewest = math.inf
+    for cover, total in covers.items():
+        if total < fewest or cover == full:
+            fewest = total
+            yield cover
+
+
+def sequence_lengths_for(
+    tokens: int, standard_lengths: Sequence[int], shortest: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield the standard lengths that may lead a pass whose last tokens are left to the GPU.
+
+    Every sum of lengths below ``tokens`` is yielded once, by the fewest graphs that the largest lengths give.
+
+    Args:
+        tokens: Tokens of the pass.
+        standard_lengths: Lengths of the NPU's graphs, ascending.
+        shortest: Tokens of the shortest pass that the lengths are used for: no graph may be without a token.
+    """
+    useful = [length for length in standard_lengths if length > 1 and length * MAX_PIECES >= tokens]
+    for lengths in _sums(tokens - 1, useful):
+        if lengths and sum(lengths[:-1]) < shortest:
+            yield lengths
 
 
 def candidates(
@@ -70,7 +116,8 @@ def candidates(
     tokens: int,
     limits: NpuLimits | None,
     *,
-    cuts: Iterable[tuple[int, ...]] | None = None,
+    cuts: Cuts | None = None,
+    shortest: int | None = None,
 ) -> Iterator[Placement]:
     """Yield every placement of a group in a pass, each legal.
 
@@ -78,38 +125,62 @@ def candidates(
         spec: The group.
         tokens: Tokens of the pass.
         limits: The NPU; None where there is none.
-        cuts: The NPU's rows that may be used, whole groups included; default every legal cut.
+        cuts: What the NPU may use; default every legal cut.
+        shortest: Tokens of the shortest pass that each must be legal for as well; default ``tokens``.
     """
     yield GPU_ONLY
     if limits is None:
         return
-    whole = spec.member_rows
-    allowed = [*aligned_cuts(spec, limits.row_alignment), whole] if cuts is None else list(cuts)
-    covers = list(npu_lengths_for(tokens, limits.standard_lengths))
-    for rows in allowed:
-        for lengths in covers:
-            yield from _in_each_form(spec, rows, lengths, limits)
-    if whole in allowed:
-        # Leading parts of the pipe; what is left goes to the GPU.
-        pipe = _descending(tokens, limits.standard_lengths)
-        for count in range(1, len(pipe) + 1):
-            if sum(pipe[:count]) < tokens:
-                yield from _in_each_form(spec, whole, pipe[:count], limits)
+    whole, low = spec.member_rows, tokens if shortest is None else shortest
+    forms = {length: limits.forms(spec, length) for length in limits.standard_lengths}
+    held: Mapping[Rows, Sequence[int]]
+    if isinstance(cuts, Mapping):
+        held = cuts
+    else:
+        allowed = [*aligned_cuts(spec, limits.row_alignment), whole] if cuts is None else cuts
+        held = dict.fromkeys(allowed, limits.standard_lengths)
+    covers: dict[tuple[int, ...], list[tuple[tuple[int, ...], str]]] = {}
+    for rows, lengths in held.items():
+        if not any(rows):
+            continue
+        usable = tuple(length for length in lengths if forms.get(length))
+        if usable not in covers:
+            found = [cover for cover in npu_lengths_for(tokens, usable) if sum(cover[:-1]) < low]
+            covers[usable] = list(_in_each_form(found, forms))
+        pairs = covers[usable]
+        if rows == whole:
+            leading = sequence_lengths_for(tokens, usable, low)
+            pairs = [*pairs, *_in_each_form(leading, forms)]
+        for cover, form in pairs:
+            yield Placement(npu_rows=rows, npu_lengths=cover, form=form)
 
 
 def _descending(tokens: int, standard_lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the largest lengths that fit one after the other; lengths of one token are left to others."""
-    pipe = []
+    pipe: list[int] = []
     for length in reversed([length for length in standard_lengths if length > 1]):
         count, tokens = divmod(tokens, length)
         pipe += [length] * count
     return tuple(pipe)
 
 
+def _sums(most: int, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every :func:`_descending` of at most ``most`` tokens, each once."""
+    if not lengths:
+        yield ()
+        return
+    largest, smaller = lengths[-1], lengths[:-1]
+    for count in range(most // largest + 1):
+        for rest in _sums(min(most - count * largest, largest - 1), smaller):
+            yield (largest,) * count + rest
+
+
 def _in_each_form(
-    spec: OpSpec, rows: tuple[int, ...], lengths: tuple[int, ...], limits: NpuLimits
-) -> Iterator[Placement]:
-    offered = [limits.forms(spec, length) for length in dict.fromkeys(lengths)]
-    for form in offered[0]:
-        if all(form in forms for forms in offered):
-            yield Placement(npu_rows=rows, npu_lengths=lengths, form=form)
+    covers: Iterable[tuple[int, ...]], forms: Mapping[int, tuple[str, ...]]
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield lengths with every form that is legal at each of them."""
+    for cover in covers:
+        others = set(cover[1:])
+        for form in forms[cover[0]]:
+            if all(form in forms[length] for length in others):
+                yield cover, form

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
 
-__all__ = ["Costs", "Overheads", "Slowdown", "State", "joint_time_us"]
+__all__ = ["Costs", "Overheads", "RememberedCosts", "Slowdown", "State", "joint_time_us"]
 
 State: TypeAlias = Literal["fed", "drained"]
 """How a group leaves the GPU's queue: ``fed`` with work that the host did not wait for, or ``drained``."""
@@ -70,16 +70,67 @@ class Costs(Protocol):
         ...
 
 
-def joint_time_us(gpu_us: float, npu_us: float, slowdown: Slowdown) -> tuple[float, float]:
-    """Return when each part ends if both begin together; each is slowed only while the other runs.
+class RememberedCosts:
+    """Costs that ask others once for each slice, by the group's name: for the specs of one model.
 
     Args:
-        gpu_us: Time of the GPU's part alone.
+        costs: The others.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.overheads = costs.overheads
+        self._costs = costs
+        self._gpu_us: dict[tuple[str, tuple[int, ...], int], float] = {}
+        self._npu_us: dict[tuple[str, tuple[int, ...], int, str], float] = {}
+        self._slowdowns: dict[tuple[str, int], Slowdown] = {}
+
+    def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
+        """See :class:`Costs`."""
+        key = spec.group, member_rows, tokens
+        found = self._gpu_us.get(key)
+        if found is None:
+            found = self._gpu_us[key] = self._costs.gpu_us(spec, member_rows, tokens)
+        return found
+
+    def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
+        """See :class:`Costs`."""
+        key = spec.group, member_rows, length, form
+        found = self._npu_us.get(key)
+        if found is None:
+            found = self._npu_us[key] = self._costs.npu_us(spec, member_rows, length, form)
+        return found
+
+    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
+        """See :class:`Costs`."""
+        key = spec.group, tokens
+        found = self._slowdowns.get(key)
+        if found is None:
+            found = self._slowdowns[key] = self._costs.slowdown(spec, tokens)
+        return found
+
+    def between_us(self, spec: OpSpec, tokens: int) -> float:
+        """See :class:`Costs`."""
+        return self._costs.between_us(spec, tokens)
+
+
+def joint_time_us(
+    gpu_us: float, npu_us: float, slowdown: Slowdown, npu_begin_us: float = 0.0
+) -> tuple[float, float]:
+    """Return when each part ends; each is slowed only while the other runs.
+
+    Args:
+        gpu_us: Time of the GPU's part alone, which begins at 0.
         npu_us: Time of the NPU's part alone.
         slowdown: Factors while both run.
+        npu_begin_us: When the NPU's part begins.
     """
-    gpu_end, npu_end = gpu_us * slowdown.gpu, npu_us * slowdown.npu
+    if gpu_us <= npu_begin_us:
+        return gpu_us, npu_begin_us + npu_us
+    left_us = gpu_us - npu_begin_us
+    gpu_end, npu_end = left_us * slowdown.gpu, npu_us * slowdown.npu
     if gpu_end <= npu_end:
         # What the NPU has done by then, in its own time alone.
-        return gpu_end, gpu_end + npu_us - gpu_end / slowdown.npu
-    return npu_end + gpu_us - npu_end / slowdown.gpu, npu_end
+        npu_end = gpu_end + npu_us - gpu_end / slowdown.npu
+    else:
+        gpu_end = npu_end + left_us - npu_end / slowdown.gpu
+    return npu_begin_us + gpu_end, npu_begin_us + npu_end

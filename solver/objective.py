@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +30,12 @@ class Power:
     gpu_watts: float
     npu_watts: float
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether no part gives energy back, and something takes it."""
+        watts = (self.base_watts, self.gpu_watts, self.npu_watts)
+        return all(0.0 <= value < math.inf for value in watts) and any(watts)
+
     def energy_uj(self, time_us: float, gpu_us: float, npu_us: float) -> float:
         """Return the energy in microjoules of work in which the parts compute for so long."""
         return self.base_watts * time_us + self.gpu_watts * gpu_us + self.npu_watts * npu_us
@@ -46,7 +53,7 @@ class Objective:
         forbidden: A part that must not compute linear layers.
 
     Raises:
-        OptionError: A number is out of range, or energy counts and power is not known.
+        OptionError: A number is out of range, a part is unknown, or energy counts and power is not known.
     """
 
     energy_weight: float = 0.0
@@ -68,6 +75,13 @@ class Objective:
                 "Energy counts, but the power of this device was not measured.",
                 fix="Use energy weight 0, or a device whose profile has power.",
             )
+        if self.energy_weight and self.power is not None and not self.power.is_sound:
+            raise OptionError(
+                f"Energy counts, but the power of this device is {self.power}.",
+                fix="Use energy weight 0, or measure power again.",
+            )
+        if self.forbidden not in (None, "gpu", "npu"):
+            raise OptionError(f"There is no part {self.forbidden!r:.40} to forbid.", fix="Name gpu or npu.")
 
     def cost(self, time_us: float, gpu_us: float, npu_us: float) -> float:
         """Return what is to be small: microseconds, energy counted at the power of all parts together."""

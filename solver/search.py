@@ -9,21 +9,22 @@ so what a layer hands to the next one is counted too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from heterollm.errors import PlanError
 from heterollm.kernels.ops import Group, OpSpec
-from heterollm.solver.candidates import NpuLimits, candidates
-from heterollm.solver.costs import Costs, State, joint_time_us
+from heterollm.profiler.workload import rest_rows
+from heterollm.solver.candidates import Cuts, NpuLimits, candidates
+from heterollm.solver.costs import Costs, Slowdown, State, joint_time_us
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Placement
 
 __all__ = ["Chain", "Choice", "Priced", "price", "priced_candidates", "solve_chain"]
 
 STATES: Final[tuple[State, ...]] = ("fed", "drained")
-Cuts: TypeAlias = Mapping[Group, Iterable[tuple[int, ...]]]
+ALONE: Final = Slowdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,12 @@ class Priced:
     Args:
         placement: The placement.
         time_us: From the end of the operators before it to where the next one can begin.
-        gpu_us: How long the GPU is busy with it.
+        gpu_us: How long the GPU is busy with it, slowed by the NPU where both run.
         npu_us: How long the NPU is.
         after: How it leaves the GPU's queue.
-        cost: What the objective makes of it; what is compared.
+        cost: What the objective makes of it.
+        settled_cost: The cost, and what the next operator pays for the queue that it finds; what is compared.
+        is_cut: Whether both parts compute.
     """
 
     placement: Placement
@@ -45,11 +48,8 @@ class Priced:
     npu_us: float
     after: State
     cost: float
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether both parts compute."""
-        return self.gpu_us > 0.0 and self.npu_us > 0.0
+    settled_cost: float
+    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +87,43 @@ def price(
         objective: What is to be small; time by default.
     """
     overheads = costs.overheads
-    whole = spec.member_rows
+    goal = objective or Objective()
+    left_rows, left_tokens = _left_to_gpu(spec, tokens, placement)
+    gpu_us = costs.gpu_us(spec, left_rows, left_tokens) if left_tokens else 0.0
+    form = placement.form or ""
+    npu_us = sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
+    if not math.isfinite(gpu_us + npu_us):
+        return None
     after: State = "fed"
-    if not placement.npu_lengths:
-        gpu_us, npu_us = costs.gpu_us(spec, whole, tokens), 0.0
-        time_us = gpu_us
-    else:
-        form = placement.form or ""
-        npu_us = sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
-        gpu_us = 0.0
-        if placement.npu_rows != whole:
-            rest = tuple(rows - taken for rows, taken in zip(whole, placement.npu_rows, strict=True))
-            gpu_us = costs.gpu_us(spec, rest, tokens)
-        elif sum(placement.npu_lengths) < tokens:
-            gpu_us = costs.gpu_us(spec, whole, tokens - sum(placement.npu_lengths))
+    time_us = gpu_us
+    if placement.npu_lengths:
         # The GPU's part follows the operator before in its queue; the NPU waits to be told.
         begin_us = overheads.hand_over_us + overheads.map_us
-        gpu_end, npu_end = gpu_us, begin_us + npu_us
-        if gpu_us:
-            gpu_end, npu_end = joint_time_us(gpu_us, begin_us + npu_us, costs.slowdown(spec, tokens))
+        slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
+        gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
+        npu_us = npu_end - begin_us
         npu_end += overheads.map_us
-        time_us = max(gpu_end, npu_end)
-        after = "fed" if gpu_end > npu_end else "drained"
-    if not math.isfinite(time_us):
-        return None
-    goal = objective or Objective()
-    return Priced(placement, time_us, gpu_us, npu_us, after, goal.cost(time_us, gpu_us, npu_us))
+        time_us = max(gpu_us, npu_end)
+        after = "fed" if gpu_us > npu_end else "drained"
+    cost = goal.cost(time_us, gpu_us, npu_us)
+    settled_cost = cost + (refill_cost(costs, goal) if after == "drained" else 0.0)
+    is_cut = bool(placement.npu_lengths and left_tokens)
+    return Priced(placement, time_us, gpu_us, npu_us, after, cost, settled_cost, is_cut)
+
+
+def refill_cost(costs: Costs, objective: Objective) -> float:
+    """Return what an operator pays that finds a drained queue."""
+    return objective.cost(costs.overheads.refill_us, 0.0, 0.0)
+
+
+def _left_to_gpu(spec: OpSpec, tokens: int, placement: Placement) -> tuple[tuple[int, ...], int]:
+    """Return the GPU's rows of each member, and of how many tokens; 0 tokens where it has no part."""
+    whole = spec.member_rows
+    if not placement.npu_lengths:
+        return whole, tokens
+    if placement.npu_rows != whole:
+        return rest_rows(whole, placement.npu_rows), tokens
+    return whole, max(0, tokens - sum(placement.npu_lengths))
 
 
 def priced_candidates(
@@ -121,19 +132,29 @@ def priced_candidates(
     limits: NpuLimits | None,
     costs: Costs,
     objective: Objective,
-    cuts: Iterable[tuple[int, ...]] | None = None,
+    cuts: Cuts | None = None,
+    shortest: int | None = None,
 ) -> tuple[list[Priced], list[Priced]]:
     """Return the candidates that may be taken, and those that may not, each cheapest first.
 
     A cut that does not beat the best whole placement by the objective's margin may not be taken: a worthless
-    split keeps the other processor busy for nothing.
+    split keeps the other processor busy for nothing. Its part in what the next operator pays counts.
+
+    Args:
+        spec: The group.
+        tokens: Tokens of the pass.
+        limits: The NPU; None where there is none.
+        costs: Times of the parts.
+        objective: What is to be small.
+        cuts: What the NPU may use; default every legal cut.
+        shortest: Tokens of the shortest pass that each must be legal for as well; default ``tokens``.
 
     Raises:
         PlanError: None may be taken.
     """
     priced = [
         item
-        for placement in candidates(spec, tokens, limits, cuts=cuts)
+        for placement in candidates(spec, tokens, limits, cuts=cuts, shortest=shortest)
         if objective.allows_parts(placement, spec, tokens)
         and (item := price(spec, tokens, placement, costs, objective)) is not None
     ]
@@ -142,15 +163,16 @@ def priced_candidates(
             f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
             fix="Allow both parts, or choose another precision.",
         )
-    priced.sort(key=lambda item: (item.cost, len(item.placement.npu_lengths)))
+    priced.sort(key=lambda item: (item.settled_cost, len(item.placement.npu_lengths)))
     allowed = [item for item in priced if objective.allows(item)]
     if not allowed:
         # Nothing keeps the cap on the GPU's share: what comes nearest.
-        allowed = [min(priced, key=lambda item: item.gpu_us / item.time_us)]
-    whole = min((item.cost for item in allowed if not item.is_cut), default=math.inf)
+        allowed = [min(priced, key=lambda item: item.gpu_us / item.time_us if item.time_us else 0.0)]
+    whole = min((item.settled_cost for item in allowed if not item.is_cut), default=math.inf)
     bar = whole * (1.0 - objective.margin_fraction)
-    taken = [item for item in allowed if not item.is_cut or item.cost <= bar]
-    return taken, [item for item in priced if item not in taken]
+    taken = [item for item in allowed if not item.is_cut or item.settled_cost <= bar]
+    kept = set(map(id, taken))
+    return taken, [item for item in priced if id(item) not in kept]
 
 
 def solve_chain(
@@ -160,7 +182,8 @@ def solve_chain(
     limits: NpuLimits | None,
     costs: Costs,
     objective: Objective,
-    cuts: Cuts | None = None,
+    cuts: Mapping[Group, Cuts] | None = None,
+    shortest: int | None = None,
 ) -> Chain:
     """Return the placements of a layer's groups that make all layers together cheapest.
 
@@ -171,25 +194,27 @@ def solve_chain(
         limits: The NPU; None where there is none.
         costs: Times of the parts.
         objective: What is to be small.
-        cuts: By group, the NPU's rows that may be used; default every legal cut.
+        cuts: By group, what the NPU may use; default every legal cut.
+        shortest: Tokens of the shortest pass that the placements must be legal for as well.
 
     Raises:
         PlanError: A group has no candidate.
     """
     found = [
-        priced_candidates(spec, tokens, limits, costs, objective, None if cuts is None else cuts[spec.group])
+        priced_candidates(
+            spec, tokens, limits, costs, objective, None if cuts is None else cuts[spec.group], shortest
+        )
         for spec in specs
     ]
     allowed = [taken for taken, _ in found]
     between_us = [costs.between_us(spec, tokens) for spec in specs]
-    refill_us = costs.overheads.refill_us
+    refill = refill_cost(costs, objective)
     best: tuple[float, list[Priced]] | None = None
     for last in STATES:
         # The first layer finds a fed queue; each of the others finds what the layer before left.
         entry = {"fed": 1, "drained": 0}
         entry[last] += layers - 1
-        entry_us = entry["drained"] * refill_us
-        path = _cheapest_path(allowed, last, entry_us, layers, refill_us)
+        path = _cheapest_path(allowed, last, entry["drained"] * refill, layers, refill)
         if path is not None and (best is None or path[0] < best[0]):
             best = path
     assert best is not None  # every group has a candidate, and that ends in one of the states
@@ -200,28 +225,28 @@ def solve_chain(
         Choice(spec, item, tuple(other for other in [*taken, *refused] if other is not item))
         for spec, item, (taken, refused) in zip(specs, chosen, found, strict=True)
     )
-    return Chain(choices, time_us + drained * refill_us)
+    return Chain(choices, time_us + drained * costs.overheads.refill_us)
 
 
 def _cheapest_path(
-    allowed: Sequence[Sequence[Priced]], last: State, entry_us: float, layers: int, refill_us: float
+    allowed: Sequence[Sequence[Priced]], last: State, entry_cost: float, layers: int, refill: float
 ) -> tuple[float, list[Priced]] | None:
     """Return the cheapest choice of candidates that ends in a state, and its cost over all layers.
 
     Args:
         allowed: Candidates of each group.
         last: State that the last group must leave.
-        entry_us: What the first group pays over all layers for the state that it finds.
+        entry_cost: What the first group pays over all layers for the state that it finds.
         layers: How often a layer is run.
-        refill_us: What a group pays that finds a drained queue.
+        refill: What a group pays that finds a drained queue.
     """
-    paths: dict[State, tuple[float, list[Priced]]] = {"fed": (entry_us, [])}
+    paths: dict[State, tuple[float, list[Priced]]] = {"fed": (entry_cost, [])}
     for place, items in enumerate(allowed):
         # Of the candidates that leave one state only the first can be part of a cheapest chain.
         leaders = {state: next((item for item in items if item.after == state), None) for state in STATES}
         following: dict[State, tuple[float, list[Priced]]] = {}
         for before, (cost, path) in paths.items():
-            wait = layers * refill_us if place and before == "drained" else 0.0
+            wait = layers * refill if place and before == "drained" else 0.0
             for after, item in leaders.items():
                 if item is None:
                     continue

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase
-from heterollm.solver.candidates import NpuLimits
-from heterollm.solver.costs import Costs
+from heterollm.solver.candidates import Cuts, NpuLimits
+from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Alternative, Placement, Plan, PlanEntry, model_shape
 from heterollm.solver.search import Chain, Choice, priced_candidates, solve_chain
-from heterollm.solver.slices import Budget, GroupCosts, Rows, Slices, choose_slices
+from heterollm.solver.slices import (
+    Budget,
+    GroupCosts,
+    Rows,
+    SliceCost,
+    Slices,
+    choose_slices,
+    pass_weights,
+    slice_costs,
+)
 
 __all__ = ["Solver"]
 
@@ -37,6 +46,9 @@ class Solver:
         budget: What the NPU may hold.
         chunk_length: Longest pass; longer prompts run in chunks.
         head_rows: Most positions that the head computes at a time.
+
+    Raises:
+        OptionError: A length is not positive.
     """
 
     specs: tuple[OpSpec, ...]
@@ -46,6 +58,13 @@ class Solver:
     budget: Budget = field(default_factory=Budget)
     chunk_length: int = 1024
     head_rows: int = 32
+
+    def __post_init__(self) -> None:
+        if self.chunk_length < 1 or self.head_rows < 1:
+            raise OptionError(
+                f"The chunk length is {self.chunk_length} and the head's rows {self.head_rows}.",
+                fix="Both are at least 1.",
+            )
 
     @property
     def layer(self) -> tuple[OpSpec, ...]:
@@ -61,30 +80,46 @@ class Solver:
     @property
     def layers(self) -> int:
         """How many layers there are."""
-        return sum(spec.group == self.layer[0].group for spec in self.specs)
+        group = self.layer[0].group
+        return sum(spec.group == group for spec in self.specs)
 
     def slices(self, weights: Mapping[int, float] | None = None) -> Slices:
         """Choose what the NPU holds.
 
         Args:
-            weights: How often prompts of each length come, and decode under length 1; by default all lengths
-                count alike.
+            weights: How often prompts of each length come, and decode under length 1. By default every length
+                counts by what it loses on its own best, so that long prompts do not drown short ones, and
+                decode as much as all prompts.
 
         Raises:
-            OptionError: A weight is not a number of at least 0.
-            PlanError: A group can be computed by nobody.
+            OptionError: A length or a weight is out of range.
+            PlanError: A group can be computed by nobody, or the budget does not hold what only the NPU may.
         """
         if self.limits is None:
-            return {spec.group: () for spec in (*self.layer, self.head)}
-        if weights is not None and not all(0 <= weight < math.inf for weight in weights.values()):
-            raise OptionError(f"Weights of prompt lengths {dict(weights)} are not all numbers of at least 0.")
-        lengths = sorted({1, *(top for _, top in self._ranges())})
-        if weights is not None:
-            lengths = sorted({1, *(min(length, self.chunk_length) for length in weights)})
-        layer = [GroupCosts(spec, self.layers, self._table(spec, lengths)) for spec in self.layer]
-        return choose_slices(
-            [*layer, GroupCosts(self.head, 1, self._table(self.head, [1]))], self.budget, weights
-        )
+            return {spec.group: {} for spec in (*self.layer, self.head)}
+        ranges = {high: low for low, high in self._ranges()}
+        costs = RememberedCosts(self.costs)
+        tables = {spec.group: self._table(spec, ranges, costs) for spec in self.layer}
+        counts: dict[int, float] = {}
+        if weights is None:
+            counts = self._equal_weights(tables)
+        else:
+            tops = list(ranges)
+            for length, weight in pass_weights(weights, self.chunk_length).items():
+                # Planned like the longest pass of its range.
+                top = tops[bisect.bisect_left(tops, length)]
+                counts[top] = counts.get(top, 0.0) + weight
+        margin = self.objective.margin_fraction
+        groups = [GroupCosts(spec, self.layers, tables[spec.group], counts, margin) for spec in self.layer]
+        # The head computes one row in every pass, and many where all logits are asked for.
+        head = self._table(self.head, {1: 1, min(self.head_rows, self.chunk_length): 1}, costs)
+        groups.append(GroupCosts(self.head, 1, head, {1: sum(counts.values())}, margin))
+        chosen = choose_slices(groups, self.budget)
+        if self.budget.copies_by_length and self.budget.npu_bytes is not None:
+            return chosen
+        return {
+            group: dict.fromkeys(slices, self.limits.standard_lengths) for group, slices in chosen.items()
+        }
 
     def plan(
         self,
@@ -103,11 +138,11 @@ class Solver:
             weights: As of :meth:`slices`.
 
         Raises:
-            OptionError: A weight is not a number of at least 0.
-            PlanError: A group can be computed by nobody.
+            OptionError: As :meth:`slices`.
+            PlanError: As :meth:`slices`.
         """
         slices = self.slices(weights)
-        entries = list(self._entries("decode", 1, 1, slices))
+        entries: list[PlanEntry] = []
         for low, high in self._ranges():
             own = list(self._entries("prefill", low, high, slices))
             # A decode pass of several tokens is planned like a prompt of as many.
@@ -115,54 +150,110 @@ class Solver:
         merged = tuple(_merged(entries))
         return Plan(level, device, precision, model_shape(self.specs), self.chunk_length, merged)
 
-    def length(self, tokens: int, slices: Slices | None = None) -> Chain:
+    def length(self, tokens: int, slices: Mapping[Group, Cuts] | None = None) -> Chain:
         """Return the placements of the layers' groups at one exact length.
 
         Args:
             tokens: Tokens of the pass.
-            slices: What the NPU holds; by default every cut may be used.
+            slices: What the NPU holds: what :meth:`slices` returns, or rows that may run at every standard
+                length; by default every cut may be used.
 
         Raises:
+            OptionError: There are no tokens.
             PlanError: A group can be computed by nobody.
         """
-        cuts = self._cuts(slices)
-        return solve_chain(self.layer, self.layers, tokens, self.limits, self.costs, self.objective, cuts)
+        return self._chain(self.layer, self.layers, tokens, tokens, slices)
 
-    def head_choice(self, rows: int, slices: Slices | None = None) -> Choice:
+    def head_choice(self, rows: int, slices: Mapping[Group, Cuts] | None = None) -> Choice:
         """Return the placement of the head for some positions.
 
         Raises:
+            OptionError: There are no positions.
             PlanError: Nobody can compute it.
         """
-        cuts = self._cuts(slices)
-        return solve_chain((self.head,), 1, rows, self.limits, self.costs, self.objective, cuts).choices[0]
+        return self._chain((self.head,), 1, rows, rows, slices).choices[0]
+
+    def best_chunk(
+        self, prompt_tokens: int, costs_at: Callable[[int], Costs], slices: Mapping[Group, Cuts] | None = None
+    ) -> int:
+        """Return the chunk length that a long prompt is predicted to run fastest in.
+
+        Standard lengths up to :attr:`chunk_length` and that length itself are tried; of equal ones the
+        shortest wins, for it needs the least memory.
+
+        Args:
+            prompt_tokens: Tokens of the prompt.
+            costs_at: Returns costs of passes that begin at a position, which attention depends on.
+            slices: As of :meth:`length`.
+
+        Raises:
+            OptionError: There are no tokens.
+            PlanError: A group can be computed by nobody.
+        """
+        offered = {self.chunk_length, *(self.limits.standard_lengths if self.limits else ())}
+        found: dict[int, float] = {}
+        for chunk in sorted(length for length in offered if 1 < length <= self.chunk_length):
+            count, left = divmod(prompt_tokens, chunk)
+            found[chunk] = 0.0
+            # Attention is linear in the position, so full chunks are priced at their mean one.
+            for tokens, times, first in ((chunk, count, (count - 1) * chunk // 2), (left, 1, count * chunk)):
+                if tokens and times:
+                    solver = replace(self, costs=costs_at(first))
+                    found[chunk] += times * solver.length(tokens, slices).time_us
+        return min(found, key=lambda chunk: found[chunk], default=self.chunk_length)
 
     # -- pieces --------------------------------------------------------------------------------------
 
-    def _cuts(self, slices: Slices | None) -> Slices | None:
-        return None if slices is None or self.limits is None else slices
+    def _chain(
+        self,
+        specs: Sequence[OpSpec],
+        layers: int,
+        tokens: int,
+        shortest: int,
+        slices: Mapping[Group, Cuts] | None,
+    ) -> Chain:
+        if tokens < 1:
+            raise OptionError(f"A pass of {tokens} tokens cannot be planned.", fix="Give at least 1.")
+        cuts = None if self.limits is None else slices
+        return solve_chain(specs, layers, tokens, self.limits, self.costs, self.objective, cuts, shortest)
 
-    def _table(self, spec: OpSpec, lengths: Sequence[int]) -> dict[int, dict[Rows, float]]:
-        """Return the cheapest cost of a group by length and slice."""
-        tables: dict[int, dict[Rows, float]] = {}
-        for length in lengths:
-            taken, _ = priced_candidates(spec, length, self.limits, self.costs, self.objective)
-            best = tables.setdefault(length, {})
-            for item in taken:
-                best.setdefault(item.placement.npu_rows, item.cost)
+    def _table(
+        self, spec: OpSpec, ranges: Mapping[int, int], costs: Costs
+    ) -> dict[int, dict[Rows, SliceCost]]:
+        """Return what each slice of a group makes possible in ranges of lengths, by their last one."""
+        tables: dict[int, dict[Rows, SliceCost]] = {}
+        for high, low in ranges.items():
+            taken, refused = priced_candidates(spec, high, self.limits, costs, self.objective, shortest=low)
+            tables[high] = slice_costs([*taken, *refused], self.objective)
         return tables
+
+    def _equal_weights(
+        self, tables: Mapping[Group, Mapping[int, Mapping[Rows, SliceCost]]]
+    ) -> dict[int, float]:
+        """Return weights by which every length counts alike, and decode as much as all others."""
+        totals: dict[int, float] = {}
+        for table in tables.values():
+            for length, slices in table.items():
+                best = min(min(item.whole, item.cut) for item in slices.values())
+                totals[length] = totals.get(length, 0.0) + best
+        weights = {length: 1.0 / (self.layers * total) if total else 0.0 for length, total in totals.items()}
+        weights[1] *= max(1, len(weights) - 1)
+        return weights
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of lengths, both ends included, in which one placement can serve all."""
         tops = set(range(RANGE_TOKENS, self.chunk_length, RANGE_TOKENS)) | {1, self.chunk_length}
-        tops |= set(self.limits.standard_lengths) if self.limits else set()
+        longest = max(self.limits.standard_lengths, default=1) if self.limits else 1
+        if self.limits and longest > 1:
+            # Past the longest graph a new range begins where its pipe gets one more.
+            tops |= {*self.limits.standard_lengths, *range(longest, self.chunk_length, longest)}
         low = 1
         for top in sorted(top for top in tops if top <= self.chunk_length):
             yield low, top
             low = top + 1
 
     def _entries(self, phase: Phase, low: int, high: int, slices: Slices) -> Iterator[PlanEntry]:
-        for choice in self.length(high, slices).choices:
+        for choice in self._chain(self.layer, self.layers, high, low, slices).choices:
             yield PlanEntry(
                 phase,
                 (low, high),
@@ -172,7 +263,7 @@ class Solver:
             )
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
-            choice = self.head_choice(rows, slices)
+            choice = self._chain((self.head,), 1, rows, low, slices).choices[0]
             reach = high if high < self.head_rows else self.chunk_length
             yield PlanEntry(phase, (low, reach), (-1, -1), "head", _placed(choice, rows))
 
@@ -184,7 +275,7 @@ class Solver:
 def _placed(choice: Choice, tokens: int) -> Placement:
     """Return what was chosen with its predicted time and the best of what was not, by kind."""
     others: dict[str, Alternative] = {}
-    for other in sorted(choice.others, key=lambda item: item.cost):
+    for other in sorted(choice.others, key=lambda item: item.settled_cost):
         kind = other.placement.kind(choice.spec, tokens)
         if len(others) < ALTERNATIVES:
             text = describe(other.placement, choice.spec, tokens)
