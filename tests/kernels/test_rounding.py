@@ -218,7 +218,9 @@ def test_a_chain_merged_or_not_gives_what_separate_launches_give(runtime, bits):
     residual, ones = random(rng, (1, 256)), runtime.upload(np.ones(256, np.float32))
     linears = []
     for rows, columns in (((512, 512), 256), ((256,), 512)):
-        members = [quantize(rng.standard_normal((n, columns)).astype(np.float32), bits=bits) for n in rows]
+        members = [
+            quantize(rng.standard_normal((n, columns)).astype(np.float32), bits=bits, block=32) for n in rows
+        ]
         linears.append(GpuLinear.pack(runtime, members, activation_dtype=np.float32, integer_inputs=True))
     outputs = []
     for fused in (False, True):
