@@ -29,6 +29,9 @@ MARGIN_FRACTION: Final = 0.03
 BUILD_FRACTION: Final = 0.6
 """Share of the budget after which no further candidate is built in the first wave."""
 
+RACE_FRACTION: Final = 0.8
+"""Share of the budget after which the race ends: the last samples need the rest."""
+
 HOPELESS_FACTOR: Final = 2.0
 """A candidate whose first run takes so many times the default's is dropped at once."""
 
@@ -103,8 +106,10 @@ def search(
         race.enter(candidate, limit_us)
     finalists = race.run(default)
     for candidate in _joined(default, race.times_us):
-        if race.used_fraction() < 1.0 and race.enter(candidate, limit_us):
+        if race.used_fraction() < RACE_FRACTION and race.enter(candidate, limit_us):
             finalists.append(candidate)
+    if race.used_fraction() > RACE_FRACTION:
+        finalists = sorted(finalists, key=race.times_us.__getitem__)[:1]
     winner, best = default, None
     winner_us = default_us = best_us = race.times_us[default]
     if finalists:
@@ -170,7 +175,7 @@ class _Race:
         """
         others = [other for other in self.calls if other != default]
         for repeats in ROUND_REPEATS:
-            if not others or self.used_fraction() > 1.0:
+            if not others or self.used_fraction() > RACE_FRACTION:
                 break
             self.measure([default, *others], repeats)
             others = sorted(others, key=self.times_us.__getitem__)[: (len(others) + 1) // 2]
