@@ -279,9 +279,8 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
     if not summary.graphs:
         notes.append("None was built or loaded.")
     elif len(shown) < len(summary.graphs):
-        notes.append(
-            f"{len(summary.graphs) - len(shown)} graphs of cuts are left out; `profile show --all` lists them."
-        )
+        left = len(summary.graphs) - len(shown)
+        notes.append(f"{left} graphs of cuts are left out; `profile show --all` lists them.")
     heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
     return Section("NPU graphs", heads, rows, tuple(notes))
 

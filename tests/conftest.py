@@ -77,3 +77,77 @@ def write_random_model(folder, family="llama", *, dtype="float32", max_shard_siz
     generation = {"bos_token_id": 1, "eos_token_id": [2, 5]}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def sample_profile():
+    """A factory of small whole profiles of no real device: ``sample_profile(factor=2.0, gpu_threads=2)``."""
+    return make_profile
+
+
+def make_profile(factor=1.0, *, noise=0.01, **description):
+    from heterollm.profiler.profile import Profile
+    from heterollm.profiler.records import (
+        BandwidthKey,
+        ContentionKey,
+        CopyKey,
+        DriftKey,
+        GraphKey,
+        HandOverKey,
+        LaunchKey,
+        LayerKey,
+        LinearKey,
+        LinearPoint,
+        Record,
+    )
+
+    profile = Profile({"device": "host", "time": "real", "gpu": "a GPU", "npu": "an NPU", **description})
+
+    def add(key, time_us=0.0, taken_s=1e9, **values):
+        samples = tuple(factor * time_us * (1 + noise * step) for step in (-2, -1, 0, 1, 2)) if time_us else ()
+        profile.add(Record(key, samples, values=values, taken_s=taken_s))
+
+    def cost_us(point, part):
+        stages = -(-point.tokens // 32) * 32 if part == "npu" else point.tokens
+        return 20 + stages * point.rows * point.columns / (4e4 if part == "npu" else 2e4)
+
+    shapes = {"qkv": ((512, 128, 128), 512), "o": ((512,), 512), "down": ((512,), 1408)}
+    for group, (rows, columns) in shapes.items():
+        half = tuple(own // 2 for own in rows)
+        for tokens in (1, 32, 64, 256):
+            for own in (rows, half):
+                gpu = LinearPoint(group, own, columns, tokens, 4, 32)
+                add(LinearKey("gpu", gpu, "kernels"), cost_us(gpu, "gpu"))
+                npu = LinearPoint(group, own, columns, tokens, 4, 32, form="matmul_nbits")
+                add(LinearKey("npu", npu, "graph-1"), cost_us(npu, "npu"), cycles=1e3 * cost_us(npu, "npu"))
+            for form, slower in (("weight_first", 1.0), ("activation_first", 3.0)):
+                point = LinearPoint(group, rows, columns, tokens, 16, 0, form=form)
+                time_us = slower * cost_us(point, "npu")
+                add(LinearKey("npu", point, "graph-1"), time_us, cycles=1e3 * time_us)
+            add(GraphKey(npu, "graph-1"), 900.0, build_us=5e4, size_bytes=2e6)
+    add(LayerKey("attention", 1, 256, 0, 8, 2, 64, "kernels"), 80.0)
+    add(LayerKey("rms_norm", 64, 0, 512, 0, 0, 0, "kernels"), 12.0)
+    for part, rate in (("gpu", 20.0), ("npu", 30.0)):
+        add(BandwidthKey(part, 2**28, False), 1e4, gbps=rate)
+        add(BandwidthKey(part, 2**28, True), 2e4, gbps=rate * 0.7)
+        add(ContentionKey(part, "memory", "compute"), 1e4, slowdown=1.25)
+        add(DriftKey(part, "1000000000.000", 0), 100.0)
+    add(LaunchKey("chained"), 3.5)
+    add(HandOverKey("sleep_poll", 300), 41.0, processor_fraction=0.25)
+    add(CopyKey("write", 8192), 7.0)
+    broken = LinearPoint("head", (32000,), 512, 1, 8, 32)
+    profile.add(Record(LinearKey("npu", broken, "graph-1"), error="The graph is too large.", taken_s=1e9))
+    profile.runs["1000000000.000"] = {
+        "started_s": 1e9,
+        "since_s": 1e9,
+        "finished": True,
+        "seconds": 125.0,
+        "measured": 70,
+        "failed": 1,
+        "known": 2,
+        "left": 3,
+        "drift_fraction": {"gpu": 0.05, "npu": 0.02},
+        "skipped": {"stage": 40, "linear": 2},
+        "models": ["a model w4a16"],
+    }
+    return profile
