@@ -35,9 +35,10 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from heterollm.errors import HandOverError, KernelError, OptionError
 from heterollm.kernels.litmus import LITMUS_QUICK_ROUNDS, flag_litmus
+from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
-from heterollm.kernels.opencl_sync import FlagWord, MarkerSignal, block_on, flag_word, is_complete
+from heterollm.kernels.opencl_sync import FlagSignal, MarkerSignal, block_on, flag_word
 from heterollm.kernels.waiting import HostClock, WaitPrediction
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "hand_over_calls",
     "prepare_hand_over",
     "refused_strategies",
+    "resynchronise",
     "strategies_for",
 ]
 
@@ -98,8 +100,20 @@ class HandOver(Protocol):
         """What to call the place in messages."""
         ...
 
+    @property
+    def launch(self) -> Launch | None:
+        """The kernel that sends the signal, where it is one and :meth:`sent` may replace :meth:`mark`."""
+        ...
+
     def mark(self) -> None:
         """Send the signal: everything enqueued so far is what :meth:`wait` waits for."""
+        ...
+
+    def sent(self) -> None:
+        """Start what is enqueued and take note that :attr:`launch` is in it: the signal is on its way.
+
+        So the signal can be one of many kernels of a merged launch, with others behind it.
+        """
         ...
 
     def wait(self) -> None:
@@ -154,6 +168,12 @@ def _flag_refusal(runtime: OpenClRuntime) -> str:
     return ""
 
 
+def resynchronise(runtime: OpenClRuntime) -> None:
+    """Forget signals that were sent and not waited for, after a failure; the queue must be finished."""
+    if runtime in _refusals and (flag := flag_word(runtime)) is not None:
+        flag.resynchronise()
+
+
 # -- prepared calls ----------------------------------------------------------------------------------
 
 
@@ -191,7 +211,7 @@ def prepare_hand_over(
     if strategy in ("finish", "event"):
         return BlockingHandOver(runtime, strategy, label)
     flag = flag_word(runtime) if uses_flag else None
-    signal = MarkerSignal(runtime) if flag is None else _FlagSignal(runtime, flag)
+    signal = MarkerSignal(runtime) if flag is None else FlagSignal(runtime, flag)
     prediction = WaitPrediction() if strategy.startswith("sleep") else None
     clock = clock or HostClock.of_this_thread()
     return PollingHandOver(strategy, label, signal, limits or WaitLimits(), clock, prediction)
@@ -224,6 +244,13 @@ class BlockingHandOver:
         self.strategy = strategy
         self.label = label
 
+    @property
+    def launch(self) -> None:
+        """No kernel: the driver tells."""
+
+    def sent(self) -> None:
+        """See :meth:`HandOver.sent`; without a kernel there is nothing to note."""
+
     def mark(self) -> None:
         """Send the signal; see :meth:`HandOver.mark`."""
         if self._marker is None:
@@ -243,39 +270,6 @@ class BlockingHandOver:
         if self._marker is not None:
             self._marker.send()
         self.wait()
-
-
-class _FlagSignal:
-    """Tells by the runtime's flag that the queue got so far."""
-
-    __slots__ = ("_flag", "_runtime", "event", "number")
-
-    def __init__(self, runtime: OpenClRuntime, flag: FlagWord) -> None:
-        self._runtime = runtime
-        self._flag = flag
-        self.number = flag.sent
-        self.event: Any = None
-
-    def send(self) -> None:
-        self.event = self._flag.send()
-        self.number = self._flag.sent
-
-    def seen(self) -> bool:
-        return self._flag.reached(self.number)
-
-    def lost(self) -> bool:
-        """Whether the kernel is done, or has failed, and its flag is not there.
-
-        The flag alone cannot say that a kernel failed: after one has been seen, errors come up at the
-        ``finish`` that ends every pass, which costs 1 to 3 us then. A wait that takes long asks the event.
-        """
-        if self.event is None or not is_complete(self.event) or self.seen():
-            return False
-        self._runtime.finish()
-        if self.seen():
-            return False
-        self._flag.resynchronise()
-        return True
 
 
 class PollingHandOver:
@@ -306,7 +300,7 @@ class PollingHandOver:
         self,
         strategy: Strategy,
         label: str,
-        signal: MarkerSignal | _FlagSignal,
+        signal: MarkerSignal | FlagSignal,
         limits: WaitLimits,
         clock: HostClock,
         prediction: WaitPrediction | None,
@@ -321,10 +315,21 @@ class PollingHandOver:
         self._clock = clock
         self._marked_ns = 0
 
+    @property
+    def launch(self) -> Launch | None:
+        """The kernel that raises the flag; None where a marker is polled."""
+        return self._signal.launch if isinstance(self._signal, FlagSignal) else None
+
     def mark(self) -> None:
         """Send the signal; see :meth:`HandOver.mark`."""
         self._signal.send()
         self._marked_ns = self._clock.now_ns()
+
+    def sent(self) -> None:
+        """Take note that the kernel of the flag was enqueued; see :meth:`HandOver.sent`."""
+        if isinstance(self._signal, FlagSignal):
+            self._signal.sent()
+            self._marked_ns = self._clock.now_ns()
 
     def __call__(self) -> None:
         """Mark and wait at once."""

@@ -80,5 +80,7 @@ def host_address(argument: Argument) -> int:
         return 0
     if isinstance(argument, SharedArray):
         return int(argument.array.ctypes.data)
+    if isinstance(argument, cl.SVM):
+        return int(argument.mem.ctypes.data)
     buffer: Any = argument
     return int(buffer.get_host_array((1,), np.uint8).ctypes.data)

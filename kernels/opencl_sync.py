@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from heterollm.errors import KernelError
 from heterollm.kernels.opencl_binding import cl
+from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_runtime import OpenClRuntime, read_sources
 
 __all__ = [
     "SOURCES",
+    "FlagSignal",
     "FlagWord",
     "KernelTimes",
     "MarkerSignal",
@@ -113,11 +115,11 @@ class FlagWord:
         promised: Whether OpenCL promises that the host sees the flag, and what was written before it.
     """
 
-    __slots__ = ("_launch", "_queue", "array", "promised", "sent", "view")
+    __slots__ = ("_queue", "array", "launch", "promised", "sent", "view")
 
-    def __init__(self, queue: Any, array: NDArray[np.uint32], launch: Any, *, promised: bool) -> None:  # noqa: ANN401
+    def __init__(self, queue: Any, array: NDArray[np.uint32], launch: Launch, *, promised: bool) -> None:  # noqa: ANN401
         self._queue = queue
-        self._launch = launch
+        self.launch = launch
         self.array = array
         self.view = array.data
         self.promised = promised
@@ -125,10 +127,14 @@ class FlagWord:
 
     def send(self) -> Any:  # noqa: ANN401
         """Enqueue the kernel, start what is enqueued, and return the kernel's event."""
-        event = self._launch()
+        event = self.launch()
+        self.count()
+        return event
+
+    def count(self) -> None:
+        """Start what is enqueued, the flag's kernel in it, which the caller has enqueued by itself."""
         self._queue.flush()
         self.sent = (self.sent + 1) & WORD_MASK
-        return event
 
     def reached(self, number: int) -> bool:
         """Whether the count has come to ``number``, one of the values of ``sent``."""
@@ -183,6 +189,52 @@ def _promising_kernel(runtime: OpenClRuntime) -> Any | None:  # noqa: ANN401
         except cl.Error:
             continue
     return None
+
+
+class FlagSignal:
+    """Tells by the runtime's flag that the queue got so far."""
+
+    __slots__ = ("_flag", "_runtime", "event", "number")
+
+    def __init__(self, runtime: OpenClRuntime, flag: FlagWord) -> None:
+        self._runtime = runtime
+        self._flag = flag
+        self.number = flag.sent
+        self.event: Any = None
+
+    def send(self) -> None:
+        """Enqueue the kernel and start what is enqueued."""
+        self.event = self._flag.send()
+        self.number = self._flag.sent
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel that raises the flag."""
+        return self._flag.launch
+
+    def sent(self) -> None:
+        """Note that the kernel was enqueued within another launch, of which no event is kept."""
+        self._flag.count()
+        self.event = None
+        self.number = self._flag.sent
+
+    def seen(self) -> bool:
+        """Whether the flag was raised."""
+        return self._flag.reached(self.number)
+
+    def lost(self) -> bool:
+        """Whether the kernel is done, or has failed, and its flag is not there.
+
+        The flag alone cannot say that a kernel failed: after one has been seen, errors come up at the
+        ``finish`` that ends every pass, which costs 1 to 3 us then. A wait that takes long asks the event.
+        """
+        if self.event is None or not is_complete(self.event) or self.seen():
+            return False
+        self._runtime.finish()
+        if self.seen():
+            return False
+        self._flag.resynchronise()
+        return True
 
 
 # -- for the profiler --------------------------------------------------------------------------------
