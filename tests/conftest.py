@@ -104,7 +104,8 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
     profile = Profile({"device": "host", "time": "real", "gpu": "a GPU", "npu": "an NPU", **description})
 
     def add(key, time_us=0.0, taken_s=1e9, **values):
-        samples = tuple(factor * time_us * (1 + noise * step) for step in (-2, -1, 0, 1, 2)) if time_us else ()
+        steps = (-2, -1, 0, 1, 2) if time_us else ()
+        samples = tuple(factor * time_us * (1 + noise * step) for step in steps)
         profile.add(Record(key, samples, values=values, taken_s=taken_s))
 
     def cost_us(point, part):
