@@ -6,25 +6,28 @@ They are made for a narrow screen: one column, few lines, colours that colour-bl
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from heterollm.errors import OptionError
+from heterollm.profiler.held_out import HeldOut, held_out
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from heterollm.profiler.held_out import HeldOut
     from heterollm.profiler.records import LinearPoint
     from heterollm.profiler.summary_rows import LinearRow, ProfileSummary
 
 __all__ = [
+    "PLOTS",
     "accuracy_plot",
     "bandwidth_plot",
+    "draw",
     "gpu_linearity_plot",
     "order_plot",
     "require_matplotlib",
@@ -225,6 +228,36 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
     plot.set(xlabel=f"measured, ms ({summary.time_kind} time)", ylabel="predicted, ms")
     plot.legend(fontsize=8, loc="upper left")
     return figure
+
+
+PLOTS: Final[Mapping[str, tuple[str, Callable[[ProfileSummary], Figure | None]]]] = {
+    "stages": ("the NPU's stages", stage_plot),
+    "order": ("order and shape at float weights", order_plot),
+    "gpu": ("how linear the GPU is", gpu_linearity_plot),
+    "bandwidth": ("memory bandwidth", bandwidth_plot),
+    "accuracy": (
+        "predicted against measured",
+        lambda summary: accuracy_plot(summary, held_out(summary)),
+    ),
+}
+"""File names, what the plots show, and what draws them."""
+
+
+def draw(summary: ProfileSummary) -> Iterator[tuple[str, str, bytes | None]]:
+    """Yield each plot's file name, what it shows, and its PNG; None where the profile has nothing for it.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    for name, (title, make) in PLOTS.items():
+        figure = make(summary)
+        if figure is None:
+            yield name, title, None
+            continue
+        file = io.BytesIO()
+        save_png(figure, file)
+        yield name, title, file.getvalue()
 
 
 # -- what they share ---------------------------------------------------------------------------------

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from heterollm import plots
 from heterollm.errors import CacheError, OptionError
 from heterollm.html_page import profile_page
 from heterollm.kernels.cache import atomic_path
-from heterollm.profiler.held_out import held_out
+from heterollm.plots import draw
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from heterollm.profiler.summary_rows import ProfileSummary
 
-__all__ = ["draw", "write_outputs"]
-
-PLOTS: Final[Mapping[str, tuple[str, Callable[[ProfileSummary], Figure | None]]]] = {
-    "stages": ("the NPU's stages", plots.stage_plot),
-    "order": ("order and shape at float weights", plots.order_plot),
-    "gpu": ("how linear the GPU is", plots.gpu_linearity_plot),
-    "bandwidth": ("memory bandwidth", plots.bandwidth_plot),
-    "accuracy": (
-        "predicted against measured",
-        lambda summary: plots.accuracy_plot(summary, held_out(summary)),
-    ),
-}
-"""File names, what the plots show, and what draws them."""
-
-
-def draw(summary: ProfileSummary) -> Iterator[tuple[str, str, bytes | None]]:
-    """Yield each plot's file name, what it shows, and its PNG; None where the profile has nothing for it.
-
-    Raises:
-        OptionError: matplotlib is not installed.
-    """
-    plots.require_matplotlib()
-    for name, (title, make) in PLOTS.items():
-        figure = make(summary)
-        if figure is None:
-            yield name, title, None
-            continue
-        file = io.BytesIO()
-        plots.save_png(figure, file)
-        yield name, title, file.getvalue()
+__all__ = ["write_outputs"]
 
 
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:

@@ -60,6 +60,7 @@ def test_an_upward_import_would_be_found() -> None:
         ("pyopencl", "kernels/opencl_binding.py"),
         ("heterollm.kernels.opencl_binding", "kernels/opencl_"),
         ("rich", "heterollm/report"),
+        ("matplotlib", "heterollm/plots"),
         ("typer", "heterollm/cli"),
     ],
 )

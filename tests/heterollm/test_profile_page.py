@@ -12,7 +12,7 @@ from heterollm.durations import format_duration, format_moment, parse_duration
 from heterollm.errors import CheckpointError, OptionError
 from heterollm.html_page import profile_page
 from heterollm.model_shape import model_shape, read_config
-from heterollm.profile_output import PLOTS, draw
+from heterollm.plots import PLOTS, draw
 from heterollm.profile_tables import format_us, sections
 from heterollm.profiler.comparison import compare
 from heterollm.profiler.profile import Profile
