@@ -22,6 +22,9 @@ LEAST_SLOW_SAMPLES: Final = 3
 SLOW_US: Final = 0.3e6
 """A run that takes longer is repeated less: noise of the system hardly shows in it."""
 
+LONG_US: Final = 1e6
+"""Samples that took so long together are enough, once there are the least of them."""
+
 WARM_UPS: Final = 2
 STABLE_FRACTION: Final = 0.04
 """Distance between the quartiles, as a fraction of the median, at which more samples say nothing new."""
@@ -101,6 +104,8 @@ def _enough(samples: list[float], most: int) -> bool:
         return True
     if count < LEAST_SAMPLES:
         return False
+    if sum(samples) >= LONG_US:
+        return True
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high - low <= STABLE_FRACTION * median
 

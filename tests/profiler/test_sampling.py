@@ -39,6 +39,12 @@ def test_slow_runs_are_repeated_less():
     assert (len(samples), len(warmup)) == (3, 1)
 
 
+def test_long_unsteady_runs_end_with_the_least_samples():
+    source = (0.2e6 + 0.05e6 * (index % 2) for index in range(100))
+    samples, _ = take_samples(lambda: next(source))
+    assert len(samples) == LEAST_SAMPLES
+
+
 def test_the_first_runs_may_be_others():
     samples, warmup = take_samples(lambda: 5.0, lambda: 7.0)
     assert set(samples) == {5.0}
