@@ -1,8 +1,13 @@
 """Cycle counts of fp16 linears on the emulator, in both orders: what predictors of stages are judged on.
 
 A count is inflated by whatever else the processor does, up to ten times, and never lowered. So only counts
-during which other processes were idle are kept, each point is visited until its smallest counts agree, and
-its smallest is taken. Raw counts are kept as JSON lines: a second run goes on, or has nothing left to do.
+are kept during which other processes were idle (or niced, and so gave way), each point is visited until its
+smallest counts agree, and its smallest is taken. Raw counts are kept as JSON lines: a second run goes on, or
+has nothing left to do.
+
+The emulator skips zeros, and rows of a tile beyond its tokens are whatever earlier graphs left there: in a
+fresh process nothing, so that 8 tokens cost a quarter and 1 token an eighth. So a graph of whole tiles runs
+before each visit.
 
     python bench/emulator_cycles.py --out bench/results/emulator_cycles.jsonl --minutes 10
 """
@@ -12,23 +17,28 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
-from heterollm.kernels.npu import Form, NpuSlice
+from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
 from heterollm.profiler.records import LinearPoint
 
 SIZES: Final = (256, 512, 768, 1024)
 TOKENS: Final = (1, 8, 16, 31, 32, 33, 64, 65, 96, 128)
-FORMS: Final = ("weight_first", "activation_first")
+FORMS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
 RUNS: Final = 10
+VISITS: Final = 2
 AGREEING: Final = 4
 """So many of the smallest counts of a settled point lie within a fraction of the smallest."""
 AGREEMENT_FRACTION: Final = 0.04
+MOMENT_S: Final = 0.05
 RESULTS: Final = Path(__file__).parent / "results" / "emulator_cycles.jsonl"
 
 Counts: TypeAlias = dict[LinearPoint, list[int]]
@@ -56,9 +66,9 @@ def read_counts(path: Path) -> Counts:
 
 
 def settled(counts: list[int]) -> bool:
-    """Whether the smallest counts agree."""
+    """Whether there were visits enough and their smallest counts agree."""
     ordered = sorted(counts)
-    return len(ordered) >= RUNS and ordered[AGREEING - 1] <= ordered[0] * (1 + AGREEMENT_FRACTION)
+    return len(ordered) >= VISITS * RUNS and ordered[AGREEING - 1] <= ordered[0] * (1 + AGREEMENT_FRACTION)
 
 
 def collect(path: Path, minutes: float) -> Counts:
@@ -68,23 +78,27 @@ def collect(path: Path, minutes: float) -> Counts:
     todo = [point for point in all_points() if not settled(counts[point])]
     if not todo or minutes <= 0:
         return counts
-    from conditions import busy_s, conditions, undisturbed, wait_until_idle
+    from conditions import conditions, undisturbed
 
     from heterollm.kernels.npu_qnn import QnnNpu
 
     disturbed = 0
+    cache = tempfile.TemporaryDirectory(prefix="heterollm-cycles-")
+    os.environ["HETEROLLM_CACHE"] = cache.name
     npu = QnnNpu(emulator=True, compile_in_child=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        fill_tiles = _filler(npu)
         while todo and time.monotonic() < give_up:
-            for point in todo:
-                wait_until_idle(give_up)
+            for point in sorted(todo, key=lambda point: len(counts[point])):
+                _wait_until_idle(give_up)
                 if time.monotonic() > give_up:
                     break
-                busy, own, begin = busy_s(), time.process_time(), time.perf_counter()
+                busy, own, begin = _pressing_s(), time.process_time(), time.perf_counter()
+                fill_tiles()
                 found = npu.count_cycles(_slice(point), point.tokens, cast("Form", point.form), runs=RUNS)
                 wall = time.perf_counter() - begin
-                if not undisturbed(busy_s() - busy - (time.process_time() - own), wall):
+                if not undisturbed(_pressing_s() - busy - (time.process_time() - own), wall):
                     disturbed += 1
                     continue
                 assert found is not None
@@ -96,7 +110,42 @@ def collect(path: Path, minutes: float) -> Counts:
             print(f"{left}; {disturbed} visits were disturbed", flush=True)
     finally:
         npu.close()
+        cache.cleanup()
     return counts
+
+
+def _filler(npu: NpuBackend) -> Callable[[], None]:
+    """Return a call that leaves random numbers in every row of the emulator's tiles."""
+    largest = max(all_points(), key=lambda point: point.flops)
+    x = np.random.default_rng(1).standard_normal((largest.tokens, largest.columns), np.float32)
+    x = x.astype(npu.activation_dtype)
+    y = np.zeros((largest.tokens, largest.rows), npu.activation_dtype)
+    runs = [npu.prepare(_slice(largest), largest.tokens, form).bind(x, y) for form in FORMS]
+
+    def fill() -> None:
+        for run in runs:
+            run()
+
+    return fill
+
+
+def _pressing_s() -> float:
+    """Return the seconds that the cores have spent on what is not niced since the machine started."""
+    from conditions import TICK_S
+
+    user, _nice, system, _idle, _wait, irq, soft, steal, *_ = Path("/proc/stat").read_text().split()[1:11]
+    return sum(map(int, (user, system, irq, soft, steal))) * TICK_S
+
+
+def _wait_until_idle(give_up: float) -> None:
+    """Wait for a moment in which nothing but niced processes computes."""
+    from conditions import TICK_S
+
+    while time.monotonic() < give_up:
+        busy = _pressing_s()
+        time.sleep(MOMENT_S)
+        if _pressing_s() - busy <= TICK_S:
+            return
 
 
 def _row(point: LinearPoint) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def test_stages_orders_and_the_reversal_are_predicted_for_a_shape_kept_out(cycle
     # Measured: one order costs 4 to 8 times more at 32 tokens than the other, and than itself at 33.
     assert predicted(32, "activation_first") > 3 * predicted(33, "activation_first")
     assert predicted(32, "activation_first") > 3 * predicted(32, "weight_first")
-    assert predicted(1, "activation_first") < 0.5 * predicted(1, "weight_first")
+    assert predicted(16, "activation_first") > 1.5 * predicted(8, "activation_first")
+    assert predicted(1, "activation_first") == pytest.approx(predicted(1, "weight_first"), rel=0.2)
     assert predicted(33, "weight_first") > 1.5 * predicted(32, "weight_first")
     for tokens in (8, 16, 31):
         assert predicted(tokens, "weight_first") == pytest.approx(predicted(32, "weight_first"), rel=0.1)
