@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +135,7 @@ class Profiling:
             raise
         self.shapes = tuple(shapes)
         self.path = profile_path(self.device.name, self.device.fingerprint())
+        self._begun_s = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -157,6 +159,7 @@ class Profiling:
             CacheError: The profile cannot be written.
         """
         shapes = self._shapes(options)
+        self._begun_s = time.time()
         profile, summary = profile_device(self.device, shapes, options, path=self.path, progress=progress)
         return Profiled(profile, summary, self.path, tuple(shape.name for shape in shapes))
 
@@ -176,6 +179,7 @@ class Profiling:
             profile = Profile.load(self.path)
         except ProfileError:
             return Kept(self.path, 0, 0)
-        last = max(profile.runs.values(), key=lambda run: run["started_s"], default=None)
-        measured = 0 if last is None else last.get("measured", 0)
-        return Kept(self.path, measured if type(measured) is int else 0, len(profile.records))
+        # Rounded to milliseconds in the file.
+        own = [run for run in profile.runs.values() if run["started_s"] >= self._begun_s - 0.001]
+        measured = sum(run.get("measured", 0) for run in own)
+        return Kept(self.path, measured, len(profile.records))

@@ -123,7 +123,7 @@ def drift_words(drift: object) -> str:
 
 def interrupted_note(kept: Kept) -> Text:
     """Return what is kept of a run that was stopped, and how to go on."""
-    if not kept.records:
+    if not kept.measured:
         return note("Stopped before anything was measured.")
     return note(
         f"Stopped. {kept.measured} measurements of this run are kept in {kept.path}.\n"

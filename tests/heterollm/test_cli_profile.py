@@ -203,6 +203,11 @@ def test_ctrl_c_before_the_first_measurement(run, fake):
     code, _, err = run()
     assert code == 130
     assert "before anything was measured" in err
+    # Nor does a later one claim what earlier runs measured.
+    fake.interrupted_at = None
+    assert run()[0] == 0
+    fake.interrupted_at = 0
+    assert "before anything was measured" in run()[2]
 
 
 def test_a_run_in_which_everything_failed_is_no_success(run, fake):
