@@ -3,7 +3,7 @@
 What couples the groups is how each leaves the GPU's queue. Where the NPU ends last the queue is drained and
 the next kernel pays for an empty one; where the GPU ends last it is fed and the join costs nothing. The chain
 is solved exactly by dynamic programming over these two states; all layers share one placement for each group,
-so what a layer hands to the next one is counted too.
+so what a layer hands to the next one is counted too, and what the last one hands to the final norm.
 """
 
 from __future__ import annotations
@@ -211,16 +211,15 @@ def solve_chain(
     refill = refill_cost(costs, objective)
     best: tuple[float, list[Priced]] | None = None
     for last in STATES:
-        # The first layer finds a fed queue; each of the others finds what the layer before left.
-        entry = {"fed": 1, "drained": 0}
-        entry[last] += layers - 1
-        path = _cheapest_path(allowed, last, entry["drained"] * refill, layers, refill)
+        # The first layer finds a fed queue; the others, and the kernel behind them, what a layer left.
+        left = layers * refill if last == "drained" else 0.0
+        path = _cheapest_path(allowed, last, left, layers, refill)
         if path is not None and (best is None or path[0] < best[0]):
             best = path
     assert best is not None  # every group has a candidate, and that ends in one of the states
     chosen = best[1]
     time_us = layers * (sum(between_us) + sum(item.time_us for item in chosen))
-    drained = layers * sum(item.after == "drained" for item in chosen) - (chosen[-1].after == "drained")
+    drained = layers * sum(item.after == "drained" for item in chosen)
     choices = tuple(
         Choice(spec, item, tuple(other for other in [*taken, *refused] if other is not item))
         for spec, item, (taken, refused) in zip(specs, chosen, found, strict=True)
@@ -236,7 +235,7 @@ def _cheapest_path(
     Args:
         allowed: Candidates of each group.
         last: State that the last group must leave.
-        entry_cost: What the first group pays over all layers for the state that it finds.
+        entry_cost: What is paid over all layers for the state that the last group leaves.
         layers: How often a layer is run.
         refill: What a group pays that finds a drained queue.
     """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase
@@ -14,7 +14,7 @@ from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Alternative, Placement, Plan, PlanEntry, model_shape
-from heterollm.solver.search import Chain, Choice, priced_candidates, solve_chain
+from heterollm.solver.search import Chain, Choice, Priced, priced_candidates, solve_chain
 from heterollm.solver.slices import (
     Budget,
     GroupCosts,
@@ -32,6 +32,8 @@ RANGE_TOKENS: Final = 32
 """Between standard lengths a plan is solved in steps of this; a length in between is padded to its step."""
 
 ALTERNATIVES: Final = 3
+
+_Candidates: TypeAlias = Mapping[Group, Mapping[int, list[Priced]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +97,7 @@ class Solver:
             OptionError: A length or a weight is out of range.
             PlanError: A group can be computed by nobody, or the budget does not hold what only the NPU may.
         """
-        if self.limits is None:
-            return {spec.group: {} for spec in (*self.layer, self.head)}
-        ranges = {high: low for low, high in self._ranges()}
-        costs = RememberedCosts(self.costs)
-        tables = {spec.group: self._table(spec, ranges, costs) for spec in self.layer}
-        counts: dict[int, float] = {}
-        if weights is None:
-            counts = self._equal_weights(tables)
-        else:
-            tops = list(ranges)
-            for length, weight in pass_weights(weights, self.chunk_length).items():
-                # Planned like the longest pass of its range.
-                top = tops[bisect.bisect_left(tops, length)]
-                counts[top] = counts.get(top, 0.0) + weight
-        margin = self.objective.margin_fraction
-        groups = [GroupCosts(spec, self.layers, tables[spec.group], counts, margin) for spec in self.layer]
-        # The head computes one row in every pass, and many where all logits are asked for.
-        head = self._table(self.head, {1: 1, min(self.head_rows, self.chunk_length): 1}, costs)
-        groups.append(GroupCosts(self.head, 1, head, {1: sum(counts.values())}, margin))
-        chosen = choose_slices(groups, self.budget)
-        if self.budget.copies_by_length and self.budget.npu_bytes is not None:
-            return chosen
-        return {
-            group: dict.fromkeys(slices, self.limits.standard_lengths) for group, slices in chosen.items()
-        }
+        return self._slices(self._every_candidate(), weights)
 
     def plan(
         self,
@@ -141,10 +119,11 @@ class Solver:
             OptionError: As :meth:`slices`.
             PlanError: As :meth:`slices`.
         """
-        slices = self.slices(weights)
+        found = self._every_candidate()
+        slices = self._slices(found, weights)
         entries: list[PlanEntry] = []
         for low, high in self._ranges():
-            own = list(self._entries("prefill", low, high, slices))
+            own = list(self._entries("prefill", low, high, slices, found))
             # A decode pass of several tokens is planned like a prompt of as many.
             entries += own + [replace(entry, phase="decode") for entry in own]
         merged = tuple(_merged(entries))
@@ -217,15 +196,46 @@ class Solver:
         cuts = None if self.limits is None else slices
         return solve_chain(specs, layers, tokens, self.limits, self.costs, self.objective, cuts, shortest)
 
-    def _table(
-        self, spec: OpSpec, ranges: Mapping[int, int], costs: Costs
-    ) -> dict[int, dict[Rows, SliceCost]]:
-        """Return what each slice of a group makes possible in ranges of lengths, by their last one."""
-        tables: dict[int, dict[Rows, SliceCost]] = {}
-        for high, low in ranges.items():
-            taken, refused = priced_candidates(spec, high, self.limits, costs, self.objective, shortest=low)
-            tables[high] = slice_costs([*taken, *refused], self.objective)
-        return tables
+    def _every_candidate(self) -> _Candidates:
+        """Return the candidates of each group in each range of lengths, by its last one, cheapest first."""
+        costs = RememberedCosts(self.costs)
+        found: dict[Group, dict[int, list[Priced]]] = {spec.group: {} for spec in (*self.layer, self.head)}
+        for low, high in self._ranges():
+            groups = [(spec, high) for spec in self.layer]
+            if low <= self.head_rows:
+                groups.append((self.head, min(high, self.head_rows)))
+            for spec, tokens in groups:
+                items = priced_candidates(spec, tokens, self.limits, costs, self.objective, shortest=low)
+                found[spec.group][tokens] = [*items[0], *items[1]]
+        return found
+
+    def _slices(self, found: _Candidates, weights: Mapping[int, float] | None) -> Slices:
+        if self.limits is None:
+            return {group: {} for group in found}
+        tables = {
+            group: {length: slice_costs(items, self.objective) for length, items in by_length.items()}
+            for group, by_length in found.items()
+        }
+        head = tables.pop("head")
+        counts: dict[int, float] = {}
+        if weights is None:
+            counts = self._equal_weights(tables)
+        else:
+            tops = [top for _, top in self._ranges()]
+            for length, weight in pass_weights(weights, self.chunk_length).items():
+                # Planned like the longest pass of its range.
+                top = tops[bisect.bisect_left(tops, length)]
+                counts[top] = counts.get(top, 0.0) + weight
+        margin = self.objective.margin_fraction
+        groups = [GroupCosts(spec, self.layers, tables[spec.group], counts, margin) for spec in self.layer]
+        # The head computes one row in every pass; many are for those who ask for all logits.
+        groups.append(GroupCosts(self.head, 1, head, {1: sum(counts.values())}, margin))
+        chosen = choose_slices(groups, self.budget)
+        if self.budget.copies_by_length and self.budget.npu_bytes is not None:
+            return chosen
+        return {
+            group: dict.fromkeys(slices, self.limits.standard_lengths) for group, slices in chosen.items()
+        }
 
     def _equal_weights(
         self, tables: Mapping[Group, Mapping[int, Mapping[Rows, SliceCost]]]
@@ -252,48 +262,57 @@ class Solver:
             yield low, top
             low = top + 1
 
-    def _entries(self, phase: Phase, low: int, high: int, slices: Slices) -> Iterator[PlanEntry]:
+    def _entries(
+        self, phase: Phase, low: int, high: int, slices: Slices, found: _Candidates
+    ) -> Iterator[PlanEntry]:
         for choice in self._chain(self.layer, self.layers, high, low, slices).choices:
             yield PlanEntry(
                 phase,
                 (low, high),
                 self._layers_of(choice.spec.group),
                 choice.spec.group,
-                _placed(choice, high),
+                _placed(choice, high, found[choice.spec.group][high]),
             )
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
             choice = self._chain((self.head,), 1, rows, low, slices).choices[0]
             reach = high if high < self.head_rows else self.chunk_length
-            yield PlanEntry(phase, (low, reach), (-1, -1), "head", _placed(choice, rows))
+            yield PlanEntry(phase, (low, reach), (-1, -1), "head", _placed(choice, rows, found["head"][rows]))
 
     def _layers_of(self, group: Group) -> tuple[int, int]:
         layers = [spec.layer for spec in self.specs if spec.group == group]
         return min(layers), max(layers)
 
 
-def _placed(choice: Choice, tokens: int) -> Placement:
-    """Return what was chosen with its predicted time and the best of what was not, by kind."""
+def _placed(choice: Choice, tokens: int, every: Iterable[Priced]) -> Placement:
+    """Return what was chosen with its predicted time and the best of what was not, by kind.
+
+    Args:
+        choice: The choice among what the NPU holds.
+        tokens: Tokens of the pass.
+        every: All candidates: a kind that the NPU holds nothing for is named as well.
+    """
     others: dict[str, Alternative] = {}
-    for other in sorted(choice.others, key=lambda item: item.settled_cost):
-        kind = other.placement.kind(choice.spec, tokens)
-        if len(others) < ALTERNATIVES:
-            text = describe(other.placement, choice.spec, tokens)
-            others.setdefault(kind, Alternative(text, round(other.time_us, 3)))
-    return replace(
-        choice.chosen.placement,
-        predicted_us=round(choice.chosen.time_us, 3),
-        rejected=tuple(others.values()),
-    )
+    own = choice.chosen.placement
+    for candidates in (choice.others, every):
+        for other in sorted(candidates, key=lambda item: item.settled_cost):
+            kind = other.placement.kind(choice.spec, tokens)
+            if len(others) < ALTERNATIVES and kind not in others and other.placement != own:
+                text = describe(other.placement, choice.spec, tokens)
+                others[kind] = Alternative(text, round(other.time_us, 3))
+    return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=tuple(others.values()))
 
 
 def _merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
-    """Join ranges of lengths that have the same placement; the longest range's prediction stays."""
+    """Join ranges of lengths that have the same placement; the longest range's prediction stays.
+
+    A pass of one token, which decode is, keeps its own.
+    """
     open_entries: dict[tuple[Phase, Group], PlanEntry] = {}
     for entry in entries:
         key = entry.phase, entry.group
         held = open_entries.get(key)
-        if held is not None and held.lengths[1] + 1 == entry.lengths[0] and _same(held, entry):
+        if held is not None and 1 < held.lengths[1] == entry.lengths[0] - 1 and _same(held, entry):
             open_entries[key] = replace(entry, lengths=(held.lengths[0], entry.lengths[1]))
             continue
         if held is not None:

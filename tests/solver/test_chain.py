@@ -1,0 +1,168 @@
+"""The chain of groups is solved exactly, and one group's price is what a simulation of it says."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterollm.solver.candidates import candidates
+from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
+from heterollm.solver.objective import Objective, Power
+from heterollm.solver.plan import Placement
+from heterollm.solver.search import price, priced_candidates, solve_chain
+
+SEEDS = range(60)
+quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+times = st.floats(0.0, 1e4).map(lambda value: round(value, 3))
+factors = st.floats(1.0, 3.0)
+
+
+def simulate(gpu_us, npu_us, slowdown, npu_begin_us):
+    """Step from event to event: who runs until then, and how fast."""
+    now, left, ends = 0.0, {"gpu": gpu_us, "npu": npu_us}, {}
+    while len(ends) < 2:
+        running = [part for part in left if part not in ends and (part == "gpu" or now >= npu_begin_us)]
+        both = len(running) == 2
+        rate = {"gpu": 1 / slowdown.gpu if both else 1.0, "npu": 1 / slowdown.npu if both else 1.0}
+        until = {part: now + left[part] / rate[part] for part in running}
+        following = min([*until.values(), *([npu_begin_us] if now < npu_begin_us else [])])
+        for part in running:
+            left[part] -= (following - now) * rate[part]
+            if until[part] == following:
+                ends[part] = following
+        now = following
+    return ends["gpu"], ends["npu"]
+
+
+def run_layers(chosen, layers, refill, of):
+    """Add up all layers one group after the other, carrying the state of the GPU's queue along."""
+    total, state = 0.0, "fed"
+    for item in chosen * layers:
+        total += of(item) + (refill if state == "drained" else 0.0)
+        state = item.after
+    # The final norm, or for the head the kernel that joins the logits, finds what the last group left.
+    return total + (refill if state == "drained" else 0.0)
+
+
+def small_case(made, seed):
+    """Return a chain of 2 or 3 groups with 2 to 4 candidates each."""
+    draw = random.Random(seed)
+    names = draw.sample(["qkv", "o", "gate_up", "down"], draw.choice([2, 3]))
+    specs = [made.spec(name, (128,) if name != "qkv" else (128, 32)) for name in names]
+    limits = made.limits((1, 32), 64)
+    # At 32 tokens: GPU, row cut, NPU; at 40 padded or sequence cuts.
+    tokens = draw.choice([1, 32, 40])
+    offered = {spec.group: [*draw.choice([[(64,)], []]), spec.member_rows] for spec in specs}
+    if "qkv" in offered:
+        offered["qkv"] = [(64, 0), (128, 32)]
+    overheads = Overheads(draw.uniform(0, 100), draw.uniform(10, 400), draw.uniform(0, 50))
+    costs = made.costs(seed, overheads=overheads, high=draw.choice([300.0, 1000.0]))
+    objective = Objective(
+        energy_weight=draw.choice([0.0, 0.0, 0.4, 1.0]),
+        power=Power(1.0, draw.uniform(0.5, 4), draw.uniform(0.5, 4)),
+        margin_fraction=draw.choice([0.0, 0.03, 0.2]),
+    )
+    return specs, draw.randint(1, 4), tokens, limits, costs, objective, offered
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_choice_of_candidates_is_cheaper(made, seed):
+    specs, layers, tokens, limits, costs, objective, offered = small_case(made, seed)
+    chain = solve_chain(specs, layers, tokens, limits, costs, objective, offered)
+    tried = [
+        priced_candidates(spec, tokens, limits, costs, objective, offered[spec.group])[0] for spec in specs
+    ]
+    refill_us = costs.overheads.refill_us
+    refill = objective.cost(refill_us, 0.0, 0.0)
+    cheapest = min(
+        run_layers(choice, layers, refill, lambda item: item.cost) for choice in itertools.product(*tried)
+    )
+    chosen = tuple(choice.chosen for choice in chain.choices)
+    assert run_layers(chosen, layers, refill, lambda item: item.cost) == pytest.approx(cheapest)
+    between_us = layers * sum(costs.between_us(spec, tokens) for spec in specs)
+    predicted = between_us + run_layers(chosen, layers, refill_us, lambda item: item.time_us)
+    assert chain.time_us == pytest.approx(predicted)
+    for choice in chain.choices:
+        placements = {item.placement for item in (choice.chosen, *choice.others)}
+        assert placements == set(candidates(choice.spec, tokens, limits, cuts=offered[choice.spec.group]))
+
+
+def test_the_cases_above_have_every_state_and_kind(made):
+    """Both states are chosen within chains and at their ends, and cuts as well as whole groups."""
+    seen = set()
+    for seed in SEEDS:
+        chosen = [choice.chosen for choice in solve_chain(*small_case(made, seed)).choices]
+        seen |= {("within", item.after) for item in chosen[:-1]} | {("last", chosen[-1].after)}
+        seen |= {("cut", item.is_cut) for item in chosen}
+    assert seen == {
+        *((place, state) for place in ("within", "last") for state in ("fed", "drained")),
+        ("cut", True),
+        ("cut", False),
+    }
+
+
+def test_what_a_group_leaves_is_paid_behind_it(made):
+    """By the next layer's first kernel, and behind the last layer by the final norm."""
+
+    class Costs(made.costs):
+        def gpu_us(self, spec, member_rows, tokens):
+            return 100.0
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 90.0
+
+    spec, limits = made.spec("o", (128,)), made.limits((32,))
+    for layers, refill_us, kind, time_us in (
+        (1, 5.0, "npu", 95.0),
+        (3, 5.0, "npu", 95.0),
+        (3, 25.0, "gpu", 100.0),
+    ):
+        costs = Costs(0, overheads=Overheads(refill_us=refill_us))
+        chain = solve_chain([spec], layers, 32, limits, costs, Objective(), {"o": [(128,)]})
+        assert chain.choices[0].chosen.placement.kind(spec, 32) == kind
+        assert chain.time_us == pytest.approx(layers * (time_us + costs.between_us(spec, 32)))
+
+
+@quickly
+@given(times, times, factors, factors, times)
+def test_joint_time_is_that_of_a_simulation(gpu_us, npu_us, gpu_factor, npu_factor, begin_us):
+    slowdown = Slowdown(gpu_factor, npu_factor)
+    expected = simulate(gpu_us, npu_us, slowdown, begin_us)
+    assert joint_time_us(gpu_us, npu_us, slowdown, begin_us) == pytest.approx(expected, abs=1e-6)
+
+
+@quickly
+@given(st.integers(0, 10**6), st.sampled_from([1, 32, 40, 96, 200]))
+def test_prices_are_those_of_a_simulation(made, seed, tokens):
+    spec, limits, costs = made.spec("gate_up", (192, 192)), made.limits((1, 32, 128)), made.costs(seed)
+    slowdown, overheads = costs.slowdown(spec, tokens), costs.overheads
+    begin_us = overheads.hand_over_us + overheads.map_us
+    for placement in candidates(spec, tokens, limits):
+        item = price(spec, tokens, placement, costs)
+        npu_us = sum(costs.npu_us(spec, placement.npu_rows, n, "plain") for n in placement.npu_lengths)
+        covered = min(tokens, sum(placement.npu_lengths))
+        if placement.npu_rows and placement.npu_rows != spec.member_rows:
+            gpu_us = costs.gpu_us(spec, tuple(192 - rows for rows in placement.npu_rows), tokens)
+        else:
+            gpu_us = costs.gpu_us(spec, (192, 192), tokens - covered) if covered < tokens else 0.0
+        if not npu_us:
+            assert (item.time_us, item.gpu_us, item.npu_us) == (gpu_us, gpu_us, 0.0)
+            assert (item.after, item.is_cut, item.settled_cost) == ("fed", False, gpu_us)
+            continue
+        assert item.is_cut == bool(gpu_us)
+        gpu_end, npu_end = simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
+        assert item.time_us == pytest.approx(max(gpu_end, npu_end + overheads.map_us))
+        assert item.gpu_us == pytest.approx(gpu_end)
+        assert item.npu_us == pytest.approx(npu_end - begin_us)
+        assert item.after == ("fed" if gpu_end > npu_end + overheads.map_us else "drained")
+        paid_later = overheads.refill_us if item.after == "drained" else 0.0
+        assert item.settled_cost == pytest.approx(item.time_us + paid_later)
+
+
+def test_a_part_that_cannot_has_no_price(made):
+    spec, costs = made.spec("o", (128,)), made.costs(0, missing=1.0)
+    for rows, tokens in (((64,), 32), ((128,), 32), ((128,), 40)):
+        assert price(spec, tokens, Placement(rows, (32,)), costs) is None
+    assert price(spec, 32, Placement(), costs) is not None

@@ -1,0 +1,300 @@
+"""What is chosen: never worse than one part, by a margin, always the same, mirrored, within the options."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterollm.errors import OptionError, PlanError
+from heterollm.solver.candidates import candidates
+from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.objective import Objective, Power
+from heterollm.solver.plan import Placement
+from heterollm.solver.search import price
+from heterollm.solver.slices import Budget
+from heterollm.solver.solve import Solver
+
+quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+seeds = st.integers(0, 10**6)
+lengths = st.one_of(st.sampled_from([1, 32, 64, 128]), st.integers(1, 300))
+
+
+def total_us(solver, tokens, items):
+    """Time of all layers with one item a group, the queue's state carried along."""
+    between_us = solver.layers * sum(solver.costs.between_us(spec, tokens) for spec in solver.layer)
+    time_us, state = between_us, "fed"
+    for item in items * solver.layers:
+        time_us += item.time_us + (solver.costs.overheads.refill_us if state == "drained" else 0.0)
+        state = item.after
+    return time_us + (solver.costs.overheads.refill_us if state == "drained" else 0.0)
+
+
+def priced(solver, spec, tokens):
+    found = (
+        price(spec, tokens, placement, solver.costs, solver.objective)
+        for placement in candidates(spec, tokens, solver.limits)
+    )
+    return [item for item in found if item is not None]
+
+
+@quickly
+@given(seeds, lengths, st.floats(0.0, 0.3))
+def test_never_worse_than_one_part(made, seed, tokens, margin):
+    solver = Solver(made.model(), made.limits(), made.costs(seed), Objective(margin_fraction=margin))
+    chain = solver.length(tokens)
+    by_group = [[item for item in priced(solver, spec, tokens) if not item.is_cut] for spec in solver.layer]
+    for items in itertools.product(*by_group):
+        assert chain.time_us <= total_us(solver, tokens, items) * (1 + 1e-12)
+
+
+@quickly
+@given(seeds, lengths, st.floats(0.0, 0.5))
+def test_a_cut_gains_its_margin(made, seed, tokens, margin):
+    solver = Solver(made.model(), made.limits(), made.costs(seed), Objective(margin_fraction=margin))
+    cuts = 0
+    for choice in solver.length(tokens).choices:
+        whole = [item for item in priced(solver, choice.spec, tokens) if not item.is_cut]
+        if choice.chosen.is_cut:
+            cuts += 1
+            bar = (1 - margin) * min(item.settled_cost for item in whole)
+            assert choice.chosen.settled_cost <= bar
+    if margin == 0.0 and tokens == 32:
+        assert cuts
+
+
+def test_a_cut_below_the_margin_is_not_taken(made):
+    class Costs(made.costs):
+        def gpu_us(self, spec, member_rows, tokens):
+            return 100.0 if sum(member_rows) == spec.rows else 90.0
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 1000.0 if sum(member_rows) == spec.rows else 95.0
+
+    def kind(margin, refill_us):
+        costs = Costs(0, overheads=Overheads(refill_us=refill_us), slowdown=Slowdown())
+        solver = Solver(made.model(), made.limits((32,)), costs, Objective(margin_fraction=margin))
+        return {choice.chosen.placement.kind(choice.spec, 32) for choice in solver.length(32).choices}
+
+    assert kind(0.04, 0.0) == {"row"}
+    assert kind(0.06, 0.0) == {"gpu"}
+    # The NPU ends last: what the next operator pays for an empty queue eats the gain.
+    assert kind(0.04, 2.0) == {"gpu"}
+
+
+PLAN_IN_A_PROCESS = """
+import hashlib, importlib.util, sys
+spec = importlib.util.spec_from_file_location("made", sys.argv[1])
+made = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(made)
+from heterollm.solver.slices import Budget
+from heterollm.solver.solve import Solver
+for seed in range(4):
+    costs = made.RandomCosts(seed)
+    budget = Budget(100_000, copies_by_length=bool(seed % 2))
+    limits = made.make_limits(forms=("a", "b"))
+    solver = Solver(made.make_model(), limits, costs, budget=budget, chunk_length=160)
+    print(hashlib.sha256(solver.plan(device="d", precision="fp16").to_json().encode()).hexdigest())
+"""
+
+
+def test_equal_inputs_give_equal_plans_in_every_process(tmp_path):
+    outputs = []
+    for hash_seed in ("0", "1", "77"):
+        command = [sys.executable, "-c", PLAN_IN_A_PROCESS, str(Path(__file__).with_name("conftest.py"))]
+        variables = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=variables, check=True
+        )
+        outputs.append(done.stdout)
+    assert len(outputs[0].split()) == 4
+    assert len(set(outputs)) == 1
+
+
+class Swapped:
+    """The costs of a device whose parts change names."""
+
+    def __init__(self, costs):
+        self.costs, self.overheads = costs, costs.overheads
+
+    def gpu_us(self, spec, member_rows, tokens):
+        return self.costs.npu_us(spec, member_rows, tokens, "plain")
+
+    def npu_us(self, spec, member_rows, length, form):
+        return self.costs.gpu_us(spec, member_rows, length)
+
+    def slowdown(self, spec, tokens):
+        found = self.costs.slowdown(spec, tokens)
+        return Slowdown(found.npu, found.gpu)
+
+    def between_us(self, spec, tokens):
+        return self.costs.between_us(spec, tokens)
+
+
+@quickly
+@given(seeds, st.sampled_from([0.0, 0.05]))
+def test_swapped_parts_give_the_mirrored_plan(made, seed, margin):
+    """A mirror of row cuts: who computed all computes nothing, who had r of n rows has n - r.
+
+    Sequence cuts have no mirror, for only the NPU needs standard lengths: the pass is as long as the shortest
+    graph of several tokens, where there are none. Members of one group have equally many rows, a multiple of
+    the alignment, so that the rest of a cut is itself a cut. Handing over costs nothing, for only one part is
+    told when to begin.
+    """
+    specs = tuple(made.spec(group, rows) for group, rows in (("o", (512,)), ("gate_up", (320, 320))))
+    specs = (*specs, made.spec("head", (64,), layer=-1))
+    objective = Objective(margin_fraction=margin)
+    costs = made.proportional if seed % 2 else made.costs
+    costs = costs(seed, overheads=Overheads())
+    one, other = (
+        Solver(specs, made.limits((1, 32)), held, objective).length(32) for held in (costs, Swapped(costs))
+    )
+    assert one.time_us == pytest.approx(other.time_us)
+    for first, second in zip(one.choices, other.choices, strict=True):
+        rows = first.chosen.placement.npu_rows or (0,) * len(first.spec.members)
+        mirrored = second.chosen.placement.npu_rows or (0,) * len(first.spec.members)
+        assert tuple(map(sum, zip(rows, mirrored, strict=True))) == first.spec.member_rows
+        assert first.chosen.is_cut == second.chosen.is_cut
+
+
+# -- options ----------------------------------------------------------------------------------------------
+
+
+@quickly
+@given(seeds, lengths, st.floats(0.05, 1.0))
+def test_the_cap_on_the_gpu_is_kept_or_the_nearest_is_taken(made, seed, tokens, share):
+    costs = made.costs(seed, missing=0.7)
+    solver = Solver(made.model(), made.limits(), costs, Objective(gpu_share=share))
+    for choice in solver.length(tokens).choices:
+        shares = [item.gpu_us / item.time_us for item in priced(solver, choice.spec, tokens)]
+        own = choice.chosen.gpu_us / choice.chosen.time_us
+        assert own <= share or own == min(shares)
+
+
+def test_the_cap_moves_the_choice(made):
+    costs = made.proportional(3, overheads=Overheads(), slowdown=Slowdown())
+    shares = []
+    for share in (1.0, 0.5, 0.05):
+        solver = Solver(made.model(), made.limits(), costs, Objective(gpu_share=share))
+        chosen = [choice.chosen for choice in solver.length(64).choices]
+        shares.append(sum(item.gpu_us for item in chosen) / sum(item.time_us for item in chosen))
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.5
+    assert shares[-1] <= 0.05
+
+
+def energy_uj(solver, chain):
+    """Energy of all layers, idle time in front of an empty queue included."""
+    power, layers = solver.objective.power, solver.layers
+    chosen = [choice.chosen for choice in chain.choices]
+    energy = layers * sum(power.energy_uj(item.time_us, item.gpu_us, item.npu_us) for item in chosen)
+    drained = layers * sum(item.after == "drained" for item in chosen)
+    return energy + power.base_watts * drained * solver.costs.overheads.refill_us
+
+
+@quickly
+@given(seeds, lengths)
+def test_more_weight_on_energy_never_takes_more_energy(made, seed, tokens):
+    """Without a margin: with one, the cuts that may be taken depend on the weight."""
+    draw = random.Random(seed)
+    power = Power(draw.uniform(0.1, 3), draw.uniform(0.1, 8), draw.uniform(0.1, 8))
+    costs = made.costs(seed)
+    energies, times = [], []
+    for weight in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
+        objective = Objective(weight, power, margin_fraction=0.0)
+        solver = Solver(made.model(), made.limits(), costs, objective)
+        chain = solver.length(tokens)
+        energies.append(energy_uj(solver, chain))
+        times.append(chain.time_us)
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(energies))
+    assert all(after >= before * (1 - 1e-9) for before, after in itertools.pairwise(times))
+
+
+def test_energy_can_move_the_choice(made):
+    costs = made.proportional(3, overheads=Overheads(), slowdown=Slowdown())
+    chosen = []
+    for weight in (0.0, 1.0):
+        objective = Objective(weight, Power(0.1, 10.0, 0.2))
+        chain = Solver(made.model(), made.limits(), costs, objective).length(64)
+        chosen.append([choice.chosen.placement.kind(choice.spec, 64) for choice in chain.choices])
+    assert "row" in chosen[0]
+    assert chosen[1] == ["npu"] * 4
+
+
+@pytest.mark.parametrize("forbidden", ["gpu", "npu"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_forbidden_part_has_nothing(made, forbidden, seed):
+    objective = Objective(forbidden=forbidden)
+    solver = Solver(made.model(), made.limits((1, 20, 32)), made.costs(seed), objective, chunk_length=150)
+    plan = solver.plan(device="d", precision="fp16")
+    for phase, tokens, spec in itertools.product(("prefill", "decode"), range(1, 151), solver.specs):
+        if spec.group == "head" and tokens > solver.head_rows:
+            continue
+        placement = plan.placement(phase, tokens, spec)
+        if forbidden == "npu":
+            assert placement.kind(spec, tokens) == "gpu"
+        else:
+            assert placement.kind(spec, tokens) == "npu"
+
+
+def test_nobody_can(made):
+    with pytest.raises(PlanError, match=r"No processor can compute qkv at 7 tokens"):
+        Solver(made.model(), None, made.costs(0), Objective(forbidden="gpu")).length(7)
+    solver = Solver(made.model(), made.limits(), made.costs(0), Objective(forbidden="gpu"), Budget(100))
+    with pytest.raises(PlanError, match=r"budget of 100 bytes"):
+        solver.plan(device="d", precision="fp16")
+
+
+NAN = float("nan")
+POWER = Power(1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"energy_weight": 0.5},
+        {"energy_weight": -0.1, "power": POWER},
+        {"energy_weight": 1.1, "power": POWER},
+        {"energy_weight": NAN, "power": POWER},
+        {"energy_weight": 0.5, "power": Power(0.0, 0.0, 0.0)},
+        {"energy_weight": 0.5, "power": Power(1.0, NAN, 0.0)},
+        {"energy_weight": 0.5, "power": Power(1.0, -1.0, 0.0)},
+        {"gpu_share": 0.0},
+        {"gpu_share": 1.5},
+        {"gpu_share": NAN},
+        {"margin_fraction": 1.0},
+        {"margin_fraction": -0.01},
+        {"margin_fraction": NAN},
+        {"forbidden": "cpu"},
+    ],
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(OptionError) as caught:
+        Objective(**options)
+    assert caught.value.fix
+
+
+def test_bad_sizes_are_refused(made):
+    with pytest.raises(OptionError):
+        Budget(-1)
+    for options in ({"chunk_length": 0}, {"head_rows": 0}):
+        with pytest.raises(OptionError):
+            Solver(made.model(), made.limits(), made.costs(0), **options)
+    solver = Solver(made.model(), made.limits(), made.costs(0))
+    for call in (lambda: solver.length(0), lambda: solver.head_choice(0)):
+        with pytest.raises(OptionError):
+            call()
+    for weights in ({1: -1.0}, {1: NAN}, {1: float("inf")}, {0: 1.0}, {-5: 1.0}):
+        with pytest.raises(OptionError):
+            solver.slices(weights)
+
+
+def test_without_an_npu_all_is_on_the_gpu(made):
+    plan = Solver(made.model(), None, made.costs(0)).plan(device="d", precision="fp16")
+    assert not plan.uses_npu
+    assert {entry.placement.npu_rows for entry in plan.entries} == {Placement().npu_rows}
