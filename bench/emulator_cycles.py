@@ -38,6 +38,8 @@ VISITS: Final = 2
 AGREEING: Final = 4
 """So many of the smallest counts of a settled point lie within a fraction of the smallest."""
 AGREEMENT_FRACTION: Final = 0.04
+OTHERS_FRACTION: Final = 0.1
+"""Of one core, what others may use during a visit whose counts are kept."""
 MOMENT_S: Final = 0.05
 RESULTS: Final = Path(__file__).parent / "results" / "emulator_cycles.jsonl"
 
@@ -78,7 +80,7 @@ def collect(path: Path, minutes: float) -> Counts:
     todo = [point for point in all_points() if not settled(counts[point])]
     if not todo or minutes <= 0:
         return counts
-    from conditions import conditions, undisturbed
+    from conditions import conditions
 
     from heterollm.kernels.npu_qnn import QnnNpu
 
@@ -98,7 +100,8 @@ def collect(path: Path, minutes: float) -> Counts:
                 fill_tiles()
                 found = npu.count_cycles(_slice(point), point.tokens, cast("Form", point.form), runs=RUNS)
                 wall = time.perf_counter() - begin
-                if not undisturbed(_pressing_s() - busy - (time.process_time() - own), wall):
+                others_s = _pressing_s() - busy - (time.process_time() - own)
+                if others_s > OTHERS_FRACTION * wall:
                     disturbed += 1
                     continue
                 assert found is not None
