@@ -17,23 +17,40 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.merged import MergedLaunch, merge_launches
-from heterollm.kernels.npu import NpuGraph
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.pool import Pool
 from heterollm.kernels.rounding import RoundedInputs
-from heterollm.npu_slices import npu_slice
+from heterollm.placing import Call, Part, Placer
 from heterollm.progress import Progress
+from heterollm.slot_check import SlotCheck
 from heterollm.slots import HEAD_ROWS, INPUT_SLOTS, pool_sizes
 from heterollm.small_tensors import SmallTensors
-from heterollm.solver.plan import Placement, Plan
+from heterollm.solver.plan import GPU_ONLY, Placement, Plan
+from heterollm.synchronisation import HandOvers, PassHandOvers
 from heterollm.weights import ModelWeights
 
-__all__ = ["HEAD_ROWS", "CompiledPass", "Compiler", "pool_sizes"]
+__all__ = ["HEAD_ROWS", "Call", "CompiledPass", "Compiler", "Placements", "pool_sizes"]
 
-Call: TypeAlias = Callable[[], Any]
+Placements: TypeAlias = Callable[[Phase, int, OpSpec], Placement]
+"""Who computes a group in a pass of a phase and of so many tokens, such as :meth:`Plan.placement`."""
+
+
+def _gpu_placements(_phase: Phase, _tokens: int, _spec: OpSpec) -> Placement:
+    """Give everything to the GPU, whatever the plan says."""
+    return GPU_ONLY
+
+
+@dataclass(slots=True)
+class _Request:
+    """A pass that is being compiled: which one, the calls so far, and its waits."""
+
+    phase: Phase
+    tokens: int
+    hand_overs: PassHandOvers
+    calls: list[Call] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -68,6 +85,9 @@ class Compiler:
         plan: Who computes what.
         context: Positions of a session.
         progress: Called with a stage's name, steps done and steps in all.
+        hand_overs: How the parts wait for each other.
+        placements: Who computes what at an exact length; the plan's entries by default. The slots have
+            their sizes from the plan, and whatever is returned must fit them.
     """
 
     def __init__(
@@ -77,6 +97,8 @@ class Compiler:
         plan: Plan,
         context: int,
         progress: Progress,
+        hand_overs: HandOvers,
+        placements: Placements | None = None,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -85,7 +107,12 @@ class Compiler:
         self._context = context
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
+        self._hand_overs = hand_overs
+        self._placements = placements or plan.placement
+        self._check = SlotCheck.from_environment(device.gpu)
+        self._placer = Placer(
+            device, weights, after_every_operator=hand_overs.after_every_operator, check=self._check
+        )
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, sizes)
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
@@ -113,8 +140,13 @@ class Compiler:
     def close(self) -> None:
         """Drop the packed weights; nothing compiled may run afterwards."""
         self._linears.clear()
-        self._graphs.clear()
+        self._placer.clear()
         del self._embedding, self._small
+
+    def leave_npu(self) -> None:
+        """Compile for the GPU alone from now on; what was compiled before must not run any more."""
+        self._placements = _gpu_placements
+        self._placer.clear()
 
     # -- passes --------------------------------------------------------------------------------------
 
@@ -128,10 +160,12 @@ class Compiler:
             cache: A session's KV cache to bind at first.
         """
         config, layers, pool, small = self._config, self._layers, self.pool, self._small
-        compiled = CompiledPass(bound_cache=cache)
-        calls = compiled.calls
+        request = _Request(phase, tokens, self._hand_overs.of_pass(phase, tokens))
+        calls, end_operator = request.calls, self._placer.end_operator
+        compiled = CompiledPass(calls, bound_cache=cache)
         scale = config.embedding_scale
         calls.append(self._embedding.embed_launch(self.tokens, pool["residual"], count=tokens, scale=scale))
+        end_operator(calls)
         delta: Segments | None = None
         shape: dict[str, Any] = {
             "heads": config.heads,
@@ -141,10 +175,10 @@ class Compiler:
             "tokens": tokens,
         }
         for layer, features in enumerate(config.per_layer):
-            rounded = self._rounded(phase, tokens, layer, "qkv")
-            self._norm(calls, layer, "attention", tokens, delta, rounded)
-            qkv = self._linear(calls, phase, tokens, layer, "qkv", rounded)
-            rounded = self._rounded(phase, tokens, layer, "o")
+            rounded = self._rounded(request, layer, "qkv")
+            self._norm(request, layer, "attention", delta, rounded)
+            qkv = self._linear(request, layer, "qkv", rounded)
+            rounded = self._rounded(request, layer, "o")
             rope = layers.rope_and_store(
                 qkv,
                 small.bias(layer, "qkv"),
@@ -171,13 +205,16 @@ class Compiler:
                 rounded=rounded,
                 **shape,
             )
-            calls += [rope, *attend]
+            calls.append(rope)
+            end_operator(calls)
+            calls += attend
+            end_operator(calls)
             compiled.cache_launches += [rope, attend[0]]
-            delta = self._linear(calls, phase, tokens, layer, "o", rounded)
-            rounded = self._rounded(phase, tokens, layer, "gate_up")
-            self._norm(calls, layer, "feed_forward", tokens, delta, rounded)
-            gate_up = self._linear(calls, phase, tokens, layer, "gate_up", rounded)
-            rounded = self._rounded(phase, tokens, layer, "down")
+            delta = self._linear(request, layer, "o", rounded)
+            rounded = self._rounded(request, layer, "gate_up")
+            self._norm(request, layer, "feed_forward", delta, rounded)
+            gate_up = self._linear(request, layer, "gate_up", rounded)
+            rounded = self._rounded(request, layer, "down")
             calls.append(
                 layers.gated_activation(
                     gate_up,
@@ -189,18 +226,23 @@ class Compiler:
                     rounded=rounded,
                 )
             )
-            delta = self._linear(calls, phase, tokens, layer, "down", rounded)
+            end_operator(calls)
+            delta = self._linear(request, layer, "down", rounded)
         compiled.output = delta
-        if tokens == 1:
+        if self._check is not None:
+            compiled.calls = self._check.checked(calls, self.pool, f"{phase} of {tokens}")
+        if self._placer.merges(tokens):
             compiled.merge(self._runtime)
         return compiled
 
     def compile_head(self, phase: Phase, rows: int, output: Segments) -> list[Call]:
         """Return the calls from the last layer's output to the logits of ``rows`` positions."""
         config, pool = self._config, self.pool
+        request = _Request(phase, rows, self._hand_overs.of_pass(phase, rows))
+        calls, end_operator = request.calls, self._placer.end_operator
         spec = self._specs[-1, "head"]
-        rounded = self._rounded(phase, rows, -1, "head")
-        calls: list[Call] = [
+        rounded = self._rounded(request, -1, "head")
+        calls.append(
             self._layers.final_norm(
                 pool["residual"],
                 self._small.final_norm,
@@ -213,160 +255,96 @@ class Compiler:
                 rounded=rounded,
                 **self._delta_options(config.layers - 1, "down"),
             )
-        ]
-        placement = self._plan.placement(phase, rows, spec)
-        if not placement.npu_lengths:
+        )
+        end_operator(calls)
+        if not self._placement(request, spec).npu_lengths:
             linear = self._linears[-1, "head"]
             options: dict[str, Any] = {"output_dtype": np.float32, "rounded": rounded, "label": "head"}
             calls.append(linear.launch(pool["head_input"], pool["logits"], tokens=rows, **options))
         else:
-            slots = pool["head_npu_output"], pool["head_gpu_output"]
-            segments = self._place(calls, spec, placement, rows, rounded, *slots)
+            segments = self._place(request, spec, rounded, "head_npu_output", "head_gpu_output")
             calls.append(self._layers.join_logits(segments, pool["logits"], rows=rows))
+        end_operator(calls)
         cap, vocabulary = config.logit_soft_cap, config.vocab_size
         if cap:
             calls.append(self._layers.soft_cap(pool["logits"], cap, rows=rows, vocabulary=vocabulary))
-        calls.append(self._runtime.finish)
-        return merge_launches(self._runtime, calls) if rows == 1 else calls
+        end = request.hand_overs.before("end") if self._plan.uses_npu else None
+        calls += self._placer.end(end, rows)
+        if self._check is not None:
+            written = (output.a, output.b, pool["residual"])
+            calls = self._check.checked(calls, pool, f"head of {rows}", written)
+        return merge_launches(self._runtime, calls) if self._placer.merges(rows) else calls
 
     # -- pieces --------------------------------------------------------------------------------------
 
     def _norm(
         self,
-        calls: list[Call],
+        request: _Request,
         layer: int,
         norm: Literal["attention", "feed_forward"],
-        tokens: int,
         delta: Segments | None,
         rounded: RoundedInputs | None,
     ) -> None:
         place = layer if norm == "feed_forward" else layer - 1
         group: Group = "o" if norm == "feed_forward" else "down"
-        calls.append(
+        request.calls.append(
             self._layers.rms_norm(
                 self.pool["residual"],
                 self._small.norm(layer, norm),
                 self.pool["linear_input"],
                 hidden=self._config.hidden_size,
-                tokens=tokens,
+                tokens=request.tokens,
                 epsilon=self._config.rms_norm_eps,
                 delta=delta,
                 rounded=rounded,
                 **self._delta_options(place, group),
             )
         )
+        self._placer.end_operator(request.calls)
 
     def _delta_options(self, layer: int, group: Group) -> dict[str, Any]:
         """Return the bias of what a group adds to the residual and the weight of its norm."""
         norm: Norm = "attention_output" if group == "o" else "feed_forward_output"
         return {"bias": self._small.bias(layer, group), "post": self._small.norm(layer, norm)}
 
-    def _rounded(self, phase: Phase, tokens: int, layer: int, group: Group) -> RoundedInputs | None:
+    def _rounded(self, request: _Request, layer: int, group: Group) -> RoundedInputs | None:
         """Return where the kernel that writes a group's input leaves the int8 codes; None if it leaves none.
 
         It does where the GPU computes rows of all tokens. Under a sequence cut the GPU rounds its own few
         while the NPU, which rounds for itself, is at work.
         """
         spec = self._specs[layer, group]
-        placement = self._plan.placement(phase, tokens, spec)
+        placement = self._placement(request, spec)
         if not spec.integer_inputs or placement.npu_rows == spec.member_rows:
             return None
         slot = INPUT_SLOTS[group]
         codes, blocks = self.pool[f"{slot}_codes"], self.pool[f"{slot}_blocks"]
         return RoundedInputs(codes, blocks, spec.weight.bits, spec.weight.block)
 
-    def _linear(
-        self,
-        calls: list[Call],
-        phase: Phase,
-        tokens: int,
-        layer: int,
-        group: Group,
-        rounded: RoundedInputs | None,
-    ) -> Segments:
-        spec = self._specs[layer, group]
-        placement = self._plan.placement(phase, tokens, spec)
-        slots = self.pool["npu_output"], self.pool["gpu_output"]
-        return self._place(calls, spec, placement, tokens, rounded, *slots)
+    def _placement(self, request: _Request, spec: OpSpec) -> Placement:
+        placement = self._placements(request.phase, request.tokens, spec)
+        placement.check(spec, request.tokens)
+        return placement
+
+    def _linear(self, request: _Request, layer: int, group: Group, rounded: RoundedInputs | None) -> Segments:
+        return self._place(request, self._specs[layer, group], rounded, "npu_output", "gpu_output")
 
     def _place(
         self,
-        calls: list[Call],
+        request: _Request,
         spec: OpSpec,
-        placement: Placement,
-        tokens: int,
         rounded: RoundedInputs | None,
-        npu_output: SharedArray,
-        gpu_output: SharedArray,
+        npu_output: str,
+        gpu_output: str,
     ) -> Segments:
-        """Append the calls of one group and return where its output lies.
-
-        The GPU's part is started first and runs while the NPU's graphs run on this thread. The wait before
-        it is for the kernel that wrote the input; no wait follows, since the kernels that read the output
-        are enqueued after the NPU has returned.
-        """
-        linear = self._linears[spec.layer, spec.group]
-        source = self.pool[INPUT_SLOTS[spec.group]]
-        label = f"{spec.layer}.{spec.group}"
-        rows = spec.member_rows
-        if not placement.npu_lengths:
-            calls.append(linear.launch(source, gpu_output, tokens=tokens, rounded=rounded, label=label))
-            return Segments(npu_output, gpu_output, rows, (0,) * len(rows))
-        row_cut = placement.npu_rows != rows
-        covered = min(tokens, sum(placement.npu_lengths))
-        slots = source, npu_output
-        if row_cut or covered == tokens:
-            calls += self._hand_over(*slots)
-        if row_cut:
-            kept = tuple(zip(placement.npu_rows, rows, strict=True))
-            options: dict[str, Any] = {"kept": kept, "rounded": rounded, "label": label}
-            calls.append(linear.launch(source, gpu_output, tokens=tokens, **options))
-            calls.append(self._runtime.flush)
-        elif covered < tokens:
-            # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU. Mapped memory
-            # must not be written by a kernel, so where the parts are not coherent they take turns.
-            calls.append(self._runtime.finish)
-            calls.append(
-                linear.launch(source, npu_output, tokens=tokens - covered, first_token=covered, label=label)
-            )
-            calls.append(self._runtime.flush)
-            if not source.coherent:
-                calls += self._hand_over(*slots)
-        calls += self._graph_calls(spec, placement, *slots)
-        if not source.coherent:
-            calls += [source.release, npu_output.release]
-        return Segments(npu_output, gpu_output, rows, placement.npu_rows)
-
-    def _hand_over(self, source: SharedArray, target: SharedArray) -> list[Call]:
-        """Return the calls that wait for the kernels before and let the NPU at its two slots.
-
-        The input is mapped for reading only, so that the GPU's part of a row cut may read it meanwhile.
-        """
-        if source.coherent:
-            return [self._runtime.finish]
-        return [source.acquire_to_read, target.acquire]
-
-    def _graph_calls(
-        self, spec: OpSpec, placement: Placement, source: SharedArray, target: SharedArray
-    ) -> list[Call]:
-        dtype = self._device.activation_dtype
-        rows, total = sum(placement.npu_rows), sum(placement.npu_lengths)
-        x = source.view(dtype, (total, spec.columns))
-        y = target.view(dtype, (total, rows))
-        calls: list[Call] = []
-        first = 0
-        for length in placement.npu_lengths:
-            graph = self._graph(spec, placement, length)
-            calls.append(graph.bind(x[first : first + length], y[first : first + length]))
-            first += length
-        return calls
-
-    def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
-        npu = self._device.npu
-        assert npu is not None  # loading has checked the plan
-        key = (spec.layer, spec.group, placement.npu_rows, placement.form, length)
-        if key not in self._graphs:
-            # The slice is dropped: its stacked members would hold the weights once more.
-            part = npu_slice(self._weights, spec, placement.npu_rows)
-            self._graphs[key] = npu.prepare(part, length, placement.form)  # type: ignore[arg-type]
-        return self._graphs[key]
+        part = Part(
+            spec,
+            self._linears[spec.layer, spec.group],
+            self._placement(request, spec),
+            request.tokens,
+            self.pool[INPUT_SLOTS[spec.group]],
+            self.pool[npu_output],
+            self.pool[gpu_output],
+            rounded,
+        )
+        return self._placer.place(request.calls, part, lambda: request.hand_overs.before(spec.group))

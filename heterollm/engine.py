@@ -5,24 +5,32 @@ Lives on the engine thread. It decides nothing (the plan did) and allocates noth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import OrderedDict
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.compiler import HEAD_ROWS, Call, CompiledPass, Compiler
-from heterollm.errors import KernelError
+from heterollm.compiler import HEAD_ROWS, Call, CompiledPass, Compiler, Placements
+from heterollm.errors import EngineError, GraphError, HandOverError, HeteroLLMError, KernelError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION
+from heterollm.kernels.handover import WaitLimits, prepare_hand_over, resynchronise
 from heterollm.kernels.opencl_runtime import OpenClError
 from heterollm.kernels.ops import Phase
 from heterollm.kv_cache import KvCache
+from heterollm.load_options import Sync
 from heterollm.progress import Progress
 from heterollm.solver.plan import Plan
+from heterollm.synchronisation import HandOvers
 from heterollm.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from heterollm.profiler.profile import Profile
 
 __all__ = ["Engine"]
 
@@ -30,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 KEPT_PASSES: Final = 32
 SMALLEST_BUCKET: Final = 256
+
+DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
+"""How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
+
+NPU_FAILURES: Final = (GraphError, HandOverError, MemoryError)
+"""What the GPU alone may still do without: graphs, hand-overs, and the memory that they take."""
 
 
 class Engine:
@@ -41,16 +55,37 @@ class Engine:
         plan: Who computes what.
         context: Positions of every session.
         progress: Called with a stage's name, steps done and steps in all.
+        sync: How the parts wait for each other.
+        profile: What was measured on the device, by which ``auto`` chooses how to wait.
+        placements: Who computes what at an exact length; the plan's entries by default.
+        allow_fallback: Whether the GPU goes on alone, from the same KV cache, when the NPU part fails.
+
+    Attributes:
+        notes: What failed, and since when the GPU computes alone.
     """
 
     def __init__(
-        self, device: Device, weights: ModelWeights, plan: Plan, context: int, progress: Progress
+        self,
+        device: Device,
+        weights: ModelWeights,
+        plan: Plan,
+        context: int,
+        progress: Progress,
+        *,
+        sync: Sync = "auto",
+        profile: Profile | None = None,
+        placements: Placements | None = None,
+        allow_fallback: bool = False,
     ) -> None:
         self.device = device
         self.plan = plan
         self.context = context
         self._config = weights.config
-        self._compiler = Compiler(device, weights, plan, context, progress)
+        self.notes: tuple[str, ...] = ()
+        self.hand_overs = HandOvers(device, sync, profile, used=plan.uses_npu)
+        self._may_fall_back = allow_fallback and plan.uses_npu
+        self._lost = ""
+        self._compiler = Compiler(device, weights, plan, context, progress, self.hand_overs, placements)
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache = device.gpu.shared((1,), device.cache_dtype)
@@ -99,36 +134,40 @@ class Engine:
                 the last position in :attr:`last_logits`.
 
         Raises:
-            KernelError: A kernel failed.
+            HeteroLLMError: A kernel, a graph or a hand-over failed. The positions before stay as they were.
         """
         for first, length in self.plan.chunks(len(ids)):
             tokens = ids[first : first + length]
-            head_row = length - 1 if target is None else 0
-            compiled = self._start(cache, position + first, tokens, phase, head_row)
-            if target is not None:
-                self._all_logits(compiled, phase, target[first : first + length])
-            elif first + length == len(ids):
-                self._head(compiled, phase, 1)
-            else:
-                self.device.gpu.finish()
+            rows = None if target is None else target[first : first + length]
+            last = first + length == len(ids)
+            try:
+                self._chunk(cache, position + first, tokens, phase, rows, last)
+            except NPU_FAILURES as error:
+                self._fall_back(error, position + first)
+                self._chunk(cache, position + first, tokens, phase, rows, last)
 
     def decode(self, cache: KvCache, position: int, token: int) -> None:
-        """Run one token; its logits are left in :attr:`last_logits`."""
-        compiled = self._pass("decode", 1, position, cache)
-        self._tokens.acquire()
-        self._tokens.array[0] = token
-        self._tokens.release()
-        self._write_step(position, 1, 0)
-        self._call(compiled.calls)
-        self._head(compiled, "decode", 1)
+        """Run one token; its logits are left in :attr:`last_logits`.
+
+        Raises:
+            HeteroLLMError: As for :meth:`prefill`.
+        """
+        try:
+            self._one_token(cache, position, token)
+        except NPU_FAILURES as error:
+            self._fall_back(error, position)
+            self._one_token(cache, position, token)
 
     def compile_ahead(self, cache: KvCache, lengths: tuple[int, ...], progress: Progress) -> None:
         """Compile decode and the given prefill lengths, building or loading their NPU graphs."""
         passes: list[tuple[Phase, int]] = [("decode", 1), *(("prefill", length) for length in lengths)]
         for done, (phase, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
-            compiled = self._pass(phase, length, 0, cache)
-            self._head_calls(compiled, phase, 1)
+            try:
+                self._head_calls(self._pass(phase, length, 0, cache), phase, 1)
+            except NPU_FAILURES as error:
+                self._fall_back(error, 0)
+                self._head_calls(self._pass(phase, length, 0, cache), phase, 1)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def close(self) -> None:
@@ -140,16 +179,36 @@ class Engine:
 
     # -- pieces --------------------------------------------------------------------------------------
 
-    def _start(
-        self, cache: KvCache, position: int, tokens: NDArray[np.int32], phase: Phase, head_row: int
-    ) -> CompiledPass:
+    def _chunk(
+        self,
+        cache: KvCache,
+        position: int,
+        tokens: NDArray[np.int32],
+        phase: Phase,
+        target: NDArray[np.float32] | None,
+        last: bool,
+    ) -> None:
         compiled = self._pass(phase, len(tokens), position, cache)
         self._tokens.acquire()
         self._tokens.array[: len(tokens)] = tokens
         self._tokens.release()
-        self._write_step(position, len(tokens), head_row)
+        self._write_step(position, len(tokens), len(tokens) - 1 if target is None else 0)
         self._call(compiled.calls)
-        return compiled
+        if target is not None:
+            self._all_logits(compiled, phase, target)
+        elif last:
+            self._head(compiled, phase, 1)
+        else:
+            self.device.gpu.finish()
+
+    def _one_token(self, cache: KvCache, position: int, token: int) -> None:
+        compiled = self._pass("decode", 1, position, cache)
+        self._tokens.acquire()
+        self._tokens.array[0] = token
+        self._tokens.release()
+        self._write_step(position, 1, 0)
+        self._call(compiled.calls)
+        self._head(compiled, "decode", 1)
 
     def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
         self._call(self._head_calls(compiled, phase, rows))
@@ -168,11 +227,14 @@ class Engine:
             target[row : row + rows] = self._logits[:rows]
 
     def _pass(self, phase: Phase, length: int, position: int, cache: KvCache) -> CompiledPass:
+        if self._lost:
+            raise EngineError(self._lost, fix="Load the model again.")
         bucket = self._bucket(position + length)
         key = (phase, length, bucket)
         compiled = self._passes.get(key)
         if compiled is None:
-            compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+            with _compiling(phase, length):
+                compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
             self._passes[key] = compiled
             if len(self._passes) > KEPT_PASSES:
                 self._passes.popitem(last=False)
@@ -186,7 +248,8 @@ class Engine:
         key = (phase, rows, compiled.output.splits)
         calls = self._heads.get(key)
         if calls is None:
-            calls = self._compiler.compile_head(phase, rows, compiled.output)
+            with _compiling(phase, rows):
+                calls = self._compiler.compile_head(phase, rows, compiled.output)
             self._heads[key] = calls
         return calls
 
@@ -218,10 +281,40 @@ class Engine:
 
     def _drain(self) -> None:
         """Let what a failed pass has enqueued run out, since it must not see the next pass's step."""
-        pool = self._compiler.pool
+        pool, gpu = self._compiler.pool, self.device.gpu
         try:
-            self.device.gpu.finish()
+            prepare_hand_over(gpu, "poll", "a failed pass", limits=DRAIN_LIMITS)()
+            gpu.finish()
+            resynchronise(gpu)
             for name in pool:
                 pool[name].release()
+        except HandOverError as error:
+            self._lost = f"The GPU part does not come to an end. {error.message}"
+            logger.warning("After a failed pass: %s", error)
         except (KernelError, OpenClError) as error:
             logger.warning("After a failed pass: %s", error)
+
+    def _fall_back(self, error: HeteroLLMError | MemoryError, position: int) -> None:
+        """Leave everything to the GPU from now on, or raise the error where that is not wanted or in vain."""
+        if not self._may_fall_back or self._lost:
+            raise error
+        self._may_fall_back = False
+        self._passes.clear()
+        self._heads.clear()
+        self._compiler.leave_npu()
+        what = error.message if isinstance(error, HeteroLLMError) else str(error)
+        note = f"The GPU computes alone since token {position}, as the NPU part failed: {what}"
+        self.notes = (*self.notes, note)
+        logger.warning("%s", note)
+
+
+@contextlib.contextmanager
+def _compiling(phase: Phase, tokens: int) -> Iterator[None]:
+    """Turn what running out of memory raises into an error that says when it happened."""
+    try:
+        yield
+    except (MemoryError, OpenClError) as error:
+        raise GraphError(
+            f"Preparing a {phase} pass of {tokens} tokens failed: {error or 'memory ran out'}.",
+            fix="Close other programs, use a smaller context, or choose the plan level gpu.",
+        ) from error

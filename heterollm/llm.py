@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +21,7 @@ from heterollm.generation import Generation, GenerationOptions, GenerationResult
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.layout import op_specs
-from heterollm.load_options import check_options, choose_context, choose_plan
+from heterollm.load_options import Sync, check_options, check_sync, choose_context, choose_plan
 from heterollm.memory import check_memory, memory_need, return_freed_memory
 from heterollm.precision import check_precision
 from heterollm.progress import Progress, silent
@@ -71,6 +71,8 @@ class LLM:
         gpu_threads: int | None = None,
         npu_threads: int | None = None,
         allow_slow: bool = False,
+        sync: Sync = "auto",
+        allow_fallback: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """Load a checkpoint and make it ready to answer.
@@ -88,6 +90,10 @@ class LLM:
             gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
             npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
             allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
+            sync: How the parts wait for each other: a strategy of :mod:`heterollm.kernels.handover`,
+                ``operator`` to finish the GPU's queue after every operator, or ``auto``
+                (:func:`heterollm.synchronisation.default_strategies`).
+            allow_fallback: Go on with the GPU alone when the NPU part fails; :attr:`notes` then says so.
             progress: Called with a stage's name, steps done and steps in all.
 
         Raises:
@@ -101,6 +107,7 @@ class LLM:
             (progress or silent)(stage, done, total)
 
         check_options(model, plan, precision, group_size, symmetric)
+        check_sync(sync)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
         positions = choose_context(config, context)
@@ -137,7 +144,8 @@ class LLM:
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
             check_emulation(opened, weights, chosen, allow_slow)
-            engine = thread.run(lambda: _start(opened, weights, chosen, positions, report))
+            options: dict[str, Any] = {"sync": sync, "allow_fallback": allow_fallback}
+            engine = thread.run(lambda: _start(opened, weights, chosen, positions, report, options))
         except BaseException:
             # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
             stopped.set()
@@ -242,10 +250,10 @@ class LLM:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What loading had to decide differently from what was asked, and why ``auto`` chose a device."""
+        """What was decided differently from what was asked, why ``auto`` chose a device, and what failed."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        return (*chosen, *self._weights.notes, *self.device.gpu.variants.notes)
+        return (*chosen, *self._weights.notes, *self.device.gpu.variants.notes, *self._engine.notes)
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the tensors that the runtime computes with, float32, under their Hugging Face names.
@@ -284,13 +292,20 @@ def _solved(
     return Planner(profile, config, specs, precision, PlanRequest(context)).plan
 
 
-def _start(device: Device, weights: ModelWeights, plan: Plan, context: int, progress: Progress) -> Engine:
+def _start(
+    device: Device,
+    weights: ModelWeights,
+    plan: Plan,
+    context: int,
+    progress: Progress,
+    options: Mapping[str, Any],
+) -> Engine:
     # Imported only now: without an OpenCL binding, opening the device has said what to install.
     from heterollm.engine import Engine
 
     # The OpenCL context exists by now: its workers keep their own cores (kernels.device).
     device.pin()
-    engine = Engine(device, weights, plan, context, progress)
+    engine = Engine(device, weights, plan, context, progress, **options)
     ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
     engine.compile_ahead(engine.new_cache(), ahead, progress)
     return_freed_memory()

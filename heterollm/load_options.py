@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.config import ModelConfig
 from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.kernels.waiting import STRATEGIES, Strategy
 from heterollm.solver import LEVELS, Plan, level_plan
 from heterollm.solver.plan import model_shape
 
-__all__ = ["check_options", "choose_context", "choose_plan"]
+__all__ = ["SYNC_OPTIONS", "Sync", "check_options", "check_sync", "choose_context", "choose_plan"]
 
 DEFAULT_CONTEXT: Final = 4096
 SOLVED: Final = "tensor"
@@ -20,6 +21,13 @@ SOLVED: Final = "tensor"
 
 CHUNK_LENGTH: Final = 512
 """Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
+
+Sync: TypeAlias = Literal["auto", "operator"] | Strategy
+"""How the parts wait for each other: by a strategy of :mod:`heterollm.kernels.handover`, by ``auto``, which
+chooses one (:mod:`heterollm.synchronisation`), or by ``operator``: ``clFinish`` after every operator, the
+baseline that fast synchronisation is compared with."""
+
+SYNC_OPTIONS: Final[tuple[Sync, ...]] = ("auto", "operator", *STRATEGIES)
 
 
 def check_options(
@@ -42,6 +50,16 @@ def check_options(
         raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
     if not isinstance(symmetric, bool):
         raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
+
+
+def check_sync(sync: object) -> None:
+    """Refuse what is no way for the parts to wait for each other.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if sync not in SYNC_OPTIONS:
+        raise OptionError(f"There is no sync {sync!r:.80}.", fix=f"Choose among {', '.join(SYNC_OPTIONS)}.")
 
 
 def choose_context(config: ModelConfig, context: int | None) -> int:

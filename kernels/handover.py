@@ -31,7 +31,7 @@ import platform
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Final, Protocol, TypeAlias
 
 from heterollm.errors import HandOverError, KernelError, OptionError
 from heterollm.kernels.litmus import LITMUS_QUICK_ROUNDS, flag_litmus
@@ -39,7 +39,7 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.opencl_sync import FlagSignal, MarkerSignal, block_on, flag_word
-from heterollm.kernels.waiting import HostClock, WaitPrediction
+from heterollm.kernels.waiting import STRATEGIES, HostClock, Strategy, WaitPrediction
 
 __all__ = [
     "STRATEGIES",
@@ -52,9 +52,6 @@ __all__ = [
     "resynchronise",
     "strategies_for",
 ]
-
-Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"]
-STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 
 Call: TypeAlias = Callable[[], Any]
 

@@ -100,6 +100,7 @@ class OpenClRuntime:
         # What PoCL compiles is tested with every change of this project; other compilers are not.
         self.tests_kernels = self.traits.platform != POCL_NAME
         self._shared_scratch: dict[str, cl.Buffer] = {}
+        self._written: dict[KernelKind, tuple[bool, ...]] = {}
         self._sources: dict[int, tuple[tuple[str, ...], frozenset[tuple[str, str | int]]]] = {}
         self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
 
@@ -134,6 +135,25 @@ class OpenClRuntime:
         """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
         files, defines = self._sources[kernel.program.int_ptr]
         return files, kernel.function_name, tuple(sorted(defines))
+
+    def written_arguments(self, kernel: cl.Kernel) -> tuple[bool, ...]:
+        """Return for each argument of a kernel of :meth:`kernel` whether it is memory that is not constant.
+
+        For checks: the program is built once more, since compilers keep this only where they are asked to.
+        """
+        files, name, defines = kind = self.kind(kernel)
+        found = self._written.get(kind)
+        if found is None:
+            options = ["-cl-kernel-arg-info", *(f"-D{key}={value}" for key, value in defines)]
+            twin = cl.Kernel(self._build(read_sources(files), options, name), name)
+            spaces, kinds = cl.kernel_arg_address_qualifier, cl.kernel_arg_type_qualifier
+            info = cl.kernel_arg_info
+            found = self._written[kind] = tuple(
+                twin.get_arg_info(index, info.ADDRESS_QUALIFIER) == spaces.GLOBAL
+                and not twin.get_arg_info(index, info.TYPE_QUALIFIER) & kinds.CONST
+                for index in range(twin.num_args)
+            )
+        return found
 
     def kernel_of_source(self, source: str, name: str) -> cl.Kernel:
         """Build a program (once) and return a new kernel object, as :meth:`kernel` does with files."""

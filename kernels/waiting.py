@@ -16,15 +16,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 __all__ = [
+    "STRATEGIES",
     "HostClock",
+    "Strategy",
     "WaitPrediction",
     "lower_timer_slack",
     "sleep_overshoot_us",
     "yield_interpreter",
 ]
+
+Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"]
+"""How the host waits for the GPU: see :mod:`heterollm.kernels.handover`."""
+
+STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 
 SET_TIMER_SLACK: Final = 29
 """``PR_SET_TIMERSLACK`` of Linux's ``prctl``."""
