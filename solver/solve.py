@@ -169,6 +169,10 @@ class Solver:
             OptionError: There are no tokens.
             PlanError: A group can be computed by nobody.
         """
+        if prompt_tokens < 1:
+            raise OptionError(
+                f"A prompt of {prompt_tokens} tokens cannot be planned.", fix="Give at least 1."
+            )
         offered = {self.chunk_length, *(self.limits.standard_lengths if self.limits else ())}
         found: dict[int, float] = {}
         for chunk in sorted(length for length in offered if 1 < length <= self.chunk_length):

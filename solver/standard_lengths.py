@@ -1,0 +1,73 @@
+"""Which standard lengths are worth building graphs of, for the prompts that come (HeteroLLM, section 4.1).
+
+More lengths waste less padding and take longer to build. All sets that fit the build budget are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from heterollm.errors import OptionError, PlanError
+
+__all__ = ["MOST_LENGTHS", "choose_lengths"]
+
+MOST_LENGTHS: Final = 12
+"""Lengths of which every set is tried: 4096 sets."""
+
+
+def choose_lengths(
+    histogram: Mapping[int, float],
+    available: Iterable[int],
+    build_us: Callable[[int], float],
+    time_us: Callable[[int, tuple[int, ...]], float],
+    budget_us: float,
+) -> tuple[int, ...]:
+    """Return the standard lengths that make all passes together fastest within a build budget, ascending.
+
+    Exact: every set is tried. Of sets that are equally fast the one wins that is built soonest.
+
+    Args:
+        histogram: How often passes of each length come.
+        available: Lengths that graphs can be built of, at most :data:`MOST_LENGTHS`.
+        build_us: Returns how long the graphs of a length take to build.
+        time_us: Returns how long a pass takes with graphs of some lengths, ascending; infinite if it cannot
+            be run. It is asked once for every length of the histogram and every set that fits.
+        budget_us: Longest time that building may take.
+
+    Raises:
+        OptionError: Lengths, weights or the budget are out of range, or there are too many lengths.
+        PlanError: With no set that fits the budget can all passes be run.
+    """
+    lengths = sorted(set(available))
+    if len(lengths) > MOST_LENGTHS:
+        raise OptionError(
+            f"{len(lengths)} standard lengths are too many to try all sets.",
+            fix=f"Name at most {MOST_LENGTHS}.",
+        )
+    if any(length < 1 for length in (*lengths, *histogram)) or not budget_us >= 0.0:
+        raise OptionError(
+            f"Standard lengths {lengths}, passes of {sorted(histogram)} tokens, budget {budget_us} us.",
+            fix="Lengths are at least 1 and the budget at least 0.",
+        )
+    if not all(0.0 <= weight < math.inf for weight in histogram.values()):
+        raise OptionError(f"The weights of {dict(histogram)} are not all numbers of at least 0.")
+    asked = {tokens: weight for tokens, weight in sorted(histogram.items()) if weight}
+    builds_us = {length: build_us(length) for length in lengths}
+    best: tuple[float, float, tuple[int, ...]] | None = None
+    for count in range(len(lengths) + 1):
+        for held in itertools.combinations(lengths, count):
+            built_us = sum(builds_us[length] for length in held)
+            if built_us > budget_us:
+                continue
+            total_us = sum(weight * time_us(tokens, held) for tokens, weight in asked.items())
+            if math.isfinite(total_us) and (best is None or (total_us, built_us, held) < best):
+                best = total_us, built_us, held
+    if best is None:
+        raise PlanError(
+            f"Within {budget_us:.0f} us no set of the lengths {lengths} can be built that runs all passes.",
+            fix="Raise the budget, or offer other lengths.",
+        )
+    return best[2]
