@@ -90,11 +90,12 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         name = row.point.form.replace("_", " ") or "only form"
-        curves[name][row.point.tokens] = (row.cycles or 0.0) if counted else row.times.median_us / 1e3
+        cost = (row.cycles or 0.0) / 1e6 if counted else row.times.median_us / 1e3
+        curves[name][row.point.tokens] = cost
     point = rows[0].point
     detail = f"{point.group} {_shape(point)}, {point.weight}"
     figure, axes = _figure(summary, "NPU: cost against tokens", detail)
-    unit = "cycles of the emulated NPU" if counted else f"{summary.time_kind} time, ms"
+    unit = "Mcycles of the emulated NPU" if counted else f"{summary.time_kind} time, ms"
     longest = max(row.point.tokens for row in rows)
     step_curves(axes[0], curves, unit, logarithmic=longest > LONGEST_LINEAR_AXIS)
     return figure
@@ -184,7 +185,7 @@ def bandwidth_plot(summary: ProfileSummary) -> Figure | None:
     figure, axes = _figure(summary, "Memory bandwidth", "", height_in=1.1 + 0.36 * len(bars))
     names, values, colours = zip(*reversed(bars), strict=True)
     drawn = axes[0].barh(names, values, color=colours)
-    axes[0].bar_label(drawn, [f"{value:.1f}" for value in values], padding=3)
+    axes[0].bar_label(drawn, [f"{value:.3g}" for value in values], padding=3)
     axes[0].set_xlim(0, 1.15 * max(values))
     axes[0].set_xlabel(f"GB/s, {summary.time_kind} time")
     axes[0].spines[["top", "right"]].set_visible(False)
@@ -292,7 +293,7 @@ def step_curves(
     longest = max(place for curve in curves.values() for place in curve)
     far = max(values) > WIDE_RANGE * min(values)
     if far if logarithmic is None else logarithmic:
-        axes.set_yscale("log")
+        _logarithmic(axes, values)
     if xlabel == "tokens":
         if longest > LONGEST_LINEAR_AXIS if logarithmic is None else logarithmic:
             axes.set_xscale("log", base=2)
@@ -308,14 +309,21 @@ def step_curves(
         axes.legend(fontsize=8)
 
 
+def _logarithmic(axes: Axes, values: Sequence[float]) -> None:
+    """Make the upright axis logarithmic, with at least three plain numbers beside it."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 100 * min(values) else (1,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
 def _figure(
     summary: ProfileSummary, title: str, detail: str, *, panels: int = 1, height_in: float = HEIGHT_IN
 ) -> tuple[Figure, list[Axes]]:
-    return new_figure(
-        f"{title}\n{summary.device}, {summary.time_kind} time" + (f": {detail}" if detail else ""),
-        panels=panels,
-        height_in=height_in,
-    )
+    lines = [title, f"{summary.device}, {summary.time_kind} time", *([detail] if detail else [])]
+    return new_figure("\n".join(lines), panels=panels, height_in=height_in)
 
 
 def new_figure(title: str, *, panels: int = 1, height_in: float = HEIGHT_IN) -> tuple[Figure, list[Axes]]:

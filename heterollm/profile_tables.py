@@ -214,7 +214,7 @@ def _bandwidth(summary: ProfileSummary) -> Section:
             PARTS[row.part],
             "beside the other part" if row.together else "alone",
             format_bytes(row.size_bytes),
-            f"{row.gbps:.1f} GB/s",
+            f"{row.gbps:.3g} GB/s",
             "" if row.times is None else f"±{row.times.spread_fraction / 2:.0%}",
         )
         for row in summary.bandwidth
@@ -223,7 +223,7 @@ def _bandwidth(summary: ProfileSummary) -> Section:
     for together in (False, True):
         rates = [row.gbps for row in summary.bandwidth if row.together is together]
         if together and len(rates) > 1:
-            notes.append(f"Both at once read {sum(rates):.1f} GB/s together.")
+            notes.append(f"Both at once read {sum(rates):.3g} GB/s together.")
     return Section("Memory bandwidth", ("part", "how", ">read", ">rate", ">spread"), rows, tuple(notes))
 
 
