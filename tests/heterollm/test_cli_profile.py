@@ -1,6 +1,7 @@
 """The commands under ``profile``: no device and no long measurement, but the real files and errors."""
 
 import json
+import random
 import time
 
 import numpy as np
@@ -389,6 +390,41 @@ def test_a_damaged_file(run, cache, tmp_path, command, content):
     assert (code, out) == (1, "")
     assert "profile.json" in panel_of(err).replace(" ", "")
     assert not cache.exists()
+
+
+def places(value, path=()):
+    """Yield the path of every entry of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, held in items:
+        yield (*path, name)
+        yield from places(held, (*path, name))
+
+
+NONSENSE = (0, -1, 1, 2**52, 1e308, 1e-308, "", "word", "\ud800", None, True, [], {}, [0], {"a": "b"})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_profile_edited_into_nonsense_is_shown_or_refused(run, cache, tmp_path, sample_profile, seed):
+    rng = random.Random(seed)
+    text = sample_profile().to_json()
+    file = tmp_path / "profile.json"
+    codes = set()
+    for _ in range(15):
+        data = json.loads(text)
+        path = rng.choice(list(places(data)))
+        entry = data
+        for name in path[:-1]:
+            entry = entry[name]
+        entry[path[-1]] = rng.choice(NONSENSE)
+        if isinstance(data.get("description"), dict):
+            data["fingerprint"] = fingerprint_of(data["description"])
+        file.write_text(json.dumps(data))
+        for command in (("show", file), ("compare", file, file), ("import", file)):
+            code, _, err = run(*command)
+            codes.add(code)
+            assert code in (0, 1)
+            assert "Unexpected error" not in err, (path, err)
+    assert codes == {0, 1}
 
 
 # -- compare, export, import -------------------------------------------------------------------------

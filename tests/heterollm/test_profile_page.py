@@ -197,6 +197,18 @@ def test_an_order_that_costs_more_is_drawn_so(sample_profile):
     assert all(value == pytest.approx(3.0) for line in curves for value in line.get_ydata())
 
 
+def test_the_gpu_s_time_is_drawn_against_rows_where_cuts_were_measured(sample_profile):
+    profile = sample_profile()
+    assert len(plots.gpu_linearity_plot(summarize(profile, accuracy=False)).get_axes()) == 1
+    for rows in (128, 384):
+        point = LinearPoint("o", (rows,), 512, 64, 4, 32)
+        profile.add(Record(LinearKey("gpu", point, "kernels"), (20 + 1.6 * rows,), taken_s=1e9))
+    [_, axes] = plots.gpu_linearity_plot(summarize(profile, accuracy=False)).get_axes()
+    [line] = axes.get_lines()
+    assert list(line.get_xdata()) == [128, 256, 384, 512]
+    assert axes.get_ylabel() == "ms at 64 tokens"
+
+
 def test_parts_and_what_is_outside_of_the_known_look_different(sample_profile):
     profile = sample_profile()
     far = LinearPoint("down", (64000,), 64000, 64, 4, 32)

@@ -95,7 +95,13 @@ def test_without_linear_layers_the_reason_is_said():
 
 def test_what_an_edited_run_holds_instead_of_numbers_counts_as_nothing(sample_profile):
     profile = sample_profile()
-    nonsense = {"seconds": "long", "measured": None, "drift_fraction": [1], "skipped": {"x": "y"}, "models": 3}
+    nonsense = {
+        "seconds": "long",
+        "measured": None,
+        "drift_fraction": [1],
+        "skipped": {"x": "y"},
+        "models": 3,
+    }
     profile.runs["1000000000.000"].update(nonsense)
     [run] = summarize(profile, accuracy=False).runs
     assert (run.seconds, run.measured, run.drift_fraction, run.models) == (0.0, 0, {}, ())
