@@ -1,0 +1,165 @@
+"""How long does the solver take for a whole model, and for one more length at run time?
+
+The plan of every length up to 1024 and of decode for a model of 32 layers in Llama-3-8B's shape (aim: under
+1 s), and then single lengths that no plan names, with the slices that the plan holds (aim: under 5 ms each)
+and with every cut allowed. Costs come from a formula (floors, rates, a slow FFN-down), and with `--profile`
+from a profile too, whose predictor is fitted before the clock starts but has seen none of the questions: a
+solver is new in every round. Each line has the least, the median and the largest time.
+
+    python bench/bench_solver.py --out bench/results/solver.jsonl
+    python bench/bench_solver.py --profile PROFILE.json --out bench/results/solver.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from conditions import conditions
+
+from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.ops import OpSpec
+from heterollm.profiler.workload import ModelShape, Sizes, shape_of
+from heterollm.solver.candidates import NpuLimits
+from heterollm.solver.costs import Costs, Overheads, Slowdown
+from heterollm.solver.slices import Budget, Slices
+from heterollm.solver.solve import Solver
+
+# https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
+SIZES: Final = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, False)
+LENGTHS: Final = (2, 45, 135, 193, 300, 525, 600, 777, 1000, 1023)
+PLAN_AIM_MS: Final = 1000.0
+LENGTH_AIM_MS: Final = 5.0
+
+
+class FormulaCosts:
+    """Rates of a phone, roughly, with a fixed cost for each kernel and graph."""
+
+    overheads = Overheads(hand_over_us=8.0, refill_us=75.0)
+
+    def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
+        """Bandwidth or operations."""
+        weights = sum(member_rows) * spec.columns
+        return 5.0 + weights * max(0.52 / 43e3, 2 * tokens / 1.2e6)
+
+    def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
+        """Unpacking or operations; long rows cost more unless they are in chunks."""
+        weights = sum(member_rows) * spec.columns
+        slower = 3.5 if spec.columns > 4096 and form != "k_chunked" else 1.0
+        return 110.0 + slower * weights * max(1 / 30.7e3, 2 * length / 5.6e6)
+
+    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
+        """A little, where both compute rather than read."""
+        return Slowdown(1.06, 1.06) if tokens * spec.columns > 1 << 16 else Slowdown()
+
+    def between_us(self, spec: OpSpec, tokens: int) -> float:
+        """Norms and the like: what they read and write."""
+        return 10.0 + 8 * tokens * spec.columns / 43e3
+
+
+def formula_forms(spec: OpSpec, length: int) -> tuple[str, ...]:
+    """Return two forms where chunks make sense, as on Hexagon."""
+    return ("matmul_nbits", "k_chunked") if spec.columns > 4096 and length else ("matmul_nbits",)
+
+
+def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Costs], NpuLimits]]:
+    """Yield names of costs, how to make them new, and what the NPU can be given."""
+    yield "formula", FormulaCosts, NpuLimits(STANDARD_LENGTHS, 256, formula_forms)
+    if profile is None:
+        return
+    from heterollm.profiler.caches import last_level_cache_bytes
+    from heterollm.profiler.predictor import Predictor
+    from heterollm.profiler.profile import Profile
+    from heterollm.solver.profile_costs import ProfileCosts, limits_of
+
+    measured = Profile.load(profile)
+    fitted = Predictor.fit(measured).to_json()
+    limits = limits_of(measured)
+    if limits is None:
+        raise SystemExit(f"{profile} is of a device without an NPU")
+
+    def costs() -> Costs:
+        predictor = Predictor.from_json(fitted)
+        return ProfileCosts(measured, shape, cache_bytes=last_level_cache_bytes(), predictor=predictor)
+
+    yield f"profile of {measured.device}", costs, limits
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Time one call."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def spread(what: str, costs: str, times_ms: list[float], aim_ms: float | None) -> dict[str, Any]:
+    """Return one line of results."""
+    return {
+        "what": what,
+        "costs": costs,
+        "least_ms": round(min(times_ms), 3),
+        "median_ms": round(statistics.median(times_ms), 3),
+        "largest_ms": round(max(times_ms), 3),
+        "rounds": len(times_ms),
+        "aim_ms": aim_ms,
+    }
+
+
+def measure(
+    name: str, costs: Callable[[], Costs], limits: NpuLimits, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of one source of costs."""
+    shape = shape_of(SIZES)
+    layers = tuple(replace(spec, layer=layer) for layer in range(shape.layers) for spec in shape.layer)
+    specs = (*layers, shape.head)
+    whole_bytes = sum(spec.weight_bytes() for spec in specs)
+    for title, budget in (
+        ("plan", Budget()),
+        ("plan within half the weights", Budget(whole_bytes // 2, True)),
+    ):
+        times = []
+        for _ in range(rounds):
+            solver = Solver(specs, limits, costs(), budget=budget)
+            times.append(milliseconds(lambda: solver.plan(device="bench", precision="w4a16")))  # noqa: B023
+        yield spread(f"{title}, {shape.layers} layers", name, times, PLAN_AIM_MS)
+    slices: Slices = Solver(specs, limits, costs()).slices()
+    for title, held, aim in (("the plan's slices", slices, LENGTH_AIM_MS), ("every cut", None, None)):
+        times = []
+        for _ in range(rounds):
+            solver = Solver(specs, limits, costs())
+            for tokens in LENGTHS:
+                times.append(milliseconds(lambda: solver.length(tokens, held)))  # noqa: B023
+        yield spread(f"another length, {title}", name, times, aim)
+
+
+def main() -> None:
+    """Measure, print a table and append JSON lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", type=Path, help="a profile whose costs are used as well")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    options = parser.parse_args()
+    rows = []
+    print("| what | costs | least ms | median | largest | aim |")
+    print("|---|---|---:|---:|---:|---:|")
+    for name, costs, limits in sources(options.profile, shape_of(SIZES)):
+        for row in measure(name, costs, limits, options.rounds):
+            cells = [row[key] for key in ("what", "costs", "least_ms", "median_ms", "largest_ms", "aim_ms")]
+            print(f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |", flush=True)
+            rows.append({**conditions(), **row})
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
