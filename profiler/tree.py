@@ -1,7 +1,7 @@
 """Decision-tree regression of NPU times (HeteroLLM, section 4.3).
 
-The tree predicts the time of an array's worth of work, which stages, orders and shapes change by up to
-60 times, and not the time itself, of which a leaf would be a single constant over many sizes. It is grown
+The tree predicts the time of an array's worth of work, which order and stage change by up to 8 times on the
+emulator, and not the time itself, of which a leaf would be a single constant over many sizes. It is grown
 here rather than by a library: a few lines of NumPy, and the same tree on every platform.
 """
 
