@@ -195,6 +195,27 @@ def test_under_a_budget_a_cut_is_measured_against_what_is_held(made):
     assert set(choose_slices([group], Budget())["o"]) == {(64,)}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_length_without_a_copy_is_not_run(made, seed):
+    """A budget for copies at one token has none left for prompts, which the slices would serve as well."""
+
+    def solver(npu_bytes):
+        budget = Budget(npu_bytes, copies_by_length=True)
+        return Solver(made.model(), made.limits(), made.proportional(seed), budget=budget, chunk_length=64)
+
+    slices, specs = solver(10**9).slices({1: 1.0}), made.model()
+    assert {lengths for held in slices.values() for lengths in held.values()} == {(1,)}
+    size = sum(
+        spec.weight.weight_bytes(sum(rows), spec.columns) for spec in specs for rows in slices[spec.group]
+    )
+    plan = solver(size).plan(device="d", precision="fp16", weights={1: 1.0})
+    assert plan.uses_npu
+    assert held_bytes(plan, specs, copies_by_length=True) <= size
+    free = Solver(made.model(), made.limits(), made.proportional(seed), chunk_length=64)
+    plan = free.plan(device="d", precision="fp16", weights={1: 1.0})
+    assert held_bytes(plan, specs, copies_by_length=True) > size
+
+
 # -- weights ----------------------------------------------------------------------------------------------
 
 
@@ -226,4 +247,5 @@ def test_long_prompts_count_by_their_chunks(made):
     solver = Solver(made.model(), made.limits(), made.proportional(1), chunk_length=128)
     assert solver.slices({1280: 1.0}) == solver.slices({128: 10.0})
     # A prompt is followed by one row of the head.
-    assert solver.slices({128: 1.0})["head"] == solver.slices({1: 1.0})["head"]
+    on_both = Solver(made.model(), made.limits(), made.proportional(0), chunk_length=128)
+    assert on_both.slices({128: 1.0})["head"] == on_both.slices({1: 1.0})["head"] != {}
