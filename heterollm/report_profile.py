@@ -39,6 +39,9 @@ LISTED_CHANGES: Final = 40
 TRUSTED_FRACTION: Final = 0.02
 """Of the work, before the time left is judged by how fast it went."""
 
+SKIPPED_FRACTION: Final = 0.1
+"""Work that took less than this share of its estimate was not done but skipped."""
+
 
 @contextlib.contextmanager
 def time_bar() -> Iterator[Progress]:
@@ -59,10 +62,10 @@ def time_bar() -> Iterator[Progress]:
         disable=not console.is_terminal,
     )
     task = bars.add_task("Profiling", total=None, left="")
-    begin_s = time.monotonic()
+    pace = Pace()
 
     def report(stage: str, done: int, total: int) -> None:
-        left = f"{format_duration(left_s(done, total, time.monotonic() - begin_s))} left"
+        left = f"{format_duration(pace.left_s(done, total, time.monotonic()))} left"
         bars.update(task, description=stage, completed=done, total=max(total, 1), left=left)
         bars.start()
 
@@ -72,12 +75,31 @@ def time_bar() -> Iterator[Progress]:
         bars.stop()
 
 
-def left_s(done_ms: int, total_ms: int, elapsed_s: float) -> float:
-    """Return how long the rest will take, at the pace so far once there is one."""
-    rest_s = max(0, total_ms - done_ms) / 1e3
-    if done_ms < TRUSTED_FRACTION * total_ms:
-        return rest_s
-    return rest_s * elapsed_s / (done_ms / 1e3) if done_ms else rest_s
+class Pace:
+    """Tells how long the rest of some work will take, from estimates and from how they held so far."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._estimated_s = self._taken_s = 0.0
+
+    def left_s(self, done_ms: int, total_ms: int, now_s: float) -> float:
+        """Return the seconds that are left.
+
+        Args:
+            done_ms: Estimated milliseconds of the work that is done.
+            total_ms: Of all work.
+            now_s: Any clock.
+        """
+        if self._last is not None:
+            estimated_s, taken_s = (done_ms - self._last[0]) / 1e3, now_s - self._last[1]
+            # What was known already is done in no time, and other work starts anew: neither says anything.
+            if 0 < estimated_s * SKIPPED_FRACTION <= taken_s:
+                self._estimated_s += estimated_s
+                self._taken_s += taken_s
+        self._last = done_ms, now_s
+        rest_s = max(0, total_ms - done_ms) / 1e3
+        trusted = self._estimated_s >= TRUSTED_FRACTION * total_ms / 1e3 and self._estimated_s > 0
+        return rest_s * self._taken_s / self._estimated_s if trusted else rest_s
 
 
 # -- runs --------------------------------------------------------------------------------------------

@@ -234,12 +234,24 @@ def test_the_bar_tells_the_time_left(fake, monkeypatch):
 
 
 def test_time_left_follows_the_pace():
-    from heterollm.report_profile import left_s
+    from heterollm.report_profile import Pace
 
-    assert left_s(0, 60_000, 5.0) == 60.0
-    assert left_s(30_000, 60_000, 60.0) == 60.0
-    assert left_s(60_000, 60_000, 60.0) == 0.0
-    assert left_s(0, 0, 1.0) == 0.0
+    pace = Pace()
+    assert pace.left_s(0, 60_000, 5.0) == 60.0
+    assert pace.left_s(30_000, 60_000, 65.0) == 60.0
+    assert pace.left_s(60_000, 60_000, 125.0) == 0.0
+    assert Pace().left_s(0, 0, 1.0) == 0.0
+
+
+def test_time_left_is_not_misled_by_what_was_known():
+    from heterollm.report_profile import Pace
+
+    pace = Pace()
+    pace.left_s(0, 100_000, 0.0)
+    assert pace.left_s(50_000, 100_000, 0.1) == 50.0
+    assert pace.left_s(60_000, 100_000, 10.1) == 40.0
+    # Other work begins.
+    assert pace.left_s(0, 30_000, 11.0) == 30.0
 
 
 # -- what a run refuses ------------------------------------------------------------------------------
