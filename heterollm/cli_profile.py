@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["commands"]
 
-commands = command_group("profile")
+HELP = "Measure a device once, so that plans for it can be made; or look at what was measured."
+
+commands = command_group("profile", HELP)
 
 ProfileName = Annotated[
     str | None,
@@ -32,7 +34,7 @@ ProfileName = Annotated[
 ]
 
 
-@commands.callback(invoke_without_command=True, no_args_is_help=False)
+@commands.callback(help=HELP, invoke_without_command=True, no_args_is_help=False)
 def profile(
     context: typer.Context,
     device: DeviceOption = "auto",
@@ -60,7 +62,7 @@ def profile(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a device once, so that plans for it can be made; or look at what was measured."""
+    """Measure a device, unless a command follows."""
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return

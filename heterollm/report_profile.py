@@ -119,7 +119,10 @@ def run_report(result: Profiled) -> Group:
         "drift": drift_words(summary.drift_fraction),
         "file": str(result.path),
     }
-    parts: list[RenderableType] = [_pairs(rows), Text("`heterollm profile show` prints what was found.")]
+    parts: list[RenderableType] = [
+        _pairs(rows),
+        Text("`heterollm profile show` prints what was found; `heterollm plan MODEL` plans with it."),
+    ]
     if summary.left:
         parts.append(note("`heterollm profile --update` with a longer --budget measures what was left out."))
     return Group(*parts)

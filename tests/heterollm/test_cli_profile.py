@@ -296,6 +296,10 @@ def test_a_cache_that_cannot_be_written(run, fake, tmp_path, monkeypatch):
     assert fake.device.closed
 
 
+def test_help_says_what_it_is_for(run):
+    assert "Measure a device once" in " ".join(run("--help")[1].split())
+
+
 def test_options_before_a_command_are_not_dropped(run, cache):
     code, out, err = run("--json", "list")
     assert (code, out) == (1, "")
