@@ -12,16 +12,23 @@ from typing import Any, Final
 from heterollm.errors import CacheError, OptionError
 from heterollm.kernels.cache import cache_root
 
-__all__ = ["KINDS", "CacheKind", "clear_cache", "list_cache"]
+__all__ = ["CLEARED", "KINDS", "CacheKind", "clear_cache", "list_cache"]
 
 KINDS: Final = {
     "weights": "quantised weights",
     "graphs": "compiled NPU graphs",
     "opencl": "compiled OpenCL programs",
+    "profiles": "profiles of devices",
+    "tuning": "tuned kernel parameters",
 }
 """Subfolders of the cache folder and what is in them."""
 
-OWN_NAME: Final = re.compile(r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+")
+CLEARED: Final = tuple(kind for kind in KINDS if kind != "profiles")
+"""What is cleared where no kind is named: profiles take minutes of measuring."""
+
+OWN_NAME: Final = re.compile(
+    r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z][\w-]*-)?[0-9a-f]{16}\.json.*"
+)
 """Names that heterollm gives: the variable may point at a folder with files of somebody else."""
 
 
@@ -53,7 +60,7 @@ def list_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
 
 
 def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
-    """Delete heterollm's files of some kinds, or of all, and return what was deleted.
+    """Delete heterollm's files of some kinds, or of all but profiles, and return what was deleted.
 
     Nothing outside of the known subfolders is touched, nor what heterollm did not name, nor what a
     symbolic link leads to.
@@ -62,7 +69,7 @@ def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
         OptionError: There is no such kind.
         CacheError: A file cannot be deleted.
     """
-    before = list_cache(kinds)
+    before = list_cache(kinds or CLEARED)
     for kind in before:
         for entry in _own_entries(kind.path):
             try:

@@ -32,18 +32,19 @@ def cache_list(as_json: JsonOption = False) -> None:
 @commands.command("clear")
 def cache_clear(
     kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help="weights, graphs or opencl.")
+        list[str] | None,
+        typer.Argument(metavar="[KIND]...", help="weights, graphs, opencl, tuning or profiles."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete cached files of some kinds, or of all; they are made again when needed."""
+    """Delete cached files of some kinds, or of all but profiles; they are made again when needed."""
     from heterollm import report
-    from heterollm.cache_folder import clear_cache, list_cache
+    from heterollm.cache_folder import CLEARED, clear_cache, list_cache
     from heterollm.kernels.cache import cache_root
     from heterollm.terminal import write
     from heterollm.units import format_bytes
 
-    wanted = kinds or []
+    wanted = kinds or CLEARED
     if not yes:
         report.show(report.cache_table(list_cache(wanted)))
         typer.confirm(f"Delete these files in {cache_root()}?", abort=True, err=True)

@@ -73,6 +73,7 @@ OPERATORS: Final[dict[Operator, str]] = {
 """The operators by name, and what ``hidden`` is of each."""
 
 TOKENS: Final = (1, 32, 256, 512)
+QUICK_TOKENS: Final = (1, 256)
 ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
 TABLE_ROWS: Final = 4096
 """Rows of the embedding that are there to be looked up: the time does not depend on how many."""
@@ -130,17 +131,18 @@ def layer_key(shape: ModelShape, operator: Operator, tokens: int, position: int 
     return LayerKey(name, tokens, context, hidden, heads, kv_heads, head_dim, kernel_source_hash())
 
 
-def layer_tasks(device: Device, shapes: Iterable[ModelShape]) -> list[Task]:
+def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = False) -> list[Task]:
     """Return the work of measuring what lies between the linears of some models, each size once.
 
     Args:
         device: The opened device; tasks run on the thread that opened it.
         shapes: The models.
+        quick: Whether to measure only two sizes of each, which every plan needs.
     """
     bench = _LayerBench(device)
     cases: dict[Key, _Case] = {}
     for shape in shapes:
-        for case in _cases(shape):
+        for case in _cases(shape, quick=quick):
             cases.setdefault(case.key, case)
     groups: dict[tuple[str, str], list[_Case]] = {}
     for case in cases.values():
@@ -151,23 +153,25 @@ def layer_tasks(device: Device, shapes: Iterable[ModelShape]) -> list[Task]:
             tuple(case.key for case in chunk),
             partial(bench.measure, chunk),
             sum(_estimate_s(case, device) for case in chunk),
+            essential=quick,
         )
         for group in groups.values()
         for chunk in _split(group)
     ]
 
 
-def _cases(shape: ModelShape) -> Iterator[_Case]:
+def _cases(shape: ModelShape, *, quick: bool) -> Iterator[_Case]:
+    sizes = QUICK_TOKENS if quick else TOKENS
     plain: tuple[Operator, ...] = ("embedding", "rms_norm", "rope_and_store", "gated_activation")
     for operator in plain:
-        for tokens in TOKENS:
+        for tokens in sizes:
             yield _Case(shape, operator, tokens)
-    for tokens in TOKENS:
-        for position in ATTENTION_POSITIONS:
+    for tokens in sizes:
+        for position in ATTENTION_POSITIONS[:: 2 if quick else 1]:
             yield _Case(shape, "attention", tokens, position)
     head: tuple[Operator, ...] = ("final_norm", "join_logits")
     for operator in head:
-        for tokens in (1, HEAD_TOKENS):
+        for tokens in (1,) if quick else (1, HEAD_TOKENS):
             yield _Case(shape, operator, tokens)
 
 

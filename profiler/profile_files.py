@@ -11,7 +11,6 @@ from typing import Any, Final
 from heterollm.errors import CacheError, OptionError, ProfileError
 from heterollm.kernels.cache import atomic_path
 from heterollm.profiler.profile import Profile, profile_path, stored_profiles
-from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint
 
 __all__ = [
     "Imported",
@@ -20,7 +19,6 @@ __all__ = [
     "find_profile",
     "import_profile",
     "list_profiles",
-    "load_checked",
 ]
 
 DEVICE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(:[a-z0-9][a-z0-9_.-]*)?")
@@ -28,11 +26,6 @@ DEVICE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(:[a-z0-9][a-z0-9_.-]*)?")
 
 LONGEST_DEVICE_NAME: Final = 64
 SHORTEST_PREFIX: Final = 4
-
-WEIGHT_BITS: Final = (4, 8, 16, 32)
-LARGEST_CODE_BITS: Final = 8
-MOST_FLOPS: Final = 1e18
-"""Of one slice, a day's work of a phone: sizes beyond are no sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,30 +76,6 @@ class Imported:
     new: int
 
 
-def load_checked(path: Path) -> Profile:
-    """Read a profile that somebody may have edited: what it says was measured must be possible.
-
-    Raises:
-        ProfileError: It cannot be read, is damaged, or names a slice of nothing or weights of no format.
-    """
-    profile = Profile.load(path)
-    for key in profile.records:
-        point = key.point if isinstance(key, LinearKey | GraphKey) else None
-        if point is not None and not _possible(point):
-            raise ProfileError(
-                f"{path} holds a linear layer that cannot be: {point.tokens} tokens, {point.rows} rows, "
-                f"{point.columns} inputs, {point.bits} bits in blocks of {point.block}.",
-                fix="Run `heterollm profile` again.",
-            )
-    return profile
-
-
-def _possible(point: LinearPoint) -> bool:
-    sized = min(point.tokens, point.rows, point.columns) > 0 and point.flops < MOST_FLOPS
-    blocks = point.block > 0 if point.bits <= LARGEST_CODE_BITS else point.block == 0
-    return sized and blocks and point.bits in WEIGHT_BITS
-
-
 def list_profiles() -> list[StoredProfile]:
     """Return the files of the cache, damaged ones included."""
     found = []
@@ -116,7 +85,7 @@ def list_profiles() -> list[StoredProfile]:
         except OSError:
             continue  # removed meanwhile
         try:
-            profile = load_checked(path)
+            profile = Profile.load(path)
         except ProfileError as error:
             found.append(StoredProfile(path, size, problem=error.message))
             continue
@@ -153,10 +122,10 @@ def find_profile(name: str | None = None) -> tuple[Profile, Path]:
         if not stored:
             raise OptionError("There is no profile yet.", fix="Run `heterollm profile`.")
         newest = max(stored, key=lambda path: (path.stat().st_mtime, path.name))
-        return load_checked(newest), newest
+        return Profile.load(newest), newest
     path = Path(name).expanduser()
     if _is_file(path):
-        return load_checked(path), path
+        return Profile.load(path), path
     wanted = name.lower()
     matching = [
         path
@@ -167,7 +136,7 @@ def find_profile(name: str | None = None) -> tuple[Profile, Path]:
         raise OptionError(
             _not_one(name, matching, stored), fix="`heterollm profile list` shows what there is."
         )
-    return load_checked(matching[0]), matching[0]
+    return Profile.load(matching[0]), matching[0]
 
 
 def export_profile(name: str | None, target: Path) -> tuple[Profile, Path]:
@@ -207,7 +176,7 @@ def import_profile(source: Path) -> Imported:
         ProfileError: The file is damaged, or no device has such a name.
         CacheError: The cache cannot be written.
     """
-    profile = load_checked(source)
+    profile = Profile.load(source)
     if len(profile.device) > LONGEST_DEVICE_NAME or not DEVICE_NAME.fullmatch(profile.device):
         raise ProfileError(
             f"{source} is of a device called {profile.device!r:.80}, which is no device's name.",

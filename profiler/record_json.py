@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from heterollm.profiler.records import KINDS, Key, Record
+from heterollm.profiler.records import KINDS, GraphKey, Key, LinearKey, LinearPoint, Record
 
 __all__ = ["record_from_dict", "record_line"]
 
@@ -19,6 +19,11 @@ LINE_FIELDS: Final = frozenset(
     {"kind", "key", "median_us", "samples_us", "warmup_us", "values", "error", "taken_s"}
 )
 MAX_TEXT: Final = 4000
+WEIGHT_BITS: Final = (4, 8, 16, 32)
+LARGEST_CODE_BITS: Final = 8
+MOST_FLOPS: Final = 1e18
+"""Of one slice, a day's work of a phone: sizes beyond are no sizes."""
+
 DIGITS: Final = 3
 """Decimals of a time: nanoseconds."""
 
@@ -69,8 +74,11 @@ def record_from_dict(line: object) -> Record:
     error = line.get("error", "")
     if not isinstance(values, dict) or not isinstance(error, str):
         raise ValueError(f"values {values!r:.80} or error {error!r:.80} has the wrong type")
+    key = _read(KINDS[kind], line.get("key"))
+    if isinstance(key, LinearKey | GraphKey) and not _possible(key.point):
+        raise ValueError(f"there cannot be a linear layer {key.point}")
     record = Record(
-        key=_read(KINDS[kind], line.get("key")),
+        key=key,
         samples_us=_times(line.get("samples_us", [])),
         warmup_us=_times(line.get("warmup_us", [])),
         values={name: _number(value) for name, value in values.items()},
@@ -80,6 +88,13 @@ def record_from_dict(line: object) -> Record:
     if not (record.samples_us or record.values or record.error):
         raise ValueError("there is neither a measurement nor an error")
     return record
+
+
+def _possible(point: LinearPoint) -> bool:
+    """Whether a slice can have been measured: it has a size, and its weights a format."""
+    sized = min(point.tokens, point.rows, point.columns) > 0 and point.flops < MOST_FLOPS
+    blocks = point.block > 0 if point.bits <= LARGEST_CODE_BITS else point.block == 0
+    return sized and blocks and point.bits in WEIGHT_BITS
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - a key or a part of one

@@ -141,7 +141,7 @@ def profile_device(
             *_link_tasks(device, quick=options.quick),
             *bandwidth_tasks(load),
             *first,
-            *layer_tasks(device, shapes),
+            *layer_tasks(device, shapes, quick=options.quick),
         ]
         if not options.quick:
             tasks += [*power_tasks(load), *_copy_tasks(device)]

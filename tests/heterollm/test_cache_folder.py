@@ -98,3 +98,15 @@ def test_a_file_that_cannot_be_deleted_is_named(root, monkeypatch):
     monkeypatch.setattr(type(weights), "unlink", refuse)
     with pytest.raises(CacheError, match="Permission denied"):
         clear_cache()
+
+
+def test_profiles_are_cleared_only_by_name(root):
+    profile = put(root / "profiles" / "host-0123456789abcdef.json")
+    tuned = put(root / "tuning" / "0123456789abcdef.json")
+    theirs = put(root / "profiles" / "notes.json")
+    clear_cache()
+    assert profile.exists()
+    assert not tuned.exists()
+    clear_cache(["profiles"])
+    assert not profile.exists()
+    assert theirs.exists()

@@ -40,18 +40,17 @@ def profile_of(*records: Record, **description: object) -> Profile:
 
 times = st.lists(st.floats(0.001, 1e9, allow_nan=False), min_size=1, max_size=5).map(tuple)
 counts = st.integers(1, 2**40)
+sizes = st.integers(1, 2**16)
 points = st.builds(
-    LinearPoint,
+    lambda group, rows, columns, tokens, weight, form: LinearPoint(
+        group, rows, columns, tokens, *weight, form=form
+    ),
     st.sampled_from(["qkv", "o", "gate_up", "down", "head"]),
-    st.lists(counts, min_size=1, max_size=3).map(tuple),
-    counts,
-    counts,
-    st.sampled_from([4, 8, 16, 32]),
-    st.sampled_from([0, 32]),
-    st.booleans(),
-    st.booleans(),
+    st.lists(st.integers(0, 2**14), min_size=1, max_size=3).filter(any).map(tuple),
+    sizes,
+    sizes,
+    st.sampled_from([(4, 32), (8, 64, False), (4, 16, True, True), (16, 0), (32, 0)]),
     st.sampled_from(["", "weight_first"]),
-    st.booleans(),
 )
 keys: st.SearchStrategy[Key] = st.one_of(
     st.builds(LinearKey, st.sampled_from(["gpu", "npu"]), points, st.text(max_size=8)),

@@ -9,7 +9,7 @@ from heterollm.errors import OptionError, ProfileError
 from heterollm.profiler.comparison import compare, describe
 from heterollm.profiler.held_out import held_out
 from heterollm.profiler.profile import Profile
-from heterollm.profiler.profile_files import find_profile, import_profile, list_profiles, load_checked
+from heterollm.profiler.profile_files import find_profile, import_profile, list_profiles
 from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
@@ -231,8 +231,8 @@ def test_impossible_slices_are_refused(tmp_path, sample_profile, changes):
     profile.add(Record(LinearKey("gpu", point, "kernels"), (1.0,)))
     file = tmp_path / "profile.json"
     file.write_text(profile.to_json())
-    with pytest.raises(ProfileError, match="cannot be"):
-        load_checked(file)
+    with pytest.raises(ProfileError, match="there cannot be"):
+        Profile.load(file)
 
 
 def test_damaged_files_are_listed_with_the_reason(cache, sample_profile):
