@@ -33,6 +33,7 @@ class ChatLoop:
         self._session = llm.session()
         self._conversation = Conversation(llm.tokenizer, system)
         self._interactive = sys.stdin.isatty()
+        self._failures = 0
 
     def run(self) -> None:
         """Answer line by line until the input ends or ``/exit``."""
@@ -95,6 +96,9 @@ class ChatLoop:
                 stream.close()
         write("\n")
         self._conversation.add_assistant(result.text)
+        for failure in self._llm.failures[self._failures :]:
+            report.show(report.note(failure))
+        self._failures = len(self._llm.failures)
         if result.stop_reason == "context":
             report.show(report.note(f"The context of {self._llm.context} tokens is full. {HELP}"))
         elif self._interactive:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Annotated
 
 import typer
 
-from heterollm.cli_options import DeviceOption, JsonOption, command_group
+from heterollm.cli_options import DeviceOption, JsonOption, SyncOption, command_group
 
 __all__ = ["commands"]
 
@@ -18,6 +19,7 @@ commands = command_group()
 def demo(
     device: DeviceOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Length of the text.")] = 64,
+    sync: SyncOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Generate with the bundled model and measure every plan level; needs no download."""
@@ -25,10 +27,11 @@ def demo(
     from heterollm.demo import PROMPT, run_demo
     from heterollm.terminal import write, write_json
 
+    run = functools.partial(run_demo, device=device, max_new_tokens=max_new_tokens, sync=sync)
     with report.progress_bars() as progress:
         if as_json:
-            write_json(run_demo(device=device, max_new_tokens=max_new_tokens, progress=progress).to_dict())
+            write_json(run(progress=progress).to_dict())
             return
         write(PROMPT)
-        result = run_demo(device=device, max_new_tokens=max_new_tokens, on_text=write, progress=progress)
+        result = run(on_text=write, progress=progress)
     write("\n\n" + report.render(report.demo_report(result), like=sys.stdout))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heterollm.cli_options import (
+    AllowFallback,
     AllowSlow,
     Asymmetric,
     Context,
@@ -22,6 +23,7 @@ from heterollm.cli_options import (
     PlanOption,
     PrecisionOption,
     Seed,
+    SyncOption,
     Temperature,
     TopK,
     TopP,
@@ -58,6 +60,8 @@ def generate(
     gpu_threads: GpuThreads = None,
     npu_threads: NpuThreads = None,
     allow_slow: AllowSlow = False,
+    sync: SyncOption = "auto",
+    allow_fallback: AllowFallback = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt: text to stdout as it is made, statistics to stderr."""
@@ -78,6 +82,8 @@ def generate(
         gpu_threads=gpu_threads,
         npu_threads=npu_threads,
         allow_slow=allow_slow,
+        sync=sync,
+        allow_fallback=allow_fallback,
     ) as llm:
         stream = llm.stream(
             text,
@@ -108,6 +114,9 @@ def generate(
         finally:
             # Without it, closing the model would wait for the rest of the answer.
             stream.close()
+        failures = llm.failures
+    for text in failures:
+        report.show(report.note(text))
     report.show(report.statistics_lines(result, **where))
 
 
@@ -136,6 +145,8 @@ def chat(
     gpu_threads: GpuThreads = None,
     npu_threads: NpuThreads = None,
     allow_slow: AllowSlow = False,
+    sync: SyncOption = "auto",
+    allow_fallback: AllowFallback = False,
 ) -> None:
     """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from heterollm.chat_loop import ChatLoop
@@ -151,6 +162,8 @@ def chat(
         gpu_threads=gpu_threads,
         npu_threads=npu_threads,
         allow_slow=allow_slow,
+        sync=sync,
+        allow_fallback=allow_fallback,
     ) as llm:
         ChatLoop(
             llm,

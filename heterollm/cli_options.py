@@ -14,6 +14,7 @@ from heterollm.errors import OptionError
 
 __all__ = [
     "FAILED",
+    "AllowFallback",
     "AllowSlow",
     "Asymmetric",
     "Context",
@@ -28,6 +29,7 @@ __all__ = [
     "PlanOption",
     "PrecisionOption",
     "Seed",
+    "SyncOption",
     "Temperature",
     "TopK",
     "TopP",
@@ -54,6 +56,16 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 GpuThreads = Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")]
 NpuThreads = Annotated[int | None, typer.Option(help="Threads of the NPU part on host; 0 leaves it out.")]
 AllowSlow = Annotated[bool, typer.Option("--allow-slow", help="Emulate models that take seconds a pass.")]
+AllowFallback = Annotated[
+    bool, typer.Option("--allow-fallback", help="Go on with the GPU alone when the NPU part fails.")
+]
+SyncOption = Annotated[
+    str,
+    typer.Option(
+        help="How to wait for the GPU: auto, event, poll, flag, sleep_poll, sleep_flag, finish, or operator "
+        "(after every operator)."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -24,6 +24,9 @@ from heterollm.profiler.measure import Measurement, measure_interleaved
 from heterollm.progress import Progress, silent
 from heterollm.session import Session
 from heterollm.solver import LEVELS, PlanLevel
+
+if TYPE_CHECKING:
+    from heterollm.load_options import Sync
 
 __all__ = ["Comparison", "DemoResult", "bundled_model", "run_demo", "write_layer_checkpoint"]
 
@@ -155,6 +158,7 @@ def run_demo(
     *,
     device: str = "auto",
     max_new_tokens: int = 64,
+    sync: str = "auto",
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> DemoResult:
@@ -163,6 +167,7 @@ def run_demo(
     Args:
         device: Name of the device, or ``auto``.
         max_new_tokens: Length of the text.
+        sync: How the parts wait for each other; see :meth:`heterollm.LLM.load`.
         on_text: Receives the text of level ``gpu`` as it is made.
         progress: Called with a stage's name, steps done and steps in all.
 
@@ -172,7 +177,7 @@ def run_demo(
     report = progress or silent
     comparisons: list[Comparison] = []
     with ExitStack() as stack:
-        models = _load_levels(stack, bundled_model(), device, report)
+        models = _load_levels(stack, bundled_model(), device, sync, report)
         answer = models["gpu"].stream(
             PROMPT, max_new_tokens=max_new_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED
         )
@@ -188,7 +193,7 @@ def run_demo(
     if time_kind != "real":
         notes: tuple[str, ...] = (f"No speeds: times on {opened.name} are {time_kind}.",)
     else:
-        comparisons += _compare_layer(opened.name, report)
+        comparisons += _compare_layer(opened.name, sync, report)
         notes = _notes(str(opened.split))
     return DemoResult(
         PROMPT,
@@ -210,17 +215,21 @@ def _notes(split: str) -> tuple[str, ...]:
     )
 
 
-def _load_levels(stack: ExitStack, model: Path, device: str, progress: Progress) -> dict[PlanLevel, LLM]:
+def _load_levels(
+    stack: ExitStack, model: Path, device: str, sync: str, progress: Progress
+) -> dict[PlanLevel, LLM]:
     levels: tuple[PlanLevel, ...] = LEVELS
     return {
         level: stack.enter_context(
-            LLM.load(model, device=device, plan=level, context=CONTEXT, progress=progress)
+            LLM.load(
+                model, device=device, plan=level, context=CONTEXT, sync=cast("Sync", sync), progress=progress
+            )
         )
         for level in levels
     }
 
 
-def _compare_layer(device: str, progress: Progress) -> Iterator[Comparison]:
+def _compare_layer(device: str, sync: str, progress: Progress) -> Iterator[Comparison]:
     with ExitStack() as stack:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-")))
@@ -232,7 +241,7 @@ def _compare_layer(device: str, progress: Progress) -> Iterator[Comparison]:
                 f"Cannot write a layer of weights into {tempfile.gettempdir()}: {error.strerror or error}.",
                 fix="Free 100 MB there, or set TMPDIR to another folder.",
             ) from error
-        models = _load_levels(stack, folder, device, progress)
+        models = _load_levels(stack, folder, device, sync, progress)
         yield from _compare(LAYER, models, progress)
 
 

@@ -253,7 +253,12 @@ class LLM:
         """What was decided differently from what was asked, why ``auto`` chose a device, and what failed."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        return (*chosen, *self._weights.notes, *self.device.gpu.variants.notes, *self._engine.notes)
+        return (*chosen, *self._weights.notes, *self.device.gpu.variants.notes, *self.failures)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What failed, and since which token the GPU computes alone; empty unless it was allowed to."""
+        return self._engine.notes
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the tensors that the runtime computes with, float32, under their Hugging Face names.

@@ -193,11 +193,14 @@ class SlotCheck:
                 if written and id(launch) in self._rows and self._rows[id(launch)][1].meets(span):
                     span = self._rows[id(launch)][1]
                 found.append(_Access(course.enqueued, launch.label, span, written))
+        outputs = [access.span for access in found if access.writes]
         for access in found:
-            if not access.writes and any(access.span.meets(slot) for slot in course.slots.values()):
+            # What a launch writes stands in for inputs that it has not.
+            follows = not access.writes and access.span not in outputs
+            if follows and any(access.span.meets(slot) for slot in course.slots.values()):
                 course.need_written(f"kernel {launch.label!r}", access.span)
         course.accesses += found
-        course.written += [access.span for access in found if access.writes]
+        course.written += outputs
 
 
 def _run(course: _Course, graph: _Graph) -> None:

@@ -1,5 +1,6 @@
 """Small checkpoints with nothing trivial in them, and transformers as the oracle."""
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from heterollm import LLM
+from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
 
 torch = pytest.importorskip("torch")
 
@@ -204,6 +206,26 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
             return model(torch.tensor([ids])).logits[0].numpy()
 
     return logits
+
+
+def half_rows(llm: LLM, chunk: int = 128) -> Plan:
+    """Return a plan for ``host`` that cuts every group along rows, in the middle of each member."""
+    specs = llm._weights.specs
+    entries = []
+    for spec in specs:
+        rows = tuple(rows // 2 // 64 * 64 for rows in spec.member_rows)
+        for phase, (low, high) in itertools.product(
+            ("prefill", "decode"), ((1, 1), (2, 32), (33, 64), (65, 128))
+        ):
+            layers = (spec.layer, spec.layer)
+            entries.append(PlanEntry(phase, (low, high), layers, spec.group, Placement(rows, (high,))))
+    return Plan("rows", "host", llm.plan.precision, model_shape(specs), chunk, tuple(entries))
+
+
+@pytest.fixture(scope="session")
+def half_rows_plan() -> Callable[..., Plan]:
+    """Return a function that gives a plan which cuts every group of a loaded model along rows."""
+    return half_rows
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ class Stream:
 
 class Model:
     context = 64
+    failures = ()
 
     def __init__(self):
         self.tokenizer = Tokenizer()

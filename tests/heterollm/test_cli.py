@@ -54,6 +54,7 @@ class FakeModel:
         self.device = Named(name="host", time_kind="real", reason="because")
         self.plan = Named(level="gpu", precision="w4a16")
         self.notes = ("a note",)
+        self.failures = ("The NPU part failed.",)
         self.closed = False
 
     @classmethod
@@ -112,6 +113,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run, fake):
     for part in ("2 prompt tokens", "3 new tokens", "500 ms", "20.0 tokens/s", "real time", "plan gpu"):
         assert part in err
     assert "device auto chose host: because" in err
+    assert "The NPU part failed." in err
     assert fake.last.closed
     assert fake.streams[0].closed
 
@@ -120,6 +122,7 @@ def test_options_reach_the_model(run, fake):
     words = "--device host --plan npu --precision fp16 --group-size 64 --asymmetric --context 99"
     words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3"
     words += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
+    words += " --sync poll --allow-fallback"
     assert run("generate", "folder", "hello", *words.split())[0] == 0
     model, loaded = fake.loads[0]
     loaded.pop("progress")
@@ -134,6 +137,8 @@ def test_options_reach_the_model(run, fake):
         "gpu_threads": 1,
         "npu_threads": 2,
         "allow_slow": True,
+        "sync": "poll",
+        "allow_fallback": True,
     }
     assert fake.prompt == "hello"
     assert fake.options == {

@@ -12,9 +12,12 @@ from heterollm import LLM
 from heterollm.engine import KEPT_PASSES
 from heterollm.kernels.npu_host import HostNpu
 from heterollm.kernels.opencl_runtime import OpenClRuntime
+from heterollm.load_options import SYNC_OPTIONS, Sync
+from heterollm.solver.plan import Plan
 
 PACKAGE = Path(__file__).resolve().parents[2]
 LEVELS = ("gpu", "npu", "layer")
+SYNCS = [sync for sync in SYNC_OPTIONS if sync != "auto"]
 STEPS = 200
 PAGES = Path("/proc/self/statm")
 
@@ -26,6 +29,21 @@ def llm(request: pytest.FixtureRequest, bundled_model: Path) -> Iterator[LLM]:
 
 
 def test_decode_steps_make_no_lasting_object(llm: LLM) -> None:
+    check_decode_steps(llm)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_no_strategy_makes_a_lasting_object(
+    sync: Sync,
+    bundled_model: Path,
+    host_llm: Callable[..., LLM],
+    half_rows_plan: Callable[..., Plan],
+) -> None:
+    plan = half_rows_plan(host_llm(bundled_model, plan="gpu"))
+    check_decode_steps(host_llm(bundled_model, plan=plan, sync=sync))
+
+
+def check_decode_steps(llm: LLM) -> None:
     session = llm.session()
     # From here to the last step one bucket of the context serves, so that no pass is compiled.
     session.prefill(list(range(260)))
