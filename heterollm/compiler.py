@@ -229,9 +229,10 @@ class Compiler:
             end_operator(calls)
             delta = self._linear(request, layer, "down", rounded)
         compiled.output = delta
+        merged = self._placer.merges(tokens)
         if self._check is not None:
-            compiled.calls = self._check.checked(calls, self.pool, f"{phase} of {tokens}")
-        if self._placer.merges(tokens):
+            compiled.calls = self._check.checked(calls, self.pool, f"{phase} of {tokens}", merged=merged)
+        if merged:
             compiled.merge(self._runtime)
         return compiled
 
@@ -270,10 +271,11 @@ class Compiler:
             calls.append(self._layers.soft_cap(pool["logits"], cap, rows=rows, vocabulary=vocabulary))
         end = request.hand_overs.before("end") if self._plan.uses_npu else None
         calls += self._placer.end(end, rows)
+        merged = self._placer.merges(rows)
         if self._check is not None:
             written = (output.a, output.b, pool["residual"])
-            calls = self._check.checked(calls, pool, f"head of {rows}", written)
-        return merge_launches(self._runtime, calls) if self._placer.merges(rows) else calls
+            calls = self._check.checked(calls, pool, f"head of {rows}", written, merged=merged)
+        return merge_launches(self._runtime, calls) if merged else calls
 
     # -- pieces --------------------------------------------------------------------------------------
 

@@ -42,7 +42,12 @@ SMALLEST_BUCKET: Final = 256
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
 
-NPU_FAILURES: Final = (GraphError, HandOverError, MemoryError)
+
+class PassError(EngineError):
+    """A pass cannot be prepared, as memory runs out."""
+
+
+NPU_FAILURES: Final = (GraphError, HandOverError, PassError)
 """What the GPU alone may still do without: graphs, hand-overs, and the memory that they take."""
 
 
@@ -294,7 +299,7 @@ class Engine:
         except (KernelError, OpenClError) as error:
             logger.warning("After a failed pass: %s", error)
 
-    def _fall_back(self, error: HeteroLLMError | MemoryError, position: int) -> None:
+    def _fall_back(self, error: HeteroLLMError, position: int) -> None:
         """Leave everything to the GPU from now on, or raise the error where that is not wanted or in vain."""
         if not self._may_fall_back or self._lost:
             raise error
@@ -302,8 +307,7 @@ class Engine:
         self._passes.clear()
         self._heads.clear()
         self._compiler.leave_npu()
-        what = error.message if isinstance(error, HeteroLLMError) else str(error)
-        note = f"The GPU computes alone since token {position}, as the NPU part failed: {what}"
+        note = f"The GPU computes alone since token {position}, as the NPU part failed: {error.message}"
         self.notes = (*self.notes, note)
         logger.warning("%s", note)
 
@@ -314,7 +318,7 @@ def _compiling(phase: Phase, tokens: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OpenClError) as error:
-        raise GraphError(
-            f"Preparing a {phase} pass of {tokens} tokens failed: {error or 'memory ran out'}.",
+        raise PassError(
+            f"Preparing a {phase} pass of {tokens} tokens failed: {str(error) or 'memory ran out'}.",
             fix="Close other programs, use a smaller context, or choose the plan level gpu.",
         ) from error

@@ -141,7 +141,13 @@ class SlotCheck:
         self._rows[id(launch)] = launch, Span.of(slot.array, first_byte)
 
     def checked(
-        self, calls: Sequence[Call], pool: Pool, where: str, written: Iterable[SharedArray] = ()
+        self,
+        calls: Sequence[Call],
+        pool: Pool,
+        where: str,
+        written: Iterable[SharedArray] = (),
+        *,
+        merged: bool = False,
     ) -> list[Call]:
         """Return the calls with delays among them, once it is shown that their order is right.
 
@@ -150,6 +156,8 @@ class SlotCheck:
             pool: The slots that are followed.
             where: What to call the list in messages.
             written: Slots that were written before.
+            merged: Whether launches are merged afterwards. Delays then come only where a merged one begins,
+                or each list would be a program of its own to build.
 
         Raises:
             EngineError: A slot is read or written too early, or before anything was written to it.
@@ -159,7 +167,8 @@ class SlotCheck:
         delayed: list[Call] = []
         for call in calls:
             self._follow(course, call)
-            if isinstance(call, Launch) and self._random.random() < DELAYED_FRACTION:
+            here = isinstance(call, Launch) and not (merged and delayed and isinstance(delayed[-1], Launch))
+            if here and self._random.random() < DELAYED_FRACTION:
                 delayed.append(self._random.choice(self._delays))
             delayed.append(call)
         return delayed

@@ -20,6 +20,7 @@ from heterollm.kernels.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, s
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 
 LENGTHS = (1, 31, 32, 33, 70, 96, 130)
+TRACED = (50, 128)
 DECODED = 6
 SEEDS = tuple(range(12))
 CHUNK = 160
@@ -114,7 +115,7 @@ def cases(specs: tuple[OpSpec, ...]) -> Iterator[tuple[OpSpec, Phase, int]]:
     """Yield every (group of a layer, phase, length) that the tests below run."""
     for spec in specs:
         # The head runs for the last row, and for all rows 32 at a time.
-        prefill = (1, 2, 6, 31, 32) if spec.group == "head" else LENGTHS
+        prefill = (1, 2, 6, 31, 32) if spec.group == "head" else (*LENGTHS, *TRACED)
         for tokens in prefill:
             yield spec, "prefill", tokens
         for tokens in (1, DECODED):
@@ -295,9 +296,10 @@ def traced_overlaps(llm: LLM, ids: list[int]) -> dict[str, float]:
         result = call()
         if isinstance(call, Launch):
             events[call.label], label = result, call.label
-        elif not hasattr(call, "__self__"):
-            # The only calls that are neither launches nor methods are those of NPU graphs.
-            spans[label] = start, time.perf_counter_ns()
+        elif not hasattr(call, "__self__") and not hasattr(call, "strategy"):
+            # The only calls that are neither launches nor methods nor waits are those of NPU graphs.
+            begin, _ = spans.get(label, (start, start))
+            spans[label] = begin, time.perf_counter_ns()
     engine.device.gpu.finish()
     fractions = {}
     for name, (start, stop) in spans.items():
@@ -308,9 +310,23 @@ def traced_overlaps(llm: LLM, ids: list[int]) -> dict[str, float]:
     return fractions
 
 
-@pytest.mark.parametrize("quarters", [1, 2, 3])
+# Tokens, and the graphs' lengths: a row cut at several positions; a sequence cut behind one and two thirds;
+# a cut along rows whose graph is padded, and one whose graphs follow each other.
+OVERLAPS = {
+    "row at a quarter": (32, 1, (32,)),
+    "row in the middle": (32, 2, (32,)),
+    "row at three quarters": (32, 3, (32,)),
+    "sequence at a third": (96, 4, (32,)),
+    "sequence at two thirds": (96, 4, (64,)),
+    "several sequences": (128, 4, (32, 32)),
+    "hybrid, padded": (50, 2, (64,)),
+    "hybrid, piped": (96, 3, (64, 32)),
+}
+
+
+@pytest.mark.parametrize("cut", OVERLAPS)
 def test_both_parts_of_every_cut_run_at_once(
-    quarters: int,
+    cut: str,
     folder: Path,
     gpu_only: LLM,
     ids: list[int],
@@ -318,16 +334,20 @@ def test_both_parts_of_every_cut_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, profiling=True))
+    length, quarters, lengths = OVERLAPS[cut]
 
     def choose(spec: OpSpec, _phase: Phase, tokens: int) -> Placement:
-        rows = tuple(rows * quarters // 4 // 64 * 64 for rows in spec.member_rows)
-        return Placement(rows, (tokens,)) if tokens in (1, 32) else GPU_ONLY
+        rows = tuple(rows if quarters == 4 else rows * quarters // 4 // 64 * 64 for rows in spec.member_rows)
+        return Placement(rows, lengths) if tokens == length else GPU_ONLY
 
     llm = host_llm(folder, plan=make_plan(gpu_only, choose))
+    kind = cut.split()[0].rstrip(",").replace("several", "sequence")
+    for spec in llm._weights.specs[:-1]:
+        assert llm.plan.placement("prefill", length, spec).kind(spec, length) == kind
     best: dict[str, float] = defaultdict(float)
     # On a machine that is busy otherwise a part may have to wait for a core.
     for _ in range(30):
-        for name, fraction in llm._thread.run(lambda: traced_overlaps(llm, ids[:32])).items():
+        for name, fraction in llm._thread.run(lambda: traced_overlaps(llm, ids[:length])).items():
             best[name] = max(best[name], fraction)
         if min(best.values()) > 0.5:
             break
