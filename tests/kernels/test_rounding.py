@@ -101,14 +101,20 @@ def both_ways(runtime, make, tokens, columns, style, *, block, bits=4, dtype=np.
     return launches
 
 
-CASES = list(itertools.product(TOKENS, BLOCKS))
+# Every case is a kernel to build: by default each number of tokens with one block.
+SOME = list(zip(TOKENS, BLOCKS, strict=True))
+EVERY = list(itertools.product(TOKENS, BLOCKS))
+cases_of = pytest.mark.parametrize(
+    "cases", [pytest.param(SOME, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.slow)]
+)
 
 
+@cases_of
 @pytest.mark.parametrize("style", STYLES)
-def test_the_norm_rounds_its_output(runtime, style):
+def test_the_norm_rounds_its_output(runtime, style, cases):
     rng = np.random.default_rng(1)
     weight = runtime.upload(rng.standard_normal(HIDDEN).astype(np.float32))
-    for (tokens, block), dtype in itertools.product(CASES, (np.float32, np.float16)):
+    for (tokens, block), dtype in itertools.product(cases, (np.float32, np.float16)):
         residual = random(rng, (tokens, HIDDEN))
         a, b = random(rng, (tokens, 200), dtype), random(rng, (tokens, HIDDEN - 200), dtype)
         delta = Segments(upload(runtime, a), upload(runtime, b), (HIDDEN,), (200,))
@@ -122,13 +128,14 @@ def test_the_norm_rounds_its_output(runtime, style):
         both_ways(runtime, make, tokens, HIDDEN, style, block=block, dtype=dtype)
 
 
+@cases_of
 @pytest.mark.parametrize("style", STYLES)
-def test_the_final_norm_rounds_the_head_rows(runtime, style):
+def test_the_final_norm_rounds_the_head_rows(runtime, style, cases):
     rng = np.random.default_rng(2)
     weight = runtime.upload(rng.standard_normal(HIDDEN).astype(np.float32))
     step = runtime.shared((STEP_WORDS,), np.int32)
     step.array[STEP_HEAD_ROW] = 3
-    for rows, block in CASES:
+    for rows, block in cases:
         residual = upload(runtime, random(rng, (rows + 3, HIDDEN)))
         value = upload(runtime, random(rng, (rows + 3, HIDDEN)))
         delta = Segments(value, value, (HIDDEN,), (0,))
@@ -140,10 +147,11 @@ def test_the_final_norm_rounds_the_head_rows(runtime, style):
         both_ways(runtime, make, rows, HIDDEN, style, block=block, bits=8)
 
 
+@cases_of
 @pytest.mark.parametrize("style", STYLES)
-def test_the_activation_rounds_its_output(runtime, style):
+def test_the_activation_rounds_its_output(runtime, style, cases):
     rng = np.random.default_rng(3)
-    for (tokens, block), columns in itertools.product(CASES, (HIDDEN, 2048 + 640)):
+    for (tokens, block), columns in itertools.product(cases, (HIDDEN, 2048 + 640)):
         dtype = np.float16 if block == 64 else np.float32
         half = columns // 2
         a, b = (random(rng, (tokens, width), dtype) for width in (half + 8, 2 * columns - half - 8))
@@ -164,13 +172,14 @@ ATTENTIONS = [
 ]
 
 
+@cases_of
 @pytest.mark.parametrize(("shape", "crossing"), ATTENTIONS, ids=str)
 @pytest.mark.parametrize("style", STYLES)
-def test_attention_rounds_its_output(runtime, style, shape, crossing):
+def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
     rng = np.random.default_rng(4)
     heads, kv_heads, head_dim = shape
     columns = heads * head_dim
-    for tokens, block in CASES:
+    for tokens, block in cases:
         if columns % block:
             continue
         dtype = np.float16 if block == 64 else np.float32
