@@ -52,6 +52,8 @@ class Trace:
         if isinstance(call, ChainedLaunch):
             first, second = self.around(call.before), functools.partial(Launch.__call__, call)
             return lambda: (first(), self.events.append((call.label, second())))[0]
+        if hasattr(call, "strategy") or hasattr(getattr(call, "__self__", None), "strategy"):
+            return call  # type: ignore[no-any-return] - a hand-over's wait
         if hasattr(call, "label"):
             return lambda: self.events.append((call.label, call()))
         if isinstance(getattr(call, "__self__", None), OpenClRuntime | SharedArray):
