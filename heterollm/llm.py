@@ -35,6 +35,7 @@ from heterollm.weights import ModelWeights, load_weights
 
 if TYPE_CHECKING:
     from heterollm.engine import Engine
+    from heterollm.planning import Planner
 
 __all__ = ["LLM"]
 
@@ -122,6 +123,7 @@ class LLM:
                 symmetric,
                 float_bits=32 if opened.activation_dtype == np.float32 else 16,
             )
+            planners: list[Planner] = []
             chosen = choose_plan(
                 plan,
                 specs,
@@ -129,7 +131,7 @@ class LLM:
                 standard_lengths=opened.standard_lengths,
                 precision=precision,
                 context=positions,
-                solve=functools.partial(_solved, opened, config, specs, precision, positions),
+                solve=functools.partial(_solved, planners, opened, config, specs, precision, positions),
             )
             check_precision(opened, precision, specs)
             # Before anything is read: quantising a model that cannot run would take its time in vain.
@@ -145,6 +147,8 @@ class LLM:
             )
             check_emulation(opened, weights, chosen, allow_slow)
             options: dict[str, Any] = {"sync": sync, "allow_fallback": allow_fallback}
+            for planner in planners:
+                options |= {"profile": planner.profile, "placements": planner.placement}
             engine = thread.run(lambda: _start(opened, weights, chosen, positions, report, options))
         except BaseException:
             # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
@@ -286,15 +290,21 @@ class LLM:
 
 
 def _solved(
-    device: Device, config: ModelConfig, specs: Sequence[OpSpec], precision: Precision, context: int
+    planners: list[Planner],
+    device: Device,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    precision: Precision,
+    context: int,
 ) -> Plan | None:
-    """Return the solver's plan; None where the device has no profile."""
+    """Return the solver's plan and keep its planner; None where the device has no profile."""
     from heterollm.planning import Planner, PlanRequest, stored_profile
 
     profile = stored_profile(device)
     if profile is None:
         return None
-    return Planner(profile, config, specs, precision, PlanRequest(context)).plan
+    planners.append(Planner(profile, config, specs, precision, PlanRequest(context)))
+    return planners[0].plan
 
 
 def _start(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, cast, get_args
 
 from heterollm.config import ModelConfig
 from heterollm.errors import OptionError, PlanError
-from heterollm.kernels.ops import OpSpec, Phase, Precision
+from heterollm.kernels.ops import Group, OpSpec, Phase, Precision
 from heterollm.model_shape import shape_of_specs
-from heterollm.solver.plan import Plan
+from heterollm.solver.plan import Placement, Plan
 from heterollm.units import GIB
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class Planner:
     specs: Sequence[OpSpec]
     precision: Precision
     request: PlanRequest = field(default_factory=PlanRequest)
+    _lengths: dict[int, dict[Group, Placement]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def solver(self) -> Solver:
@@ -145,6 +146,33 @@ class Planner:
         head = self.solver.head_choice(1, self.slices)
         time_us = chain.time_us + head.chosen.time_us + self.solver.costs.between_us(head.spec, 1)
         return PassPlan(phase, tokens, (*chain.choices, head), time_us)
+
+    def placement(self, phase: Phase, tokens: int, spec: OpSpec) -> Placement:
+        """Return who computes a group in a pass of exactly so many tokens.
+
+        A prompt's length is solved when it first comes, with what the NPU holds; everything else is in the
+        plan, and so is what would not fit into slots that are sized for it.
+
+        Raises:
+            PlanError: The plan has no entry for the case.
+        """
+        if phase == "prefill" and spec.group != "head":
+            found = self._exact(tokens)[spec.group]
+            if sum(found.npu_lengths) <= self._longest:
+                return found
+        return self.plan.placement(phase, tokens, spec)
+
+    def _exact(self, tokens: int) -> dict[Group, Placement]:
+        if tokens not in self._lengths:
+            chain = self.solver.length(tokens, self.slices)
+            self._lengths[tokens] = {choice.spec.group: choice.chosen.placement for choice in chain.choices}
+        return self._lengths[tokens]
+
+    @cached_property
+    def _longest(self) -> int:
+        """The most rows that the slots hold."""
+        padded = [sum(entry.placement.npu_lengths) for entry in self.plan.entries if entry.group != "head"]
+        return max(self.plan.chunk_length, *padded)
 
     def prompt_us(self, tokens: int) -> float:
         """Return the predicted time of a prompt of any length, in chunks."""

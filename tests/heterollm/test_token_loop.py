@@ -87,13 +87,15 @@ def test_many_answers_take_no_more_memory(llm: LLM) -> None:
         gc.collect()
         return int(PAGES.read_text().split()[1]) * 4096
 
-    for length in range(1, 101):
-        answer(1 + length * 37 % 100)
-    begin = resident_bytes()
-    for length in range(101, 301):
-        answer(1 + length * 37 % 100)
+    growth = []
+    for window in range(4):
+        begin = resident_bytes()
+        for length in range(75 * window, 75 * window + 75):
+            answer(1 + length * 37 % 100)
+        growth.append(resident_bytes() - begin)
     assert len(llm._engine._passes) == KEPT_PASSES
-    assert resident_bytes() - begin < 8 * 1024 * 1024
+    # What leaks does so in every window; compilers and allocators take memory once in a while and keep it.
+    assert min(growth[1:]) < 2 * 1024 * 1024
 
 
 @pytest.fixture
