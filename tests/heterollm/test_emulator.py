@@ -79,12 +79,12 @@ def compare(
         session.reset()
         last.append(session.prefill(ids[:length]))
     positions = np.array(LENGTHS) - 1
-    record_property("sqnr_lengths_db", hold_to_gates(np.stack(last), expected[positions]))
+    record_property("sqnr_lengths_db", float(hold_to_gates(np.stack(last), expected[positions])))
     session.reset()
     prompt = session.prefill(ids[:70], all_logits=True)
     decoded = [session.decode(token) for token in ids[70 : 70 + DECODED]]
     everything = np.stack([*prompt, *decoded])
-    record_property("sqnr_positions_db", hold_to_gates(everything, expected[: 70 + DECODED]))
+    record_property("sqnr_positions_db", float(hold_to_gates(everything, expected[: 70 + DECODED])))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -165,12 +165,12 @@ def test_the_trained_model_with_every_linear_on_the_npu(
         [session.prefill(ids[:280], all_logits=True), *[session.decode(token)[None] for token in ids[280:]]]
     )
     expected = reference(llm, bundled_model, ids)
-    record_property("sqnr_db", hold_to_gates(actual, expected))
+    record_property("sqnr_db", float(hold_to_gates(actual, expected)))
     best = np.sort(expected, axis=1)
     margins = best[:, -1] - best[:, -2]
     counted = margins > 2 * np.abs(actual - expected).max()
     agreed = actual.argmax(axis=1) == expected.argmax(axis=1)
-    record_property("counted_fraction", counted.mean())
+    record_property("counted_fraction", float(counted.mean()))
     assert counted.mean() >= 0.8
     assert agreed[counted].all()
 

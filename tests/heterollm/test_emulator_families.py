@@ -44,7 +44,7 @@ def test_logits_of_two_layers(
         actual = np.concatenate([prompt, *(session.decode(token)[None] for token in ids[PROMPT:])])
         expected = reference(llm, folder, ids)
     overall, gate = sqnr_db(actual, expected), LOGITS_SQNR_DB["fp16"]
-    record_property("sqnr_db", overall)
+    record_property("sqnr_db", float(overall))
     assert overall >= gate
     error, power = np.square(actual - expected), np.square(expected)
     for axis in (0, 1):

@@ -93,7 +93,7 @@ def test_logits_beyond_the_window(
     ids = token_ids(PROMPT + STEPS)
     expected = oracle(folder, ids)
     whole = all_logits(llm, ids)
-    record_property("sqnr_db", sqnr_db(whole, expected))
+    record_property("sqnr_db", float(sqnr_db(whole, expected)))
     assert within_gates(whole, expected)
     assert within_gates(all_logits(llm, ids, (33, 1, 30)), expected)
 

@@ -55,7 +55,7 @@ def test_logits_of_every_position(
     prompt = session.prefill(ids[:70], all_logits=True)
     decoded = np.stack([session.decode(token) for token in ids[70:]])
     expected = reference(llm, folder, ids)
-    record_property("sqnr_db", check_logits(np.concatenate([prompt, decoded]), expected))
+    record_property("sqnr_db", float(check_logits(np.concatenate([prompt, decoded]), expected)))
 
 
 @pytest.mark.parametrize("level", LEVELS)
