@@ -19,6 +19,7 @@ KINDS: Final = {
     "graphs": "compiled NPU graphs",
     "opencl": "compiled OpenCL programs",
     "profiles": "profiles of devices",
+    "predictors": "predictors fitted to profiles",
     "tuning": "tuned kernel parameters",
 }
 """Subfolders of the cache folder and what is in them."""

@@ -33,7 +33,7 @@ def cache_list(as_json: JsonOption = False) -> None:
 def cache_clear(
     kinds: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KIND]...", help="weights, graphs, opencl, tuning or profiles."),
+        typer.Argument(metavar="[KIND]...", help="weights, graphs, opencl, tuning, predictors or profiles."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias, TypeGuard
 from heterollm.errors import ProfileError
 from heterollm.kernels.handover import STRATEGIES, Strategy
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
+from heterollm.profiler.fitted import fitted_predictor
 from heterollm.profiler.layer_operators import Operator, layer_key
 from heterollm.profiler.predictor import Predictor
 from heterollm.profiler.profile import Profile
@@ -56,7 +57,7 @@ class ProfileCosts:
         shape: The model.
         cache_bytes: Last-level cache: whether the model's weights come from memory in every pass.
         position: Tokens of the session before the pass, which attention reads.
-        predictor: A predictor that was fitted to the profile before; fitted now if None.
+        predictor: The predictor to use; by default the one that is kept for the profile.
 
     Attributes:
         missing: Operators that the profile does not have: predicted times leave them out.
@@ -77,7 +78,7 @@ class ProfileCosts:
         self.overheads = overheads_of(profile)
         self.position = position
         self.missing: set[str] = set()
-        self._predictor = predictor or Predictor.fit(profile)
+        self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
         self._streamed = shape.streamed(cache_bytes)
         self._gap_us = _median(profile, LaunchKey("chained"))

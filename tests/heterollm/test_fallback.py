@@ -93,7 +93,7 @@ WHEN = {
 }
 
 
-@pytest.mark.parametrize("sync", ["auto", "poll"])
+@pytest.mark.parametrize("sync", ["auto", pytest.param("poll", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", WHEN)
 def test_the_gpu_goes_on_from_the_same_cache(
     when: str,

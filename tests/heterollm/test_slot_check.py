@@ -19,7 +19,11 @@ from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
 
 KINDS = ("npu", "row", "sequence", "hybrid")
 LENGTHS = (40, 1)
-CASES = [*((kind, "event") for kind in KINDS), *(("row", sync) for sync in ("flag", "finish", "operator"))]
+CASES = [
+    *((kind, "event") for kind in KINDS),
+    ("row", "flag"),
+    *(pytest.param("row", sync, marks=pytest.mark.slow) for sync in ("finish", "operator")),
+]
 
 
 def cut(kind: str, spec: Any, tokens: int) -> Placement:
