@@ -40,10 +40,10 @@ def record_line(record: Record) -> str:
     if record.warmup_us:
         line["warmup_us"] = [round(sample, DIGITS) for sample in record.warmup_us]
     if record.values:
-        line["values"] = dict(record.values)
+        line["values"] = {name: float(value) for name, value in record.values.items()}
     if record.error:
         line["error"] = record.error[:MAX_TEXT]
-    line["taken_s"] = record.taken_s
+    line["taken_s"] = float(record.taken_s)
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
