@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from heterollm.config import ModelConfig
 from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision
+from heterollm.load_options import CHUNK_LENGTH
 from heterollm.model_shape import shape_of_specs
+from heterollm.slots import HEAD_ROWS
 from heterollm.solver.plan import Placement, Plan
 from heterollm.units import GIB
 
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
     from heterollm.solver.solve import Solver
 
 __all__ = ["PassPlan", "PlanRequest", "Planner", "stored_profile"]
-
-HEAD_ROWS: Final = 32
-GPU_CHUNK: Final = 512
-"""Longest pass on a device without an NPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class Planner:
         shape = shape_of_specs(self.config, self.specs, "model")
         limits = limits_of(self.profile)
         budget = None if self.request.npu_gib is None else int(self.request.npu_gib * GIB)
-        longest = GPU_CHUNK if limits is None else limits.standard_lengths[-1]
+        longest = CHUNK_LENGTH if limits is None else limits.standard_lengths[-1]
         return Solver(
             tuple(self.specs),
             limits,

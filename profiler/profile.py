@@ -175,9 +175,18 @@ class Profile:
         except OSError as error:
             raise ProfileError(f"Cannot read the profile {path}: {error.strerror}.", fix=FIX) from error
         profile = cls.from_json(text, source=str(path))
-        if expected is not None and fingerprint_of(expected) != profile.fingerprint:
-            raise ProfileError(f"{path}: {_difference(expected, profile.description)}", fix=FIX)
+        if expected is not None:
+            profile.check_device(expected, path)
         return profile
+
+    def check_device(self, expected: Mapping[str, Any], path: Path) -> None:
+        """Refuse a profile, read from ``path``, of another device than the one described.
+
+        Raises:
+            ProfileError: It belongs to another device; the message says where they differ.
+        """
+        if fingerprint_of(expected) != self.fingerprint:
+            raise ProfileError(f"{path}: {_difference(expected, self.description)}", fix=FIX)
 
     def save(self, path: Path) -> None:
         """Merge into the file, which another process may have written meanwhile.

@@ -93,7 +93,9 @@ def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path
     except ProfileError as error:
         logger.warning("%s", error.message)
         return Profile.of(device), chosen
-    return Profile.load(chosen, expected=device.description()) if path else profile, chosen
+    if path is not None:
+        profile.check_device(device.description(), chosen)
+    return profile, chosen
 
 
 def profile_device(
