@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Final
 
@@ -12,7 +13,6 @@ from heterollm.errors import KernelError
 from heterollm.kernels.layer_kernels import Defines, LayerKernels, Segments
 from heterollm.kernels.opencl_launch import Argument, Launch
 from heterollm.kernels.opencl_memory import SharedArray
-from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.rounding import RoundedInputs, rounding_launch
 from heterollm.kernels.variants import KernelStyle, Variant
 from heterollm.units import PAGE_BYTES, round_up
@@ -46,17 +46,10 @@ class GpuAttention(LayerKernels):
         KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
     """
 
-    def __init__(
-        self,
-        runtime: OpenClRuntime,
-        activation_dtype: DTypeLike,
-        kv_dtype: DTypeLike,
-        *,
-        style: KernelStyle | None = None,
-    ) -> None:
-        super().__init__(runtime, activation_dtype, kv_dtype, style=style)
+    @functools.cached_property
+    def _partials(self) -> dict[int, Any]:
         # The queue is in order, so all launches with parts of the context share one scratch buffer each size.
-        self._partials: dict[int, Any] = {}
+        return {}
 
     def rope_and_store(
         self,

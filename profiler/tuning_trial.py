@@ -18,12 +18,12 @@ from heterollm.errors import KernelError
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.linear_parameters import KernelParameters, ShapeClass
 from heterollm.kernels.opencl_runtime import OpenClError, OpenClRuntime
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor
 from heterollm.kernels.reference import linear, round_inputs
 from heterollm.kernels.tolerances import ComputeType, linear_errors
 from heterollm.kernels.variants import BuildError, Variant
+from heterollm.profiler.random_data import random_weight
 
-__all__ = ["Checker", "TuningJob", "Workload", "random_weight"]
+__all__ = ["Checker", "TuningJob", "Workload"]
 
 CHECK_ROWS: Final = (77, 200)
 CHECK_KEPT: Final = ((64, 77), (0, 130))
@@ -61,22 +61,6 @@ class TuningJob:
     copies_bytes: int = 0
 
 
-def random_weight(generator: np.random.Generator, rows: int, columns: int, shape: ShapeClass) -> LinearWeight:
-    """Return a random weight ``[rows, columns]`` of the class's format, whose outputs are near one."""
-    number_format = shape.weight
-    bits, block = number_format.bits, number_format.block
-    if bits == 16 or bits == 32:
-        values = generator.standard_normal((rows, columns), np.float32) * np.float32(columns**-0.5)
-        return values.astype(np.float16) if bits == 16 else values
-    blocks = columns // block
-    zeros = None
-    if not number_format.symmetric:
-        zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-    scales = generator.uniform(0.5, 1.5, (rows, blocks)) / (2 ** (bits - 2) * np.sqrt(columns))
-    codes = generator.integers(0, 256, (rows, blocks, block * bits // 8), np.uint8)
-    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, block)
-
-
 class Checker:
     """Small launches of one shape class, held against float64."""
 
@@ -111,7 +95,7 @@ class Checker:
         if columns not in self._cases:
             tokens = max(*CHECK_TOKENS[self._shape.tokens], *FULL_CHECK_TOKENS[self._shape.tokens])
             generator = np.random.default_rng(columns)
-            members = [random_weight(generator, rows, columns, self._shape) for rows in CHECK_ROWS]
+            members = [random_weight(generator, rows, columns, self._shape.weight) for rows in CHECK_ROWS]
             dtype = np.float16 if self._shape.half else np.float32
             x = generator.standard_normal((tokens, columns)).astype(dtype)
             rounded = self._shape.integer_inputs
@@ -178,7 +162,7 @@ class Workload:
         self._job = job
         generator = np.random.default_rng(0)
         shape = job.shape
-        weight = random_weight(generator, job.rows, job.columns, shape)
+        weight = random_weight(generator, job.rows, job.columns, shape.weight)
         dtype = np.float16 if shape.half else np.float32
         size_bytes = shape.weight.weight_bytes(job.rows, job.columns)
         limit_bytes = min(job.copies_bytes, runtime.traits.global_bytes // 16)
