@@ -2,25 +2,37 @@
 
 A *group* is a set of linear layers that read the same input and run as one operator: ``qkv``, ``o``,
 ``gate_up``, ``down``, ``head``. Shapes are ``m`` tokens × ``k`` inputs × ``n`` outputs; a weight is
-``[n, k]``, output rows first.
+``[n, k]``, output rows first. A *block* group (``ffn``) is two such groups and what lies between them, cut as
+a whole along the width in the middle.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["GROUPS", "Activation", "Group", "Join", "Member", "OpSpec", "Phase", "Precision", "WeightFormat"]
+__all__ = [
+    "GROUPS",
+    "Activation",
+    "Group",
+    "Join",
+    "Member",
+    "OpSpec",
+    "Phase",
+    "Precision",
+    "WeightFormat",
+    "feed_forward_block",
+]
 
 Precision = Literal["w4a16", "w4a8", "fp16"]
 Phase = Literal["prefill", "decode"]
-Group = Literal["qkv", "o", "gate_up", "down", "head"]
+Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn"]
 Join = Literal["concatenate", "sum"]
 Activation = Literal["silu", "gelu_tanh"]
 """Of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
 
 GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down", "head")
-"""The groups in the order in which a token meets them."""
+"""The groups of linears in the order in which a token meets them; ``ffn`` stands for two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,8 @@ class OpSpec:
         source: Name of the value read.
         target: Name of the value written.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights (``w4a8``).
+        then: Of a block group, the linear that reads what its members make; ``members`` are then cut rows
+            of the width in the middle, and the outputs of the parts are summed.
     """
 
     group: Group
@@ -89,6 +103,7 @@ class OpSpec:
     target: str
     join: Join = "concatenate"
     integer_inputs: bool = False
+    then: OpSpec | None = None
 
     @property
     def rows(self) -> int:
@@ -102,8 +117,28 @@ class OpSpec:
 
     def flops(self, tokens: int) -> int:
         """Return the multiply-adds of one pass over ``tokens`` tokens, counted as two each."""
-        return 2 * tokens * self.rows * self.columns
+        own = 2 * tokens * self.rows * self.columns
+        return own if self.then is None else own + self.then.flops(tokens)
 
     def weight_bytes(self) -> int:
         """Return the bytes of weights that one pass reads."""
-        return self.weight.weight_bytes(self.rows, self.columns)
+        own = self.weight.weight_bytes(self.rows, self.columns)
+        return own if self.then is None else own + self.then.weight_bytes()
+
+
+def feed_forward_block(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
+    """Return a layer's feed-forward network as one group, cut along its intermediate width.
+
+    Each part computes its rows of gate and up, the activation of those, and the product with the columns of
+    ``down`` that they meet: a partial sum of all outputs.
+
+    Args:
+        gate_up: The gate and up projections.
+        down: The projection that follows.
+
+    Returns:
+        The group; None where the two have different number formats, which one graph form does not name.
+    """
+    if gate_up.weight != down.weight or gate_up.integer_inputs != down.integer_inputs:
+        return None
+    return replace(gate_up, group="ffn", target=down.target, join="sum", then=down)
