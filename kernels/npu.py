@@ -1,4 +1,4 @@
-"""The protocol of an NPU part: slices of linear layers become prepared graphs of standard lengths.
+"""The protocol of an NPU: parts of a model's linear layers become prepared graphs of standard lengths.
 
 A backend states its properties (lengths, alignment, activation type, legal forms); nothing above asks for
 its name. Activations are row-major ``[m, k]`` in and ``[m, r]`` out, computed in place on memory that the
@@ -8,15 +8,14 @@ caller owns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.errors import GraphError
-from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.npu_parts import NpuBlock, NpuPart, NpuSlice
+from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = [
     "CHUNK_COLUMNS",
@@ -24,12 +23,15 @@ __all__ = [
     "TILE_TOKENS",
     "Form",
     "NpuBackend",
+    "NpuBlock",
     "NpuGraph",
+    "NpuPart",
     "NpuSlice",
     "TimeKind",
     "check_array",
     "check_form",
     "check_prepare",
+    "chunked_block_forms",
     "reshaped_forms",
     "standard_length",
 ]
@@ -45,8 +47,13 @@ Form = Literal[
     "token_tiles",
     "k_chunked",
     "k_chunked_int8",
+    "ffn",
+    "ffn_int8",
+    "ffn_k_chunked",
+    "ffn_k_chunked_int8",
+    "ffn_weight_first",
 ]
-"""How a slice is written as a graph; all forms of a slice compute the same thing.
+"""How a part is written as a graph; all forms of a part compute the same thing. Those of a slice:
 
 - ``matmul_nbits``, ``matmul_nbits_int8``: ``x·Wᵀ`` on packed codes, inputs float or rounded to int8.
 - ``activation_first``, ``weight_first``: ``x·Wᵀ`` and ``(W·xᵀ)ᵀ`` on float weights.
@@ -54,6 +61,13 @@ Form = Literal[
 - ``token_tiles``: ``weight_first`` on tiles of :data:`TILE_TOKENS` tokens, one batched product.
 - ``k_chunked``, ``k_chunked_int8``: the sum over pieces of at most :data:`CHUNK_COLUMNS` inputs, each piece
   ``matmul_nbits``, ``matmul_nbits_int8`` or ``weight_first``.
+
+Those of a feed-forward block, each linear of which is written as a slice would be:
+
+- ``ffn``, ``ffn_int8``: all three linears as ``matmul_nbits``, ``matmul_nbits_int8`` or ``activation_first``.
+- ``ffn_weight_first``: all three as ``weight_first``; the activations between them stay transposed.
+- ``ffn_k_chunked``, ``ffn_k_chunked_int8``: ``ffn``, ``ffn_int8`` or, with float weights,
+  ``ffn_weight_first``, with the last linear in pieces of at most :data:`CHUNK_COLUMNS` inputs.
 """
 
 CHUNK_COLUMNS = 4096
@@ -67,69 +81,9 @@ TILE_TOKENS = 32
 STANDARD_LENGTHS: tuple[int, ...] = (1, 32, 64, 128, 256, 512, 1024)
 """Sequence lengths for which NPU graphs exist (HeteroLLM, section 4.1)."""
 
-SliceKey: TypeAlias = tuple[str, int, str, tuple[tuple[int, int], ...], int, WeightFormat]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NpuSlice:
-    """The NPU's output rows of one group of linear layers.
-
-    Args:
-        weight: ``[r, k]``, the rows of all members stacked in member order.
-        layer: Decoder layer; -1 for the head.
-        group: Name of the group.
-        row_ranges: Rows ``[start, stop)`` taken of each member.
-        weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
-        integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
-
-    Raises:
-        GraphError: The ranges do not add up to the weight's rows.
-    """
-
-    weight: LinearWeight
-    layer: int
-    group: str
-    row_ranges: tuple[tuple[int, int], ...]
-    weights_key: str
-    integer_inputs: bool = False
-
-    def __post_init__(self) -> None:
-        stated = sum(stop - start for start, stop in self.row_ranges)
-        if stated != self.rows or any(not 0 <= start <= stop for start, stop in self.row_ranges):
-            raise GraphError(
-                f"{self.label} has {self.rows} rows, but the ranges {self.row_ranges} name {stated}."
-            )
-        if self.rows < 1 or self.columns < 1:
-            raise GraphError(f"{self.label} is empty: [{self.rows}, {self.columns}].")
-
-    @property
-    def rows(self) -> int:
-        """Output rows ``r`` of all members together."""
-        return self.weight.rows if isinstance(self.weight, QuantizedTensor) else int(self.weight.shape[0])
-
-    @property
-    def columns(self) -> int:
-        """Inputs ``k``."""
-        return self.weight.columns if isinstance(self.weight, QuantizedTensor) else int(self.weight.shape[1])
-
-    @property
-    def format(self) -> WeightFormat:
-        """The number format."""
-        return weight_format(self.weight)
-
-    @property
-    def label(self) -> str:
-        """What to call the slice in messages."""
-        return f"{self.group} of layer {self.layer}" if self.layer >= 0 else self.group
-
-    @property
-    def key(self) -> SliceKey:
-        """What tells this slice's numbers apart from any other's."""
-        return (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
-
 
 class NpuGraph(Protocol):
-    """One slice, ready to run at one length."""
+    """One slice or part of a block, ready to run at one length."""
 
     @property
     def length(self) -> int:
@@ -138,7 +92,7 @@ class NpuGraph(Protocol):
 
     @property
     def rows(self) -> int:
-        """Output rows ``r``."""
+        """Outputs ``r``."""
         ...
 
     @property
@@ -216,27 +170,50 @@ class NpuBackend(Protocol):
         """
         ...
 
-    def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> NpuGraph:
-        """Return the graph of a slice at one standard length, built or loaded; the first form by default.
+    def block_forms(
+        self,
+        weight: WeightFormat,
+        *,
+        width: int,
+        columns: int,
+        length: int,
+        integer_inputs: bool,
+        activation: Activation,
+    ) -> tuple[Form, ...]:
+        """Return the forms in which such a part of a feed-forward block can run, as :meth:`forms` does.
+
+        Args:
+            weight: Number format of its weights.
+            width: The part ``c`` of the intermediate width.
+            columns: Inputs ``h``.
+            length: Tokens of one run, standard or not.
+            integer_inputs: Whether the inputs of each linear must be rounded to int8 for each block of its
+                weights.
+            activation: Of the gate.
+        """
+        ...
+
+    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> NpuGraph:
+        """Return the graph of a part at one standard length, built or loaded; the first form by default.
 
         Raises:
-            GraphError: The length is not a standard one, the form is not legal for the slice's format, or
+            GraphError: The length is not a standard one, the form is not legal for the part's format, or
                 the graph does not compile or does not land on the NPU as a whole.
             CacheError: The cache folder cannot be written or locked.
         """
         ...
 
     def count_cycles(
-        self, part: NpuSlice, length: int, form: Form | None = None, *, runs: int
+        self, part: NpuPart, length: int, form: Form | None = None, *, runs: int
     ) -> tuple[int, ...] | None:
-        """Return the cycles of each of several runs of a slice, or None where the backend counts none.
+        """Return the cycles of each of several runs of a part, or None where the backend counts none.
 
         Unlike :meth:`prepare` it takes any length: a static graph exists for each, whether or not the runtime
         would use it. It keeps no graph and no session. What else the machine does adds to single counts; the
         smallest is what repeats.
 
         Args:
-            part: The slice.
+            part: What to run.
             length: Tokens of one run, at least 1.
             form: How to write it; the first legal form by default.
             runs: Runs to count, at least 1, after one that is not counted.
@@ -247,8 +224,8 @@ class NpuBackend(Protocol):
         """
         ...
 
-    def release(self, part: NpuSlice) -> None:
-        """Drop what is kept of a slice in memory; its graphs must not run afterwards."""
+    def release(self, part: NpuPart) -> None:
+        """Drop what is kept of a part in memory; its graphs must not run afterwards."""
         ...
 
     def versions(self) -> dict[str, str]:
@@ -300,8 +277,25 @@ def reshaped_forms(
     return tuple(forms)
 
 
-def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form | None) -> Form:
-    """Return the form to build, after checking that the backend takes the slice at that length.
+def chunked_block_forms(
+    weight: WeightFormat, *, width: int, integer_inputs: bool = False
+) -> tuple[Form, ...]:
+    """Return the forms of a feed-forward block with its last linear in pieces, where there are any.
+
+    Args:
+        weight: Number format of its weights.
+        width: Inputs ``c`` of the last linear.
+        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
+    """
+    if width <= CHUNK_COLUMNS or 2 * weight.block > CHUNK_COLUMNS:
+        return ()
+    if integer_inputs:
+        return ("ffn_k_chunked_int8",) if weight.quantized else ()
+    return ("ffn_k_chunked",)
+
+
+def check_prepare(backend: NpuBackend, part: NpuPart, length: int, form: Form | None) -> Form:
+    """Return the form to build, after checking that the backend takes the part at that length.
 
     Raises:
         GraphError: It does not.
@@ -314,7 +308,7 @@ def check_prepare(backend: NpuBackend, part: NpuSlice, length: int, form: Form |
     return check_form(backend, part, length, form)
 
 
-def check_form(backend: NpuBackend, part: NpuSlice, length: int, form: Form | None) -> Form:
+def check_form(backend: NpuBackend, part: NpuPart, length: int, form: Form | None) -> Form:
     """Return the form to build at any length, standard or not, after checking that it is legal.
 
     Raises:
@@ -322,9 +316,7 @@ def check_form(backend: NpuBackend, part: NpuSlice, length: int, form: Form | No
     """
     if length < 1:
         raise GraphError(f"A graph of {part.label} needs at least one token, not {length}.")
-    forms = backend.forms(
-        part.format, columns=part.columns, length=length, integer_inputs=part.integer_inputs
-    )
+    forms = _forms(backend, part, length)
     if not forms:
         inputs = " and int8 activations" if part.integer_inputs else ""
         raise GraphError(
@@ -337,6 +329,19 @@ def check_form(backend: NpuBackend, part: NpuSlice, length: int, form: Form | No
             fix=f"Legal forms: {', '.join(forms)}.",
         )
     return form or forms[0]
+
+
+def _forms(backend: NpuBackend, part: NpuPart, length: int) -> tuple[Form, ...]:
+    if isinstance(part, NpuBlock):
+        return backend.block_forms(
+            part.format,
+            width=part.width,
+            columns=part.columns,
+            length=length,
+            integer_inputs=part.integer_inputs,
+            activation=part.activation,
+        )
+    return backend.forms(part.format, columns=part.columns, length=length, integer_inputs=part.integer_inputs)
 
 
 def check_array(array: NDArray[Any], what: str, shape: tuple[int, int], dtype: np.dtype[Any]) -> None:

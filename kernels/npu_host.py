@@ -19,15 +19,16 @@ from heterollm.errors import DeviceError, GraphError, OptionError
 from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
     Form,
-    NpuSlice,
-    SliceKey,
+    NpuPart,
     TimeKind,
     check_prepare,
+    chunked_block_forms,
     reshaped_forms,
 )
 from heterollm.kernels.npu_graphs import write_graph
+from heterollm.kernels.npu_parts import PartKey
 from heterollm.kernels.npu_session import SessionGraph, runtime_errors, session_options
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["HostNpu"]
 
@@ -57,7 +58,7 @@ class HostNpu:
         _share_arena()
         self.threads = threads
         self.compiled_count = 0
-        self._sessions: dict[tuple[SliceKey, Form], Any] = {}
+        self._sessions: dict[tuple[PartKey, Form], Any] = {}
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
@@ -71,8 +72,26 @@ class HostNpu:
         more = reshaped_forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
         return plain + more
 
-    def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> SessionGraph:
-        """Return a graph of the slice's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
+    def block_forms(
+        self,
+        weight: WeightFormat,
+        *,
+        width: int,
+        columns: int,  # noqa: ARG002 - any is legal here
+        length: int,  # noqa: ARG002
+        integer_inputs: bool,
+        activation: Activation,  # noqa: ARG002
+    ) -> tuple[Form, ...]:
+        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        plain: tuple[Form, ...] = ("ffn", "ffn_weight_first")
+        if weight.quantized:
+            plain = ("ffn_int8",) if integer_inputs else ("ffn",)
+        elif integer_inputs:
+            return ()
+        return plain + chunked_block_forms(weight, width=width, integer_inputs=integer_inputs)
+
+    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
+        """Return a graph of the part's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
         chosen = check_prepare(self, part, length, form)
         key = (part.key, chosen)
         if key not in self._sessions:
@@ -84,7 +103,7 @@ class HostNpu:
 
     def count_cycles(
         self,
-        part: NpuSlice,
+        part: NpuPart,
         length: int,
         form: Form | None = None,
         *,
@@ -92,8 +111,8 @@ class HostNpu:
     ) -> None:
         """Return None: ONNX Runtime counts no cycles, and this backend's time is real."""
 
-    def release(self, part: NpuSlice) -> None:
-        """Drop the sessions of a slice; see :class:`heterollm.kernels.npu.NpuBackend`."""
+    def release(self, part: NpuPart) -> None:
+        """Drop the sessions of a part; see :class:`heterollm.kernels.npu.NpuBackend`."""
         for key in [key for key in self._sessions if key[0] == part.key]:
             del self._sessions[key]
 
@@ -107,7 +126,7 @@ class HostNpu:
         """Drop all sessions."""
         self._sessions.clear()
 
-    def _open(self, part: NpuSlice, form: Form) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    def _open(self, part: NpuPart, form: Form) -> Any:  # noqa: ANN401 - onnxruntime ships no types
         """Open a session through a temporary file, which ONNX Runtime maps rather than copies."""
         import onnxruntime
 

@@ -1,6 +1,6 @@
 """The NPU part of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
 
-One static graph per slice and length: compiled, closed, then loaded from its cached context binary, because
+One static graph per part and length: compiled, closed, then loaded from its cached context binary, because
 compiled sessions are heavy and loaded ones map their weights. Features that only a device can prove (weights
 shared between lengths, the rpcmem allocator, power modes) are off.
 """
@@ -20,16 +20,18 @@ from heterollm.kernels.cache import locked
 from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
     Form,
+    NpuPart,
     NpuSlice,
-    SliceKey,
     TimeKind,
     check_form,
     check_prepare,
+    chunked_block_forms,
     reshaped_forms,
 )
 from heterollm.kernels.npu_graphs import GRAPH_VERSION, slice_digest, write_graph
+from heterollm.kernels.npu_parts import PartKey
 from heterollm.kernels.npu_session import SessionGraph
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.qnn_binaries import ContextBinary
 from heterollm.kernels.qnn_compile import compile_graph
 from heterollm.kernels.qnn_cycles import profiled_cycles
@@ -111,7 +113,7 @@ class QnnNpu:
         self.loaded_count = 0
         self._target = QnnTarget(emulator, options)
         self._compile_in_child = compile_in_child
-        self._sessions: dict[tuple[SliceKey, Form, int], Any] = {}
+        self._sessions: dict[tuple[PartKey, Form, int], Any] = {}
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
@@ -130,7 +132,23 @@ class QnnNpu:
             plain = ("matmul_nbits",)
         return plain + reshaped_forms(weight, columns=columns, length=length)
 
-    def prepare(self, part: NpuSlice, length: int, form: Form | None = None) -> SessionGraph:
+    def block_forms(
+        self,
+        weight: WeightFormat,
+        *,
+        width: int,
+        columns: int,
+        length: int,
+        integer_inputs: bool,
+        activation: Activation,  # noqa: ARG002 - any is legal here
+    ) -> tuple[Form, ...]:
+        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        if not self.forms(weight, columns=columns, length=length, integer_inputs=integer_inputs):
+            return ()
+        plain: tuple[Form, ...] = ("ffn",) if weight.quantized else ("ffn_weight_first", "ffn")
+        return plain + chunked_block_forms(weight, width=width)
+
+    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
         chosen = check_prepare(self, part, length, form)
         key = (part.key, chosen, length)
@@ -140,15 +158,15 @@ class QnnNpu:
             self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
         )
 
-    def stored_bytes(self, part: NpuSlice, length: int, form: Form | None = None) -> int:
-        """Return what a slice's graph takes in the cache, sound or not; 0 if it is not there.
+    def stored_bytes(self, part: NpuPart, length: int, form: Form | None = None) -> int:
+        """Return what a part's graph takes in the cache, sound or not; 0 if it is not there.
 
         Raises:
             GraphError: As :meth:`prepare`.
         """
         return self._binary(part, check_prepare(self, part, length, form), length).size_bytes
 
-    def build(self, part: NpuSlice, length: int, form: Form | None = None) -> BuiltGraph:
+    def build(self, part: NpuPart, length: int, form: Form | None = None) -> BuiltGraph:
         """Put a graph into the cache without keeping a session, and see whether it loads here.
 
         A graph for a newer Hexagon than the emulator plays is sound and does not load.
@@ -168,7 +186,7 @@ class QnnNpu:
         return BuiltGraph(stored.size_bytes, compiled, problem)
 
     def count_cycles(
-        self, part: NpuSlice, length: int, form: Form | None = None, *, runs: int
+        self, part: NpuPart, length: int, form: Form | None = None, *, runs: int
     ) -> tuple[int, ...] | None:
         """Return the cycles of each run on the emulator; see :class:`heterollm.kernels.npu.NpuBackend`.
 
@@ -195,8 +213,8 @@ class QnnNpu:
                 fix="Free some space there, or set TMPDIR to another folder.",
             ) from error
 
-    def release(self, part: NpuSlice) -> None:
-        """Drop the sessions of a slice; see :class:`heterollm.kernels.npu.NpuBackend`."""
+    def release(self, part: NpuPart) -> None:
+        """Drop the sessions of a part; see :class:`heterollm.kernels.npu.NpuBackend`."""
         for key in [key for key in self._sessions if key[0] == part.key]:
             del self._sessions[key]
 
@@ -237,7 +255,7 @@ class QnnNpu:
                 fix="Update the NPU driver and onnxruntime-qnn.",
             )
 
-    def _open(self, part: NpuSlice, form: Form, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    def _open(self, part: NpuPart, form: Form, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
         """Load the graph from the cache, building it first where the cache has no sound one."""
         label = f"{part.label} ({form}, {length} tokens)"
         stored = self._binary(part, form, length)
@@ -254,7 +272,7 @@ class QnnNpu:
             self._build(stored, part, form, length, label)
         return open_session(stored.model, self._target, label)
 
-    def _build(self, stored: ContextBinary, part: NpuSlice, form: Form, length: int, label: str) -> None:
+    def _build(self, stored: ContextBinary, part: NpuPart, form: Form, length: int, label: str) -> None:
         stored.build(lambda folder, model: self._compile(part, form, length, folder, model, label))
         self.compiled_count += 1
 
@@ -270,16 +288,14 @@ class QnnNpu:
         self.loaded_count += 1
         return session, ""
 
-    def _compile(
-        self, part: NpuSlice, form: Form, length: int, folder: Path, model: Path, label: str
-    ) -> None:
+    def _compile(self, part: NpuPart, form: Form, length: int, folder: Path, model: Path, label: str) -> None:
         source = write_graph(part, form, self.activation_dtype, folder, length)
         in_child = self._compile_in_child
         if in_child is None:
-            in_child = part.format.weight_bytes(part.rows, part.columns) > CHILD_WEIGHT_BYTES
+            in_child = part.weight_bytes > CHILD_WEIGHT_BYTES
         compile_graph(source, model, self._target, label, in_child=in_child)
 
-    def _binary(self, part: NpuSlice, form: Form, length: int) -> ContextBinary:
+    def _binary(self, part: NpuPart, form: Form, length: int) -> ContextBinary:
         identity = {
             "weights": part.weights_key,
             "content": slice_digest(part),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from heterollm.errors import GraphError
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import NpuPart
 from heterollm.kernels.npu_session import SessionGraph
 from heterollm.kernels.qnn_runtime import QnnTarget, open_session
 
@@ -34,7 +34,7 @@ SHOWN_NAMES = 8
 def profiled_cycles(
     model: Path,
     target: QnnTarget,
-    part: NpuSlice,
+    part: NpuPart,
     length: int,
     dtype: np.dtype[Any],
     runs: int,
@@ -45,9 +45,9 @@ def profiled_cycles(
     The emulator skips zeros, so that only random data costs what real data would.
 
     Args:
-        model: The wrapper of the slice's context binary, or its model.
+        model: The wrapper of the part's context binary, or its model.
         target: Where to run.
-        part: The slice.
+        part: What to run.
         length: Tokens of one run.
         dtype: Element type of the activations.
         runs: Runs to count; one more comes before them.
@@ -65,9 +65,7 @@ def profiled_cycles(
     return cycles[1:]
 
 
-def _run(
-    model: Path, target: QnnTarget, part: NpuSlice, length: int, dtype: np.dtype[Any], runs: int
-) -> None:
+def _run(model: Path, target: QnnTarget, part: NpuPart, length: int, dtype: np.dtype[Any], runs: int) -> None:
     """Run the graph; its session, which completes the table when it goes, does not outlive the call."""
     session = open_session(model, target, part.label)
     x = np.random.default_rng(0).standard_normal((length, part.columns), np.float32).astype(dtype)
