@@ -45,9 +45,14 @@ FUNCTION: Final = re.compile(r"^static inline\b[^(;]*?\b(\w+)\(", re.MULTILINE)
 
 
 class MergedLaunch:
-    """Launches that run one after the other as a single one; made by :func:`merge_launches`."""
+    """Launches that run one after the other as a single one; made by :func:`merge_launches`.
 
-    __slots__ = ("_launch", "_memory", "_pointers", "_table", "label")
+    Attributes:
+        label: The first and the last of them.
+        labels: Those of all, in order, for traces.
+    """
+
+    __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
 
     def __init__(
         self, runtime: OpenClRuntime, launches: Sequence[Launch], kinds: Sequence[KernelKind], source: str
@@ -57,6 +62,7 @@ class MergedLaunch:
         self._pointers = np.zeros((len(launches), ENTRY_WORDS), np.bool_)
         self._memory = [list(launch.arguments) for launch in launches]
         self.label = f"{launches[0].label} to {launches[-1].label}"
+        self.labels = tuple(launch.label for launch in launches)
         first = 0
         for row, launch in enumerate(launches):
             groups = _groups(launch)
