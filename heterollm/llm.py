@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,20 @@ from heterollm.generation import Generation, GenerationOptions, GenerationResult
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.layout import op_specs
-from heterollm.load_options import Sync, check_options, check_sync, choose_context, choose_plan
+from heterollm.load_options import (
+    Sync,
+    check_length_policy,
+    check_options,
+    check_sync,
+    choose_context,
+    choose_plan,
+)
 from heterollm.memory import check_memory, memory_need, return_freed_memory
 from heterollm.precision import check_precision
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
 from heterollm.session import Session, check_ids
-from heterollm.solver import Plan
+from heterollm.solver import LengthPolicy, Plan
 from heterollm.solver.check import check_plan
 from heterollm.streaming import SessionSource, Stream
 from heterollm.tokenizer import Tokenizer
@@ -36,8 +43,11 @@ from heterollm.weights import ModelWeights, load_weights
 if TYPE_CHECKING:
     from heterollm.engine import Engine
     from heterollm.planning import Planner
+    from heterollm.solver.levels import LengthCosts
 
 __all__ = ["LLM"]
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -73,6 +83,7 @@ class LLM:
         npu_threads: int | None = None,
         allow_slow: bool = False,
         sync: Sync = "auto",
+        length_policy: LengthPolicy = "padding",
         allow_fallback: bool = False,
         progress: Progress | None = None,
     ) -> Self:
@@ -94,6 +105,9 @@ class LLM:
             sync: How the parts wait for each other: a strategy of :mod:`heterollm.kernels.handover`,
                 ``operator`` to finish the GPU's queue after every operator, or ``auto``
                 (:func:`heterollm.synchronisation.default_strategies`).
+            length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
+                ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what
+                the device's profile predicts to be faster for each group). The solver needs none.
             allow_fallback: Go on with the GPU alone when the NPU part fails; :attr:`notes` then says so.
             progress: Called with a stage's name, steps done and steps in all.
 
@@ -109,6 +123,7 @@ class LLM:
 
         check_options(model, plan, precision, group_size, symmetric)
         check_sync(sync)
+        check_length_policy(length_policy)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
         positions = choose_context(config, context)
@@ -132,6 +147,8 @@ class LLM:
                 precision=precision,
                 context=positions,
                 solve=functools.partial(_solved, planners, opened, config, specs, precision, positions),
+                length_policy=length_policy,
+                length_costs=functools.partial(_length_costs, opened, config, specs, precision),
             )
             check_precision(opened, precision, specs)
             # Before anything is read: quantising a model that cannot run would take its time in vain.
@@ -271,6 +288,14 @@ class LLM:
         """
         return self._weights.reference_state_dict()
 
+    def on_engine_thread(self, call: Callable[[], T]) -> T:
+        """Run a call on the engine thread, where the in-place methods of sessions belong.
+
+        Raises:
+            EngineError: The model is closed.
+        """
+        return self._thread.run(call)
+
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -305,6 +330,16 @@ def _solved(
         return None
     planners.append(Planner(profile, config, specs, precision, PlanRequest(context)))
     return planners[0].plan
+
+
+def _length_costs(
+    device: Device, config: ModelConfig, specs: Sequence[OpSpec], precision: Precision
+) -> LengthCosts | None:
+    """Return what the profile predicts for whole groups on the NPU; None where the device has none."""
+    from heterollm.planning import Planner, stored_profile
+
+    profile = stored_profile(device)
+    return None if profile is None else Planner(profile, config, specs, precision).length_us
 
 
 def _start(

@@ -10,10 +10,19 @@ from heterollm.config import ModelConfig
 from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.kernels.waiting import STRATEGIES, Strategy
-from heterollm.solver import LEVELS, Plan, level_plan
+from heterollm.solver import LENGTH_POLICIES, LEVELS, LengthPolicy, Plan, level_plan
+from heterollm.solver.levels import LengthCosts
 from heterollm.solver.plan import model_shape
 
-__all__ = ["SYNC_OPTIONS", "Sync", "check_options", "check_sync", "choose_context", "choose_plan"]
+__all__ = [
+    "SYNC_OPTIONS",
+    "Sync",
+    "check_length_policy",
+    "check_options",
+    "check_sync",
+    "choose_context",
+    "choose_plan",
+]
 
 DEFAULT_CONTEXT: Final = 4096
 SOLVED: Final = "tensor"
@@ -62,6 +71,18 @@ def check_sync(sync: object) -> None:
         raise OptionError(f"There is no sync {sync!r:.80}.", fix=f"Choose among {', '.join(SYNC_OPTIONS)}.")
 
 
+def check_length_policy(policy: object) -> None:
+    """Refuse what is no way to run lengths that the NPU has no graph for.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if policy not in LENGTH_POLICIES:
+        raise OptionError(
+            f"There is no length policy {policy!r:.80}.", fix=f"Choose among {', '.join(LENGTH_POLICIES)}."
+        )
+
+
 def choose_context(config: ModelConfig, context: int | None) -> int:
     """Return the positions of a session; by default the model's limit, at most 4096.
 
@@ -88,6 +109,8 @@ def choose_plan(
     precision: Precision,
     context: int,
     solve: Callable[[], Plan | None] = lambda: None,
+    length_policy: LengthPolicy = "padding",
+    length_costs: Callable[[], LengthCosts | None] = lambda: None,
 ) -> Plan:
     """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
 
@@ -100,9 +123,11 @@ def choose_plan(
         precision: Precision of the linears.
         context: Positions of a session.
         solve: Returns the solver's plan; None where the device has no profile.
+        length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
+        length_costs: Returns what the policy ``auto`` goes by; None where the device has no profile.
 
     Raises:
-        OptionError: It is neither a level nor a file, or the level needs an NPU or a profile.
+        OptionError: It is neither a level nor a file, or the level or the policy needs an NPU or a profile.
         PlanError: The plan is damaged, or made for another model, device or precision.
     """
     if isinstance(plan, Plan):
@@ -125,6 +150,8 @@ def choose_plan(
             precision=precision,
             standard_lengths=standard_lengths,
             chunk_length=min(context, CHUNK_LENGTH if plan == "gpu" else max(standard_lengths, default=1)),
+            length_policy="padding" if plan == "gpu" else length_policy,
+            length_costs=length_costs() if length_policy == "auto" else None,
         )
     path = Path(plan)
     try:

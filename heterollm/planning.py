@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,6 +172,19 @@ class Planner:
         """The most rows that the slots hold."""
         padded = [sum(entry.placement.npu_lengths) for entry in self.plan.entries if entry.group != "head"]
         return max(self.plan.chunk_length, *padded)
+
+    def length_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
+        """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
+        costs, limits = self.solver.costs, self.solver.limits
+        if limits is None:
+            return math.inf
+        return sum(
+            min(
+                (costs.npu_us(spec, spec.member_rows, length, form) for form in limits.forms(spec, length)),
+                default=math.inf,
+            )
+            for length in lengths
+        )
 
     def prompt_us(self, tokens: int) -> float:
         """Return the predicted time of a prompt of any length, in chunks."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from heterollm.solver.levels import LEVELS, PlanLevel, level_plan
+from heterollm.solver.levels import LENGTH_POLICIES, LEVELS, LengthPolicy, PlanLevel, level_plan
 from heterollm.solver.plan import Placement, Plan, PlanEntry
 
-__all__ = ["LEVELS", "Placement", "Plan", "PlanEntry", "PlanLevel", "level_plan"]
+__all__ = [
+    "LENGTH_POLICIES",
+    "LEVELS",
+    "LengthPolicy",
+    "Placement",
+    "Plan",
+    "PlanEntry",
+    "PlanLevel",
+    "level_plan",
+]

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 
-__all__ = ["LEVELS", "PlanLevel", "level_plan"]
+__all__ = ["LENGTH_POLICIES", "LEVELS", "LengthCosts", "LengthPolicy", "PlanLevel", "level_plan"]
 
 PlanLevel = Literal["gpu", "npu", "layer"]
 LEVELS: Final[tuple[PlanLevel, ...]] = get_args(PlanLevel)
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+
+LengthPolicy: TypeAlias = Literal["padding", "pipe", "auto"]
+"""How a pass of a length without a graph of its own runs where the NPU computes whole groups: ``padding`` to
+the next standard length; ``pipe``, the paper's NPU-pipe: consecutive standard lengths with as few padded
+tokens as these allow; ``auto``: whatever is predicted to be fastest for each group."""
+
+LENGTH_POLICIES: Final[tuple[LengthPolicy, ...]] = get_args(LengthPolicy)
+
+LengthCosts: TypeAlias = Callable[[OpSpec, tuple[int, ...]], float]
+"""Predicted time of a whole group on the NPU in graphs of these lengths, one after the other."""
 
 
 def level_plan(
@@ -24,6 +36,8 @@ def level_plan(
     precision: str,
     standard_lengths: Sequence[int],
     chunk_length: int,
+    length_policy: LengthPolicy = "padding",
+    length_costs: LengthCosts | None = None,
 ) -> Plan:
     """Return the plan of one level.
 
@@ -38,14 +52,21 @@ def level_plan(
         precision: Precision of the linears.
         standard_lengths: Lengths for which NPU graphs exist, ascending; empty without an NPU.
         chunk_length: Longest pass.
+        length_policy: How the NPU runs lengths that it has no graph for.
+        length_costs: What ``auto`` goes by.
 
     Raises:
-        OptionError: The level needs an NPU and there is none.
+        OptionError: The level needs an NPU and there is none, or the policy needs costs.
     """
     if level != "gpu" and not standard_lengths:
         raise OptionError(
             f"Plan level {level!r} needs an NPU part, and device {device!r} was opened without one.",
             fix="Use plan level 'gpu', or give the NPU part at least one thread.",
+        )
+    if length_policy == "auto" and length_costs is None:
+        raise OptionError(
+            "Length policy 'auto' chooses by predicted times, and there are none.",
+            fix="Profile the device, or choose padding or pipe.",
         )
     entries: list[PlanEntry] = []
     for spec, layers in _distinct(specs):
@@ -54,7 +75,8 @@ def level_plan(
             if not on_npu:
                 entries.append(PlanEntry(phase, (1, chunk_length), layers, spec.group, GPU_ONLY))
                 continue
-            for lengths, npu_lengths in _padded(standard_lengths, chunk_length):
+            cost = partial(length_costs, spec) if length_policy == "auto" and length_costs else None
+            for lengths, npu_lengths in _covered(standard_lengths, chunk_length, length_policy, cost):
                 placement = Placement(npu_rows=spec.member_rows, npu_lengths=npu_lengths)
                 entries.append(PlanEntry(phase, lengths, layers, spec.group, placement))
     return Plan(level, device, precision, model_shape(specs), chunk_length, tuple(entries))
@@ -68,18 +90,39 @@ def _distinct(specs: Sequence[OpSpec]) -> Iterator[tuple[OpSpec, tuple[int, int]
         yield members[0], (min(layers), max(layers))
 
 
-def _padded(
-    standard_lengths: Sequence[int], chunk_length: int
+def _covered(
+    standard_lengths: Sequence[int],
+    chunk_length: int,
+    policy: LengthPolicy,
+    cost: Callable[[tuple[int, ...]], float] | None,
 ) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
-    """Yield ranges of lengths with the one standard length that each is padded to."""
-    first = 1
-    for length in standard_lengths:
-        last = min(length, chunk_length)
-        if first <= last:
-            yield (first, last), (length,)
-        first = length + 1
-    largest = standard_lengths[-1]
-    if first <= chunk_length:
-        # A pass longer than the largest graph runs it several times (NPU-pipe).
-        for count in range(2, -(-chunk_length // largest) + 1):
-            yield ((count - 1) * largest + 1, min(count * largest, chunk_length)), (largest,) * count
+    """Yield ranges of lengths with the standard lengths that each runs in."""
+    first, held = 1, _cover(1, standard_lengths, policy, cost)
+    for tokens in range(2, chunk_length + 1):
+        found = _cover(tokens, standard_lengths, policy, cost)
+        if found != held:
+            yield (first, tokens - 1), held
+            first, held = tokens, found
+    yield (first, chunk_length), held
+
+
+def _cover(
+    tokens: int,
+    standard_lengths: Sequence[int],
+    policy: LengthPolicy,
+    cost: Callable[[tuple[int, ...]], float] | None,
+) -> tuple[int, ...]:
+    """Return the standard lengths that a pass runs in, the last one padded."""
+    if policy == "padding":
+        largest = standard_lengths[-1]
+        # A pass longer than the largest graph runs it several times.
+        count = -(-tokens // largest)
+        return (largest,) * count if count > 1 else (_next_length(tokens, standard_lengths),)
+    covers = list(npu_lengths_for(tokens, standard_lengths))
+    if cost is not None:
+        return min(covers, key=lambda cover: (cost(cover), len(cover)))
+    return min(covers, key=lambda cover: (sum(cover), len(cover)))
+
+
+def _next_length(tokens: int, standard_lengths: Sequence[int]) -> int:
+    return next(length for length in standard_lengths if length >= tokens)
