@@ -174,7 +174,7 @@ class NpuBlock:
     def key(self) -> PartKey:
         """What tells this part's numbers apart from any other's."""
         identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
-        return (*identity, self.activation)
+        return (*identity, self.activation, self.bias is not None)
 
 
 NpuPart: TypeAlias = NpuSlice | NpuBlock

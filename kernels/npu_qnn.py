@@ -29,7 +29,7 @@ from heterollm.kernels.npu import (
     reshaped_forms,
 )
 from heterollm.kernels.npu_graphs import GRAPH_VERSION, slice_digest, write_graph
-from heterollm.kernels.npu_parts import PartKey
+from heterollm.kernels.npu_parts import NpuBlock, PartKey
 from heterollm.kernels.npu_session import SessionGraph
 from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.qnn_binaries import ContextBinary
@@ -296,7 +296,7 @@ class QnnNpu:
         compile_graph(source, model, self._target, label, in_child=in_child)
 
     def _binary(self, part: NpuPart, form: Form, length: int) -> ContextBinary:
-        identity = {
+        identity: dict[str, Any] = {
             "weights": part.weights_key,
             "content": slice_digest(part),
             "layer": part.layer,
@@ -310,6 +310,8 @@ class QnnNpu:
             "soc": self.soc_model,
             "options": {name: value for name, value in self._target.options.items() if name != "soc_model"},
         }
+        if isinstance(part, NpuBlock):
+            identity |= {"activation": part.activation, "outputs": part.rows, "bias": part.bias is not None}
         versions = qnn_versions()
         made_by = {
             "graph_version": GRAPH_VERSION,
