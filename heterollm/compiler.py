@@ -6,9 +6,7 @@ memory bound, waits where a processor hands over to the other. Running a pass is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,64 +14,23 @@ from heterollm.families import Norm
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_WORDS, GpuLayers, Segments
 from heterollm.kernels.gpu_linear import GpuLinear
-from heterollm.kernels.merged import MergedLaunch, merge_launches
+from heterollm.kernels.merged import merge_launches
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
-from heterollm.kernels.opencl_runtime import OpenClRuntime
-from heterollm.kernels.ops import Group, OpSpec, Phase
+from heterollm.kernels.ops import Group, Phase, feed_forward_blocks
 from heterollm.kernels.pool import Pool
 from heterollm.kernels.rounding import RoundedInputs
+from heterollm.passes import CompiledPass, GpuAlone, PassRequest, Placed, Placements
 from heterollm.placing import Call, Part, Placer
 from heterollm.progress import Progress
 from heterollm.slot_check import SlotCheck
-from heterollm.slots import HEAD_ROWS, INPUT_SLOTS, pool_sizes
+from heterollm.slots import INPUT_SLOTS, pool_sizes
 from heterollm.small_tensors import SmallTensors
-from heterollm.solver.plan import GPU_ONLY, Placement, Plan
-from heterollm.synchronisation import HandOvers, PassHandOvers
+from heterollm.solver.plan import Plan
+from heterollm.synchronisation import HandOvers
 from heterollm.weights import ModelWeights
 
-__all__ = ["HEAD_ROWS", "Call", "CompiledPass", "Compiler", "Placements", "pool_sizes"]
-
-Placements: TypeAlias = Callable[[Phase, int, OpSpec], Placement]
-"""Who computes a group in a pass of a phase and of so many tokens, such as :meth:`Plan.placement`."""
-
-
-def _gpu_placements(_phase: Phase, _tokens: int, _spec: OpSpec) -> Placement:
-    """Give everything to the GPU, whatever the plan says."""
-    return GPU_ONLY
-
-
-@dataclass(slots=True)
-class _Request:
-    """A pass that is being compiled: which one, the calls so far, and its waits."""
-
-    phase: Phase
-    tokens: int
-    hand_overs: PassHandOvers
-    calls: list[Call] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class CompiledPass:
-    """One pass, ready to run: its calls in order, and the launches that name the session's KV cache."""
-
-    calls: list[Call] = field(default_factory=list)
-    cache_launches: list[Launch | MergedLaunch] = field(default_factory=list)
-    output: Segments | None = None
-    bound_cache: SharedArray | None = None
-
-    def merge(self, runtime: OpenClRuntime) -> None:
-        """Make one launch of those that follow each other, where the device gains by it."""
-        self.calls = merge_launches(runtime, self.calls)
-        left = [launch for launch in self.cache_launches if launch in self.calls]
-        self.cache_launches = [*left, *(call for call in self.calls if isinstance(call, MergedLaunch))]
-
-    def bind_cache(self, cache: SharedArray) -> None:
-        """Point the launches at a session's cache, if they are not there yet."""
-        if self.bound_cache is not cache:
-            for launch in self.cache_launches:
-                launch.replace(self.bound_cache, cache)
-            self.bound_cache = cache
+__all__ = ["Compiler"]
 
 
 class Compiler:
@@ -108,7 +65,7 @@ class Compiler:
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
         self._hand_overs = hand_overs
-        self._placements = placements or plan.placement
+        self._placements: Placements = placements or plan
         self._check = SlotCheck.from_environment(device.gpu)
         self._placer = Placer(
             device, weights, after_every_operator=hand_overs.after_every_operator, check=self._check
@@ -118,6 +75,7 @@ class Compiler:
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
         self.step = device.gpu.shared((STEP_WORDS,), np.int32)
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
+        self._blocks = {spec.layer: spec for spec in feed_forward_blocks(weights.specs)}
         self._linears: dict[tuple[int, Group], GpuLinear] = {}
         for done, spec in enumerate(weights.specs):
             progress("Packing weights for the GPU", done, len(weights.specs))
@@ -145,7 +103,7 @@ class Compiler:
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; what was compiled before must not run any more."""
-        self._placements = _gpu_placements
+        self._placements = GpuAlone()
         self._placer.clear()
 
     # -- passes --------------------------------------------------------------------------------------
@@ -160,7 +118,7 @@ class Compiler:
             cache: A session's KV cache to bind at first.
         """
         config, layers, pool, small = self._config, self._layers, self.pool, self._small
-        request = _Request(phase, tokens, self._hand_overs.of_pass(phase, tokens))
+        request = PassRequest(phase, tokens, self._hand_overs.of_pass(phase, tokens))
         calls, end_operator = request.calls, self._placer.end_operator
         compiled = CompiledPass(calls, bound_cache=cache)
         scale = config.embedding_scale
@@ -175,10 +133,12 @@ class Compiler:
             "tokens": tokens,
         }
         for layer, features in enumerate(config.per_layer):
-            rounded = self._rounded(request, layer, "qkv")
+            here = self._placed(request, layer, "qkv")
+            rounded = self._rounded(here)
             self._norm(request, layer, "attention", delta, rounded)
-            qkv = self._linear(request, layer, "qkv", rounded)
-            rounded = self._rounded(request, layer, "o")
+            qkv = self._linear(request, here, rounded)
+            here = self._placed(request, layer, "o")
+            rounded = self._rounded(here)
             rope = layers.rope_and_store(
                 qkv,
                 small.bias(layer, "qkv"),
@@ -210,24 +170,8 @@ class Compiler:
             calls += attend
             end_operator(calls)
             compiled.cache_launches += [rope, attend[0]]
-            delta = self._linear(request, layer, "o", rounded)
-            rounded = self._rounded(request, layer, "gate_up")
-            self._norm(request, layer, "feed_forward", delta, rounded)
-            gate_up = self._linear(request, layer, "gate_up", rounded)
-            rounded = self._rounded(request, layer, "down")
-            calls.append(
-                layers.gated_activation(
-                    gate_up,
-                    pool["activated"],
-                    tokens=tokens,
-                    intermediate=config.intermediate_size,
-                    activation=config.activation,
-                    bias=small.bias(layer, "gate_up"),
-                    rounded=rounded,
-                )
-            )
-            end_operator(calls)
-            delta = self._linear(request, layer, "down", rounded)
+            delta = self._linear(request, here, rounded)
+            delta = self._feed_forward(request, layer, delta)
         compiled.output = delta
         merged = self._placer.merges(tokens)
         if self._check is not None:
@@ -239,10 +183,10 @@ class Compiler:
     def compile_head(self, phase: Phase, rows: int, output: Segments) -> list[Call]:
         """Return the calls from the last layer's output to the logits of ``rows`` positions."""
         config, pool = self._config, self.pool
-        request = _Request(phase, rows, self._hand_overs.of_pass(phase, rows))
+        request = PassRequest(phase, rows, self._hand_overs.of_pass(phase, rows))
         calls, end_operator = request.calls, self._placer.end_operator
-        spec = self._specs[-1, "head"]
-        rounded = self._rounded(request, -1, "head")
+        here = self._placed(request, -1, "head")
+        rounded = self._rounded(here)
         calls.append(
             self._layers.final_norm(
                 pool["residual"],
@@ -258,12 +202,12 @@ class Compiler:
             )
         )
         end_operator(calls)
-        if not self._placement(request, spec).npu_lengths:
+        if not here.placement.npu_lengths:
             linear = self._linears[-1, "head"]
             options: dict[str, Any] = {"output_dtype": np.float32, "rounded": rounded, "label": "head"}
             calls.append(linear.launch(pool["head_input"], pool["logits"], tokens=rows, **options))
         else:
-            segments = self._place(request, spec, rounded, "head_npu_output", "head_gpu_output")
+            segments = self._linear(request, here, rounded)
             calls.append(self._layers.join_logits(segments, pool["logits"], rows=rows))
         end_operator(calls)
         cap, vocabulary = config.logit_soft_cap, config.vocab_size
@@ -281,7 +225,7 @@ class Compiler:
 
     def _norm(
         self,
-        request: _Request,
+        request: PassRequest,
         layer: int,
         norm: Literal["attention", "feed_forward"],
         delta: Segments | None,
@@ -309,44 +253,106 @@ class Compiler:
         norm: Norm = "attention_output" if group == "o" else "feed_forward_output"
         return {"bias": self._small.bias(layer, group), "post": self._small.norm(layer, norm)}
 
-    def _rounded(self, request: _Request, layer: int, group: Group) -> RoundedInputs | None:
+    def _placed(self, request: PassRequest, layer: int, group: Group) -> Placed:
+        spec = self._specs[layer, group]
+        placement = self._placements.placement(request.phase, request.tokens, spec)
+        placement.check(spec, request.tokens)
+        return Placed(spec, placement)
+
+    def _rounded(self, here: Placed) -> RoundedInputs | None:
         """Return where the kernel that writes a group's input leaves the int8 codes; None if it leaves none.
 
         It does where the GPU computes rows of all tokens. Under a sequence cut the GPU rounds its own few
         while the NPU, which rounds for itself, is at work.
         """
-        spec = self._specs[layer, group]
-        placement = self._placement(request, spec)
-        if not spec.integer_inputs or placement.npu_rows == spec.member_rows:
+        spec = here.spec
+        if not spec.integer_inputs or here.placement.npu_rows == spec.member_rows:
             return None
-        slot = INPUT_SLOTS[group]
+        slot = INPUT_SLOTS[spec.group]
         codes, blocks = self.pool[f"{slot}_codes"], self.pool[f"{slot}_blocks"]
         return RoundedInputs(codes, blocks, spec.weight.bits, spec.weight.block)
 
-    def _placement(self, request: _Request, spec: OpSpec) -> Placement:
-        placement = self._placements(request.phase, request.tokens, spec)
-        placement.check(spec, request.tokens)
-        return placement
+    def _linear(self, request: PassRequest, here: Placed, rounded: RoundedInputs | None) -> Segments:
+        linear = self._linears[here.spec.layer, here.spec.group]
+        part = self._part(request, here)
+        return self._placer.place(request.calls, part, linear, rounded)
 
-    def _linear(self, request: _Request, layer: int, group: Group, rounded: RoundedInputs | None) -> Segments:
-        return self._place(request, self._specs[layer, group], rounded, "npu_output", "gpu_output")
-
-    def _place(
-        self,
-        request: _Request,
-        spec: OpSpec,
-        rounded: RoundedInputs | None,
-        npu_output: str,
-        gpu_output: str,
-    ) -> Segments:
-        part = Part(
+    def _part(self, request: PassRequest, here: Placed) -> Part:
+        spec, pool = here.spec, self.pool
+        prefix = "head_" if spec.group == "head" else ""
+        return Part(
             spec,
-            self._linears[spec.layer, spec.group],
-            self._placement(request, spec),
+            here.placement,
             request.tokens,
-            self.pool[INPUT_SLOTS[spec.group]],
-            self.pool[npu_output],
-            self.pool[gpu_output],
-            rounded,
+            pool[INPUT_SLOTS[spec.group]],
+            pool[f"{prefix}npu_output"],
+            pool[f"{prefix}gpu_output"],
+            lambda: request.hand_overs.before(spec.group),
         )
-        return self._placer.place(request.calls, part, lambda: request.hand_overs.before(spec.group))
+
+    # -- the feed-forward network --------------------------------------------------------------------
+
+    def _feed_forward(self, request: PassRequest, layer: int, delta: Segments) -> Segments:
+        """Append a layer's feed-forward network, its norm included, and return where its output lies."""
+        block = self._blocks.get(layer)
+        if block is not None:
+            placement = self._placements.block_placement(request.phase, request.tokens, block)
+            if placement is not None:
+                placement.check(block, request.tokens)
+                return self._feed_forward_block(request, Placed(block, placement), delta)
+        here = self._placed(request, layer, "gate_up")
+        rounded = self._rounded(here)
+        self._norm(request, layer, "feed_forward", delta, rounded)
+        gate_up = self._linear(request, here, rounded)
+        here = self._placed(request, layer, "down")
+        rounded = self._rounded(here)
+        request.calls.append(self._activation(request, layer, gate_up, rounded))
+        self._placer.end_operator(request.calls)
+        return self._linear(request, here, rounded)
+
+    def _feed_forward_block(self, request: PassRequest, here: Placed, delta: Segments) -> Segments:
+        """As :meth:`_feed_forward`, cut as a whole along the intermediate width: both parts make a sum.
+
+        The GPU's three kernels follow one another in its queue while the NPU runs one graph.
+        """
+        block = here.spec
+        rounded = self._rounded(here)
+        self._norm(request, block.layer, "feed_forward", delta, rounded)
+        part = self._part(request, here)
+        (width, *_), (whole, *_) = here.placement.npu_rows, block.member_rows
+        if width == whole:
+            return self._placer.place_block(request.calls, part, [])
+        assert block.then is not None
+        options: dict[str, Any] = {"tokens": request.tokens, "label": part.label}
+        gate_up = self._linears[block.layer, "gate_up"].launch(
+            part.source, part.gpu_output, kept=((width, whole),) * 2, rounded=rounded, **options
+        )
+        left = (whole - width,) * 2
+        rounded = self._rounded(Placed(block.then, here.placement))
+        halves = Segments(part.gpu_output, part.gpu_output, left, (0, 0))
+        activation = self._activation(request, block.layer, halves, rounded, start=width)
+        # The rows of gate and up have been read by then: the same slot takes the sum.
+        down = self._linears[block.layer, "down"].launch(
+            self.pool["activated"], part.gpu_output, columns=(width, whole), rounded=rounded, **options
+        )
+        return self._placer.place_block(request.calls, part, [gate_up, activation, down])
+
+    def _activation(
+        self,
+        request: PassRequest,
+        layer: int,
+        gate_up: Segments,
+        rounded: RoundedInputs | None,
+        *,
+        start: int = 0,
+    ) -> Launch:
+        """Return the activation of the rows of gate and up from one on."""
+        return self._layers.gated_activation(
+            gate_up,
+            self.pool["activated"],
+            tokens=request.tokens,
+            intermediate=gate_up.rows[0],
+            activation=self._config.activation,
+            bias=self._small.gate_up_bias(layer, start),
+            rounded=rounded,
+        )

@@ -6,6 +6,7 @@ from typing import Final
 
 from heterollm.errors import OptionError
 from heterollm.kernels.device import Device
+from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.solver.plan import Plan
 from heterollm.weights import ModelWeights
 
@@ -25,8 +26,8 @@ def step_seconds(weights: ModelWeights, plan: Plan) -> float:
     """
     placed = {(entry.group, entry.layers) for entry in plan.entries if entry.placement.npu_lengths}
     count = sum(
-        spec.rows * spec.columns
-        for spec in weights.specs
+        spec.flops(1) // 2
+        for spec in (*weights.specs, *feed_forward_blocks(weights.specs))
         if any(group == spec.group and low <= spec.layer <= high for group, (low, high) in placed)
     )
     return count * SECONDS_PER_WEIGHT

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.compiler import HEAD_ROWS, Call, CompiledPass, Compiler, Placements
+from heterollm.compiler import Compiler
 from heterollm.errors import EngineError, GraphError, HandOverError, HeteroLLMError, KernelError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION
@@ -24,7 +24,10 @@ from heterollm.kernels.opencl_runtime import OpenClError
 from heterollm.kernels.ops import Phase
 from heterollm.kv_cache import KvCache
 from heterollm.load_options import Sync
+from heterollm.passes import CompiledPass, Placements
+from heterollm.placing import Call
 from heterollm.progress import Progress
+from heterollm.slots import HEAD_ROWS
 from heterollm.solver.plan import Plan
 from heterollm.synchronisation import HandOvers
 from heterollm.weights import ModelWeights

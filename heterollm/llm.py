@@ -165,7 +165,7 @@ class LLM:
             check_emulation(opened, weights, chosen, allow_slow)
             options: dict[str, Any] = {"sync": sync, "allow_fallback": allow_fallback}
             for planner in planners:
-                options |= {"profile": planner.profile, "placements": planner.placement}
+                options |= {"profile": planner.profile, "placements": planner}
             engine = thread.run(lambda: _start(opened, weights, chosen, positions, report, options))
         except BaseException:
             # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
@@ -374,7 +374,7 @@ def _check_fit(
     config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, context: int, device: Device
 ) -> None:
     # Imported only now, as the engine is.
-    from heterollm.compiler import HEAD_ROWS, pool_sizes
+    from heterollm.slots import HEAD_ROWS, pool_sizes
 
     check_plan(plan, specs, device.npu, longest=config.max_positions, head_rows=HEAD_ROWS)
     slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)

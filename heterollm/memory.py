@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from heterollm.errors import DeviceError
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import OpSpec, feed_forward_blocks
 from heterollm.solver.plan import Plan
 from heterollm.units import PAGE_BYTES, format_bytes, round_up
 
@@ -87,7 +87,7 @@ def memory_need(
     one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding,
-        npu_weights=sum(_npu_bytes(spec, plan) for spec in specs) if plan.uses_npu else 0,
+        npu_weights=sum(_npu_bytes(spec, plan) for spec in (*specs, *feed_forward_blocks(specs))),
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(slots.values()),
     )
@@ -100,7 +100,7 @@ def _npu_bytes(spec: OpSpec, plan: Plan) -> int:
         for entry in plan.entries
         if entry.group == spec.group and entry.layers[0] <= spec.layer <= entry.layers[1]
     }
-    return sum(spec.weight.weight_bytes(sum(rows), spec.columns) for rows in slices)
+    return sum(spec.slice_bytes(rows) for rows in slices if rows)
 
 
 def check_memory(need: MemoryNeed, available: int | None = None) -> None:

@@ -7,7 +7,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.quantized_tensor import concatenate_rows, take_rows
 from heterollm.weights import ModelWeights
 
-__all__ = ["npu_slice"]
+__all__ = ["npu_part", "npu_slice"]
 
 
 def npu_slice(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuSlice:
@@ -17,3 +17,8 @@ def npu_slice(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) ->
     parts = [take_rows(member, [part]) for member, part in zip(members, ranges, strict=True) if part[1]]
     key, rounded = weights.content_key, spec.integer_inputs
     return NpuSlice(concatenate_rows(parts), spec.layer, spec.group, ranges, key, rounded)
+
+
+def npu_part(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuSlice:
+    """Return what the NPU computes of a group."""
+    return npu_slice(weights, spec, npu_rows)

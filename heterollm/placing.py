@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,7 +15,7 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.rounding import RoundedInputs
-from heterollm.npu_slices import npu_slice
+from heterollm.npu_slices import npu_part
 from heterollm.solver.plan import Placement
 from heterollm.weights import ModelWeights
 
@@ -33,23 +33,21 @@ class Part:
 
     Args:
         spec: The group.
-        linear: Its weights on the GPU.
         placement: Who computes what.
         tokens: Tokens of the pass.
         source: Slot of the input.
         npu_output: Slot that the NPU writes.
         gpu_output: Slot that the GPU writes.
-        rounded: Where the codes of the input lie, if the kernel that wrote it left any.
+        hand_over: Returns the wait for the input; called where there is one.
     """
 
     spec: OpSpec
-    linear: GpuLinear
     placement: Placement
     tokens: int
     source: SharedArray
     npu_output: SharedArray
     gpu_output: SharedArray
-    rounded: RoundedInputs | None
+    hand_over: Callable[[], HandOver]
 
     @property
     def label(self) -> str:
@@ -96,72 +94,92 @@ class Placer:
         if self._after_every_operator:
             calls.append(self._runtime.finish)
 
-    def place(self, calls: list[Call], part: Part, hand_over: Callable[[], HandOver]) -> Segments:
-        """Append the calls of one group and return where its output lies.
+    def place(
+        self, calls: list[Call], part: Part, linear: GpuLinear, rounded: RoundedInputs | None
+    ) -> Segments:
+        """Append the calls of one group of linears and return where its output lies.
 
         Args:
             calls: Those of the pass so far.
             part: What is computed.
-            hand_over: Returns the wait for the input, where there is one.
+            linear: Its weights on the GPU.
+            rounded: Where the codes of the input lie, if the kernel that wrote it left any.
         """
         placement, rows = part.placement, part.spec.member_rows
+
+        def launch(output: SharedArray, **options: Any) -> Launch:  # noqa: ANN401 - those of the launch
+            return linear.launch(part.source, output, label=part.label, **options)
+
         if not placement.npu_lengths:
-            calls.append(self._gpu_part(part, part.gpu_output))
+            calls.append(launch(part.gpu_output, tokens=part.tokens, rounded=rounded))
             self.end_operator(calls)
             return Segments(part.gpu_output, part.gpu_output, rows, (0,) * len(rows))
-        row_cut = placement.npu_rows != rows
-        covered = min(part.tokens, sum(placement.npu_lengths))
-        launch = None
-        if row_cut:
+        if placement.npu_rows != rows:
             kept = tuple(zip(placement.npu_rows, rows, strict=True))
-            launch = self._gpu_part(part, part.gpu_output, kept=kept)
-        elif covered < part.tokens:
+            own = launch(part.gpu_output, tokens=part.tokens, kept=kept, rounded=rounded)
+            self._run(calls, part, [own])
+            return Segments(part.npu_output, part.gpu_output, rows, placement.npu_rows)
+        launches = []
+        covered = sum(placement.npu_lengths)
+        if covered < part.tokens:
             # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU.
-            launch = self._gpu_part(part, part.npu_output, first_token=covered)
+            own = launch(part.npu_output, tokens=part.tokens - covered, first_token=covered)
             if self._check is not None:
                 columns = sum(rows) * self._device.activation_dtype.itemsize
-                self._check.note_rows(launch, part.npu_output, covered * columns)
-        calls += self._start(part, hand_over(), launch, turns=not row_cut)
-        calls += self._graph_calls(part)
-        if not part.source.coherent:
-            calls += [part.source.release, part.npu_output.release]
-        if launch is not None:
-            self.end_operator(calls)
-        other = part.gpu_output if row_cut else part.npu_output
-        return Segments(part.npu_output, other, rows, placement.npu_rows)
+                self._check.note_rows(own, part.npu_output, covered * columns)
+            launches.append(own)
+        self._run(calls, part, launches, turns=True)
+        return Segments(part.npu_output, part.npu_output, rows, placement.npu_rows)
 
-    def _gpu_part(self, part: Part, output: SharedArray, **options: Any) -> Launch:  # noqa: ANN401
-        tokens = part.tokens - options.get("first_token", 0)
-        if "first_token" not in options:
-            options["rounded"] = part.rounded
-        return part.linear.launch(part.source, output, tokens=tokens, label=part.label, **options)
-
-    def _start(self, part: Part, hand_over: HandOver, launch: Launch | None, *, turns: bool) -> list[Call]:
-        """Return the calls that start the GPU's part, if there is one, and let the NPU at its input.
+    def place_block(self, calls: list[Call], part: Part, launches: Sequence[Launch]) -> Segments:
+        """Append the calls of a block of groups that the NPU computes, or a share of it.
 
         Args:
+            calls: Those of the pass so far.
             part: What is computed.
-            hand_over: The wait for the input.
-            launch: The GPU's part.
+            launches: The GPU's kernels, in order; without any the NPU computes all of it.
+
+        Returns:
+            Where the output lies: two sums to be added, or one.
+        """
+        self._run(calls, part, launches)
+        assert part.spec.then is not None
+        rows = part.spec.then.member_rows
+        if launches:
+            return Segments(part.npu_output, part.gpu_output, rows, (0,), join="sum")
+        return Segments(part.npu_output, part.npu_output, rows, rows)
+
+    def _run(self, calls: list[Call], part: Part, launches: Sequence[Launch], *, turns: bool = False) -> None:
+        """Append the calls of both parts.
+
+        Args:
+            calls: Those of the pass so far.
+            part: What is computed.
+            launches: The GPU's kernels, if it has a part.
             turns: Whether both parts write one slot. Mapped memory must not be written by a kernel, so where
                 the memory is not coherent they take turns.
         """
-        flush = self._runtime.flush
+        calls += self._start(part, launches, turns=turns)
+        calls += self._graph_calls(part)
+        if not part.source.coherent:
+            calls += [part.source.release, part.npu_output.release]
+        if launches:
+            self.end_operator(calls)
+
+    def _start(self, part: Part, launches: Sequence[Launch], *, turns: bool) -> list[Call]:
+        """Return the calls that start the GPU's part, if there is one, and let the NPU at its input."""
+        hand_over = part.hand_over()
+        started: list[Call] = [*launches, self._runtime.flush] if launches else []
         if not part.source.coherent:
             acquire = hand_over_calls(hand_over, part.source, part.npu_output)
-            if launch is None:
-                return acquire
-            return [launch, *acquire] if turns else [*acquire, launch, flush]
+            return [*launches, *acquire] if turns else [*acquire, *started]
         if hand_over.strategy == "finish":
             # It waits for all that is enqueued, so that the GPU's part comes after it.
-            return [hand_over] if launch is None else [hand_over, launch, flush]
+            return [hand_over, *started]
         if hand_over.launch is not None and self.merges(part.tokens):
             # The signal and the GPU's part go into the launch of the kernels that write the input.
-            started = [] if launch is None else [launch]
-            return [hand_over.launch, *started, hand_over.sent, hand_over.wait]
-        if launch is None:
-            return [hand_over]
-        return [hand_over.mark, launch, flush, hand_over.wait]
+            return [hand_over.launch, *launches, hand_over.sent, hand_over.wait]
+        return [hand_over.mark, *started, hand_over.wait] if launches else [hand_over]
 
     def end(self, hand_over: HandOver | None, tokens: int) -> list[Call]:
         """Return the calls that wait for the end of a pass of so many tokens.
@@ -178,7 +196,8 @@ class Placer:
 
     def _graph_calls(self, part: Part) -> list[Call]:
         placement, dtype = part.placement, self._device.activation_dtype
-        rows, total = sum(placement.npu_rows), sum(placement.npu_lengths)
+        total = sum(placement.npu_lengths)
+        rows = sum(placement.npu_rows) if part.spec.then is None else part.spec.then.rows
         x = part.source.view(dtype, (total, part.spec.columns))
         y = part.npu_output.view(dtype, (total, rows))
         calls: list[Call] = []
@@ -199,6 +218,6 @@ class Placer:
         key = (spec.layer, spec.group, placement.npu_rows, placement.form, length)
         if key not in self._graphs:
             # The slice is dropped: its stacked members would hold the weights once more.
-            part = npu_slice(self._weights, spec, placement.npu_rows)
+            part = npu_part(self._weights, spec, placement.npu_rows)
             self._graphs[key] = npu.prepare(part, length, placement.form)  # type: ignore[arg-type]
         return self._graphs[key]

@@ -11,23 +11,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
 from heterollm.checkpoint import Checkpoint
-from heterollm.compiler import HEAD_ROWS
 from heterollm.config import ModelConfig
 from heterollm.errors import CacheError, OptionError
 from heterollm.kernels.cache import CACHE_VARIABLE, cache_root
 from heterollm.kernels.npu import Form
 from heterollm.kernels.npu_qnn import QnnNpu
-from heterollm.kernels.ops import GROUPS, Group, OpSpec, Precision
+from heterollm.kernels.ops import Group, OpSpec, Precision, feed_forward_blocks
 from heterollm.kernels.qnn_binaries import GRAPHS_FOLDER
 from heterollm.kernels.qnn_socs import SOCS
 from heterollm.load_options import check_options, choose_context, choose_plan
-from heterollm.npu_slices import npu_slice
+from heterollm.npu_slices import npu_part
 from heterollm.progress import Progress, silent
+from heterollm.slots import HEAD_ROWS
 from heterollm.solver.check import check_plan
 from heterollm.solver.plan import Plan
 from heterollm.units import MIB, format_bytes
@@ -124,7 +124,7 @@ class _Graph:
 
     @property
     def weight_bytes(self) -> int:
-        return self.spec.weight.weight_bytes(sum(self.npu_rows), self.spec.columns)
+        return self.spec.slice_bytes(self.npu_rows)
 
 
 def precompile(
@@ -219,7 +219,7 @@ def _check_lengths(lengths: Sequence[int] | None, standard: tuple[int, ...]) -> 
 
 def _graphs(plan: Plan, specs: Sequence[OpSpec]) -> Iterator[_Graph]:
     """Yield every graph that some pass of the plan runs, layer by layer, repeated ones included."""
-    for spec in specs:
+    for spec in (*specs, *feed_forward_blocks(specs)):
         for entry in plan.entries:
             placement, (first, last) = entry.placement, entry.layers
             used = entry.group == spec.group and first <= spec.layer <= last
@@ -236,7 +236,7 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
     """
     needed_bytes = SPARE_BYTES
     for graph in graphs:
-        part = npu_slice(weights, graph.spec, graph.npu_rows)
+        part = npu_part(weights, graph.spec, graph.npu_rows)
         stored_bytes = npu.stored_bytes(part, graph.length, graph.form)
         estimate_bytes = int(graph.weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES
         needed_bytes += max(0, estimate_bytes - stored_bytes)
@@ -259,15 +259,16 @@ def _build(
     """Build graphs by group and length, and yield what each took."""
     total_bytes = sum(graph.weight_bytes for graph in graphs)
     done_bytes = 0
-    kinds = {(GROUPS.index(graph.spec.group), graph.length) for graph in graphs}
-    for group, length in ((GROUPS[index], length) for index, length in sorted(kinds)):
+    order: tuple[Group, ...] = get_args(Group)
+    kinds = {(order.index(graph.spec.group), graph.length) for graph in graphs}
+    for group, length in ((order[index], length) for index, length in sorted(kinds)):
         mine = [graph for graph in graphs if (graph.spec.group, graph.length) == (group, length)]
         compiled = loadable = size_bytes = 0
         build_s = 0.0
         refusal = ""
         for graph in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
-            part = npu_slice(weights, graph.spec, graph.npu_rows)
+            part = npu_part(weights, graph.spec, graph.npu_rows)
             started = time.perf_counter()
             built = npu.build(part, length, graph.form)
             build_s += (time.perf_counter() - started) if built.compiled else 0.0

@@ -21,6 +21,7 @@ INPUT_SLOTS: Final[dict[Group, str]] = {
     "gate_up": "linear_input",
     "down": "activated",
     "head": "head_input",
+    "ffn": "linear_input",
 }
 """Slot that each group reads. Where inputs are rounded, ``_codes`` and ``_blocks`` of that name hold what
 :class:`heterollm.kernels.rounding.RoundedInputs` says."""

@@ -29,6 +29,8 @@ class SmallTensors:
     def __init__(self, runtime: OpenClRuntime, weights: ModelWeights, context: int) -> None:
         config = weights.config
         offset = np.float32(config.norm_offset)
+        self._runtime, self._weights = runtime, weights
+        self._trailing: dict[tuple[int, int], Any] = {}
         norms: list[Norm] = ["attention", "feed_forward"]
         if config.output_norms:
             norms += ["attention_output", "feed_forward_output"]
@@ -66,6 +68,19 @@ class SmallTensors:
     def bias(self, layer: int, group: Group) -> Any:  # noqa: ANN401
         """Return float32 of a group's members one after the other; None where there is none."""
         return self._biases.get((layer, group))
+
+    def gate_up_bias(self, layer: int, start: int = 0) -> Any:  # noqa: ANN401
+        """Return the bias of gate and up, of the rows from ``start`` on of each; None where there is none."""
+        whole = self._biases.get((layer, "gate_up"))
+        if whole is None or not start:
+            return whole
+        key = layer, start
+        if key not in self._trailing:
+            parts = self._weights.bias(layer, "gate_up")
+            rows = next(part.shape[0] for part in parts if part is not None)
+            filled = [np.zeros(rows, np.float32) if part is None else part for part in parts]
+            self._trailing[key] = self._runtime.upload(np.concatenate([part[start:] for part in filled]))
+        return self._trailing[key]
 
     def rope(self, rope: RopeConfig | None) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; any memory for None."""

@@ -8,6 +8,7 @@ a whole along the width in the middle.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +23,7 @@ __all__ = [
     "Precision",
     "WeightFormat",
     "feed_forward_block",
+    "feed_forward_blocks",
 ]
 
 Precision = Literal["w4a16", "w4a8", "fp16"]
@@ -122,8 +124,14 @@ class OpSpec:
 
     def weight_bytes(self) -> int:
         """Return the bytes of weights that one pass reads."""
-        own = self.weight.weight_bytes(self.rows, self.columns)
-        return own if self.then is None else own + self.then.weight_bytes()
+        return self.slice_bytes(self.member_rows)
+
+    def slice_bytes(self, member_rows: tuple[int, ...]) -> int:
+        """Return the bytes of weights of some rows of each member, and of what a block does with them."""
+        own = self.weight.weight_bytes(sum(member_rows), self.columns)
+        if self.then is None:
+            return own
+        return own + self.then.weight.weight_bytes(self.then.rows, member_rows[0])
 
 
 def feed_forward_block(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
@@ -142,3 +150,16 @@ def feed_forward_block(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
     if gate_up.weight != down.weight or gate_up.integer_inputs != down.integer_inputs:
         return None
     return replace(gate_up, group="ffn", target=down.target, join="sum", then=down)
+
+
+def feed_forward_blocks(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
+    """Return the blocks of the layers that have one, from all groups of linears of a model."""
+    layers: dict[int, dict[Group, OpSpec]] = {}
+    for spec in specs:
+        layers.setdefault(spec.layer, {})[spec.group] = spec
+    found = (
+        feed_forward_block(groups["gate_up"], groups["down"])
+        for groups in layers.values()
+        if "gate_up" in groups and "down" in groups
+    )
+    return tuple(block for block in found if block is not None)

@@ -259,18 +259,22 @@ def test_exact_placements_take_the_place_of_the_plan_s(
 ) -> None:
     asked: list[tuple[str, int, str]] = []
 
-    def placements(phase: Any, tokens: int, spec: Any) -> Placement:
-        asked.append((phase, tokens, spec.group))
-        if spec.group == "down" and tokens == 50:
-            return Placement(spec.member_rows, (32,))
-        return plan.placement(phase, tokens, spec)
+    class Exact:
+        def placement(self, phase: Any, tokens: int, spec: Any) -> Placement:
+            asked.append((phase, tokens, spec.group))
+            if spec.group == "down" and tokens == 50:
+                return Placement(spec.member_rows, (32,))
+            return plan.placement(phase, tokens, spec)
+
+        def block_placement(self, *_: Any) -> None:
+            return None
 
     ids = token_ids(61)
     expected = logits(load(), ids)
     original = Engine.__init__
 
     def start(engine: Engine, *arguments: Any, **options: Any) -> None:
-        original(engine, *arguments, **options, placements=placements)
+        original(engine, *arguments, **options, placements=Exact())
 
     monkeypatch.setattr(Engine, "__init__", start)
     llm = load()
