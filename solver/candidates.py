@@ -2,7 +2,8 @@
 
 The names are the paper's (HeteroLLM, section 4.2). A row cut gives the NPU the leading rows of each member at
 a standard length, a hybrid cut does so at a padded one; a sequence cut gives it whole standard lengths from
-the first token on, one or several, and the GPU the tokens that are left.
+the first token on, one or several, and the GPU the tokens that are left. A block is cut along its
+intermediate width only, or is the NPU's as a whole: what the GPU computes alone is no block.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.workload import cut_rows
+from heterollm.solver.blocks import cut_alignment, narrowed
 from heterollm.solver.plan import GPU_ONLY, Placement
 
 __all__ = [
@@ -46,12 +48,23 @@ class NpuLimits:
     Args:
         standard_lengths: Lengths of its graphs, ascending.
         row_alignment: Multiple that row cuts lie on.
-        forms: Legal forms of a group at a length, best first; none where the NPU cannot compute it.
+        forms: Legal forms of a group at a length, best first; none where the NPU cannot compute it. A block
+            is given as the slice that it is asked for, whose width decides.
     """
 
     standard_lengths: tuple[int, ...]
     row_alignment: int
     forms: Callable[[OpSpec, int], tuple[str, ...]]
+
+    def slice_forms(self, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
+        """Return the legal forms of some rows of each member of a group at every length."""
+        part = spec if spec.then is None else narrowed(spec, rows[0])
+        return {length: self.forms(part, length) for length in self.standard_lengths}
+
+    def runs(self, spec: OpSpec) -> bool:
+        """Whether the NPU can compute a group, or some cut of it, at any length."""
+        cuts = [*aligned_cuts(spec, self.row_alignment), spec.member_rows]
+        return any(any(self.slice_forms(spec, rows).values()) for rows in cuts)
 
 
 def aligned_cuts(spec: OpSpec, alignment: int) -> list[Rows]:
@@ -60,6 +73,7 @@ def aligned_cuts(spec: OpSpec, alignment: int) -> list[Rows]:
     All members are cut at the same fraction, so that row ``i`` of the gate stays with row ``i`` of up. Of
     many positions at most :data:`MAX_CUTS` are returned, evenly spaced.
     """
+    alignment = cut_alignment(spec, alignment)
     longest = max(spec.member_rows)
     steps = longest // alignment
     stride = -(-steps // MAX_CUTS)
@@ -128,27 +142,30 @@ def candidates(
         cuts: What the NPU may use; default every legal cut.
         shortest: Tokens of the shortest pass that each must be legal for as well; default ``tokens``.
     """
-    yield GPU_ONLY
+    if spec.then is None:
+        yield GPU_ONLY
     if limits is None:
         return
     whole, low = spec.member_rows, tokens if shortest is None else shortest
-    forms = {length: limits.forms(spec, length) for length in limits.standard_lengths}
     held: Mapping[Rows, Sequence[int]]
     if isinstance(cuts, Mapping):
         held = cuts
     else:
         allowed = [*aligned_cuts(spec, limits.row_alignment), whole] if cuts is None else cuts
         held = dict.fromkeys(allowed, limits.standard_lengths)
-    covers: dict[tuple[int, ...], list[tuple[tuple[int, ...], str]]] = {}
+    covers: dict[tuple[tuple[int, tuple[str, ...]], ...], list[tuple[tuple[int, ...], str]]] = {}
+    same_forms = None if spec.then is not None else limits.slice_forms(spec, whole)
     for rows, lengths in held.items():
         if not any(rows):
             continue
+        forms = same_forms or limits.slice_forms(spec, rows)
         usable = tuple(length for length in lengths if forms.get(length))
-        if usable not in covers:
+        key = tuple((length, forms[length]) for length in usable)
+        if key not in covers:
             found = [cover for cover in npu_lengths_for(tokens, usable) if sum(cover[:-1]) < low]
-            covers[usable] = list(_in_each_form(found, forms))
-        pairs = covers[usable]
-        if rows == whole:
+            covers[key] = list(_in_each_form(found, forms))
+        pairs = covers[key]
+        if rows == whole and spec.then is None:
             leading = sequence_lengths_for(tokens, usable, low)
             pairs = [*pairs, *_in_each_form(leading, forms)]
         for cover, form in pairs:

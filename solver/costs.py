@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 from heterollm.kernels.ops import OpSpec
 
-__all__ = ["Costs", "Overheads", "RememberedCosts", "Slowdown", "State", "joint_time_us"]
-
-State: TypeAlias = Literal["fed", "drained"]
-"""How a group leaves the GPU's queue: ``fed`` with work that the host did not wait for, or ``drained``."""
+__all__ = ["Costs", "Overheads", "RememberedCosts", "Slowdown", "joint_time_us"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,11 @@ class Overheads:
 
 
 class Costs(Protocol):
-    """Times of a model's groups on a device. Every time is of work in a busy queue, without hand-overs."""
+    """Times of a model's groups on a device. Every time is of work in a busy queue, without hand-overs.
+
+    A block is asked of the NPU only: the GPU's part of one is a few linears and an activation, which may have
+    fewer columns than the model's own.
+    """
 
     @property
     def overheads(self) -> Overheads:
@@ -58,7 +59,7 @@ class Costs(Protocol):
         ...
 
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
-        """Return the time of one NPU graph; infinite where it cannot."""
+        """Return the time of one NPU graph, of a linear group or of a block; infinite where it cannot."""
         ...
 
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
@@ -66,7 +67,10 @@ class Costs(Protocol):
         ...
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
-        """Return the time of the GPU operators between the group before and this one."""
+        """Return the time of the GPU operators between the group before and this one.
+
+        Before ``down`` that is the activation, as wide as the columns of ``spec``.
+        """
         ...
 
 
@@ -80,13 +84,14 @@ class RememberedCosts:
     def __init__(self, costs: Costs) -> None:
         self.overheads = costs.overheads
         self._costs = costs
-        self._gpu_us: dict[tuple[str, tuple[int, ...], int], float] = {}
+        self._gpu_us: dict[tuple[str, int, tuple[int, ...], int], float] = {}
         self._npu_us: dict[tuple[str, tuple[int, ...], int, str], float] = {}
         self._slowdowns: dict[tuple[str, int], Slowdown] = {}
+        self._between_us: dict[tuple[str, int, int], float] = {}
 
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
         """See :class:`Costs`."""
-        key = spec.group, member_rows, tokens
+        key = spec.group, spec.columns, member_rows, tokens
         found = self._gpu_us.get(key)
         if found is None:
             found = self._gpu_us[key] = self._costs.gpu_us(spec, member_rows, tokens)
@@ -110,7 +115,11 @@ class RememberedCosts:
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """See :class:`Costs`."""
-        return self._costs.between_us(spec, tokens)
+        key = spec.group, spec.columns, tokens
+        found = self._between_us.get(key)
+        if found is None:
+            found = self._between_us[key] = self._costs.between_us(spec, tokens)
+        return found
 
 
 def joint_time_us(

@@ -16,7 +16,11 @@ def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
     lengths = "+".join(map(str, placement.npu_lengths))
     form = f", {placement.form}" if placement.form else ""
     if kind == "npu":
-        return f"NPU at {lengths}{form}"
+        whole = "whole block: " if spec.then is not None else ""
+        return f"{whole}NPU at {lengths}{form}"
+    if kind == "block":
+        width = f"{placement.npu_rows[0]} of {spec.member_rows[0]}"
+        return f"block: NPU {width} of the width at {lengths}{form}"
     if kind == "sequence":
         left = tokens - sum(placement.npu_lengths)
         return (

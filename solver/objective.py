@@ -48,7 +48,8 @@ class Objective:
     Args:
         energy_weight: 0 counts time alone, 1 energy alone.
         power: Power of the parts; needed as soon as energy counts.
-        gpu_share: Largest part of an operator's time that the GPU may compute, so that a screen stays smooth.
+        gpu_share: Largest part of an operator's time that the GPU may compute, so that a screen stays smooth;
+            what it waits for an empty queue counts as the operator's time.
         margin_fraction: A cut is taken if it costs this much less than the best whole placement.
         forbidden: A part that must not compute linear layers.
 

@@ -21,7 +21,7 @@ from heterollm.kernels.strict_json import parse_json
 __all__ = ["SCHEMA_VERSION", "Alternative", "Placement", "PlacementKind", "Plan", "PlanEntry", "model_shape"]
 
 SCHEMA_VERSION: Final = 1
-PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid"]
+PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Placement:
 
     The NPU owns the leading ``npu_rows`` output rows of each member and runs its graphs of ``npu_lengths``
     tokens one after the other from the first token on, the last one padded if the pass is shorter. The GPU
-    computes what is left: the other rows of all tokens, or all rows of the tokens past the last graph.
+    computes what is left: the other rows of all tokens, or all rows of the tokens past the last graph. Of a
+    block the rows are those of its intermediate width, and both parts compute all tokens.
 
     Args:
         npu_rows: Output rows of each member on the NPU; empty when the GPU computes all.
@@ -55,11 +56,16 @@ class Placement:
     rejected: tuple[Alternative, ...] = ()
 
     def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:
-        """Return the paper's name for what this placement does to ``tokens`` tokens of a group."""
+        """Return the paper's name for what this placement does to ``tokens`` tokens of a group.
+
+        A cut of a block, which the paper has not, is ``block``.
+        """
         if not self.npu_lengths:
             return "gpu"
         if self.npu_rows == spec.member_rows:
             return "npu" if sum(self.npu_lengths) >= tokens else "sequence"
+        if spec.then is not None:
+            return "block"
         return "row" if self.npu_lengths == (tokens,) else "hybrid"
 
     def check(self, spec: OpSpec, tokens: int) -> None:
@@ -68,6 +74,11 @@ class Placement:
         if bool(self.npu_rows) != bool(self.npu_lengths):
             raise PlanError(f"{where}: npu_rows {self.npu_rows} and npu_lengths {self.npu_lengths} disagree.")
         if not self.npu_rows:
+            if spec.then is not None:
+                raise PlanError(
+                    f"{where}: the GPU alone computes no block, but the groups that it stands for.",
+                    fix="Give it rows, or place gate_up and down instead.",
+                )
             return
         if len(self.npu_rows) != len(spec.members):
             raise PlanError(f"{where}: npu_rows {self.npu_rows} must name {len(spec.members)} members.")
@@ -78,11 +89,18 @@ class Placement:
             raise PlanError(f"{where}: npu_lengths {self.npu_lengths} must be positive.")
         if sum(self.npu_lengths[:-1]) >= tokens:
             raise PlanError(f"{where}: the last of npu_lengths {self.npu_lengths} would have no token.")
-        if self.npu_rows != spec.member_rows and sum(self.npu_lengths) < tokens:
-            raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
+        if spec.then is not None and len(set(self.npu_rows)) > 1:
+            raise PlanError(
+                f"{where}: the members of a block are cut after the same row, not {self.npu_rows}."
+            )
+        along_sequence = self.npu_rows == spec.member_rows and spec.then is None
+        if not along_sequence and sum(self.npu_lengths) < tokens:
+            what = "block" if spec.then is not None else "cut along rows"
+            raise PlanError(f"{where}: a {what} must cover all tokens, not {self.npu_lengths}.")
 
 
 GPU_ONLY: Final = Placement()
+BLOCK_MEMBERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +128,14 @@ class Plan:
     """All placements of a model on a device.
 
     Args:
-        level: Name of the rule or solver level that made it (``gpu``, ``npu``, ``layer``).
+        level: Name of the rule or solver level that made it (``gpu``, ``npu``, ``layer``, ``tensor``,
+            ``block``).
         device: Name of the device it was made for.
         precision: Precision of the linears.
         shape: What :func:`model_shape` says of the model.
         chunk_length: Longest pass; longer prompts run in chunks of this many tokens.
-        entries: The placements; the first that covers a case decides.
+        entries: The placements; the first that covers a case decides. Where one of a block (``ffn``) does,
+            the groups that it stands for need none, and none of theirs is looked at.
     """
 
     level: str
@@ -140,6 +160,18 @@ class Plan:
             fix="Add one, or use a plan level.",
         )
 
+    def block_placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement | None:
+        """Return who computes a block of groups; None where its groups have placements of their own.
+
+        Raises:
+            PlanError: The placement cannot run it.
+        """
+        for entry in self.entries:
+            if entry.covers(phase, length, spec.layer, spec.group):
+                entry.placement.check(spec, length)
+                return entry.placement
+        return None
+
     def longest_pass(self, entry: PlanEntry, head_rows: int) -> int:
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
         return head_rows if entry.group == "head" else self.chunk_length
@@ -148,6 +180,11 @@ class Plan:
         """Yield ``(first token, length)`` of the passes that a prompt of ``tokens`` tokens runs in."""
         for first in range(0, tokens, self.chunk_length):
             yield first, min(self.chunk_length, tokens - first)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any block is placed as a whole."""
+        return any(entry.group == "ffn" for entry in self.entries)
 
     @property
     def uses_npu(self) -> bool:
@@ -228,14 +265,18 @@ def _entry(item: Mapping[str, Any]) -> PlanEntry:
     _only(placement, Placement)
     if form is not None and not isinstance(form, str):
         raise TypeError(f"form is {form!r:.80}, not text")
+    rows = tuple(_integer(value, at_least=0) for value in _items(placement["npu_rows"]))
+    lengths = tuple(_integer(value, at_least=1) for value in _items(placement["npu_lengths"]))
+    if group == "ffn" and (len(rows) != BLOCK_MEMBERS or len(set(rows)) > 1 or not rows[0] or not lengths):
+        raise ValueError(f"a block needs the same rows of gate and up and a length, not {rows} and {lengths}")
     return PlanEntry(
         phase=phase,
         lengths=_pair(item["lengths"]),
         layers=_pair(item["layers"]),
         group=group,
         placement=Placement(
-            npu_rows=tuple(_integer(value, at_least=0) for value in _items(placement["npu_rows"])),
-            npu_lengths=tuple(_integer(value, at_least=1) for value in _items(placement["npu_lengths"])),
+            npu_rows=rows,
+            npu_lengths=lengths,
             form=form,
             predicted_us=None if predicted is None else _time_us(predicted),
             rejected=tuple(_alternative(other) for other in _items(placement.get("rejected", []))),

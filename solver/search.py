@@ -1,9 +1,10 @@
 """The solver: the cheapest placement of every group, along the whole chain of groups.
 
-What couples the groups is how each leaves the GPU's queue. Where the NPU ends last the queue is drained and
-the next kernel pays for an empty one; where the GPU ends last it is fed and the join costs nothing. The chain
-is solved exactly by dynamic programming over these two states; all layers share one placement for each group,
-so what a layer hands to the next one is counted too, and what the last one hands to the final norm.
+What a group leaves behind is in its own price: where the NPU ends last, or shortly before the GPU, the kernel
+behind it is submitted to a queue that has run empty, and a kernel of the GPU's follows every group whatever
+comes next. So a group's cheapest placement is its cheapest in the chain, and the chain is the shortest path
+over its places, in which the feed-forward network has two ways: an edge for each of its two groups, or one
+that spans both. All layers share one placement for each group.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ from typing import Final
 from heterollm.errors import PlanError
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.profiler.workload import rest_rows
+from heterollm.solver.blocks import apart, gpu_part_us
 from heterollm.solver.candidates import Cuts, NpuLimits, candidates
-from heterollm.solver.costs import Costs, Slowdown, State, joint_time_us
+from heterollm.solver.costs import Costs, Slowdown, joint_time_us
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Placement
 
-__all__ = ["Chain", "Choice", "Priced", "price", "priced_candidates", "solve_chain"]
+__all__ = [
+    "Chain",
+    "Choice",
+    "Priced",
+    "activation_cost",
+    "price",
+    "priced_block",
+    "priced_candidates",
+    "solve_chain",
+]
 
-STATES: Final[tuple[State, ...]] = ("fed", "drained")
 ALONE: Final = Slowdown()
 
 
@@ -33,12 +43,11 @@ class Priced:
 
     Args:
         placement: The placement.
-        time_us: From the end of the operators before it to where the next one can begin.
+        time_us: From the end of the operators before it to where the next one can begin, which finds the
+            GPU's queue in whatever state it was left.
         gpu_us: How long the GPU is busy with it, slowed by the NPU where both run.
         npu_us: How long the NPU is.
-        after: How it leaves the GPU's queue.
-        cost: What the objective makes of it.
-        settled_cost: The cost, and what the next operator pays for the queue that it finds; what is compared.
+        cost: What the objective makes of it; what is compared.
         is_cut: Whether both parts compute.
     """
 
@@ -46,15 +55,13 @@ class Priced:
     time_us: float
     gpu_us: float
     npu_us: float
-    after: State
     cost: float
-    settled_cost: float
     is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a group, and the other candidates: those that may be taken first."""
+    """What was chosen for a group or a block, and the other candidates: those that may be taken first."""
 
     spec: OpSpec
     chosen: Priced
@@ -66,12 +73,15 @@ class Chain:
     """A solved pass.
 
     Args:
-        choices: One for each group of a layer, in order.
+        choices: One for each group of a layer, in order; where a block is taken, one for its two groups.
         time_us: Predicted time of all layers, with the operators between their groups.
+        passed_over: Of the two ways through the feed-forward network the one that was not taken: the best
+            block, or the two groups; empty where there was one way only.
     """
 
     choices: tuple[Choice, ...]
     time_us: float
+    passed_over: tuple[Choice, ...] = ()
 
 
 def price(
@@ -80,7 +90,7 @@ def price(
     """Return what a placement costs; None where a part cannot compute its share.
 
     Args:
-        spec: The group.
+        spec: The group or block.
         tokens: Tokens of the pass.
         placement: A legal placement.
         costs: Times of the parts.
@@ -89,12 +99,11 @@ def price(
     overheads = costs.overheads
     goal = objective or Objective()
     left_rows, left_tokens = _left_to_gpu(spec, tokens, placement)
-    gpu_us = costs.gpu_us(spec, left_rows, left_tokens) if left_tokens else 0.0
+    gpu_us = gpu_part_us(costs, spec, left_rows, left_tokens) if left_tokens else 0.0
     form = placement.form or ""
     npu_us = sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
     if not math.isfinite(gpu_us + npu_us):
         return None
-    after: State = "fed"
     time_us = gpu_us
     if placement.npu_lengths:
         # The GPU's part follows the operator before in its queue; the NPU waits to be told.
@@ -102,18 +111,17 @@ def price(
         slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
-        npu_end += overheads.map_us
-        time_us = max(gpu_us, npu_end)
-        after = "fed" if gpu_us > npu_end else "drained"
+        # The next kernel is submitted when the NPU ends; what the GPU computes until then hides that.
+        time_us = max(gpu_us, npu_end + overheads.map_us + overheads.refill_us)
     cost = goal.cost(time_us, gpu_us, npu_us)
-    settled_cost = cost + (refill_cost(costs, goal) if after == "drained" else 0.0)
-    is_cut = bool(placement.npu_lengths and left_tokens)
-    return Priced(placement, time_us, gpu_us, npu_us, after, cost, settled_cost, is_cut)
+    return Priced(placement, time_us, gpu_us, npu_us, cost, bool(placement.npu_lengths and left_tokens))
 
 
-def refill_cost(costs: Costs, objective: Objective) -> float:
-    """Return what an operator pays that finds a drained queue."""
-    return objective.cost(costs.overheads.refill_us, 0.0, 0.0)
+def activation_cost(block: OpSpec, tokens: int, costs: Costs, objective: Objective) -> float:
+    """Return what the activation costs where the two groups of a block are placed on their own."""
+    _, down = apart(block)
+    activation_us = costs.between_us(down, tokens)
+    return objective.cost(activation_us, activation_us, 0.0)
 
 
 def _left_to_gpu(spec: OpSpec, tokens: int, placement: Placement) -> tuple[tuple[int, ...], int]:
@@ -138,7 +146,7 @@ def priced_candidates(
     """Return the candidates that may be taken, and those that may not, each cheapest first.
 
     A cut that does not beat the best whole placement by the objective's margin may not be taken: a worthless
-    split keeps the other processor busy for nothing. Its part in what the next operator pays counts.
+    split keeps the other processor busy for nothing.
 
     Args:
         spec: The group.
@@ -152,25 +160,76 @@ def priced_candidates(
     Raises:
         PlanError: None may be taken.
     """
+    priced = _priced(spec, tokens, limits, costs, objective, cuts, shortest)
+    if not priced:
+        raise PlanError(
+            f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
+            fix="Allow both parts, or choose another precision.",
+        )
+    allowed = [item for item in priced if objective.allows(item)]
+    if not allowed:
+        # Nothing keeps the cap on the GPU's share: what comes nearest.
+        allowed = [min(priced, key=lambda item: item.gpu_us / item.time_us if item.time_us else 0.0)]
+    return _parted(priced, allowed, _whole_cost(allowed), objective)
+
+
+def priced_block(
+    block: OpSpec,
+    tokens: int,
+    limits: NpuLimits | None,
+    costs: Costs,
+    objective: Objective,
+    cuts: Cuts | None = None,
+    shortest: int | None = None,
+    whole_cost: float = math.inf,
+) -> tuple[list[Priced], list[Priced]]:
+    """Return the candidates of a block as :func:`priced_candidates`, except that there may be none.
+
+    Args:
+        block: The block.
+        tokens: Tokens of the pass.
+        limits: The NPU; None where there is none.
+        costs: Times of the parts.
+        objective: What is to be small; its cap on the GPU's share has no exception here.
+        cuts: What the NPU may use; default every legal cut.
+        shortest: As of :func:`priced_candidates`.
+        whole_cost: What its two groups cost where neither is cut, the activation included: a cut must beat
+            that by the margin, too.
+    """
+    priced = _priced(block, tokens, limits, costs, objective, cuts, shortest)
+    allowed = [item for item in priced if objective.allows(item)]
+    return _parted(priced, allowed, min(whole_cost, _whole_cost(allowed)), objective)
+
+
+def _priced(
+    spec: OpSpec,
+    tokens: int,
+    limits: NpuLimits | None,
+    costs: Costs,
+    objective: Objective,
+    cuts: Cuts | None,
+    shortest: int | None,
+) -> list[Priced]:
+    """Return every candidate that the parts can and may compute, cheapest first."""
     priced = [
         item
         for placement in candidates(spec, tokens, limits, cuts=cuts, shortest=shortest)
         if objective.allows_parts(placement, spec, tokens)
         and (item := price(spec, tokens, placement, costs, objective)) is not None
     ]
-    if not priced:
-        raise PlanError(
-            f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
-            fix="Allow both parts, or choose another precision.",
-        )
-    priced.sort(key=lambda item: (item.settled_cost, len(item.placement.npu_lengths)))
-    allowed = [item for item in priced if objective.allows(item)]
-    if not allowed:
-        # Nothing keeps the cap on the GPU's share: what comes nearest.
-        allowed = [min(priced, key=lambda item: item.gpu_us / item.time_us if item.time_us else 0.0)]
-    whole = min((item.settled_cost for item in allowed if not item.is_cut), default=math.inf)
-    bar = whole * (1.0 - objective.margin_fraction)
-    taken = [item for item in allowed if not item.is_cut or item.settled_cost <= bar]
+    return sorted(priced, key=lambda item: (item.cost, len(item.placement.npu_lengths)))
+
+
+def _whole_cost(items: Sequence[Priced]) -> float:
+    return min((item.cost for item in items if not item.is_cut), default=math.inf)
+
+
+def _parted(
+    priced: Sequence[Priced], allowed: Sequence[Priced], whole_cost: float, objective: Objective
+) -> tuple[list[Priced], list[Priced]]:
+    """Part the candidates into those that may be taken and the others."""
+    bar = whole_cost * (1.0 - objective.margin_fraction)
+    taken = [item for item in allowed if not item.is_cut or item.cost <= bar]
     kept = set(map(id, taken))
     return taken, [item for item in priced if id(item) not in kept]
 
@@ -184,6 +243,7 @@ def solve_chain(
     objective: Objective,
     cuts: Mapping[Group, Cuts] | None = None,
     shortest: int | None = None,
+    block: OpSpec | None = None,
 ) -> Chain:
     """Return the placements of a layer's groups that make all layers together cheapest.
 
@@ -196,6 +256,7 @@ def solve_chain(
         objective: What is to be small.
         cuts: By group, what the NPU may use; default every legal cut.
         shortest: Tokens of the shortest pass that the placements must be legal for as well.
+        block: The block that two of the groups may be placed as.
 
     Raises:
         PlanError: A group has no candidate.
@@ -206,51 +267,50 @@ def solve_chain(
         )
         for spec in specs
     ]
-    allowed = [taken for taken, _ in found]
-    between_us = [costs.between_us(spec, tokens) for spec in specs]
-    refill = refill_cost(costs, objective)
-    best: tuple[float, list[Priced]] | None = None
-    for last in STATES:
-        # The first layer finds a fed queue; the others, and the kernel behind them, what a layer left.
-        left = layers * refill if last == "drained" else 0.0
-        path = _cheapest_path(allowed, last, left, layers, refill)
-        if path is not None and (best is None or path[0] < best[0]):
-            best = path
-    assert best is not None  # every group has a candidate, and that ends in one of the states
-    chosen = best[1]
-    time_us = layers * (sum(between_us) + sum(item.time_us for item in chosen))
-    drained = layers * sum(item.after == "drained" for item in chosen)
-    choices = tuple(
-        Choice(spec, item, tuple(other for other in [*taken, *refused] if other is not item))
-        for spec, item, (taken, refused) in zip(specs, chosen, found, strict=True)
+    choices = [
+        Choice(spec, taken[0], (*taken[1:], *refused))
+        for spec, (taken, refused) in zip(specs, found, strict=True)
+    ]
+    passed_over: list[Choice] = []
+    if block is not None:
+        place = next(place for place, spec in enumerate(specs) if spec.group == "gate_up")
+        both = slice(place, place + 2)
+        activation = activation_cost(block, tokens, costs, objective)
+        whole_cost = activation + sum(_whole_cost(taken) for taken, _ in found[both])
+        # Whoever chose the slices may have known of no blocks.
+        own_cuts = None if cuts is None else cuts.get(block.group, {})
+        taken, refused = priced_block(block, tokens, limits, costs, objective, own_cuts, shortest, whole_cost)
+        choices[both], passed_over = _cheaper_way(block, choices[both], activation, taken, refused, objective)
+    between_us = (
+        costs.between_us(choice.spec if choice.spec.then is None else apart(choice.spec)[0], tokens)
+        for choice in choices
     )
-    return Chain(choices, time_us + drained * costs.overheads.refill_us)
+    time_us = layers * (sum(between_us) + sum(choice.chosen.time_us for choice in choices))
+    return Chain(tuple(choices), time_us, tuple(passed_over))
 
 
-def _cheapest_path(
-    allowed: Sequence[Sequence[Priced]], last: State, entry_cost: float, layers: int, refill: float
-) -> tuple[float, list[Priced]] | None:
-    """Return the cheapest choice of candidates that ends in a state, and its cost over all layers.
+def _cheaper_way(
+    block: OpSpec,
+    pair: list[Choice],
+    activation: float,
+    taken: Sequence[Priced],
+    refused: Sequence[Priced],
+    objective: Objective,
+) -> tuple[list[Choice], list[Choice]]:
+    """Return the better way through the feed-forward network, and the other.
 
     Args:
-        allowed: Candidates of each group.
-        last: State that the last group must leave.
-        entry_cost: What is paid over all layers for the state that the last group leaves.
-        layers: How often a layer is run.
-        refill: What a group pays that finds a drained queue.
+        block: The network as a block.
+        pair: The choices of its two groups.
+        activation: What the operator between the two costs.
+        taken: Candidates of the block that may be taken.
+        refused: Those that may not.
+        objective: Its cap on the GPU's share decides before the cost.
     """
-    paths: dict[State, tuple[float, list[Priced]]] = {"fed": (entry_cost, [])}
-    for place, items in enumerate(allowed):
-        # Of the candidates that leave one state only the first can be part of a cheapest chain.
-        leaders = {state: next((item for item in items if item.after == state), None) for state in STATES}
-        following: dict[State, tuple[float, list[Priced]]] = {}
-        for before, (cost, path) in paths.items():
-            wait = layers * refill if place and before == "drained" else 0.0
-            for after, item in leaders.items():
-                if item is None:
-                    continue
-                total = cost + wait + layers * item.cost
-                if after not in following or total < following[after][0]:
-                    following[after] = (total, [*path, item])
-        paths = following
-    return paths.get(last)
+    if not taken:
+        return pair, [Choice(block, refused[0], tuple(refused[1:]))] if refused else []
+    as_block = [Choice(block, taken[0], (*taken[1:], *refused))]
+    keeps_cap = all(objective.allows(choice.chosen) for choice in pair)
+    if keeps_cap and activation + sum(choice.chosen.cost for choice in pair) <= taken[0].cost:
+        return pair, as_block
+    return as_block, pair

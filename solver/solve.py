@@ -299,7 +299,7 @@ def _placed(choice: Choice, tokens: int, every: Iterable[Priced]) -> Placement:
     others: dict[str, Alternative] = {}
     own = choice.chosen.placement
     for candidates in (choice.others, every):
-        for other in sorted(candidates, key=lambda item: item.settled_cost):
+        for other in sorted(candidates, key=lambda item: item.cost):
             kind = other.placement.kind(choice.spec, tokens)
             if len(others) < ALTERNATIVES and kind not in others and other.placement != own:
                 text = describe(other.placement, choice.spec, tokens)

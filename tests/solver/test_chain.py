@@ -36,14 +36,30 @@ def simulate(gpu_us, npu_us, slowdown, npu_begin_us):
     return ends["gpu"], ends["npu"]
 
 
-def run_layers(chosen, layers, refill, of):
-    """Add up all layers one group after the other, carrying the state of the GPU's queue along."""
-    total, state = 0.0, "fed"
-    for item in chosen * layers:
-        total += of(item) + (refill if state == "drained" else 0.0)
-        state = item.after
-    # The final norm, or for the head the kernel that joins the logits, finds what the last group left.
-    return total + (refill if state == "drained" else 0.0)
+def run_layers(specs, chosen, layers, tokens, costs):
+    """Run all layers one group after the other, the GPU's queue and the host's clock carried along."""
+    queue_ends = host = 0.0
+    overheads = costs.overheads
+    begin_us = overheads.hand_over_us + overheads.map_us
+    for spec, item in list(zip(specs, chosen, strict=True)) * layers:
+        # The operators before the group join what the last one left; the final norm does so at the end.
+        start = max(queue_ends, host) + costs.between_us(spec, tokens)
+        placement, whole = item.placement, spec.member_rows
+        npu_us = sum(costs.npu_us(spec, placement.npu_rows, n, "plain") for n in placement.npu_lengths)
+        if placement.npu_rows and placement.npu_rows != whole:
+            rest = tuple(all_ - own for all_, own in zip(whole, placement.npu_rows, strict=True))
+            gpu_us = costs.gpu_us(spec, rest, tokens)
+        else:
+            left = tokens - sum(placement.npu_lengths)
+            gpu_us = costs.gpu_us(spec, whole, left) if left > 0 else 0.0
+        if not npu_us:
+            queue_ends, host = start + gpu_us, 0.0
+            continue
+        slowdown = costs.slowdown(spec, tokens) if gpu_us else Slowdown()
+        gpu_end, npu_end = simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
+        # The host learns of the NPU's end and submits what follows; the queue may be busy until then.
+        queue_ends, host = start + gpu_end, start + npu_end + overheads.map_us + overheads.refill_us
+    return max(queue_ends, host)
 
 
 def small_case(made, seed):
@@ -74,33 +90,54 @@ def test_no_choice_of_candidates_is_cheaper(made, seed):
     tried = [
         priced_candidates(spec, tokens, limits, costs, objective, offered[spec.group])[0] for spec in specs
     ]
-    refill_us = costs.overheads.refill_us
-    refill = objective.cost(refill_us, 0.0, 0.0)
-    cheapest = min(
-        run_layers(choice, layers, refill, lambda item: item.cost) for choice in itertools.product(*tried)
-    )
     chosen = tuple(choice.chosen for choice in chain.choices)
-    assert run_layers(chosen, layers, refill, lambda item: item.cost) == pytest.approx(cheapest)
-    between_us = layers * sum(costs.between_us(spec, tokens) for spec in specs)
-    predicted = between_us + run_layers(chosen, layers, refill_us, lambda item: item.time_us)
-    assert chain.time_us == pytest.approx(predicted)
+    cheapest = min(sum(item.cost for item in items) for items in itertools.product(*tried))
+    assert sum(item.cost for item in chosen) == pytest.approx(cheapest)
+    assert chain.time_us == pytest.approx(run_layers(specs, chosen, layers, tokens, costs))
+    if not objective.energy_weight:
+        fastest = min(run_layers(specs, items, layers, tokens, costs) for items in itertools.product(*tried))
+        assert chain.time_us == pytest.approx(fastest)
     for choice in chain.choices:
         placements = {item.placement for item in (choice.chosen, *choice.others)}
         assert placements == set(candidates(choice.spec, tokens, limits, cuts=offered[choice.spec.group]))
 
 
-def test_the_cases_above_have_every_state_and_kind(made):
-    """Both states are chosen within chains and at their ends, and cuts as well as whole groups."""
+def waited_us(item, costs):
+    """What the operator behind waits for the queue: all of the refill, a part of it, or nothing."""
+    return item.time_us - max(
+        item.gpu_us, item.npu_us + costs.overheads.hand_over_us + 2 * costs.overheads.map_us
+    )
+
+
+def test_the_cases_above_have_every_kind(made):
+    """Queues that are left empty, nearly empty and busy are chosen, and cuts as well as whole groups."""
     seen = set()
     for seed in SEEDS:
-        chosen = [choice.chosen for choice in solve_chain(*small_case(made, seed)).choices]
-        seen |= {("within", item.after) for item in chosen[:-1]} | {("last", chosen[-1].after)}
-        seen |= {("cut", item.is_cut) for item in chosen}
-    assert seen == {
-        *((place, state) for place in ("within", "last") for state in ("fed", "drained")),
-        ("cut", True),
-        ("cut", False),
-    }
+        case = small_case(made, seed)
+        costs = case[4]
+        chosen = [choice.chosen for choice in solve_chain(*case).choices]
+        for item in chosen:
+            waited = waited_us(item, costs) if item.npu_us else 0.0
+            part = waited / costs.overheads.refill_us
+            state = "empty" if part > 1 - 1e-9 else "busy" if part < 1e-9 else "nearly empty"
+            seen |= {state, ("cut", item.is_cut)}
+    assert seen == {"empty", "nearly empty", "busy", ("cut", True), ("cut", False)}
+
+
+def test_the_refill_is_hidden_as_far_as_the_gpu_is_busy(made):
+    """NPU until 90 us, 20 us until a kernel runs in an empty queue: at 110 us, or when the GPU ends."""
+
+    class Costs(made.costs):
+        def gpu_us(self, spec, member_rows, tokens):
+            return gpu_us
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 90.0
+
+    spec, costs = made.spec("o", (128,)), Costs(0, overheads=Overheads(refill_us=20.0), slowdown=Slowdown())
+    for gpu_us, time_us in ((50.0, 110.0), (90.0, 110.0), (100.0, 110.0), (110.0, 110.0), (111.0, 111.0)):
+        item = price(spec, 32, Placement((64,), (32,), "plain"), costs)
+        assert (item.time_us, item.gpu_us, item.npu_us) == (time_us, gpu_us, 90.0)
 
 
 def test_what_a_group_leaves_is_paid_behind_it(made):
@@ -149,16 +186,14 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
             gpu_us = costs.gpu_us(spec, (192, 192), tokens - covered) if covered < tokens else 0.0
         if not npu_us:
             assert (item.time_us, item.gpu_us, item.npu_us) == (gpu_us, gpu_us, 0.0)
-            assert (item.after, item.is_cut, item.settled_cost) == ("fed", False, gpu_us)
+            assert (item.is_cut, item.cost) == (False, gpu_us)
             continue
         assert item.is_cut == bool(gpu_us)
         gpu_end, npu_end = simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
-        assert item.time_us == pytest.approx(max(gpu_end, npu_end + overheads.map_us))
+        joined = npu_end + overheads.map_us + overheads.refill_us
+        assert item.time_us == item.cost == pytest.approx(max(gpu_end, joined))
         assert item.gpu_us == pytest.approx(gpu_end)
         assert item.npu_us == pytest.approx(npu_end - begin_us)
-        assert item.after == ("fed" if gpu_end > npu_end + overheads.map_us else "drained")
-        paid_later = overheads.refill_us if item.after == "drained" else 0.0
-        assert item.settled_cost == pytest.approx(item.time_us + paid_later)
 
 
 def test_a_part_that_cannot_has_no_price(made):
