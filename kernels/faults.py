@@ -6,12 +6,12 @@ them would prove nothing about waits: the data must really come late.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from heterollm.kernels.gpu_work import GpuWork
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
@@ -21,6 +21,8 @@ __all__ = ["Gate", "LateWriter", "delay_graph"]
 
 PROBE_TURNS: Final = 100_000
 PROBES: Final = 8
+TURN_FLOPS: Final = 1000
+"""What a simulated device counts for a turn of the loop: some nanoseconds."""
 
 
 class LateWriter:
@@ -56,7 +58,8 @@ class LateWriter:
         kernel = self._runtime.kernel(SOURCES, "late_write")
         words = np.int32(self.data.array.size)
         arguments = (self.data, words, self._rounds, np.int32(min(turns, 2**31 - 1)))
-        return self._runtime.launch(kernel, arguments, (1,), (1,), "late write")
+        demand = GpuWork("elementwise", TURN_FLOPS * turns, 0, 4 * self.data.array.size)
+        return self._runtime.launch(kernel, arguments, (1,), (1,), "late write", demand=demand)
 
     def _calibrate(self) -> float:
         """Return loop turns in a microsecond: the difference of two lengths, free of what a launch costs.
@@ -68,10 +71,10 @@ class LateWriter:
             launch = self._launch(turns)
             samples = []
             for _ in range(PROBES + 1):
-                begin = time.perf_counter_ns()
+                begin = self._runtime.now_ns()
                 launch()
                 self._runtime.finish()
-                samples.append((time.perf_counter_ns() - begin) / 1e3)
+                samples.append((self._runtime.now_ns() - begin) / 1e3)
             times_us.append(min(samples[1:]))
         return 2 * PROBE_TURNS / max(times_us[1] - times_us[0], 1.0)
 

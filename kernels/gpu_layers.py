@@ -13,6 +13,7 @@ import numpy as np
 
 from heterollm.errors import KernelError
 from heterollm.kernels.gpu_attention import GpuAttention, head_stride
+from heterollm.kernels.gpu_work import GpuWork
 from heterollm.kernels.layer_kernels import (
     STEP_HEAD_ROW,
     STEP_LENGTH,
@@ -154,7 +155,12 @@ class GpuLayers(GpuAttention):
         kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
         codes = rounded.arguments(rows, hidden, label) if rounded else ()
         values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
-        return self._runtime.launch(kernel, values, (rows * items,), (items,), label)
+        elements, item = rows * hidden, self._item_bytes
+        # Flag 1 is a delta whose sum is stored, 2 one whose sum is not.
+        read = elements * (4 + (item if flags[0] else 0))
+        written = elements * (item + (4 if flags[0] == 1 else 0))
+        demand = GpuWork("elementwise", 6 * elements, read, written + _code_bytes(elements, rounded))
+        return self._runtime.launch(kernel, values, (rows * items,), (items,), label, demand=demand)
 
     # -- point by point ------------------------------------------------------------------------------
 
@@ -187,7 +193,10 @@ class GpuLayers(GpuAttention):
         self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
         memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
-        return self._pointwise("gated_activation", memory, sizes, tokens, label, rounded)
+        elements, item = tokens * intermediate, self._item_bytes
+        written = item * elements + _code_bytes(elements, rounded)
+        demand = GpuWork("elementwise", 10 * elements, 2 * item * elements, written)
+        return self._pointwise("gated_activation", memory, sizes, tokens, label, demand, rounded)
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
@@ -195,7 +204,9 @@ class GpuLayers(GpuAttention):
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
         self._check(out, rows * head.rows[0], 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
-        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label)
+        elements = rows * head.rows[0]
+        demand = GpuWork("elementwise", elements, self._item_bytes * elements, 4 * elements)
+        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, demand)
 
     def soft_cap(
         self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"
@@ -210,7 +221,9 @@ class GpuLayers(GpuAttention):
             label: Name for traces and errors.
         """
         self._check(logits, rows * vocabulary, 4, f"{label} logits")
-        return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label)
+        elements = rows * vocabulary
+        demand = GpuWork("elementwise", 10 * elements, 4 * elements, 4 * elements)
+        return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, demand)
 
     def _pointwise(
         self,
@@ -219,6 +232,7 @@ class GpuLayers(GpuAttention):
         sizes: tuple[int, ...],
         rows: int,
         label: str,
+        demand: GpuWork,
         rounded: RoundedInputs | None = None,
     ) -> Launch:
         columns = sizes[-1]
@@ -227,4 +241,9 @@ class GpuLayers(GpuAttention):
         width = round_up(-(-columns // span), items)
         codes = rounded.arguments(rows, columns, label) if rounded else ()
         arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
-        return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label)
+        return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label, demand=demand)
+
+
+def _code_bytes(elements: int, rounded: RoundedInputs | None) -> int:
+    """Return the bytes of the int8 codes that are written beside the output."""
+    return 0 if rounded is None else elements + 8 * elements // rounded.block

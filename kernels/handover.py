@@ -151,6 +151,8 @@ def refused_strategies(runtime: OpenClRuntime) -> dict[Strategy, str]:
 
 def _flag_refusal(runtime: OpenClRuntime) -> str:
     """Return why the host cannot rely on a flag; empty if it can."""
+    if runtime.is_simulated:
+        return "the flag of a simulated kernel comes at no simulated time"
     try:
         flag = flag_word(runtime)
         if flag is None:
@@ -210,7 +212,7 @@ def prepare_hand_over(
     flag = flag_word(runtime) if uses_flag else None
     signal = MarkerSignal(runtime) if flag is None else FlagSignal(runtime, flag)
     prediction = WaitPrediction() if strategy.startswith("sleep") else None
-    clock = clock or HostClock.of_this_thread()
+    clock = clock or runtime.host_clock()
     return PollingHandOver(strategy, label, signal, limits or WaitLimits(), clock, prediction)
 
 
@@ -258,7 +260,7 @@ class BlockingHandOver:
     def wait(self) -> None:
         """Wait for it; see :meth:`HandOver.wait`."""
         if self._marker is None:
-            self._runtime.finish()
+            self._runtime.hand_to_host()
         elif self._marker.event is not None:
             block_on(self._marker.event)
 

@@ -13,7 +13,6 @@ import os
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, TypeAlias
 
@@ -22,11 +21,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import CacheError, DeviceError, KernelError
 from heterollm.kernels.cache import atomic_path, cache_root
+from heterollm.kernels.device_traits import DeviceTraits
+from heterollm.kernels.gpu_work import Demand
+from heterollm.kernels.host_time import HostTime
 from heterollm.kernels.opencl_binding import OpenClError, cl
 from heterollm.kernels.opencl_launch import Argument, ChainedLaunch, Launch
 from heterollm.kernels.opencl_memory import SharedArray, aligned_empty, aligned_zeros
 from heterollm.kernels.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
-from heterollm.kernels.tuning import DeviceIdentity, DeviceTuning
+from heterollm.kernels.tuning import DeviceTuning
 from heterollm.kernels.variants import BuildError, VariantRecord
 from heterollm.units import format_bytes
 
@@ -49,34 +51,7 @@ KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int],
 POCL_NAME: Final = "Portable Computing Language"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTraits:
-    """What an OpenCL device reports about itself."""
-
-    name: str
-    platform: str
-    version: str
-    driver: str
-    is_cpu: bool
-    has_half: bool
-    has_subgroups: bool
-    has_integer_dot: bool
-    compute_units: int
-    max_work_group: int
-    max_buffer_bytes: int
-    global_bytes: int
-    local_bytes: int
-    coherent: bool
-    extensions: tuple[str, ...]
-
-    def identity(self, target: str | None = None) -> DeviceIdentity:
-        """Return what tuned kernel parameters are filed under; ``target`` is what the compiler was told."""
-        limits = self.compute_units, self.max_work_group, self.local_bytes
-        driver = self.driver if target is None else f"{self.driver} for {target}"
-        return DeviceIdentity(self.name, self.platform, *limits, driver)
-
-
-class OpenClRuntime:
+class OpenClRuntime(HostTime):
     """One opened OpenCL device with one in-order queue.
 
     Args:
@@ -171,6 +146,8 @@ class OpenClRuntime:
         local_size: tuple[int, ...],
         label: str,
         before: Launch | None = None,
+        *,
+        demand: Demand | None = None,  # noqa: ARG002 - a simulated device takes its time from it
     ) -> Launch:
         """Return the prepared call of a kernel, which enqueues ``before`` first if there is one."""
         own = self.queue, kernel, arguments, global_size, local_size, label
@@ -287,6 +264,23 @@ class OpenClRuntime:
 
     # -- queue ---------------------------------------------------------------------------------------
 
+    @property
+    def merges_launches(self) -> bool:
+        """Whether launches that follow each other gain by being one: where the host's processor runs them."""
+        return self.traits.is_cpu and self.traits.coherent
+
+    def profiling_twin(self) -> OpenClRuntime:
+        """Return another runtime on the same device, whose events carry timestamps."""
+        return OpenClRuntime(self._device, profiling=True, coherent=self.traits.coherent)
+
+    def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401 - a buffer and an array, either way
+        """Copy between host and device memory, and wait for it."""
+        cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+
+    def enqueue_marker(self) -> Any:  # noqa: ANN401 - an OpenCL event
+        """Enqueue a marker and return its event, which is complete once the queue got there."""
+        return cl.enqueue_marker(self.queue)
+
     def flush(self) -> None:
         """Start what is enqueued."""
         self.queue.flush()
@@ -301,6 +295,10 @@ class OpenClRuntime:
             self.queue.finish()
         except OpenClError as error:
             raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
+
+    def hand_to_host(self) -> None:
+        """Wait for everything as the baseline of hand-overs does; simulated, with the driver's copies."""
+        self.finish()
 
 
 def read_sources(files: Sequence[str]) -> str:

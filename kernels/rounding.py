@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from heterollm.errors import KernelError
+from heterollm.kernels.gpu_work import GpuWork
 from heterollm.kernels.opencl_launch import Argument, Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
@@ -134,4 +135,8 @@ def rounding_launch(
     sizes = map(np.int32, (columns, rounded.block, first_token, span))
     size = (round_up(-(-blocks // span), items), tokens)
     arguments = (x, rounded.codes, rounded.blocks, *sizes)
-    return runtime.launch(kernel, arguments, size, (items, 1), "rounding of inputs")
+    elements = tokens * columns
+    demand = GpuWork(
+        "elementwise", 4 * elements, elements * (2 if half else 4), elements + 8 * tokens * blocks
+    )
+    return runtime.launch(kernel, arguments, size, (items, 1), "rounding of inputs", demand=demand)
