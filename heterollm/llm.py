@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -15,6 +15,7 @@ from heterollm.chat import reusable_prefix
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
 from heterollm.emulation import check_emulation
+from heterollm.engine_start import start_engine, take_trace
 from heterollm.engine_thread import EngineThread
 from heterollm.errors import EngineError, InputError, OptionError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
@@ -29,7 +30,7 @@ from heterollm.load_options import (
     choose_context,
     choose_plan,
 )
-from heterollm.memory import check_memory, memory_need, return_freed_memory
+from heterollm.memory import check_memory, memory_need
 from heterollm.precision import check_precision
 from heterollm.progress import Progress, silent
 from heterollm.sampling import SamplingOptions
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from heterollm.engine import Engine
     from heterollm.planning import Planner
     from heterollm.solver.levels import LengthCosts
+    from heterollm.trace import Trace
 
 __all__ = ["LLM"]
 
@@ -85,6 +87,7 @@ class LLM:
         sync: Sync = "auto",
         length_policy: LengthPolicy = "padding",
         allow_fallback: bool = False,
+        trace: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """Load a checkpoint and make it ready to answer.
@@ -109,6 +112,7 @@ class LLM:
                 ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what
                 the device's profile predicts to be faster for each group). The solver needs none.
             allow_fallback: Go on with the GPU alone when the NPU part fails; :attr:`notes` then says so.
+            trace: Record every pass for :meth:`take_trace`.
             progress: Called with a stage's name, steps done and steps in all.
 
         Raises:
@@ -130,7 +134,9 @@ class LLM:
         tokenizer = Tokenizer.from_folder(checkpoint.folder)
         thread = EngineThread()
         try:
-            opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads))
+            opening: dict[str, Any] = {"gpu_threads": gpu_threads, "npu_threads": npu_threads}
+            opening |= {"profiling": True} if trace else {}
+            opened = thread.run(lambda: open_device(device, **opening))
             specs = op_specs(
                 config,
                 precision,
@@ -163,10 +169,10 @@ class LLM:
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
             check_emulation(opened, weights, chosen, allow_slow)
-            options: dict[str, Any] = {"sync": sync, "allow_fallback": allow_fallback}
+            options: dict[str, Any] = {"sync": sync, "allow_fallback": allow_fallback, "trace": trace}
             for planner in planners:
                 options |= {"profile": planner.profile, "placements": planner}
-            engine = thread.run(lambda: _start(opened, weights, chosen, positions, report, options))
+            engine = thread.run(lambda: start_engine(opened, weights, chosen, positions, report, **options))
         except BaseException:
             # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
             stopped.set()
@@ -296,6 +302,14 @@ class LLM:
         """
         return self._thread.run(call)
 
+    def take_trace(self) -> Trace:
+        """Return what was recorded since the model was loaded or since the last call, and forget it.
+
+        Raises:
+            OptionError: The model was not loaded with ``trace=True``.
+        """
+        return self._thread.run(lambda: take_trace(self._engine))
+
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -340,26 +354,6 @@ def _length_costs(
 
     profile = stored_profile(device)
     return None if profile is None else Planner(profile, config, specs, precision).length_us
-
-
-def _start(
-    device: Device,
-    weights: ModelWeights,
-    plan: Plan,
-    context: int,
-    progress: Progress,
-    options: Mapping[str, Any],
-) -> Engine:
-    # Imported only now: without an OpenCL binding, opening the device has said what to install.
-    from heterollm.engine import Engine
-
-    # The OpenCL context exists by now: its workers keep their own cores (kernels.device).
-    device.pin()
-    engine = Engine(device, weights, plan, context, progress, **options)
-    ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
-    engine.compile_ahead(engine.new_cache(), ahead, progress)
-    return_freed_memory()
-    return engine
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

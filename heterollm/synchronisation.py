@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -96,6 +97,15 @@ class HandOvers:
             self._clock = HostClock.of_this_thread()
         for phase in get_args(Phase):
             self.prepare(phase, "loading")
+
+    def watch(self, watched: Callable[[HostClock], HostClock]) -> None:
+        """Give the waits that are made from now on another clock, such as one whose sleeps are recorded.
+
+        Args:
+            watched: Returns the other from the one.
+        """
+        if self._clock is not None:
+            self._clock = watched(self._clock)
 
     def prepare(self, phase: Phase, label: str) -> HandOver:
         """Return the wait of one place."""
