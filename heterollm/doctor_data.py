@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.kernels.device import Device
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
-from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.quantize import quantize
-from heterollm.kernels.quantized_tensor import LinearWeight
 
-__all__ = ["COLUMNS", "SEED", "filled_slot", "random_weight", "run_launches", "slot_values"]
+__all__ = ["COLUMNS", "SEED", "filled_slot", "run_launches", "slot_values"]
 
 SEED: Final = 20260101
 COLUMNS: Final = 256
 """Inputs of every linear layer."""
-
-
-def random_weight(generator: np.random.Generator, rows: int, number_format: WeightFormat) -> LinearWeight:
-    """Return a weight ``[rows, COLUMNS]`` of a number format."""
-    values = generator.standard_normal((rows, COLUMNS), np.float32)
-    if number_format.bits == 32:
-        return values
-    if number_format.bits == 16:
-        return values.astype(np.float16)
-    bits: Literal[4, 8] = 4 if number_format.bits == 4 else 8
-    return quantize(values, bits=bits, block=number_format.block, symmetric=number_format.symmetric)
 
 
 def filled_slot(device: Device, values: NDArray[Any]) -> SharedArray:

@@ -12,7 +12,6 @@ from heterollm.doctor_data import (
     COLUMNS,
     SEED,
     filled_slot,
-    random_weight,
     run_launches,
     slot_values,
 )
@@ -21,6 +20,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.random_weights import random_weight
 
 __all__ = ["gpu_linear_cases", "npu_cases"]
 
@@ -54,7 +54,7 @@ def _gpu_linear(
     def run() -> Numbers:
         generator = np.random.default_rng(SEED)
         dtype = device.activation_dtype
-        members = [random_weight(generator, rows, number_format) for rows in MEMBERS]
+        members = [random_weight(generator, rows, COLUMNS, number_format) for rows in MEMBERS]
         x = generator.standard_normal((tokens, COLUMNS), np.float32).astype(dtype)
         y = device.gpu.shared((tokens, sum(stop - start for start, stop in kept)), dtype)
         linear = GpuLinear.pack(device.gpu, members, activation_dtype=dtype)
@@ -69,7 +69,7 @@ def _gpu_linear(
 def _gpu_embedding(device: Device, number_format: WeightFormat) -> Callable[[], Numbers]:
     def run() -> Numbers:
         generator = np.random.default_rng(SEED)
-        table = random_weight(generator, 70, number_format)
+        table = random_weight(generator, 70, COLUMNS, number_format)
         tokens = np.array([0, 69, 64, 63, 7], np.int32)
         y = device.gpu.shared((len(tokens), COLUMNS), np.float32)
         linear = GpuLinear.pack(device.gpu, [table], activation_dtype=device.activation_dtype)
@@ -103,7 +103,7 @@ def _npu_linear(
 ) -> Callable[[], Numbers]:
     def run() -> Numbers:
         generator = np.random.default_rng(SEED)
-        weight = random_weight(generator, NPU_ROWS, number_format)
+        weight = random_weight(generator, NPU_ROWS, COLUMNS, number_format)
         x = generator.standard_normal((length, COLUMNS), np.float32).astype(npu.activation_dtype)
         y = np.zeros((length, NPU_ROWS), npu.activation_dtype)
         key = f"doctor {SEED} {number_format}"

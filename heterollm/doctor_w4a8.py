@@ -13,7 +13,6 @@ from heterollm.doctor_data import (
     COLUMNS,
     SEED,
     filled_slot,
-    random_weight,
     run_launches,
     slot_values,
 )
@@ -23,6 +22,7 @@ from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight
+from heterollm.kernels.random_weights import random_weight
 
 __all__ = ["AGREEMENT", "w4a8_cases"]
 
@@ -98,7 +98,7 @@ def _data(
     number_format: WeightFormat, length: int, dtype: np.dtype[Any]
 ) -> tuple[LinearWeight, NDArray[Any]]:
     generator = np.random.default_rng(SEED)
-    weight = random_weight(generator, ROWS, number_format)
+    weight = random_weight(generator, ROWS, COLUMNS, number_format)
     return weight, generator.standard_normal((length, COLUMNS), np.float32).astype(dtype)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.opencl_runtime import OpenClError, OpenClRuntime
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.quantize import quantize
-from heterollm.kernels.quantized_tensor import LinearWeight
+from heterollm.kernels.random_weights import random_weight
 from heterollm.kernels.reference import linear, round_inputs
 from heterollm.kernels.tolerances import linear_errors
 from heterollm.kernels.variants import BuildError, Variant
@@ -35,7 +34,7 @@ def try_linear(
     """
     generator = np.random.default_rng(0)
     columns = 4 * max(number_format.block, 16)
-    weight = _random_weight(generator, columns, number_format)
+    weight = random_weight(generator, ROWS, columns, number_format)
     dtype = np.float16 if half else np.float32
     layer = GpuLinear.pack(runtime, [weight], activation_dtype=dtype, integer_inputs=integer_inputs)
     for tokens in TOKENS:
@@ -55,11 +54,3 @@ def try_linear(
         y.release()
         if not errors.nmse <= WRONG_NMSE:
             raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
-
-
-def _random_weight(generator: np.random.Generator, columns: int, number_format: WeightFormat) -> LinearWeight:
-    values = generator.standard_normal((ROWS, columns), np.float32)
-    if not number_format.quantized:
-        return values.astype(np.float16) if number_format.bits == 16 else values
-    bits: Literal[4, 8] = 4 if number_format.bits == 4 else 8
-    return quantize(values, bits=bits, block=number_format.block, symmetric=number_format.symmetric)

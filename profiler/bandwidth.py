@@ -24,9 +24,10 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_sync import is_complete, kernel_times_ns
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.random_weights import random_weight
 from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes, reading_bytes, reading_launch
 from heterollm.profiler.gpu_timer import gpu_timer
-from heterollm.profiler.random_data import fill_random, random_weight
+from heterollm.profiler.random_data import fill_random
 from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
 from heterollm.profiler.sampling import take_samples
 from heterollm.profiler.task import Task

@@ -31,11 +31,12 @@ from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.random_weights import random_weight
 from heterollm.kernels.rounding import RoundedInputs, scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
 from heterollm.profiler.caches import COLD_TOKENS, eviction_bytes, last_level_cache_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
-from heterollm.profiler.random_data import fill_random, random_weight
+from heterollm.profiler.random_data import fill_random
 from heterollm.profiler.records import Key, LayerKey, Record
 from heterollm.profiler.sampling import taken
 from heterollm.profiler.task import Task

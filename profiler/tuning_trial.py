@@ -18,10 +18,10 @@ from heterollm.errors import KernelError
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.linear_parameters import KernelParameters, ShapeClass
 from heterollm.kernels.opencl_runtime import OpenClError, OpenClRuntime
+from heterollm.kernels.random_weights import random_weight
 from heterollm.kernels.reference import linear, round_inputs
 from heterollm.kernels.tolerances import ComputeType, linear_errors
 from heterollm.kernels.variants import BuildError, Variant
-from heterollm.profiler.random_data import random_weight
 
 __all__ = ["Checker", "TuningJob", "Workload"]
 
