@@ -13,12 +13,27 @@ from heterollm.errors import HeteroLLMError
 from heterollm.kernels.opencl_runtime import OpenClError
 from heterollm.kernels.tolerances import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 
-__all__ = ["Case", "Check", "Numbers", "run_case"]
+__all__ = ["Case", "Check", "Numbers", "Seen", "run_case"]
 
 Part = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "not offered"]
 Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
 """What the part computed and the exact result, both ``[m, n]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What came of a case that has no numbers to compare.
+
+    Args:
+        passed: Whether all was as it should be.
+        message: What was seen.
+        fix: What to do where it was not.
+    """
+
+    passed: bool
+    message: str
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +45,10 @@ class Check:
         operator: The operator and its number format.
         case: Lengths, form and cut.
         status: Whether the error is within the gate; ``not offered`` where the part does not claim it.
-        error: NMSE, the larger of the whole's and a tenth of the worst row's or token's; None if it raised.
+        error: NMSE, the larger of the whole's and a tenth of the worst row's or token's; None if it raised or
+            there are no numbers.
         gate: What the error is held to.
-        message: What went wrong, or why the part does not offer it.
+        message: What went wrong, what was seen where there are no numbers, or why the part does not offer it.
         fix: What to do about it.
     """
 
@@ -53,7 +69,7 @@ class Case:
     part: Part
     operator: str
     case: str
-    run: Callable[[], Numbers] | None
+    run: Callable[[], Numbers | Seen] | None
     reason: str = ""
 
 
@@ -63,7 +79,12 @@ def run_case(case: Case, compute: ComputeType) -> Check:
     if case.run is None:
         return Check(case.part, case.operator, case.case, "not offered", None, gate, case.reason)
     try:
-        errors = linear_errors(*case.run())
+        found = case.run()
+        if isinstance(found, Seen):
+            status: Status = "pass" if found.passed else "fail"
+            fix = "" if found.passed else found.fix
+            return Check(case.part, case.operator, case.case, status, None, gate, found.message, fix)
+        errors = linear_errors(*found)
     except HeteroLLMError as error:
         fix = error.fix or _advice(case.part)
         return Check(case.part, case.operator, case.case, "fail", None, gate, error.message, fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heterollm.doctor_case import Case
+from heterollm.doctor_flag import flag_cases
 from heterollm.doctor_layers import gpu_layer_cases
 from heterollm.doctor_linears import gpu_linear_cases, npu_cases
 from heterollm.doctor_w4a8 import w4a8_cases
@@ -12,8 +13,8 @@ __all__ = ["device_cases"]
 
 
 def device_cases(device: Device) -> list[Case]:
-    """Return every check of a device: the GPU's, the NPU's, and those that need both."""
+    """Return every check of a device: the GPU's, the NPU's, those that need both, and the flag's."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
         cases += npu_cases(device.npu)
-    return [*cases, *w4a8_cases(device)]
+    return [*cases, *w4a8_cases(device), *flag_cases(device)]

@@ -69,6 +69,8 @@ def _cell(checks: Sequence[Check]) -> Text:
     if failed:
         return Text(f"FAIL  {len(failed)} of {len(checks)}", "bold red")
     errors = [check.error for check in checks if check.error is not None]
+    if not errors and checks[0].status == "pass":
+        return Text(f"pass  {checks[0].message}", "green")
     if not errors:
         return note(checks[0].message or "not offered")
     return Text(f"pass  {max(errors):.0e} in {len(errors)}", "green")

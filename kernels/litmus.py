@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from heterollm.kernels.opencl_sync import SOURCES, flag_word
 __all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus"]
 
 LITMUS_ROUNDS: Final = 100_000
-"""For ``doctor``: some seconds."""
+"""For ``doctor``, as the design asks (section 7): some seconds."""
 
 LITMUS_QUICK_ROUNDS: Final = 500
 """Before a device's strategies are used or profiled."""
@@ -34,13 +35,15 @@ class Litmus(NamedTuple):
     Attributes:
         rounds: Rounds run.
         stale: Rounds in which the flag was not seen, or data written before it was old.
+        stale_bytes: Old data, in all rounds in which the flag was seen.
     """
 
     rounds: int
     stale: int
+    stale_bytes: int = 0
 
 
-def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
+def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: float = math.inf) -> Litmus:
     """Let a kernel write an array and another raise the flag, and read the array the moment it is seen.
 
     The data is read as a hand-over's is: mapped where memory is not coherent. A test that loses the flag
@@ -49,6 +52,7 @@ def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
     Args:
         runtime: The device.
         rounds: Rounds to run.
+        limit_s: Seconds after which no other round begins.
 
     Raises:
         DeviceError: The device has no memory for a flag.
@@ -72,8 +76,9 @@ def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
         call()
     runtime.finish()
     first = int(_acquired(counter)[0])
-    stale = unseen = done = 0
-    while done < rounds and unseen < MOST_UNSEEN:
+    stale = stale_bytes = unseen = done = 0
+    end_s = time.perf_counter() + limit_s
+    while done < rounds and unseen < MOST_UNSEEN and time.perf_counter() < end_s:
         done += 1
         calls[0]()
         flag.send()
@@ -87,13 +92,14 @@ def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS) -> Litmus:
             runtime.finish()
             if not flag.reached(number):
                 flag.resynchronise()
-        elif not (data.array == first + done).all():
+        elif not (fresh := data.array == first + done).all():
             stale += 1
+            stale_bytes += data.array.itemsize * int(np.count_nonzero(~fresh))
         data.release()
         # Enqueued only now, as the data's kernel reads what this one writes.
         calls[1]()
     runtime.finish()
-    return Litmus(done, stale)
+    return Litmus(done, stale, stale_bytes)
 
 
 def _acquired(memory: SharedArray) -> NDArray[Any]:

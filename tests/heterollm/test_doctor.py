@@ -4,21 +4,25 @@ import json
 import numpy as np
 import pytest
 
-from heterollm import doctor, report
+from heterollm import doctor, doctor_flag, report
 from heterollm.doctor import Diagnosis, Problem, diagnose, unlisted_vendors
 from heterollm.doctor_case import Case, run_case
 from heterollm.doctor_checks import device_cases
+from heterollm.doctor_flag import FLAG
 from heterollm.doctor_w4a8 import AGREEMENT
 from heterollm.errors import DeviceError, KernelError, OptionError
 from heterollm.kernels import reference, reference_layers
 from heterollm.kernels.device import DeviceStatus, open_device
 from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.litmus import Litmus
 from heterollm.report_doctor import diagnosis_report
 
 
 @pytest.fixture(scope="module")
 def diagnosis():
-    return diagnose("host")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor_flag, "LITMUS_ROUNDS", 300)
+        return diagnose("host")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,8 @@ def cases_of(device, *operators):
 def test_host_passes_every_check(diagnosis):
     assert diagnosis.passed
     assert diagnosis.device == "host"
-    assert all(check.error <= check.gate == 1e-10 for check in diagnosis.checks)
+    compared = [check for check in diagnosis.checks if check.operator != FLAG]
+    assert all(check.error <= check.gate == 1e-10 for check in compared)
 
 
 def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
@@ -57,6 +62,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "gated activation",
         "soft cap of the logits",
         "join of the logits",
+        FLAG,
     }
     npu_cases = {check.case for check in diagnosis.checks if check.part == "NPU"}
     for case in ("1 token", "32 tokens"):
@@ -65,6 +71,32 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     for form in ("matmul_nbits", "activation_first", "weight_first", "conv_1x1"):
         assert {f"{form}, 1 token", f"{form}, 32 tokens", f"{form}, 256 tokens"} <= npu_cases
     assert {case for case in npu_cases if case.startswith("token_tiles")} == {"token_tiles, 256 tokens"}
+
+
+def test_the_flags_litmus_test_is_run_in_full(diagnosis, device, monkeypatch):
+    [check] = [check for check in diagnosis.checks if check.operator == FLAG]
+    assert (check.status, check.case, check.error) == ("pass", "300 rounds", None)
+    assert check.message.startswith("0 stale bytes in 300 rounds, ")
+    shown = report.render(diagnosis_report(diagnosis), width=80)
+    assert "0 stale bytes" in shown
+    [case] = cases_of(device, FLAG)
+    assert case.case == "100000 rounds"
+
+    monkeypatch.setattr(doctor_flag, "LIMIT_S", 0.0)
+    assert run_case(case, "fp32").message.startswith("0 stale bytes in 0 rounds")
+    monkeypatch.setattr(doctor_flag, "flag_litmus", lambda *_, **named: Litmus(5000, 2, 64))
+    check = run_case(case, "fp32")
+    assert check.status == "fail"
+    assert "64 stale bytes in 5000 rounds" in check.message
+    assert "2 rounds" in check.message
+    assert "--sync" in check.fix
+
+
+def test_a_device_without_a_flag_says_so(device, monkeypatch):
+    monkeypatch.setattr(doctor_flag, "refused_strategies", lambda _: {"flag": "memory must be mapped"})
+    [case] = cases_of(device, FLAG)
+    check = run_case(case, "fp32")
+    assert (check.status, check.message) == ("not offered", "not offered: memory must be mapped")
 
 
 def test_facts_name_software_limits_and_hand_over(diagnosis):

@@ -36,7 +36,8 @@ def test_the_answer_is_the_same_and_the_model_says_why_it_is_slower(bundled_mode
     assert all("vector kernel for attention" in note for note in told)
 
 
-def test_the_doctor_says_so(no_vector_attention):
+def test_the_doctor_says_so(no_vector_attention, monkeypatch):
+    monkeypatch.setattr(doctor_flag, "LITMUS_ROUNDS", 100)
     diagnosis = diagnose("host")
     assert diagnosis.passed
     assert any(

@@ -300,7 +300,8 @@ def test_unknown_strategies_are_refused_by_name(runtime):
 def test_the_flag_is_never_seen_before_the_data(device):
     if flag_word(device) is None:
         pytest.skip("no memory for a flag")
-    assert flag_litmus(device, 300) == (300, 0)
+    assert flag_litmus(device, 300) == (300, 0, 0)
+    assert flag_litmus(device, 300, limit_s=0.0).rounds == 0
 
 
 def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
@@ -314,7 +315,7 @@ def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
         return kernel(self, files, name, defines)
 
     monkeypatch.setattr(OpenClRuntime, "kernel", other)
-    assert flag_litmus(runtime, 20) == (20, 19)
+    assert flag_litmus(runtime, 20) == (20, 19, 19 * 4 * litmus.WORDS)
 
 
 def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
@@ -324,7 +325,7 @@ def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
     elsewhere = fresh.shared((64,), np.uint32)
     kernel = fresh.kernel(("hand_over.cl",), "raise_flag")
     flag.launch = fresh.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
-    assert flag_litmus(fresh, 1000) == (3, 3)
+    assert flag_litmus(fresh, 1000) == (3, 3, 0)
 
 
 # -- prediction --------------------------------------------------------------------------------------
