@@ -79,7 +79,7 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
     groups: dict[LinearPoint, list[LinearRow]] = defaultdict(list)
     for row in summary.linear:
         point = row.point
-        if row.part == "npu" and row.whole:
+        if row.part == "npu" and row.whole and not point.is_block:
             groups[replace(point, tokens=0, form="")].append(row)
     if not groups:
         return None
@@ -93,7 +93,7 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
         cost = (row.cycles or 0.0) / 1e6 if counted else row.times.median_us / 1e3
         curves[name][row.point.tokens] = cost
     point = rows[0].point
-    detail = f"{point.group} {_shape(point)}, {point.weight}"
+    detail = f"{point.group} {point.shape}, {point.weight}"
     figure, axes = _figure(summary, "NPU: cost against tokens", detail)
     unit = "Mcycles of the emulated NPU" if counted else f"{summary.time_kind} time, ms"
     longest = max(row.point.tokens for row in rows)
@@ -106,7 +106,8 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
     slices: dict[LinearPoint, dict[str, float]] = defaultdict(dict)
     counted = summary.time_kind == "emulated"
     for row in summary.linear:
-        if row.part == "npu" and row.whole and not row.point.weight.quantized:
+        linear = row.whole and not row.point.is_block
+        if row.part == "npu" and linear and not row.point.weight.quantized:
             cost = row.cycles if counted else row.times.median_us
             if cost:
                 slices[_formless(row.point)][row.point.form] = cost
@@ -117,14 +118,14 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
         return None
     ratios: dict[str, dict[int, float]] = defaultdict(dict)
     for point, costs in sorted(pairs.items(), key=lambda item: item[0]):
-        ratios[_shape(point)][point.tokens] = costs["activation_first"] / costs["weight_first"]
+        ratios[point.shape][point.tokens] = costs["activation_first"] / costs["weight_first"]
     figure, axes = _figure(summary, "NPU: order and shape of float weights", "", panels=2)
     unit = "cycles" if counted else "time"
     step_curves(axes[0], _few(ratios), f"{unit} of x·W over W·x")
     axes[0].axhline(1.0, color="0.4", linewidth=1, linestyle=":")
     rates: dict[str, dict[int, float]] = defaultdict(dict)
     for point, costs in sorted(pairs.items(), key=lambda item: item[0]):
-        rates[_shape(point)][point.tokens] = point.flops / min(costs.values())
+        rates[point.shape][point.tokens] = point.flops / min(costs.values())
     step_curves(
         axes[1],
         _few(rates) if counted else _scaled(_few(rates), 1e-3),
@@ -145,7 +146,7 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
         name = f"{point.group}, {point.columns} inputs"
         rows[point.tokens][name][point.rows] = time_ms
         if row.whole:
-            whole[f"{point.group} {_shape(point)}"][point.tokens] = time_ms
+            whole[f"{point.group} {point.shape}"][point.tokens] = time_ms
     curves = {name: curve for name, curve in whole.items() if len(curve) > 1}
     if not curves:
         return None
@@ -344,10 +345,6 @@ def new_figure(title: str, *, panels: int = 1, height_in: float = HEIGHT_IN) -> 
         panel.xaxis.label.set_fontsize(9)
         panel.yaxis.label.set_fontsize(9)
     return figure, axes
-
-
-def _shape(point: LinearPoint) -> str:
-    return f"{point.rows} x {point.columns}"
 
 
 def _formless(point: LinearPoint) -> LinearPoint:

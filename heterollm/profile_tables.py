@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, get_args
 
 from heterollm.durations import format_duration, format_moment
-from heterollm.kernels.ops import GROUPS
+from heterollm.kernels.ops import Group
 from heterollm.profiler.records import LinearPoint
 from heterollm.profiler.summary_rows import GraphRow, LinearRow, ProfileSummary, RunRow, Times
 from heterollm.units import format_bytes
@@ -19,6 +19,7 @@ MOST_TOKEN_COLUMNS: Final = 8
 TOKEN_COLUMNS: Final = (1, 8, 32, 64, 128, 256, 512, 1024)
 LISTED_FAILURES: Final = 20
 PARTS: Final = {"gpu": "GPU", "npu": "NPU"}
+ORDER: Final[tuple[Group, ...]] = get_args(Group)
 
 FACTS: Final = {
     "gpu": "GPU part",
@@ -86,11 +87,6 @@ def format_spread(times: Times) -> str:
     return f"{format_us(times.median_us)} ±{times.spread_fraction / 2:.0%}"
 
 
-def shape_words(point: LinearPoint) -> str:
-    """Return the weight's shape: rows of all members by inputs."""
-    return f"{point.rows} x {point.columns}"
-
-
 def _device(summary: ProfileSummary) -> Section:
     rows = [("device", f"{summary.device}, {summary.time_kind} time"), ("fingerprint", summary.fingerprint)]
     for name, title in FACTS.items():
@@ -132,7 +128,8 @@ def _linear(summary: ProfileSummary, *, everything: bool) -> Iterator[Section]:
         point = row.point
         inputs = ", int8 inputs" if point.integer_inputs else ""
         where = "memory" if point.streamed else "a cache"
-        title = f"Linear layers, {PARTS[row.part]}, {point.weight}{inputs}, weights from {where}"
+        what = "Feed-forward blocks" if point.is_block else "Linear layers"
+        title = f"{what}, {PARTS[row.part]}, {point.weight}{inputs}, weights from {where}"
         cuts[title] += not row.whole
         if row.whole or everything:
             by_table[title].append(row)
@@ -151,19 +148,23 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
     lines: dict[tuple[int, LinearPoint], dict[int, str]] = defaultdict(dict)
     for row in rows:
         point = row.point
-        lines[GROUPS.index(point.group), _without_tokens(point)][point.tokens] = format_spread(row.times)
+        lines[ORDER.index(point.group), _without_tokens(point)][point.tokens] = format_spread(row.times)
     forms = any(point.form for _, point in lines)
+    blocks = any(point.is_block for _, point in lines)
     made = [
         (
             point.group,
-            shape_words(point),
+            point.shape,
             *((point.form.replace("_", " "),) if forms else ()),
             *(cells.get(count, "") for count in tokens),
         )
         for (_, point), cells in sorted(lines.items())
     ]
-    heads = ("group", "rows x inputs", *(("form",) if forms else ()), *(f">{count}" for count in tokens))
+    shape = "outputs x width x inputs" if blocks else "rows x inputs"
+    heads = ("group", shape, *(("form",) if forms else ()), *(f">{count}" for count in tokens))
     notes = ["Columns are tokens; ± is half the distance between the quartiles."]
+    if blocks:
+        notes.append("One graph each: gate, up, the activation, and down from as many of its inputs.")
     if len(tokens) < len(measured):
         others = ", ".join(str(count) for count in measured if count not in tokens)
         notes.append(f"Also measured at {others} tokens; `profile show --json` has them.")
@@ -281,6 +282,8 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
     elif len(shown) < len(summary.graphs):
         left = len(summary.graphs) - len(shown)
         notes.append(f"{left} graphs of cuts are left out; `profile show --all` lists them.")
+    if any(row.point.is_block for row in shown):
+        notes.append("Of a feed-forward block (ffn) the shape is outputs x width x inputs.")
     heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
     return Section("NPU graphs", heads, rows, tuple(notes))
 
@@ -288,7 +291,7 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
 def _graph(row: GraphRow) -> tuple[str, ...]:
     point = row.point
     size = "" if row.size_bytes is None else format_bytes(row.size_bytes)
-    names = (point.group, shape_words(point), str(point.weight), point.form.replace("_", " "))
+    names = (point.group, point.shape, str(point.weight), point.form.replace("_", " "))
     return (*names, str(point.tokens), format_us(row.build_us), format_us(row.load_us), size)
 
 

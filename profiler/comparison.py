@@ -125,7 +125,8 @@ def describe(key: Key) -> str:
     words = [str(values.pop("part"))] if "part" in values else []
     if isinstance(point, LinearPoint):
         rows = "+".join(map(str, point.member_rows))
-        words += [point.group, f"{rows} x {point.columns}", f"{point.tokens} tokens", str(point.weight)]
+        shape = point.shape if point.is_block else f"{rows} x {point.columns}"
+        words += [point.group, shape, f"{point.tokens} tokens", str(point.weight)]
         words += [point.form] if point.form else []
         words += ["int8 inputs"] if point.integer_inputs else []
         words += [] if point.streamed else ["cached"]

@@ -8,8 +8,8 @@ from heterollm.errors import ProfileError
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.profiler.linear_bench import LinearBench
+from heterollm.profiler.points import WorkPoint
 from heterollm.profiler.records import LinearPoint, Part
-from heterollm.profiler.workload import WorkPoint
 
 __all__ = ["ReferenceOperators"]
 

@@ -19,8 +19,9 @@ import numpy as np
 from heterollm.errors import DeviceError, HeteroLLMError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_linear import GpuLinear
-from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
+from heterollm.kernels.npu import Form, NpuBackend
 from heterollm.kernels.npu_graphs import GRAPH_VERSION
+from heterollm.kernels.npu_parts import NpuBlock, NpuPart, NpuSlice
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.quantized_tensor import LinearWeight, concatenate_rows, take_rows
@@ -28,12 +29,14 @@ from heterollm.kernels.rounding import scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
 from heterollm.profiler.caches import COLD_TOKENS, HostReader, eviction_bytes, last_level_cache_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
+from heterollm.profiler.judge import Judge
 from heterollm.profiler.measure import Timer
+from heterollm.profiler.points import BLOCK_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
 from heterollm.profiler.random_data import fill_random, random_members
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
 from heterollm.profiler.sampling import MOST_SAMPLES, SLOW_US, taken
 from heterollm.profiler.task import Task
-from heterollm.profiler.workload import ModelShape, Skipped, SkipReason, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.workload import ModelShape
 
 __all__ = ["LinearBench", "code_of", "linear_tasks"]
 
@@ -42,11 +45,6 @@ COUNTED_RUNS: Final = 3
 
 EMULATED_SAMPLES: Final = 3
 """Runs of a part whose time means nothing."""
-
-POOR_FACTOR: Final = 2.0
-POOR_LENGTHS: Final = 2
-HOPELESS_FACTOR: Final = 20.0
-"""At it the best cut saves a twentieth of the GPU's time, at most."""
 
 STAGE: Final = "Linear layers"
 TASK_S: Final = 1.0
@@ -77,7 +75,7 @@ class _Group:
     spec: OpSpec
     members: list[LinearWeight]
     linear: GpuLinear | None = None
-    slices: dict[tuple[int, ...], NpuSlice] = field(default_factory=dict)
+    slices: dict[tuple[int, ...], NpuPart] = field(default_factory=dict)
 
 
 class LinearBench:
@@ -169,7 +167,7 @@ class LinearBench:
         y.acquire()
         try:
             call = graph.bind(
-                x.view(dtype, (point.tokens, point.columns)), y.view(dtype, (point.tokens, point.rows))
+                x.view(dtype, (point.tokens, point.columns)), y.view(dtype, (point.tokens, point.outputs))
             )
             real = npu.time_kind == "real"
             cold = real and point.streamed and point.tokens <= COLD_TOKENS
@@ -210,7 +208,7 @@ class LinearBench:
                 self._device.npu.release(part)
         self._group = None
 
-    def _slice(self, group: _Group, point: LinearPoint) -> NpuSlice:
+    def _slice(self, group: _Group, point: LinearPoint) -> NpuPart:
         rows, spec = point.member_rows, group.spec
         if rows not in group.slices:
             parts = [
@@ -219,15 +217,28 @@ class LinearBench:
             ranges = tuple((0, own) for own in rows)
             # Random numbers of the same group are the same, so that graphs in the cache are found again.
             name = f"random {spec.member_rows}"
-            weight = concatenate_rows(parts)
-            group.slices[rows] = NpuSlice(weight, spec.layer, spec.group, ranges, name, spec.integer_inputs)
+            weight, layer, rounded = concatenate_rows(parts), spec.layer, spec.integer_inputs
+            if spec.then is None:
+                group.slices[rows] = NpuSlice(weight, layer, spec.group, ranges, name, rounded)
+            else:
+                [down] = random_members(replace(spec.then, columns=rows[0]))
+                group.slices[rows] = NpuBlock(
+                    gate_up=weight,
+                    down=down,
+                    activation=BLOCK_ACTIVATION,
+                    bias=None,
+                    layer=layer,
+                    weights_key=name,
+                    cut=ranges[0],
+                    integer_inputs=rounded,
+                )
         return group.slices[rows]
 
     def _slot_pair(
         self, point: LinearPoint, input_dtype: np.dtype[Any], output_dtype: np.dtype[Any]
     ) -> tuple[SharedArray, SharedArray]:
         x = self._slot("x", point.tokens * point.columns, input_dtype)
-        return x, self._slot("y", point.tokens * point.rows, output_dtype)
+        return x, self._slot("y", point.tokens * point.outputs, output_dtype)
 
     def _slot(self, name: str, elements: int, dtype: np.dtype[Any]) -> SharedArray:
         """Return memory of at least that size; inputs are random in all of it."""
@@ -242,7 +253,11 @@ class LinearBench:
 
 
 def _graph_records(
-    npu: NpuBackend, point: LinearPoint, part: NpuSlice, before: tuple[int, int], prepared_us: float
+    npu: NpuBackend,
+    point: LinearPoint,
+    part: NpuPart,
+    before: tuple[int, int],
+    prepared_us: float,
 ) -> Iterable[Record]:
     """Return the record of a graph that was built or loaded just now; none where it was there already."""
     compiled, loaded = npu.compiled_count - before[0], npu.loaded_count - before[1]
@@ -259,7 +274,7 @@ def _graph_records(
     return [Record(GraphKey(point, code_of("npu")), samples, values=values)]
 
 
-def _cycles(npu: NpuBackend, part: NpuSlice, point: LinearPoint) -> dict[str, float]:
+def _cycles(npu: NpuBackend, part: NpuPart, point: LinearPoint) -> dict[str, float]:
     """Return the cycles of a run, where the backend counts them."""
     form: Form = point.form  # type: ignore[assignment]
     cycles = npu.count_cycles(part, point.tokens, form, runs=COUNTED_RUNS)
@@ -267,50 +282,6 @@ def _cycles(npu: NpuBackend, part: NpuSlice, point: LinearPoint) -> dict[str, fl
 
 
 # -- tasks -------------------------------------------------------------------------------------------
-
-
-class _Judge:
-    """Knows from whole groups which points of the NPU are not worth their time.
-
-    A form is poor that is slower than twice the best at two lengths. A cut is hopeless where the whole group
-    takes the NPU so many times the GPU's time that its share could not save what a hand-over costs.
-
-    Args:
-        known: What was measured before.
-        comparable: Whether the times of both parts are real.
-    """
-
-    def __init__(self, known: Mapping[Key, Record], *, comparable: bool) -> None:
-        self._comparable = comparable
-        self._times_us: dict[tuple[Part, LinearPoint], dict[int, dict[str, float]]] = {}
-        for record in known.values():
-            self.learn(record)
-
-    def learn(self, record: Record) -> None:
-        key = record.key
-        if isinstance(key, LinearKey) and not record.failed:
-            lengths = self._times_us.setdefault((key.part, replace(key.point, tokens=0, form="")), {})
-            time_us = record.values.get("cycles", record.median_us)
-            lengths.setdefault(key.point.tokens, {})[key.point.form] = time_us
-
-    def objection(self, work: WorkPoint) -> SkipReason | None:
-        """Return why a point is left out; None where it is to be measured."""
-        if work.part == "gpu":
-            return None
-        form, tokens = work.point.form, work.point.tokens
-        whole = replace(work.point, member_rows=work.spec.member_rows, tokens=0, form="")
-        lengths = self._times_us.get(("npu", whole), {})
-        slower = [
-            times[form] > POOR_FACTOR * min(times.values()) for times in lengths.values() if form in times
-        ]
-        if sum(slower) >= POOR_LENGTHS:
-            return "form"
-        own_us = lengths.get(tokens, {}).get(form)
-        gpu_us = self._times_us.get(("gpu", whole), {}).get(tokens, {}).get("")
-        is_cut = self._comparable and work.point.member_rows != work.spec.member_rows
-        if is_cut and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
-            return "hopeless"
-        return None
 
 
 def linear_tasks(
@@ -338,7 +309,7 @@ def linear_tasks(
         cache_bytes=last_level_cache_bytes(),
         max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
     )
-    bench, judge = LinearBench(device), _Judge(known or {}, comparable=device.time_kind == "real")
+    bench, judge = LinearBench(device), Judge(known or {}, comparable=device.time_kind == "real")
 
     def run(chunk: Sequence[WorkPoint]) -> Iterator[Record]:
         for work in chunk:

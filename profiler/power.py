@@ -62,16 +62,28 @@ class RaplCounter:
 
     def average_watts(self, work: Callable[[], None], seconds: float) -> float:
         """Return the average power; see :class:`PowerSource`."""
-        before, begin = self._energy_uj(), time.perf_counter()
+        before, begin = self.energy_uj(), time.perf_counter()
         _repeat(work, seconds)
-        energy_uj, elapsed_s = self._energy_uj() - before, time.perf_counter() - begin
-        if energy_uj < 0:
-            # The counter starts again from zero.
-            energy_uj += _number(self.folder / "max_energy_range_uj")
-        return energy_uj / 1e6 / elapsed_s
+        spent_uj, elapsed_s = self.spent_uj(before), time.perf_counter() - begin
+        return spent_uj / 1e6 / elapsed_s
 
-    def _energy_uj(self) -> float:
+    def energy_uj(self) -> float:
+        """Return what the counter shows.
+
+        Raises:
+            DeviceError: It cannot be read.
+        """
         return _number(self.folder / "energy_uj")
+
+    def spent_uj(self, before_uj: float) -> float:
+        """Return the energy since the counter showed ``before_uj``.
+
+        Raises:
+            DeviceError: It cannot be read.
+        """
+        spent = self.energy_uj() - before_uj
+        # A counter that ran over starts again from zero.
+        return spent if spent >= 0 else spent + _number(self.folder / "max_energy_range_uj")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from heterollm.profiler.validation import Score, score
 
 __all__ = ["BASELINES", "CANDIDATES", "PartPredictor", "Predictor"]
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 FIX: Final = "Run `heterollm profile`."
 
 CANDIDATES: Final[Mapping[Part, tuple[type[ShapeModel], ...]]] = {

@@ -94,7 +94,9 @@ def _possible(point: LinearPoint) -> bool:
     """Whether a slice can have been measured: it has a size, and its weights a format."""
     sized = min(point.tokens, point.rows, point.columns) > 0 and point.flops < MOST_FLOPS
     blocks = point.block > 0 if point.bits <= LARGEST_CODE_BITS else point.block == 0
-    return sized and blocks and point.bits in WEIGHT_BITS
+    # Gate and up are as wide as each other.
+    matched = not point.is_block or (len(point.member_rows) == 2 and len(set(point.member_rows)) == 1)
+    return sized and blocks and matched and point.bits in WEIGHT_BITS
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - a key or a part of one

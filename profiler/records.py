@@ -42,9 +42,13 @@ Bound = Literal["compute", "memory"]
 class LinearPoint:
     """One slice of a group of linear layers in one pass: what the solver asks the time of.
 
+    A slice of a feed-forward block (group ``ffn``) is some of its intermediate width: those rows of gate and
+    up, the activation, and the product with the columns of the down projection that they meet.
+
     Args:
         group: Which group.
-        member_rows: Output rows of each member that the part computes.
+        member_rows: Output rows of each member that the part computes; of a block those of gate and up, the
+            width twice.
         columns: Inputs ``k``.
         tokens: Rows ``m`` that are computed, padding included.
         bits: Bits of a weight.
@@ -92,9 +96,26 @@ class LinearPoint:
         )
 
     @property
+    def is_block(self) -> bool:
+        """Whether it is a slice of a whole feed-forward block."""
+        return self.group == "ffn"
+
+    @property
     def rows(self) -> int:
-        """Output rows ``n`` of all members together."""
+        """Output rows ``n`` of all members together; of a block those of gate and up."""
         return sum(self.member_rows)
+
+    @property
+    def outputs(self) -> int:
+        """Values written for each token: of a block as many as it reads."""
+        return self.columns if self.is_block else self.rows
+
+    @property
+    def shape(self) -> str:
+        """The weight in words: rows by inputs, and of a block outputs by width by inputs."""
+        if self.is_block:
+            return f"{self.outputs} x {self.member_rows[0]} x {self.columns}"
+        return f"{self.rows} x {self.columns}"
 
     @property
     def weight(self) -> WeightFormat:
@@ -104,12 +125,18 @@ class LinearPoint:
     @property
     def flops(self) -> int:
         """Multiply-adds, counted as two each."""
-        return 2 * self.tokens * self.rows * self.columns
+        weights = self.rows * self.columns
+        if self.is_block:
+            weights += self.outputs * self.member_rows[0]
+        return 2 * self.tokens * weights
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that the pass reads."""
-        return self.weight.weight_bytes(self.rows, self.columns)
+        size = self.weight.weight_bytes(self.rows, self.columns)
+        if self.is_block:
+            size += self.weight.weight_bytes(self.outputs, self.member_rows[0])
+        return size
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -31,13 +31,14 @@ from heterollm.profiler.links import (
     launch_costs,
     npu_return_costs,
 )
+from heterollm.profiler.points import Tier
 from heterollm.profiler.power import power_sources, power_tasks
 from heterollm.profiler.profile import Profile, profile_path
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Record
 from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
 from heterollm.profiler.task import Task
 from heterollm.profiler.tuning import default_jobs, tune
-from heterollm.profiler.workload import ModelShape, Tier
+from heterollm.profiler.workload import ModelShape
 from heterollm.profiler.worth import by_worth
 
 __all__ = ["SessionOptions", "profile_device", "profile_for"]

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from heterollm.errors import ProfileError
 from heterollm.profiler.predictor import BASELINES, Predictor
@@ -48,6 +48,9 @@ __all__ = ["summarize"]
 COUNTS: Final = ("measured", "failed", "known", "left")
 
 V = TypeVar("V", LinearKey, LayerKey, GraphKey)
+
+_Weight: TypeAlias = tuple[object, ...]
+_Cut: TypeAlias = tuple[_Weight, tuple[int, ...]]
 
 
 def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
@@ -127,20 +130,20 @@ def _count(value: object) -> int:
     return value if type(value) is int else 0
 
 
-def _weight(point: LinearPoint) -> tuple[object, ...]:
+def _weight(point: LinearPoint) -> _Weight:
     """Return what a slice has in common with the cuts of the same group."""
     return point.group, len(point.member_rows), point.columns, point.bits, point.block, point.integer_inputs
 
 
-def _cuts(profile: Profile) -> set[tuple[object, ...]]:
+def _cuts(profile: Profile) -> set[_Cut]:
     """Return the slices that are one side of a cut: the other side and the whole were measured too."""
-    rows: dict[Part, dict[tuple[object, ...], set[tuple[int, ...]]]] = {
+    rows: dict[Part, dict[_Weight, set[tuple[int, ...]]]] = {
         "gpu": defaultdict(set),
         "npu": defaultdict(set),
     }
     for key, _ in profile.of_kind(LinearKey):
         rows[key.part][_weight(key.point)].add(key.point.member_rows)
-    found: set[tuple[object, ...]] = set()
+    found: set[_Cut] = set()
     for weight, npu_rows in rows["npu"].items():
         gpu_rows = rows["gpu"][weight]
         for own in npu_rows:
@@ -148,7 +151,23 @@ def _cuts(profile: Profile) -> set[tuple[object, ...]]:
                 both = tuple(a + b for a, b in zip(own, rest, strict=True))
                 if both in npu_rows or both in gpu_rows:
                     found |= {(weight, own), (weight, rest)}
-    return found
+    return found | set(_cut_blocks(rows, found))
+
+
+def _cut_blocks(
+    rows: Mapping[Part, Mapping[_Weight, set[tuple[int, ...]]]], cuts: set[_Cut]
+) -> Iterator[_Cut]:
+    """Yield the slices of feed-forward blocks that are narrower than the block.
+
+    A block is as wide as its gate and up projections, which are measured by themselves too.
+    """
+    for weight, widths in rows["npu"].items():
+        if weight[0] != "ffn":
+            continue
+        plain: _Weight = ("gate_up", *weight[1:])
+        both = {*rows["gpu"].get(plain, ()), *rows["npu"].get(plain, ())}
+        whole = {own for own in both if (plain, own) not in cuts} or {max(widths)}
+        yield from ((weight, own) for own in widths if own not in whole)
 
 
 def _newest(profile: Profile, kind: type[V]) -> Iterator[tuple[V, Record]]:
@@ -161,7 +180,7 @@ def _newest(profile: Profile, kind: type[V]) -> Iterator[tuple[V, Record]]:
     yield from found.values()
 
 
-def _linear(profile: Profile, cuts: set[tuple[object, ...]]) -> Iterator[LinearRow]:
+def _linear(profile: Profile, cuts: set[_Cut]) -> Iterator[LinearRow]:
     for key, record in _newest(profile, LinearKey):
         times = Times.of(record)
         if times is not None:
@@ -192,7 +211,7 @@ def _hand_overs(profile: Profile) -> Iterator[HandOverRow]:
             yield HandOverRow(key.strategy, key.kernel_us, times, record.values.get("processor_fraction"))
 
 
-def _graphs(profile: Profile, cuts: set[tuple[object, ...]]) -> Iterator[GraphRow]:
+def _graphs(profile: Profile, cuts: set[_Cut]) -> Iterator[GraphRow]:
     for key, record in _newest(profile, GraphKey):
         whole = (_weight(key.point), key.point.member_rows) not in cuts
         load_us = record.median_us if record.samples_us else None

@@ -94,7 +94,7 @@ class LinearRow:
     Args:
         part: Where it ran.
         point: What it computed.
-        whole: Whether it is no cut of another measured slice.
+        whole: Whether it is no cut of another measured slice, and no part of a block's width.
         times: How long a pass took.
         gflops: 10⁹ multiply-adds, counted as two each, in a second.
         cycles: Cycles of the NPU, where it counts them.

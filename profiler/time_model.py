@@ -1,7 +1,8 @@
 """What every predictor of linear layers shares: its answer, what it knows, and its JSON form.
 
 A model is fitted for one *kind* of slice (form and number formats) at a time, so that no number of one leaks
-into another. Predictions use only additions, multiplications, divisions and comparisons of float64, whose
+into another; and feed-forward blocks are never predicted from plain linear layers, nor these from them.
+Predictions use only additions, multiplications, divisions and comparisons of float64, whose
 results IEEE 754 fixes: they are the same on every platform.
 """
 
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Protocol, Self, get_args
 
 from heterollm.errors import ProfileError
-from heterollm.kernels.ops import GROUPS
+from heterollm.kernels.ops import Group
 from heterollm.profiler.json_values import mapping, number, positive, sequence, whole, word
 from heterollm.profiler.records import LinearPoint
 
@@ -50,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """What slices must have in common for their times to be comparable: fields of ``LinearPoint``."""
+    """What slices must have in common for their times to be comparable: what ``LinearPoint`` says of them."""
 
     form: str
     integer_inputs: bool
@@ -58,11 +59,20 @@ class Kind:
     block: int
     symmetric: bool
     streamed: bool
+    is_block: bool = False
 
     @classmethod
     def of(cls, point: LinearPoint) -> Kind:
         """Return the kind of a slice."""
-        return cls(point.form, point.integer_inputs, point.bits, point.block, point.symmetric, point.streamed)
+        return cls(
+            point.form,
+            point.integer_inputs,
+            point.bits,
+            point.block,
+            point.symmetric,
+            point.streamed,
+            point.is_block,
+        )
 
     def unlikeness(self, other: Kind) -> tuple[int, ...]:
         """Return how far another kind is from this one: what weighs most comes first."""
@@ -84,6 +94,8 @@ class Kind:
         """
         named = mapping(data, {item.name for item in fields(cls)}, "kind")
         _check_kind(named)
+        if type(named["is_block"]) is not bool:
+            raise ProfileError(f"A predictor's kind is {dict(named)!r:.200}.")
         return cls(**named)
 
 
@@ -180,15 +192,20 @@ class TimeModel:
         """Return the time of a slice; of a kind that was never measured, that of the likest one.
 
         Raises:
-            ProfileError: The model was not fitted.
+            ProfileError: The model was not fitted; or the slice is one of a feed-forward block and only plain
+                linear layers were measured, or the other way round.
         """
         kind = Kind.of(point)
         held = self.kinds.get(kind)
         known = held is not None
         if held is None:
-            if not self.kinds:
-                raise ProfileError("The predictor was not fitted.", fix="Run `heterollm profile`.")
-            held = self.kinds[min(self.kinds, key=lambda other: (*kind.unlikeness(other), other))]
+            alike = [other for other in self.kinds if other.is_block == kind.is_block]
+            if not alike:
+                what = "feed-forward block" if kind.is_block else "linear layer"
+                raise ProfileError(
+                    f"There is no measured {what} to predict others from.", fix="Run `heterollm profile`."
+                )
+            held = self.kinds[min(alike, key=lambda other: (*kind.unlikeness(other), other))]
         model, hull = held
         us = model.estimate_us(point)
         known = known and hull.near(point)
@@ -241,7 +258,7 @@ def point_from_dict(data: object) -> LinearPoint:
     """
     named = mapping(data, {item.name for item in fields(LinearPoint)}, "A slice")
     _check_kind(named)
-    if named["group"] not in GROUPS:
+    if named["group"] not in get_args(Group):
         raise ProfileError(f"There is no group {named['group']!r:.80}.")
     whole([named["columns"], named["tokens"]], "columns and tokens")
     return LinearPoint(**{**named, "member_rows": tuple(whole(named["member_rows"], "member_rows"))})

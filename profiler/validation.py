@@ -56,9 +56,9 @@ class Score:
         return round(self.regret or 0.0, 3), self.median_error, self.model
 
 
-def weight_shape(point: LinearPoint) -> tuple[int, int]:
-    """Return what slices of a weight have in common: its columns and rows."""
-    return point.columns, point.rows
+def weight_shape(point: LinearPoint) -> tuple[int, int, bool]:
+    """Return what slices of a weight have in common: its columns, its rows, and whether it is a block's."""
+    return point.columns, point.rows, point.is_block
 
 
 def held_out_predictions(
@@ -66,7 +66,7 @@ def held_out_predictions(
 ) -> dict[LinearPoint, float]:
     """Return the predicted time of each slice by a model that saw no slice of its weight shape.
 
-    Empty where there is but one shape.
+    Without those of which there is but one shape, counting plain linear layers and feed-forward blocks apart.
     """
     shapes = sorted({weight_shape(point) for point in times})
     folds = min(len(shapes), most_folds)
@@ -78,8 +78,9 @@ def held_out_predictions(
     for fold in range(folds):
         seen = [point for point in times if fold_of[weight_shape(point)] != fold]
         fitted = TimeModel(model).fit(seen, [times[point] for point in seen])
+        can_be = {point.is_block for point in seen}
         for point in times:
-            if fold_of[weight_shape(point)] == fold:
+            if fold_of[weight_shape(point)] == fold and point.is_block in can_be:
                 predicted[point] = fitted.predict(point).us
     return predicted
 
@@ -88,7 +89,8 @@ def choices(part: Part, times: Times, other: Times) -> Iterator[list[tuple[Linea
     """Yield every decision between measured alternatives in which a part's times matter.
 
     Each alternative is the slice on the part (None if all runs on the other) and the measured time of the
-    rest on the other part, which runs meanwhile.
+    rest on the other part, which runs meanwhile. For feed-forward blocks they are forms: the GPU's part of
+    one is measured as several operators, and not by itself.
 
     Args:
         part: The part whose times are predicted.
@@ -156,9 +158,13 @@ def score(
     predicted = held_out_predictions(model, times, most_folds=most_folds)
     if not predicted:
         return None
-    errors = [abs(predicted[point] - time) / time for point, time in times.items()]
-    ratios = [time / predicted[point] for point, time in times.items()]
-    losses = [_loss(found, times, predicted) for found in choices(part, times, other)]
+    errors = [abs(found - times[point]) / times[point] for point, found in predicted.items()]
+    ratios = [times[point] / found for point, found in predicted.items()]
+    losses = [
+        _loss(found, times, predicted)
+        for found in choices(part, times, other)
+        if all(point is None or point in predicted for point, _ in found)
+    ]
     return Score(
         model.name,
         part,

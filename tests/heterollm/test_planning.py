@@ -21,9 +21,9 @@ from heterollm.plan_command import solve_for
 from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.caches import last_level_cache_bytes
 from heterollm.profiler.linear_bench import code_of
+from heterollm.profiler.points import enumerate_points
 from heterollm.profiler.profile import Profile, profile_path
 from heterollm.profiler.records import LinearKey, Record
-from heterollm.profiler.workload import enumerate_points
 from heterollm.solver.plan import Plan
 
 FIELDS = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from heterollm.errors import DeviceError, KernelError
-from heterollm.kernels.device import open_device
+from heterollm.errors import KernelError
 from heterollm.kernels.gpu_layers import STEP_LENGTH, STEP_POSITION, GpuLayers
 from heterollm.profiler import gpu_timer as timer_module
 from heterollm.profiler import layer_operators
@@ -14,16 +13,6 @@ from heterollm.profiler.workload import Sizes, shape_of
 
 POSITIONS = (0, 300)
 SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
-
-
-@pytest.fixture(scope="module")
-def device():
-    try:
-        opened = open_device("host")
-    except DeviceError as error:
-        pytest.skip(f"needs the host device: {error}")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(autouse=True)

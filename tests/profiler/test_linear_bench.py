@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heterollm.errors import DeviceError, GraphError
-from heterollm.kernels.device import Device, open_device
+from heterollm.errors import GraphError
+from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuSlice
 from heterollm.profiler import gpu_timer as timer_module
@@ -19,24 +19,15 @@ from heterollm.profiler import linear_bench
 from heterollm.profiler.caches import HostReader, eviction_bytes, last_level_cache_bytes
 from heterollm.profiler.gpu_timer import GpuTimer, gpu_timer
 from heterollm.profiler.linear_bench import LinearBench, code_of, linear_tasks
+from heterollm.profiler.points import WorkPoint
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.record_json import record_from_dict, record_line
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Record
 from heterollm.profiler.runner import ProfileOptions, run_tasks
-from heterollm.profiler.workload import ModelShape, Sizes, WorkPoint, shape_of
+from heterollm.profiler.workload import ModelShape, Sizes, shape_of
 from heterollm.units import MIB
 
 SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
-
-
-@pytest.fixture(scope="module")
-def device():
-    try:
-        opened = open_device("host")
-    except DeviceError as error:
-        pytest.skip(f"needs the host device: {error}")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +86,13 @@ class FakeNpu:
         self.cost_ns: Callable[[int, Form], int] = lambda length, _: 1000 * length
         self.cycles: tuple[int, ...] | None = None
         self._forms = forms
+        self._block_forms: tuple[Form, ...] = ()
 
     def forms(self, weight: Any, *, columns: int, length: int, integer_inputs: bool = False):
         return self._forms
+
+    def block_forms(self, weight: Any, *, width: int, **_: Any) -> tuple[Form, ...]:
+        return self._block_forms
 
     def prepare(self, part: NpuSlice, length: int, form: Form) -> FakeGraph:
         self.prepared.append((length, form))

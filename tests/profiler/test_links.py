@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from heterollm.errors import DeviceError, KernelError, OptionError
-from heterollm.kernels.device import open_device
 from heterollm.kernels.faults import LateWriter
 from heterollm.kernels.handover import STRATEGIES, strategies_for
 from heterollm.kernels.opencl_runtime import OpenClRuntime
@@ -27,16 +26,6 @@ from heterollm.profiler.links import (
     npu_return_costs,
 )
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Record
-
-
-@pytest.fixture(scope="module")
-def device():
-    try:
-        opened = open_device("host")
-    except DeviceError as error:
-        pytest.skip(f"needs the host device: {error}")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

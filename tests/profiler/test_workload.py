@@ -10,20 +10,22 @@ import pytest
 from heterollm.errors import OptionError
 from heterollm.kernels.npu import STANDARD_LENGTHS, Form
 from heterollm.kernels.ops import GROUPS, WeightFormat
-from heterollm.profiler.records import LinearPoint
-from heterollm.profiler.workload import (
+from heterollm.profiler.points import (
     CUT_TOKENS,
-    DEFAULT_SHAPES,
     GPU_TOKENS,
-    HEAD_TOKENS,
     NPU_FRACTIONS,
-    ModelShape,
-    Sizes,
     Skipped,
     WorkPoint,
+    enumerate_points,
+)
+from heterollm.profiler.records import LinearPoint
+from heterollm.profiler.workload import (
+    DEFAULT_SHAPES,
+    HEAD_TOKENS,
+    ModelShape,
+    Sizes,
     cut_rows,
     default_shapes,
-    enumerate_points,
     rest_rows,
     shape_of,
 )
@@ -46,6 +48,10 @@ class StatedNpu:
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
     ) -> tuple[Form, ...]:
         return self._forms
+
+    def block_forms(self, weight: WeightFormat, **_: object) -> tuple[Form, ...]:
+        """None: blocks have tests of their own."""
+        return ()
 
 
 def points_of(shapes, npu, cache_bytes=0, max_buffer_bytes=LARGE) -> tuple[list[WorkPoint], Skipped]:
@@ -134,6 +140,8 @@ def test_what_is_left_out_is_counted_by_reason():
     _, unsupported = points_of([shape], StatedNpu(256, ()))
     cuts = {"qkv": 3, "o": 3, "gate_up": 7, "down": 3}
     missing = lengths * sum(1 + count for count in cuts.values()) + head_lengths * (1 + 3)
+    # And the feed-forward block, whole and at seven widths.
+    missing += lengths * (1 + 7)
     assert unsupported.counts["unsupported"] == missing
 
     points, small = points_of([shape], StatedNpu(256), max_buffer_bytes=1000)
