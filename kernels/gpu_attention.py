@@ -105,6 +105,7 @@ class GpuAttention(LayerKernels):
             epsilon: Added to the mean square in those norms.
             label: Name for traces and errors.
         """
+        qkv.require_concatenated(label)
         rotary = head_dim if rotary_dim is None else rotary_dim
         if qkv.rows != (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim):
             raise KernelError(f"{label}: members of {qkv.rows} rows are not {heads} and {kv_heads} heads.")

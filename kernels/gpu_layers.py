@@ -84,7 +84,8 @@ class GpuLayers(GpuAttention):
             hidden: Width of the model.
             tokens: Rows.
             epsilon: Added to the mean square.
-            delta: Output of the linear before, one member; None at the start of the model.
+            delta: Output of the linear before, one member, or two parts of it to sum; None at the start of
+                the model.
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the norm of the delta, or None.
             rounded: Where the int8 codes of ``out`` go as well, or None.
@@ -137,7 +138,8 @@ class GpuLayers(GpuAttention):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
         # What is not there is never read, but an argument must be some memory.
         extra = (weight if memory is None else memory for memory in (bias, post))
-        sizes = (np.int32(delta.splits[0]), np.int32(hidden))
+        split = -1 if delta.join == "sum" else delta.splits[0]
+        sizes = (np.int32(split), np.int32(hidden))
         return (residual, weight, out, delta.a, delta.b, *extra, step, *sizes)
 
     def _norm(
@@ -188,6 +190,7 @@ class GpuLayers(GpuAttention):
             rounded: Where the int8 codes of ``out`` go as well, or None.
             label: Name for traces and errors.
         """
+        gate_up.require_concatenated(label)
         if gate_up.rows != (intermediate, intermediate):
             raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
         self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
@@ -200,6 +203,7 @@ class GpuLayers(GpuAttention):
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
+        head.require_concatenated(label)
         if len(head.rows) != 1:
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
         self._check(out, rows * head.rows[0], 4, f"{label} output")

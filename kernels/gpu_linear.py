@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import KernelError
+from heterollm.kernels.gpu_work import embedding_demand, linear_demand
+from heterollm.kernels.linear_packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
 from heterollm.kernels.linear_parameters import ShapeClass, default_parameters
 from heterollm.kernels.opencl_launch import Argument, Launch
 from heterollm.kernels.opencl_memory import SharedArray, aligned_empty
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.quantized_tensor import LinearWeight
 from heterollm.kernels.rounding import RoundedInputs, rounding_launch, scratch_codes
 from heterollm.kernels.variants import BuildError, KernelStyle, Variant, variants_for
 from heterollm.units import round_up
@@ -33,14 +36,28 @@ RowRange: TypeAlias = tuple[int, int]
 ROW_ALIGNMENT: Final = 64
 """Multiple at which the kept rows of a member may start; they may stop anywhere."""
 
-COLUMNS_MULTIPLE: Final = 16
-"""Multiple that the inputs of a linear must be of."""
-
-BLOCKS: Final = (16, 32, 64, 128)
-"""Quantisation blocks that the kernels take."""
-
 SIMT_EMBEDDING_SPAN: Final = 16
 SIMT_EMBEDDING_ITEMS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one launch computes; as the arguments of :meth:`GpuLinear.launch`, with nothing left open."""
+
+    x: SharedArray
+    y: SharedArray
+    tokens: int
+    first_token: int
+    kept: tuple[RowRange, ...]
+    columns: tuple[int, int]
+    half_output: bool
+    rounded: RoundedInputs | None
+    label: str
+
+    @property
+    def width(self) -> int:
+        """Inputs of every row."""
+        return self.columns[1] - self.columns[0]
 
 
 class GpuLinear:
@@ -113,14 +130,14 @@ class GpuLinear:
         Raises:
             KernelError: A shape or format that the kernels cannot compute, or too little device memory.
         """
-        number_format, columns = _check_members(members)
+        number_format, columns = check_members(members)
         if np.dtype(activation_dtype) not in (np.float32, np.float16):
             raise KernelError(f"Activations are float32 or float16, not {np.dtype(activation_dtype)}.")
         if integer_inputs and not number_format.quantized:
             raise KernelError(f"Inputs cannot be rounded to int8 for {number_format} weights.")
-        blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(_codes, members))
+        blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(codes, members))
         depth = columns * number_format.bits // 32 if number_format.quantized else columns
-        word = np.dtype(np.uint32) if number_format.quantized else _codes(members[0]).dtype
+        word = np.dtype(np.uint32) if number_format.quantized else codes(members[0]).dtype
         weights = aligned_empty((blocks, depth, 64), word)
         scales = zeros = None
         if number_format.quantized:
@@ -128,11 +145,11 @@ class GpuLinear:
             scales = aligned_empty((blocks, groups, 64), np.float16)
             zeros = None if number_format.symmetric else aligned_empty((blocks, groups, 64), np.uint8)
         first = 0
-        for member in members:
-            count = round_up(_codes(member).shape[0], 64) // 64
-            _pack_member(member, first, count, weights, scales, zeros)
+        for member in members if runtime.computes else ():
+            count = round_up(codes(member).shape[0], 64) // 64
+            pack_member(member, first, count, weights, scales, zeros)
             first += count
-        rows = tuple(_codes(member).shape[0] for member in members)
+        rows = tuple(codes(member).shape[0] for member in members)
         arrays = (weights, scales, zeros)
         return cls(runtime, rows, columns, number_format, arrays, activation_dtype, integer_inputs)
 
@@ -144,6 +161,7 @@ class GpuLinear:
         tokens: int,
         first_token: int = 0,
         kept: Sequence[RowRange] | None = None,
+        columns: tuple[int, int] | None = None,
         output_dtype: DTypeLike | None = None,
         rounded: RoundedInputs | None = None,
         style: KernelStyle | Variant | None = None,
@@ -152,12 +170,15 @@ class GpuLinear:
         """Return the prepared call of ``y[t] = x[t] @ kept rows of W.T`` for ``tokens`` rows.
 
         Args:
-            x: Slot that starts with the activations, ``[first_token + tokens, k]`` in the activation type.
+            x: Slot that starts with the activations, ``[first_token + tokens, k]`` in the activation type;
+                with ``columns`` those alone, next to each other.
             y: Slot for the output, ``[first_token + tokens, kept rows]``.
             tokens: Rows ``m`` to compute.
             first_token: The first of them; both slots are counted from token 0.
             kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; default all. The
                 output columns are the kept rows of the members one after the other.
+            columns: Inputs ``[start, stop)`` to multiply by, of every row: a partial sum. Both are multiples
+                of the block and of :data:`COLUMNS_MULTIPLE`; default all.
             output_dtype: float32, where the activations are float16 and the output is not.
             rounded: Where the kernel that wrote ``x`` has left its codes, the first row that of
                 ``first_token``; by default a launch before this one rounds ``x``. For integer inputs alone.
@@ -170,15 +191,18 @@ class GpuLinear:
         """
         if tokens < 1 or first_token < 0:
             raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
+        half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
+        ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
+        taken = self._check_columns((0, self.columns) if columns is None else columns, label)
+        call = _Call(x, y, tokens, first_token, ranges, taken, half_output, rounded, label)
         if rounded is not None:
             if not self.integer_inputs:
                 raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
-            rounded.check(self.format, tokens, self.columns, label)
-        half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
+            rounded.check(self.format, tokens, call.width, label)
 
         def build(variant: Variant) -> Launch:
             with self._blamed(variant, shape):
-                return self._launch(variant, x, y, tokens, first_token, kept, half_output, rounded, label)
+                return self._launch(variant, call)
 
         def try_out(variant: Variant) -> None:
             with self._blamed(variant, shape):
@@ -211,51 +235,27 @@ class GpuLinear:
 
         try_linear(self._runtime, variant, self.format, half=self._half, integer_inputs=self.integer_inputs)
 
-    def _launch(
-        self,
-        variant: Variant,
-        x: SharedArray,
-        y: SharedArray,
-        tokens: int,
-        first_token: int,
-        kept: Sequence[RowRange] | None,
-        half_output: bool,
-        rounded: RoundedInputs | None,
-        label: str,
-    ) -> Launch:
-        ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
-        rows = sum(stop - start for start, stop in ranges)
-        tiles, tile_count = self._tile_map(ranges, label)
-        _check_slot(x, (first_token + tokens) * self.columns * (2 if self._half else 4), f"{label} input")
-        _check_slot(y, (first_token + tokens) * rows * (2 if half_output else 4), f"{label} output")
-        chosen = variant.style
-        shape = self._shape_class(tokens)
-        parameters = variant.parameters
+    def _launch(self, variant: Variant, call: _Call) -> Launch:
+        rows = sum(stop - start for start, stop in call.kept)
+        tiles, tile_count = self._tile_map(call.kept, call.label)
+        last = call.first_token + call.tokens
+        _check_slot(call.x, last * call.width * (2 if self._half else 4), f"{call.label} input")
+        _check_slot(call.y, last * rows * (2 if call.half_output else 4), f"{call.label} output")
+        chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(call.tokens)
         if parameters is None or parameters.many != (shape.tokens == "many"):
             parameters = default_parameters(chosen, shape)
-        grid = parameters.grid(tokens, tile_count)
+        grid = parameters.grid(call.tokens, tile_count)
         defines = variant.defines | {"BITS": self.format.bits} | grid.defines
         if self._half:
             defines["ACT_HALF"] = 1
-            if not half_output:
+            if not call.half_output:
                 defines["OUT_FLOAT"] = 1
         files = ["common.h", "linear.h"]
-        inputs: tuple[Argument, ...] = (x,)
+        inputs: tuple[Argument, ...] = (call.x,)
         before = None
         if self.integer_inputs:
             files.append("linear_int8.h")
-            if rounded is None:
-                rounded = scratch_codes(self._runtime, self.format, tokens, self.columns)
-                before = rounding_launch(
-                    self._runtime,
-                    x,
-                    rounded,
-                    columns=self.columns,
-                    tokens=tokens,
-                    first_token=first_token,
-                    half=self._half,
-                    variant=variant,
-                )
+            rounded, before = self._rounded(variant, call)
             inputs = (rounded.codes, rounded.blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
@@ -263,10 +263,43 @@ class GpuLinear:
             files.append("linear_wide.h")
         name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
         kernel = self._runtime.kernel((*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines)
-        sizes = (np.int32(self.columns), np.int32(rows), *self._parameters)
-        span = (np.int32(first_token), np.int32(tokens), np.int32(grid.token_step))
-        arguments: tuple[Argument, ...] = (*self._device_weights(), *inputs, y, tiles, *sizes, *span)
-        return self._runtime.launch(kernel, arguments, grid.global_size, grid.local_size, label, before)
+        sizes = (np.int32(call.width), np.int32(rows), *self._parameters)
+        part = (np.int32(self.columns), np.int32(call.columns[0]))
+        span = (np.int32(call.first_token), np.int32(call.tokens), np.int32(grid.token_step))
+        arguments: tuple[Argument, ...]
+        arguments = (*self._device_weights(), *inputs, call.y, tiles, *sizes, *part, *span)
+        item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
+        output_bytes = 2 if call.half_output else 4
+        demand = linear_demand(self.format, rows, call.width, call.tokens, item_bytes, output_bytes)
+        size = grid.global_size, grid.local_size
+        return self._runtime.launch(kernel, arguments, *size, call.label, before, demand=demand)
+
+    def _rounded(self, variant: Variant, call: _Call) -> tuple[RoundedInputs, Launch | None]:
+        """Return the codes of a call's inputs, and the launch that makes them where none did before."""
+        if call.rounded is not None:
+            return call.rounded, None
+        rounded = scratch_codes(self._runtime, self.format, call.tokens, call.width)
+        before = rounding_launch(
+            self._runtime,
+            call.x,
+            rounded,
+            columns=call.width,
+            tokens=call.tokens,
+            first_token=call.first_token,
+            half=self._half,
+            variant=variant,
+        )
+        return rounded, before
+
+    def _check_columns(self, columns: tuple[int, int], label: str) -> tuple[int, int]:
+        """Return a range of inputs that starts and stops where a launch can."""
+        (start, stop), unit = columns, max(self.format.block, COLUMNS_MULTIPLE)
+        if not 0 <= start < stop <= self.columns or start % unit or stop % unit:
+            raise KernelError(
+                f"{label}: inputs [{start}, {stop}) of {self.columns}; a range starts and stops at multiples "
+                f"of {unit}, inside, and is not empty."
+            )
+        return columns
 
     def embed_launch(
         self,
@@ -311,7 +344,8 @@ class GpuLinear:
         sizes = (np.int32(self.columns), np.int32(self.member_rows[0]), *self._parameters, np.int32(span))
         arguments: tuple[Argument, ...] = (*self._device_weights(), tokens, y, *sizes, np.float32(scale))
         global_size = (round_up(self.columns // span, items), count)
-        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label)
+        demand = embedding_demand(self.format, self.columns, count)
+        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label, demand=demand)
 
     def _device_weights(self) -> tuple[Argument, Argument, Argument]:
         # Arguments that a format does not use still need a buffer on some drivers.
@@ -339,60 +373,6 @@ class GpuLinear:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
         self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
         return self._tiles[kept]
-
-
-def _codes(weight: LinearWeight) -> NDArray[Any]:
-    return weight.codes if isinstance(weight, QuantizedTensor) else weight
-
-
-def _check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
-    if not members:
-        raise KernelError("A group needs at least one linear layer.")
-    formats = {weight_format(member) for member in members}
-    widths = {
-        member.columns if isinstance(member, QuantizedTensor) else int(member.shape[1]) for member in members
-    }
-    if len(formats) != 1 or len(widths) != 1:
-        raise KernelError(
-            f"The linears of a group differ: formats {sorted(map(str, formats))}, inputs {sorted(widths)}."
-        )
-    number_format, columns = formats.pop(), widths.pop()
-    if columns < 1 or columns % COLUMNS_MULTIPLE or not all(_codes(member).shape[0] for member in members):
-        raise KernelError(
-            f"Linears with {columns} inputs and {[_codes(member).shape[0] for member in members]} output "
-            f"rows cannot be computed: inputs must be a multiple of {COLUMNS_MULTIPLE}, rows at least one."
-        )
-    if number_format.quantized and number_format.block not in BLOCKS:
-        raise KernelError(f"A quantisation block of {number_format.block} is not one of {BLOCKS}.")
-    return number_format, columns
-
-
-def _pack_member(
-    member: LinearWeight,
-    first: int,
-    count: int,
-    weights: NDArray[Any],
-    scales: NDArray[Any] | None,
-    zeros: NDArray[Any] | None,
-) -> None:
-    if isinstance(member, QuantizedTensor):
-        codes = np.ascontiguousarray(member.codes).reshape(member.rows, -1)
-        _interleave(codes.view(np.uint32), weights[first : first + count])
-        if scales is not None:
-            _interleave(member.scales, scales[first : first + count])
-        if zeros is not None:
-            _interleave(member.unpacked_zero_points(), zeros[first : first + count])
-    else:
-        _interleave(member, weights[first : first + count])
-
-
-def _interleave(source: NDArray[Any], target: NDArray[Any]) -> None:
-    """Write ``source [n, depth]`` into ``target [ceil(n / 64), depth, 64]``, padded with zeros."""
-    whole, rest = divmod(source.shape[0], 64)
-    target[:whole] = source[: whole * 64].reshape(whole, 64, source.shape[1]).transpose(0, 2, 1)
-    if rest:
-        target[whole] = 0
-        target[whole, :, :rest] = source[whole * 64 :].T
 
 
 def _check_slot(slot: SharedArray, size_bytes: int, what: str) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike
 from heterollm.errors import KernelError
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_runtime import OpenClRuntime
+from heterollm.kernels.ops import Join
 from heterollm.kernels.rounding import RoundedInputs
 from heterollm.kernels.variants import KernelStyle, Variant, variants_for
 
@@ -48,7 +49,7 @@ SIMT_ITEMS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The output of a linear group under a row cut.
+    """The output of a linear group under a row cut, or of a block under a cut of its width.
 
     Of member ``j`` the first ``splits[j]`` rows (output columns of the activation) lie in ``a``, the rest in
     ``b``; in each segment the members follow one another. A segment that no member uses may be any memory.
@@ -57,19 +58,33 @@ class Segments:
         a: ``[m_padded, sum(splits)]`` in the activation type.
         b: ``[m, sum(rows) - sum(splits)]`` in the activation type.
         rows: Output rows of each member.
-        splits: How many of them lie in ``a``.
+        splits: How many of them lie in ``a``; nothing with ``sum``.
+        join: With ``sum`` there is one member, whose output is the sum of ``a`` and ``b``, each ``[m, rows]``
+            (``a`` may have more rows). Only the norms add.
     """
 
     a: SharedArray
     b: SharedArray
     rows: tuple[int, ...]
     splits: tuple[int, ...]
+    join: Join = "concatenate"
 
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.splits) or not all(
             0 <= split <= rows for split, rows in zip(self.splits, self.rows, strict=True)
         ):
             raise KernelError(f"Splits {self.splits} do not lie inside members of {self.rows} rows.")
+        if self.join == "sum" and len(self.rows) != 1:
+            raise KernelError(f"Two parts are summed for one member, not for {len(self.rows)}.")
+
+    def require_concatenated(self, label: str) -> None:
+        """Refuse parts that must be added up first.
+
+        Raises:
+            KernelError: They must.
+        """
+        if self.join == "sum":
+            raise KernelError(f"{label}: two parts are to be summed, which only a norm does.")
 
 
 class LayerKernels:

@@ -7,6 +7,9 @@
 // [row block][k / block][64].
 //
 // tiles: one entry for each row block in use: (row block, its first output column, columns in use, 0).
+//
+// A launch may take a range of inputs only: `columns` of them, which start at first_column of the
+// weight_columns that the layout is made for.
 #define LANES 64
 
 #if BITS == 4
@@ -40,6 +43,16 @@ typedef half out_t;
 #define store_out8(v, p, i) store_half8(v, p, i)
 #endif
 
+// Where a row block's weights start, with the first input that the launch takes.
+static inline size_t first_weight(int row_block, int weight_columns, int first_column) {
+  return ((size_t)row_block * (weight_columns / WORD_INPUTS) + first_column / WORD_INPUTS) * LANES;
+}
+
+// The same for its scales and zero points.
+static inline size_t first_group(int row_block, int weight_columns, int first_column, int block) {
+  return ((size_t)row_block * (weight_columns / block) + first_column / block) * LANES;
+}
+
 // x is [tokens][columns] and y [tokens][rows], both counted from first_token. block, scales and zeros mean
 // nothing with float weights; zeros is read when asymmetric is not 0. Second grid dimension: the token in
 // kernels for one token, else blocks of token_step tokens.
@@ -47,4 +60,4 @@ typedef half out_t;
   __global const weight_t *restrict weights, __global const half *restrict scales,                           \
       __global const uchar *restrict zeros, __global const act_t *restrict x, __global out_t *restrict y,    \
       __global const int4 *restrict tiles, int columns, int rows, int block, int asymmetric,                 \
-      int first_token, int tokens, int token_step
+      int weight_columns, int first_column, int first_token, int tokens, int token_step

@@ -18,4 +18,4 @@
       __global const uchar *restrict zeros, __global const uint *restrict x_codes,                           \
       __global const float2 *restrict x_blocks, __global out_t *restrict y,                                  \
       __global const int4 *restrict tiles, int columns, int rows, int block, int asymmetric,                 \
-      int first_token, int tokens, int token_step
+      int weight_columns, int first_column, int first_token, int tokens, int token_step

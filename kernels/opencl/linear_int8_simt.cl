@@ -38,7 +38,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   const int token = get_group_id(1) * TOKENS;
   const int count = min(TOKENS, tokens - token);
   const int blocks = columns / block;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
+  weights += first_weight(tile.x, weight_columns, first_column) + lane;
+  const size_t groups = first_group(tile.x, weight_columns, first_column, block) + lane;
   // Rows past the last token are read, but their sums are not stored.
   const size_t stride = columns / 4;
   x_codes += token * stride;
@@ -47,7 +48,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
   for (int b = slice; b < blocks; b += SLICES) {
     __global const weight_t *source = weights + (size_t)b * (block / WORD_INPUTS) * LANES;
-    const size_t group = ((size_t)tile.x * blocks + b) * LANES + lane;
+    const size_t group = groups + (size_t)b * LANES;
     int sums[TOKENS];
     UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = 0;
     int quad = b * block / 4;
@@ -100,7 +101,8 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   const int blocks = columns / block;
   x_codes += (size_t)token * (columns / 4);
   x_blocks += (size_t)token * blocks;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
+  weights += first_weight(tile.x, weight_columns, first_column);
+  const size_t groups = first_group(tile.x, weight_columns, first_column, block);
   float totals[ITEM_TOKENS][4];
   int sums[ITEM_TOKENS][4];
   UNROLL for (int r = 0; r < ITEM_TOKENS; r++)
@@ -127,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
           sums[r][c] += DOT4(values[k][column * 4 + c], inputs[k][strip * ITEM_TOKENS + r]);
     if ((start + DEPTH) % block == 0) {
       const int b = start / block;
-      const size_t group = ((size_t)tile.x * blocks + b) * LANES + column * 4;
+      const size_t group = groups + (size_t)b * LANES + column * 4;
       UNROLL for (int r = 0; r < ITEM_TOKENS; r++) {
         const float2 input = x_blocks[(size_t)min(strip * ITEM_TOKENS + r, count - 1) * blocks + b];
         UNROLL for (int c = 0; c < 4; c++) {

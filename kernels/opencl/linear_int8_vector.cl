@@ -95,8 +95,8 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
   const int count = min(TOKENS, tokens - token);
   const int blocks = columns / block;
   y += (size_t)(first_token + token) * rows + tile.y;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
-  size_t group = (size_t)tile.x * blocks * LANES;
+  weights += first_weight(tile.x, weight_columns, first_column);
+  size_t group = first_group(tile.x, weight_columns, first_column, block);
   wide_float totals[TOKENS][VECTORS];
   // Rows past the last token are read, but their sums are not stored.
   const size_t stride = columns / 4;
@@ -243,9 +243,10 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
   x_codes += (size_t)token * (columns / 4);
   x_blocks += (size_t)token * (columns / block);
   y += (size_t)(first_token + token) * rows + tile.y;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
-  scales += (size_t)tile.x * (columns / block) * LANES;
-  zeros += (size_t)tile.x * (columns / block) * LANES;
+  const size_t group = first_group(tile.x, weight_columns, first_column, block);
+  weights += first_weight(tile.x, weight_columns, first_column);
+  scales += group;
+  zeros += group;
   panel_t panel;
   wide_float totals[WHOLE_STRIPS(MAX_TOKEN_STEP) * 2];
   for (int lane = first_lane; lane < min(first_lane + ITEM_COLUMNS, tile.z); lane += PAIR) {

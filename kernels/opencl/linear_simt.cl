@@ -34,7 +34,10 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
   const int token = get_group_id(1) * TOKENS;
   const int count = min(TOKENS, tokens - token);
   x += (size_t)(first_token + token) * columns;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES + lane;
+  weights += first_weight(tile.x, weight_columns, first_column) + lane;
+#if BITS <= 8
+  const size_t groups = first_group(tile.x, weight_columns, first_column, block) + lane;
+#endif
   float totals[TOKENS];
   UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
   for (int start = 0; start < columns; start += CHUNK) {
@@ -50,7 +53,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
       float dots[TOKENS];
       UNROLL for (int t = 0; t < TOKENS; t++) dots[t] = 0.0f;
 #if BITS <= 8
-      const size_t group = ((size_t)tile.x * (columns / block) + (start + g) / block) * LANES + lane;
+      const size_t group = groups + (size_t)((start + g) / block) * LANES;
       const float zero = zero_point(zeros, group, asymmetric);
       for (int k = g; k < g + step; k += WORD_INPUTS, source += LANES) {
         const uint q = *source;
@@ -106,7 +109,10 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   const int token = get_group_id(1) * token_step;
   const int count = min(token_step, tokens - token);
   x += (size_t)(first_token + token) * columns;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
+  weights += first_weight(tile.x, weight_columns, first_column);
+#if BITS <= 8
+  const size_t groups = first_group(tile.x, weight_columns, first_column, block);
+#endif
   float4 sums[ITEM_TOKENS];
   UNROLL for (int r = 0; r < ITEM_TOKENS; r++) sums[r] = 0.0f;
 
@@ -123,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
       const int lane = i % LANES, k = i / LANES * WORD_INPUTS;
       __global const weight_t *source = weights + (size_t)((start + k) / WORD_INPUTS) * LANES + lane;
 #if BITS <= 8
-      const size_t group = ((size_t)tile.x * (columns / block) + (start + k) / block) * LANES + lane;
+      const size_t group = groups + (size_t)((start + k) / block) * LANES + lane;
       const float scale = load_half(scales, group), zero = zero_point(zeros, group, asymmetric);
       const uint q = *source;
       UNROLL for (int j = 0; j < WORD_INPUTS; j++)

@@ -37,13 +37,13 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
   const int count = min(TOKENS, tokens - token);
   x += (size_t)(first_token + token) * columns;
   y += (size_t)(first_token + token) * rows + tile.y;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
+  weights += first_weight(tile.x, weight_columns, first_column);
   wide_float totals[TOKENS][VECTORS];
   UNROLL for (int t = 0; t < TOKENS; t++)
     UNROLL for (int c = 0; c < VECTORS; c++) totals[t][c] = 0.0f;
 #if BITS <= 8
   const int span = block;
-  size_t group = (size_t)tile.x * (columns / block) * LANES;
+  size_t group = first_group(tile.x, weight_columns, first_column, block);
 #else
   int span = SPAN;
 #endif
@@ -242,10 +242,11 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_many(
   const int count = min(token_step, tokens - token);
   x += (size_t)(first_token + token) * columns;
   y += (size_t)(first_token + token) * rows + tile.y;
-  weights += (size_t)tile.x * (columns / WORD_INPUTS) * LANES;
+  weights += first_weight(tile.x, weight_columns, first_column);
 #if BITS <= 8
-  scales += (size_t)tile.x * (columns / block) * LANES;
-  zeros += (size_t)tile.x * (columns / block) * LANES;
+  const size_t group = first_group(tile.x, weight_columns, first_column, block);
+  scales += group;
+  zeros += group;
 #endif
   for (int lane = first_lane; lane < min(first_lane + ITEM_COLUMNS, tile.z); lane += PAIR)
     multiply(weights + lane, scales + lane, zeros + lane, x, y + lane, columns, rows, block, asymmetric,

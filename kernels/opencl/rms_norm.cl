@@ -1,5 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
-// The delta may have a bias, and a norm of its own before it is added: delta / rms(delta) * post.
+// The delta may be the sum of two parts, have a bias, and a norm of its own before it is added:
+// delta / rms(delta) * post.
 // With CODE_BITS the work-group rounds its row to int8 as well. Follows common.h, rounding.h and layers.h.
 
 #define NORM_ONLY 0       // no delta
@@ -8,6 +9,7 @@
 
 typedef struct {
   member_row row;
+  __global const act_t *other; // what is added to the row; null for nothing
   __global const float *bias;  // null for none
   __global const float *post;  // null for none
   float factor;                // 1 / rms of the delta
@@ -15,6 +17,10 @@ typedef struct {
 
 static inline float8 load_delta(norm_delta delta, int i, int count) {
   float8 value = load_member(delta.row, i, count);
+  if (delta.other) {
+    LOAD_PART(load_act8, load_act, delta.other, i, count, more)
+    value += more;
+  }
   if (delta.bias) {
     LOAD_PART(load_float8, load_float, delta.bias, i, count, shift)
     value += shift;
@@ -43,6 +49,7 @@ static inline float group_sum(float value, __local float *sums) {
   return value;
 }
 
+// split: where the delta is cut; below 0 it is the sum of a and b.
 GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
                                   __global const float *bias, __global const float *post,
@@ -53,8 +60,9 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
   size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
   int lane = get_local_id(0);
   __global float *values = residual + row * hidden;
-  member_row parts = {a + row * split, b + row * (hidden - split), split};
-  norm_delta delta = {parts, has_bias ? bias : 0, 0, 1.0f};
+  int own = split < 0 ? hidden : split;
+  member_row parts = {a + row * own, b + row * (hidden - own), own};
+  norm_delta delta = {parts, split < 0 ? b + row * hidden : 0, has_bias ? bias : 0, 0, 1.0f};
   if (has_post) {
     float8 squares = 0.0f;
     for (int i = lane * 8; i < hidden; i += WG * 8) {
