@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterollm import LLM, report
+from heterollm import LLM, doctor_flag, report
 from heterollm.doctor import diagnose
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.report_doctor import diagnosis_report
