@@ -7,7 +7,7 @@ Hexagon takes MatMulNBits only at rank 3, without a bias, and rejects most casts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ from heterollm.errors import GraphError
 from heterollm.kernels.npu import TILE_TOKENS, Form
 from heterollm.kernels.npu_parts import NpuSlice
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor
+from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_columns
 
 __all__ = [
     "INPUT",
@@ -122,7 +122,8 @@ def add_linear(
     else:
         _add_split(body, source, 2, bounds, prefix)
         for index, (start, stop) in enumerate(bounds):
-            piece = _take_blocks(weight, start // weight.block, stop // weight.block)
+            piece = take_columns(weight, start, stop)
+            assert isinstance(piece, QuantizedTensor)
             inputs, product = f"{prefix}x_{index}", f"{prefix}y_{index}"
             _add_nbits(body, piece, inputs, product, prefix, f"_{index}", level, corrected=corrected)
         _add_sum(body, len(bounds), symmetric, prefix)
@@ -245,15 +246,6 @@ def _block_sums(body: GraphBody, source: str, weight: QuantizedTensor, prefix: s
         body.add("ReduceSum", [blocked, axis], sums, keepdims=0)
         body.block_sums[key] = sums
     return body.block_sums[key]
-
-
-def _take_blocks(weight: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
-    """Return the inputs of the blocks ``[start, stop)``; ``start`` is even."""
-    zeros = weight.zero_points
-    if zeros is not None:
-        zeros = zeros[:, start * weight.bits // 8 : -(-stop * weight.bits // 8)]
-    codes, scales = weight.codes[:, start:stop], weight.scales[:, start:stop]
-    return replace(weight, codes=codes, scales=scales, zero_points=zeros)
 
 
 def _add_split(body: GraphBody, source: str, axis: int, bounds: Bounds, prefix: str) -> None:

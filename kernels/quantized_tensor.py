@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["LinearWeight", "QuantizedTensor", "concatenate_rows", "take_rows", "weight_format"]
+__all__ = [
+    "LinearWeight",
+    "QuantizedTensor",
+    "concatenate_rows",
+    "take_columns",
+    "take_rows",
+    "weight_format",
+]
 
 BITS_OF_DTYPE: dict[np.dtype[Any], Literal[16, 32]] = {np.dtype(np.float16): 16, np.dtype(np.float32): 32}
 
@@ -110,6 +117,33 @@ def take_rows(weight: LinearWeight, ranges: Iterable[tuple[int, int]]) -> Linear
             weight.block,
         )
     return _take(weight, parts)
+
+
+def take_columns(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
+    """Return the inputs ``[start, stop)`` of every row, as a view.
+
+    Args:
+        weight: ``[n, k]``.
+        start: A multiple of the block; of two blocks where 4-bit zero points share a byte.
+        stop: A multiple of the block.
+
+    Raises:
+        ValueError: The range does not fit the weight or its blocks.
+    """
+    if not isinstance(weight, QuantizedTensor):
+        if not 0 <= start < stop <= weight.shape[1]:
+            raise ValueError(f"inputs [{start}, {stop}) do not lie in {weight.shape[1]}")
+        return weight[:, start:stop]
+    first, last = start // weight.block, stop // weight.block
+    zeros, bits = weight.zero_points, weight.bits
+    whole = start % weight.block == stop % weight.block == 0 and (zeros is None or first * bits % 8 == 0)
+    if not whole or not 0 <= start < stop <= weight.columns:
+        raise ValueError(f"inputs [{start}, {stop}) of {weight.columns} are not whole {weight.format} blocks")
+    if zeros is not None:
+        zeros = zeros[:, first * bits // 8 : -(-last * bits // 8)]
+    return QuantizedTensor(
+        weight.codes[:, first:last], weight.scales[:, first:last], zeros, bits, weight.block
+    )
 
 
 def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
