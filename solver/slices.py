@@ -10,31 +10,38 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
 
 from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.search import Priced
+from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, weighed
 
 __all__ = [
     "Budget",
     "GroupCosts",
+    "Holding",
+    "Holdings",
     "Rows",
     "SliceCost",
     "Slices",
     "choose_slices",
+    "named",
     "pass_weights",
+    "run_lengths",
     "slice_costs",
 ]
-
-Slices: TypeAlias = Mapping[Group, Mapping[Rows, tuple[int, ...]]]
-"""By group, the rows that the NPU holds, each with the lengths at which it may run."""
 
 MAX_SLICES: Final = 3
 MOST_TRIED: Final = 12
 """Slices of which sets of three are tried; of more, pairs, and sets of three among each length's best."""
+
+Slices: TypeAlias = Mapping[Group, Mapping[Rows, tuple[int, ...]]]
+"""By group, the rows that the NPU holds, each with the lengths at which it may run."""
 
 GAIN_FRACTION: Final = 0.01
 """A further slice of a group must make all its passes together this much cheaper."""
@@ -65,20 +72,26 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class SliceCost:
-    """The cheapest that one slice of a group makes possible at a length, in one layer.
+class Holding:
+    """A set of slices, of one group or several, that may be worth holding.
 
     Args:
-        whole: Cost where one part computes all; infinite where the slice is not the whole group.
-        cut: Cost where both parts compute.
-        whole_lengths: Lengths that the NPU runs for ``whole``.
-        cut_lengths: Lengths that it runs for ``cut``.
+        slices: By group, the rows with the lengths at which they run.
+        size_bytes: Of all of them.
+        cost: What all passes then cost.
     """
 
-    whole: float = math.inf
-    cut: float = math.inf
-    whole_lengths: tuple[int, ...] = ()
-    cut_lengths: tuple[int, ...] = ()
+    slices: Slices
+    size_bytes: int
+    cost: float
+
+
+class Holdings(Protocol):
+    """What the NPU may hold of one or several groups."""
+
+    def holdings(self, budget: Budget) -> list[Holding]:
+        """Return the sets of slices that may be worth holding, smallest first, none included."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,7 @@ class GroupCosts:
     """What the slices of a group make possible.
 
     Args:
-        spec: The group.
+        spec: The group, or a block.
         layers: How many layers have it.
         costs: By length and rows; the empty rows are the GPU's.
         weights: By length, how often it is computed.
@@ -99,34 +112,79 @@ class GroupCosts:
     weights: Mapping[int, float]
     margin_fraction: float = 0.0
 
-    def best(self, length: int, held: Iterable[Rows]) -> tuple[float, Rows, tuple[int, ...]]:
-        """Return the cost of all layers at a length with some slices, the rows used and the NPU's lengths.
+    def sets(self) -> Iterator[tuple[Rows, ...]]:
+        """Yield the sets of slices that are considered, the empty one first."""
+        every = sorted(set().union(*self.costs.values()) - {()})
+        for count in range(MAX_SLICES):
+            yield from itertools.combinations(every, count)
+        best = every
+        if len(every) > MOST_TRIED:
+            best = sorted({rows for table in self.costs.values() for rows in [self._best(table)] if rows})
+        yield from itertools.combinations(best[:MOST_TRIED], MAX_SLICES)
 
-        The cost is infinite where nobody can compute the group.
+    def _best(self, table: Mapping[Rows, SliceCost]) -> Rows:
+        """Return the rows that are used at a length where all slices are held."""
+        whole = min(table, key=lambda rows: (table[rows].whole, rows))
+        cut = min(table, key=lambda rows: (table[rows].cut, rows))
+        takes_cut = table[cut].cut <= table[whole].whole * (1.0 - self.margin_fraction)
+        return cut if takes_cut and math.isfinite(table[cut].cut) else whole
+
+    def slice_sets(self, standard_lengths: Sequence[int]) -> SliceSets:
+        """Return the sets that are considered with what each makes possible.
+
+        Args:
+            standard_lengths: Every length that the NPU runs for any slice.
         """
-        table = self.costs[length]
-        whole, cut = table.get((), NONE), NONE
-        whole_rows: Rows = ()
-        cut_rows: Rows = ()
-        for rows in held:
-            item = table.get(rows, NONE)
-            if item.whole < whole.whole:
-                whole, whole_rows = item, rows
-            if item.cut < cut.cut:
-                cut, cut_rows = item, rows
-        if cut.cut <= whole.whole * (1.0 - self.margin_fraction) and cut is not NONE:
-            return self.layers * cut.cut, cut_rows, cut.cut_lengths
-        return self.layers * whole.whole, whole_rows, whole.whole_lengths
+        return SliceSets.of(
+            self.costs,
+            list(self.sets()),
+            lambda rows: self.layers * self.spec.slice_bytes(rows),
+            standard_lengths,
+        )
+
+    def holdings(self, budget: Budget) -> list[Holding]:
+        """See :class:`Holdings`."""
+        standard_lengths = run_lengths(self)
+        sets = self.slice_sets(standard_lengths)
+        best, runs = sets.best(self.margin_fraction)
+        weights = np.array([self.weights.get(length, 0.0) for length in sets.lengths])
+        # What nobody asks for and the GPU can do does not count.
+        needed = (weights > 0.0) | ~sets.on_gpu
+        used = np.bitwise_or.reduce(runs[:, :, needed], axis=-1)
+        sizes = sets.size_bytes(used, budget.copies_by_length)
+        factors = 1.0 + GAIN_FRACTION * np.maximum(0, sets.counts - 1)
+        costs = self.layers * weighed(best[:, needed], weights[needed]) * factors
+        return [
+            Holding(
+                {self.spec.group: named(sets.sets[place], used[place], standard_lengths)},
+                int(sizes[place]),
+                float(costs[place]),
+            )
+            for place in frontier(sizes.tolist(), costs.tolist())
+            if math.isfinite(costs[place])
+        ]
 
 
-NONE: Final = SliceCost()
+def run_lengths(*groups: GroupCosts) -> tuple[int, ...]:
+    """Return every length that the NPU runs for any slice of some groups, ascending."""
+    found = {
+        length
+        for group in groups
+        for table in group.costs.values()
+        for item in table.values()
+        for length in (*item.whole_lengths, *item.cut_lengths)
+    }
+    return tuple(sorted(found))
 
 
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    slices: Mapping[Rows, tuple[int, ...]]
-    size_bytes: int
-    cost: float
+def named(
+    held: Sequence[Rows], used: Sequence[int], standard_lengths: Sequence[int]
+) -> dict[Rows, tuple[int, ...]]:
+    """Return slices with the lengths whose bits are set for each."""
+    return {
+        rows: tuple(length for place, length in enumerate(standard_lengths) if bits >> place & 1)
+        for rows, bits in zip(held, map(int, used), strict=False)
+    }
 
 
 def slice_costs(priced: Iterable[Priced], objective: Objective) -> dict[Rows, SliceCost]:
@@ -174,74 +232,31 @@ def pass_weights(prompts: Mapping[int, float], chunk_length: int) -> dict[int, f
     return weights
 
 
-def choose_slices(groups: Sequence[GroupCosts], budget: Budget) -> Slices:
+def choose_slices(groups: Sequence[Holdings], budget: Budget) -> Slices:
     """Return the cheapest slices that fit the budget.
 
     Args:
-        groups: Costs of every group by length and slice.
+        groups: What may be held of every group.
         budget: What the NPU may hold.
 
     Raises:
         PlanError: A group can only be computed by the NPU, and the budget does not hold that.
     """
-    frontier: list[tuple[int, float, dict[Group, Mapping[Rows, tuple[int, ...]]]]] = [(0, 0.0, {})]
+    best: list[Holding] = [Holding({}, 0, 0.0)]
     for group in groups:
-        holdings = _holdings(group, budget)
+        holdings = group.holdings(budget)
         combined = [
-            (size + item.size_bytes, cost + item.cost, {**held, group.spec.group: item.slices})
-            for size, cost, held in frontier
-            for item in holdings
-            if budget.holds(size + item.size_bytes)
+            Holding({**held.slices, **own.slices}, held.size_bytes + own.size_bytes, held.cost + own.cost)
+            for held in best
+            for own in holdings
+            if budget.holds(held.size_bytes + own.size_bytes)
         ]
         # Of two sets the larger one is kept only if it is cheaper.
-        frontier = []
-        for entry in sorted(combined, key=lambda entry: entry[:2]):
-            if not frontier or entry[1] < frontier[-1][1]:
-                frontier.append(entry)
-    if not frontier:
+        kept = frontier((held.size_bytes for held in combined), (held.cost for held in combined))
+        best = [combined[place] for place in kept]
+    if not best:
         raise PlanError(
             f"The NPU's budget of {budget.npu_bytes} bytes does not hold what only the NPU may compute.",
             fix="Raise the budget, or allow both parts.",
         )
-    return frontier[-1][2]
-
-
-def _holdings(group: GroupCosts, budget: Budget) -> list[_Holding]:
-    """Return a group's sets of slices that may be worth holding, smallest first, none included."""
-    found = [_holding(group, slices, budget) for slices in _sets(group)]
-    kept: list[_Holding] = []
-    for item in sorted(found, key=lambda item: (item.size_bytes, item.cost)):
-        if math.isfinite(item.cost) and (not kept or item.cost < kept[-1].cost):
-            kept.append(item)
-    return kept
-
-
-def _sets(group: GroupCosts) -> Iterator[tuple[Rows, ...]]:
-    every = sorted(set().union(*group.costs.values()) - {()})
-    for count in range(MAX_SLICES):
-        yield from itertools.combinations(every, count)
-    best = every
-    if len(every) > MOST_TRIED:
-        best = sorted({rows for length in group.costs for rows in [group.best(length, every)[1]] if rows})
-    yield from itertools.combinations(best[:MOST_TRIED], MAX_SLICES)
-
-
-def _holding(group: GroupCosts, slices: tuple[Rows, ...], budget: Budget) -> _Holding:
-    cost = 0.0
-    lengths: dict[Rows, set[int]] = {rows: set() for rows in slices}
-    for length, table in group.costs.items():
-        often = group.weights.get(length, 0.0)
-        if not often and math.isfinite(table.get((), NONE).whole):
-            # Nobody asks for it, and the GPU can do it.
-            continue
-        own, rows, npu_lengths = group.best(length, slices)
-        cost += often * own if math.isfinite(own) else own
-        if rows:
-            lengths[rows].update(npu_lengths)
-    weight = group.spec.weight
-    size = sum(
-        weight.weight_bytes(sum(rows), group.spec.columns) * (len(used) if budget.copies_by_length else 1)
-        for rows, used in lengths.items()
-    )
-    held = {rows: tuple(sorted(used)) for rows, used in lengths.items()}
-    return _Holding(held, group.layers * size, cost * (1.0 + GAIN_FRACTION * max(0, len(slices) - 1)))
+    return best[-1].slices
