@@ -28,9 +28,11 @@ from heterollm.kernels.tolerances import linear_errors
 
 if TYPE_CHECKING:
     from heterollm.kernels.opencl_runtime import OpenClRuntime
+    from heterollm.kernels.simulated_device import Simulation
 
 __all__ = [
     "DEVICE_NAMES",
+    "SIMULATED",
     "Device",
     "DeviceName",
     "DeviceStatus",
@@ -43,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 DeviceName = Literal["snapdragon", "host", "emulator"]
 DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
+SIMULATED: Final = "sim:"
+"""What the names of simulated devices begin with."""
+
 QUALCOMM: Final = "qualcomm"
 
 # The CPU runtimes take their thread count once per process, from the environment.
@@ -54,7 +59,7 @@ class Device:
     """An opened device.
 
     Args:
-        name: Its name.
+        name: Its name: one of ``DEVICE_NAMES``, or ``sim:`` and that of a simulated SoC.
         gpu: The OpenCL part.
         npu: The NPU part; None if the device was opened without one.
         split: Cores of the two parts, where they share one processor.
@@ -64,7 +69,7 @@ class Device:
         reason: Why ``auto`` chose it; empty if it was asked for.
     """
 
-    name: DeviceName
+    name: str
     gpu: OpenClRuntime
     npu: NpuBackend | None
     split: ThreadSplit
@@ -77,6 +82,10 @@ class Device:
     def standard_lengths(self) -> tuple[int, ...]:
         """Lengths for which NPU graphs exist; empty without an NPU."""
         return () if self.npu is None else self.npu.standard_lengths
+
+    def now_s(self) -> float:
+        """Return the seconds that its times are in: real ones, or those of a virtual clock."""
+        return self.gpu.now_ns() / 1e9
 
     def pin(self) -> bool:
         """Pin the calling thread (the engine thread) to the NPU part's cores."""
@@ -96,7 +105,8 @@ class Device:
             "npu_row_alignment": 0 if self.npu is None else self.npu.row_alignment,
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
-            "activation_dtype": self.activation_dtype.name,
+            # What a simulated device computes in says nothing of its times.
+            "activation_dtype": "float16" if self.gpu.is_simulated else self.activation_dtype.name,
         }
 
     def fingerprint(self) -> str:
@@ -134,21 +144,27 @@ def open_device(
     npu_threads: int | None = None,
     profiling: bool = False,
     coherent: bool | None = None,
+    simulation: Simulation | None = None,
 ) -> Device:
     """Open a device on the calling thread.
 
     Args:
         name: ``snapdragon``, ``host``, ``emulator``, or ``auto``: ``snapdragon`` if both of its parts pass
-            a self-test, else ``host``.
+            a self-test, else ``host``. Or ``sim:`` and the name of a SoC or the path of its YAML file.
         gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU part on ``host``; 0 opens it without an NPU.
         profiling: Whether OpenCL events carry timestamps.
         coherent: Overrides whether host and GPU see each other's writes without map and unmap.
+        simulation: How to simulate, for a simulated device.
 
     Raises:
         DeviceError: A part is missing or fails; the message says what to install.
         OptionError: The name or a thread count is not legal.
     """
+    if isinstance(name, str) and name.startswith(SIMULATED):
+        from heterollm.kernels.simulated_device import open_simulated
+
+        return open_simulated(name, simulation, gpu_threads=gpu_threads, npu_threads=npu_threads)
     if name == "auto":
         try:
             device = _open_snapdragon(profiling, coherent, split_threads(gpu_threads, npu_threads))
@@ -163,7 +179,8 @@ def open_device(
         return _open_host(gpu_threads, npu_threads, profiling, coherent)
     if name == "emulator":
         return _open_emulator(gpu_threads, profiling, coherent)
-    raise OptionError(f"There is no device {name!r}.", fix=f"Choose auto, {', '.join(DEVICE_NAMES)}.")
+    fix = f"Choose auto, {', '.join(DEVICE_NAMES)}, or a simulated one such as {SIMULATED}snapdragon-8gen3."
+    raise OptionError(f"There is no device {name!r}.", fix=fix)
 
 
 def list_devices() -> list[DeviceStatus]:

@@ -1,0 +1,391 @@
+"""A virtual clock: the control thread, a GPU queue and an NPU that share memory, event by event.
+
+The control thread is the only one that moves time on: by what its calls cost, and by waiting. The GPU runs
+its queue in order, the NPU one graph at a time while the control thread waits for it, as the executor does.
+While both run, each goes on at the rate that the memory leaves it; rates are constant between events, so the
+times are exact and equal runs take equal times.
+
+A game beside the model takes the GPU for each of its frames; what runs there stands still meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from heterollm.errors import OptionError
+
+__all__ = ["ClockCosts", "GpuLoad", "Job", "Rates", "SimulatedClock", "Span", "SpanPart"]
+
+SpanPart: TypeAlias = Literal["host", "gpu", "npu", "game"]
+
+Rates: TypeAlias = Callable[[float, float, bool, bool], tuple[float, float]]
+"""Takes the GB/s that GPU and NPU would take alone, and whether each computes all the time; returns how fast
+each goes on beside the other, as a fraction of its speed alone."""
+
+NEVER: Final = math.inf
+LEAST_US: Final = 1e-9
+"""Work shorter than this is done: it is what rounding leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockCosts:
+    """What the control thread's calls cost, in microseconds.
+
+    Args:
+        submit_us: Processor time of enqueueing a kernel.
+        refill_us: More until a kernel starts that is submitted to an empty queue.
+        gap_us: Between two kernels of a busy queue.
+        finish_us: The driver's blocking wait, after what it waits for is done.
+        write_us: A copy through the driver, of any size.
+        poll_us: One look at the state of an event.
+        sleep_us: By how much a sleep comes back late.
+        npu_start_share: Part of an NPU graph's fixed cost that is paid where the graph was started while the
+            control thread waited for its input; the rest is hidden by that wait.
+    """
+
+    submit_us: float
+    refill_us: float
+    gap_us: float
+    finish_us: float
+    write_us: float
+    poll_us: float
+    sleep_us: float
+    npu_start_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """A game beside the model.
+
+    Args:
+        frames_per_s: Frames that it draws in a second.
+        frame_us: GPU time of a frame.
+
+    Raises:
+        OptionError: The frames alone would fill the GPU.
+    """
+
+    frames_per_s: float
+    frame_us: float
+
+    def __post_init__(self) -> None:
+        if not (self.frames_per_s > 0 and 0 < self.frame_us < 0.95 * self.period_us):
+            raise OptionError(
+                f"{self.frames_per_s:g} frames a second of {self.frame_us / 1e3:g} ms each leave the GPU "
+                "no time.",
+                fix="Give a load such as 60fps:5ms, below 95 % of the GPU.",
+            )
+
+    @property
+    def period_us(self) -> float:
+        """From one frame to the next."""
+        return 1e6 / self.frames_per_s
+
+
+class Span(NamedTuple):
+    """Something that a part did.
+
+    Attributes:
+        part: Which part.
+        name: What.
+        begin_us: When it began.
+        end_us: When it ended.
+        dram_bytes: What it read and wrote in memory.
+    """
+
+    part: SpanPart
+    name: str
+    begin_us: float
+    end_us: float
+    dram_bytes: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One kernel or one run of a graph.
+
+    Args:
+        name: What to call it.
+        alone_us: Time that it takes with the memory to itself.
+        dram_bytes: What it reads and writes in memory, spread over that time but for ``fixed_us``.
+        fixed_us: At its begin, without any traffic.
+        arithmetic_bound: Whether it computes all the time, rather than wait for memory.
+    """
+
+    name: str
+    alone_us: float
+    dram_bytes: float = 0.0
+    fixed_us: float = 0.0
+    arithmetic_bound: bool = False
+    queued_us: float = 0.0
+    ready_us: float = 0.0
+    begin_us: float = NEVER
+    end_us: float = NEVER
+    left_us: float = 0.0
+    fixed_left_us: float = 0.0
+
+    def start(self, at_us: float) -> None:
+        """Note that it starts."""
+        self.begin_us = at_us
+        self.fixed_left_us = min(self.fixed_us, self.alone_us)
+        self.left_us = self.alone_us - self.fixed_left_us
+
+    @property
+    def demand_gbps(self) -> float:
+        """What it takes of the memory now, if it has it to itself."""
+        if self.fixed_left_us > LEAST_US or self.dram_bytes <= 0:
+            return 0.0
+        return self.dram_bytes / max(self.alone_us - self.fixed_us, LEAST_US) / 1e3
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was used so far, in microseconds and bytes.
+
+    Attributes:
+        busy_us: Time that each part worked; the control thread's polling counts as work.
+        dram_bytes: Traffic of GPU and NPU.
+        overhead_us: What handing over cost, by what it was: ``poll``, ``driver``, ``copy``, ``sleep`` of the
+            control thread, and ``refill`` of the GPU.
+        peak_gbps: Highest traffic of both.
+        frame_us: How long each frame of the game took from when it was due.
+    """
+
+    busy_us: dict[SpanPart, float] = field(
+        default_factory=lambda: {"host": 0.0, "gpu": 0.0, "npu": 0.0, "game": 0.0}
+    )
+    dram_bytes: float = 0.0
+    overhead_us: dict[str, float] = field(default_factory=dict)
+    peak_gbps: float = 0.0
+    frame_us: list[float] = field(default_factory=list)
+
+
+class SimulatedClock:
+    """The time of one simulated SoC.
+
+    Args:
+        costs: What calls cost.
+        rates: How the parts share the memory.
+        load: A game beside it.
+
+    Attributes:
+        now_us: The control thread's time.
+        totals: What was used so far.
+        spans: What each part did, where :attr:`recording` is on.
+        recording: Whether spans are kept.
+    """
+
+    def __init__(self, costs: ClockCosts, rates: Rates, load: GpuLoad | None = None) -> None:
+        self.costs = costs
+        self.now_us = 0.0
+        self.totals = Totals()
+        self.spans: list[Span] = []
+        self.recording = False
+        self._rates = rates
+        self._load = load
+        self._at_us = 0.0
+        self._queue: deque[Job] = deque()
+        self._npu: Job | None = None
+        self._gpu_free_us = 0.0
+        self._waited_us = 0.0
+        self._by_driver = False
+        self._frame_due_us = 0.0 if load is not None else NEVER
+        self._frame_left_us = 0.0
+
+    # -- the control thread --------------------------------------------------------------------------
+
+    def work(self, duration_us: float, name: str, overhead: str = "") -> None:
+        """Let the control thread compute for some time; ``overhead`` files it under that name too."""
+        if duration_us <= 0:
+            return
+        begin_us = self.now_us
+        self.now_us += duration_us
+        self.totals.busy_us["host"] += duration_us
+        self._count(overhead, duration_us)
+        self._keep(Span("host", name, begin_us, self.now_us))
+
+    def sleep(self, duration_us: float) -> None:
+        """Let the control thread sleep, and come back late."""
+        begin_us = self.now_us
+        self.now_us += duration_us + self.costs.sleep_us
+        self._waited_us += self.now_us - begin_us
+        self._keep(Span("host", "sleep", begin_us, self.now_us))
+
+    def submit(self, job: Job) -> Job:
+        """Enqueue a kernel."""
+        self._settle()
+        job.queued_us = self.now_us
+        idle = not self._queue
+        self.work(self.costs.submit_us, "submit")
+        job.ready_us = self.now_us
+        if idle:
+            job.ready_us += self.costs.refill_us
+            self._count("refill", self.costs.refill_us)
+        self._queue.append(job)
+        self._waited_us = 0.0
+        return job
+
+    def last_job(self) -> Job | None:
+        """Return the last job of the queue that is not done; None where all is."""
+        self._settle()
+        return self._queue[-1] if self._queue else None
+
+    def is_done(self, job: Job | None) -> bool:
+        """Look whether a job is done, which takes the time of a poll; None stands for one that is."""
+        self.work(self.costs.poll_us, "poll", "poll")
+        self._settle()
+        return job is None or job.end_us <= self.now_us
+
+    def poll_on(self) -> None:
+        """Look again and again until the GPU comes to the end of a job."""
+        self._settle()
+        if self._queue:
+            begin_us = self.now_us
+            self._run(NEVER, self._queue[0])
+            self.now_us = max(self.now_us, self._at_us)
+            self._waited_us += self.now_us - begin_us
+            self.totals.busy_us["host"] += self.now_us - begin_us
+            self._keep(Span("host", "poll", begin_us, self.now_us))
+
+    def wait_for(self, job: Job | None) -> None:
+        """Block in the driver until a job is done."""
+        self._settle()
+        if job is None or job.end_us <= self.now_us:
+            self.work(self.costs.poll_us, "poll", "poll")
+            return
+        self._block(job)
+        self.work(self.costs.finish_us, "driver", "driver")
+
+    def wait_idle(self) -> None:
+        """Block in the driver until the queue is done; where it is, this is a mere look."""
+        self.wait_for(self.last_job())
+
+    def copy(self) -> None:
+        """Copy something through the driver, after all that is enqueued."""
+        last = self.last_job()
+        if last is not None:
+            self._block(last)
+        self.work(self.costs.write_us, "copy", "copy")
+
+    def hand_over_by_driver(self) -> None:
+        """Copy the NPU's input through the driver, and its output back once it has run."""
+        self.work(self.costs.write_us, "copy", "copy")
+        self._by_driver = True
+
+    def run_npu(self, job: Job) -> None:
+        """Run a graph on the NPU and wait for it; the GPU goes on with its queue meanwhile."""
+        self._settle()
+        hidden_us = min(self._waited_us, job.fixed_us * (1.0 - self.costs.npu_start_share))
+        job.alone_us -= hidden_us
+        job.fixed_us -= hidden_us
+        job.queued_us = job.ready_us = self.now_us
+        job.start(self._at_us)
+        self._npu = job
+        self._run(NEVER, job)
+        self.now_us = job.end_us
+        self._waited_us = job.end_us - job.begin_us
+        self._keep(Span("host", "wait", job.begin_us, job.end_us))
+        if self._by_driver:
+            self._by_driver = False
+            self.work(self.costs.finish_us, "driver", "driver")
+            self.work(self.costs.write_us, "copy", "copy")
+
+    # -- the devices ---------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Let the devices come up to the control thread's time."""
+        if self._at_us < self.now_us:
+            self._run(self.now_us, None)
+
+    def _block(self, job: Job) -> None:
+        begin_us = self.now_us
+        self._run(NEVER, job)
+        self.now_us = max(self.now_us, job.end_us)
+        self._waited_us += self.now_us - begin_us
+        self._keep(Span("host", "wait", begin_us, self.now_us))
+
+    def _run(self, until_us: float, stop: Job | None) -> None:
+        """Let the devices run until a time, or until a job has ended."""
+        while (stop.end_us > self._at_us) if stop is not None else (self._at_us < until_us):
+            self._step(until_us)
+
+    def _step(self, until_us: float) -> None:
+        """Go on to the next event."""
+        self._begin_frame()
+        playing = self._frame_left_us > 0
+        head = self._queue[0] if self._queue else None
+        start_us = NEVER
+        if head is not None and head.begin_us == NEVER:
+            start_us = max(head.ready_us, self._gpu_free_us)
+            if start_us <= self._at_us and not playing:
+                head.start(self._at_us)
+        gpu = head if head is not None and head.begin_us != NEVER and not playing else None
+        npu = self._npu
+        gpu_gbps, npu_gbps = (0.0 if job is None else job.demand_gbps for job in (gpu, npu))
+        gpu_rate = npu_rate = 1.0
+        if gpu is not None and npu is not None and npu.fixed_left_us <= 0:
+            gpu_rate, npu_rate = self._rates(gpu_gbps, npu_gbps, gpu.arithmetic_bound, npu.arithmetic_bound)
+        next_us = min(until_us, self._frame_due_us if not playing else self._at_us + self._frame_left_us)
+        if start_us > self._at_us and not playing:
+            next_us = min(next_us, start_us)
+        for job, rate in ((gpu, gpu_rate), (npu, npu_rate)):
+            if job is not None:
+                next_us = min(next_us, self._at_us + (job.fixed_left_us or job.left_us) / rate)
+        elapsed_us = max(0.0, next_us - self._at_us)
+        traffic_gbps = gpu_gbps * gpu_rate + npu_gbps * npu_rate
+        if elapsed_us > 0:
+            self.totals.peak_gbps = max(self.totals.peak_gbps, traffic_gbps)
+        self._at_us = next_us
+        if playing:
+            self._play(elapsed_us)
+        if gpu is not None and _go_on(gpu, elapsed_us * gpu_rate):
+            self._queue.popleft()
+            self._end(gpu, "gpu")
+            self._gpu_free_us = self._at_us + self.costs.gap_us
+        if npu is not None and _go_on(npu, elapsed_us * npu_rate):
+            self._npu = None
+            self._end(npu, "npu")
+
+    def _end(self, job: Job, part: SpanPart) -> None:
+        job.end_us = self._at_us
+        self.totals.busy_us[part] += job.end_us - job.begin_us
+        self.totals.dram_bytes += job.dram_bytes
+        self._keep(Span(part, job.name, job.begin_us, job.end_us, job.dram_bytes))
+
+    def _begin_frame(self) -> None:
+        if self._load is not None and self._at_us >= self._frame_due_us and self._frame_left_us <= 0:
+            self._frame_left_us = self._load.frame_us
+
+    def _play(self, elapsed_us: float) -> None:
+        assert self._load is not None
+        self._frame_left_us -= elapsed_us
+        self.totals.busy_us["game"] += elapsed_us
+        if self._frame_left_us <= LEAST_US:
+            self._frame_left_us = 0.0
+            self.totals.frame_us.append(self._at_us - self._frame_due_us)
+            self._keep(Span("game", "frame", self._at_us - self._load.frame_us, self._at_us))
+            self._frame_due_us += self._load.period_us
+
+    def _count(self, overhead: str, duration_us: float) -> None:
+        if overhead:
+            self.totals.overhead_us[overhead] = self.totals.overhead_us.get(overhead, 0.0) + duration_us
+
+    def _keep(self, span: Span) -> None:
+        if self.recording and span.end_us > span.begin_us:
+            self.spans.append(span)
+
+
+def _go_on(job: Job, done_us: float) -> bool:
+    """Let a job go on by so much of its time alone; return whether it is done."""
+    if job.fixed_left_us > 0:
+        job.fixed_left_us -= done_us
+        if job.fixed_left_us > LEAST_US:
+            return False
+        job.fixed_left_us = 0.0
+    else:
+        job.left_us -= done_us
+    return job.left_us <= LEAST_US and job.fixed_left_us <= 0
