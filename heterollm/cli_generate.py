@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,6 +63,9 @@ def generate(
     allow_slow: AllowSlow = False,
     sync: SyncOption = "auto",
     allow_fallback: AllowFallback = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Record what both parts do, for `heterollm trace`.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt: text to stdout as it is made, statistics to stderr."""
@@ -71,6 +75,10 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     if not text:
         raise InputError("The prompt is empty.", fix="Give at least one word.")
+    if trace is not None:
+        from heterollm.trace_file import check_target
+
+        check_target(trace)
     with _load(
         model,
         device=device,
@@ -84,6 +92,7 @@ def generate(
         allow_slow=allow_slow,
         sync=sync,
         allow_fallback=allow_fallback,
+        trace=trace is not None,
     ) as llm:
         stream = llm.stream(
             text,
@@ -114,10 +123,24 @@ def generate(
         finally:
             # Without it, closing the model would wait for the rest of the answer.
             stream.close()
+            if trace is not None:
+                report.show(report.note(_write_trace(llm, trace)))
         failures = llm.failures
     for text in failures:
         report.show(report.note(text))
     report.show(report.statistics_lines(result, **where))
+
+
+def _write_trace(llm: LLM, path: Path) -> str:
+    """Write what was recorded, of an answer that failed too, and say where it is."""
+    from heterollm.trace_file import save_trace
+
+    recorded = llm.take_trace()
+    save_trace(recorded, path)
+    return (
+        f"Wrote the trace of {len(recorded.passes)} passes: `heterollm trace {path}` sums it up, and "
+        "ui.perfetto.dev shows it."
+    )
 
 
 def _read_stdin() -> str:

@@ -19,6 +19,7 @@ __all__ = [
     "OptionError",
     "PlanError",
     "ProfileError",
+    "TraceError",
     "UnsupportedModelError",
 ]
 
@@ -83,6 +84,10 @@ class PlanError(HeteroLLMError):
 
 class ProfileError(HeteroLLMError):
     """A profile is damaged, of another schema version, or of another device."""
+
+
+class TraceError(HeteroLLMError):
+    """The file of a trace is damaged, or is none."""
 
 
 class EngineError(HeteroLLMError):

@@ -141,16 +141,15 @@ class CallTracer:
         recorder, layer = self._recorder, layers[0]
         if isinstance(call, GraphCall):
             return recorder.timed(call.run, self._site("graph", call.group, layer, work))
-        if _is_wait(call) or (_is_wait(owner := getattr(call, "__self__", None)) and _name(call) == "wait"):
-            wait = call if _is_wait(call) else owner
-            site = Site(
-                "engine", "wait", _waited_for(wait), layer, polls=wait.strategy not in ("finish", "event")
-            )
+        wait = _wait_of(call)
+        if wait is not None:
+            polls = wait.strategy not in ("finish", "event")
+            site = Site("engine", "wait", _waited_for(wait), layer, polls=polls)
             return recorder.timed(call, recorder.number_of(site))
         if hasattr(call, "label"):
             return self._launch(call, layers, work)
         name = _name(call)
-        if name == "finish":
+        if name in ("finish", "hand_to_host"):
             return recorder.timed(call, self._site("wait", name, None))
         if name in ("mark", "sent", "flush", "release") or name.startswith("acquire"):
             return recorder.timed(call, self._site("hand-over", name, layer))
@@ -170,7 +169,8 @@ class CallTracer:
         names = [_operator(label) for label in labels]
         kinds = {_category(label) for label in labels}
         layer = layers[0] if len(set(layers)) == 1 else None
-        operator, merged = names[0], ()
+        operator = names[0]
+        merged: tuple[str, ...] = ()
         if len(names) > 1:
             merged = tuple(
                 name if at is None else f"{at}.{name}" for name, at in zip(names, layers, strict=True)
@@ -243,8 +243,8 @@ def _unfolded(calls: Sequence[Call]) -> list[Call]:
     for call in calls:
         if isinstance(call, ChainedLaunch):
             plain += [call.before, call]
-        elif _is_wait(call) and call.strategy != "finish":  # type: ignore[attr-defined]
-            plain += [call.mark, call.wait]  # type: ignore[attr-defined]
+        elif (wait := _wait_of(call)) is call and wait.strategy != "finish":
+            plain += [wait.mark, wait.wait]
         else:
             plain.append(call)
     return plain
@@ -318,6 +318,14 @@ def _enqueue(call: Any) -> Call:  # noqa: ANN401 - a launch
 
 def _is_wait(value: Any) -> bool:  # noqa: ANN401 - anything
     return value is not None and all(hasattr(value, name) for name in ("strategy", "mark", "wait"))
+
+
+def _wait_of(call: Any) -> Any:  # noqa: ANN401 - a prepared call, and the hand-over that it waits for
+    """Return the hand-over that a call waits for; None where it does something else."""
+    owner = getattr(call, "__self__", None)
+    if _is_wait(call):
+        return call
+    return owner if _is_wait(owner) and _name(call) == "wait" else None
 
 
 def _waited_for(wait: Any) -> str:  # noqa: ANN401 - a hand-over

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -44,7 +43,7 @@ class TracedEngine(Engine):
         *arguments: Any,  # noqa: ANN401 - those of the engine
         **options: Any,  # noqa: ANN401
     ) -> None:
-        self._recorder = Recorder()
+        self._recorder = Recorder(now_ns=device.gpu.now_ns)
         if device.npu is not None:
             device.npu = cast("NpuBackend", TracedNpu(device.npu))
         super().__init__(device, weights, plan, *arguments, **options)
@@ -56,7 +55,8 @@ class TracedEngine(Engine):
 
     def take_trace(self) -> Trace:
         """Return what was recorded since the last time, and forget it."""
-        self._clocks.read_again()
+        if not self._lost:
+            self._clocks.read_again()
         passes, spans, notes = self._recorder.take(self._clocks.host_ns)
         return Trace(
             self.device.name,
@@ -145,7 +145,7 @@ def _read(runtime: OpenClRuntime) -> _Reading:
             if not left:
                 raise
         else:
-            return _Reading(time.perf_counter_ns(), clock.offset_ns, clock.uncertainty_us)
+            return _Reading(runtime.now_ns(), clock.offset_ns, clock.uncertainty_us)
     raise AssertionError("unreachable")
 
 
