@@ -16,7 +16,16 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from heterollm import cli_cache, cli_compile, cli_demo, cli_device, cli_generate, cli_plan, cli_profile
+from heterollm import (
+    cli_cache,
+    cli_compile,
+    cli_demo,
+    cli_device,
+    cli_generate,
+    cli_plan,
+    cli_profile,
+    cli_trace,
+)
 from heterollm.cli_options import FAILED
 from heterollm.errors import HeteroLLMError
 
@@ -60,6 +69,7 @@ for group in (
     cli_device.commands,
     cli_profile.commands,
     cli_plan.commands,
+    cli_trace.commands,
     cli_cache.commands,
 ):
     app.add_typer(group)
