@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from heterollm.kernels.ops import OpSpec
@@ -20,12 +21,14 @@ PACKED_ROWS: Final = 64
 """Rows that the GPU packs together: its part of a cut begins at a multiple of them."""
 
 
+@lru_cache(maxsize=256)
 def apart(block: OpSpec) -> tuple[OpSpec, OpSpec]:
     """Return the two groups that a block stands for, for costs: what they read and write is not named."""
     assert block.then is not None
     return replace(block, group="gate_up", join="concatenate", then=None), block.then
 
 
+@lru_cache(maxsize=256)
 def narrowed(block: OpSpec, width: int) -> OpSpec:
     """Return the block of some of the intermediate width: the slice of a part."""
     assert block.then is not None
@@ -53,8 +56,8 @@ def gpu_part_us(costs: Costs, spec: OpSpec, member_rows: tuple[int, ...], tokens
     """Return the GPU's time for some rows of each member of a group, or for so much of a block's width."""
     if spec.then is None:
         return costs.gpu_us(spec, member_rows, tokens)
-    gate_up, down = apart(spec)
-    down = replace(down, columns=member_rows[0])
+    gate_up, _ = apart(spec)
+    _, down = apart(narrowed(spec, member_rows[0]))
     return (
         costs.gpu_us(gate_up, member_rows, tokens)
         + costs.between_us(down, tokens)

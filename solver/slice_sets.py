@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from heterollm.solver.candidates import Rows
 
-__all__ = ["SliceCost", "SliceSets", "frontier", "weighed"]
+__all__ = ["Bits", "Flags", "Floats", "SliceCost", "SliceSets", "frontier", "held_bytes", "weighed"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Bits: TypeAlias = NDArray[np.int64]
@@ -115,6 +115,19 @@ class SliceSets:
             on_gpu=np.isfinite(whole[0]),
         )
 
+    def at(self, kept: Flags) -> SliceSets:
+        """Return the same sets at some of the lengths only."""
+        return SliceSets(
+            self.sets,
+            tuple(length for length, keep in zip(self.lengths, kept, strict=True) if keep),
+            self.sizes,
+            self.whole[:, kept],
+            self.cut[:, kept],
+            self.whole_runs[:, :, kept],
+            self.cut_runs[:, :, kept],
+            self.on_gpu[kept],
+        )
+
     @property
     def counts(self) -> Bits:
         """How many slices each set has, ``[s]``."""
@@ -126,14 +139,16 @@ class SliceSets:
         runs = np.where(takes_cut[:, None, :], self.cut_runs, self.whole_runs)
         return np.where(takes_cut, self.cut, self.whole), runs
 
-    def size_bytes(self, runs: Bits, copies_by_length: bool) -> Bits:
-        """Return the bytes ``[...]`` of sets whose slices run the lengths ``[..., i]``.
 
-        Args:
-            runs: Lengths of each slice of every set, in the order of :attr:`sets` along the first axis.
-            copies_by_length: Whether every length of a slice holds weights of its own.
-        """
-        return np.sum(self.sizes * (_count(runs) if copies_by_length else 1), axis=-1)
+def held_bytes(sizes: Bits, runs: Bits, copies_by_length: bool) -> Bits:
+    """Return the bytes ``[...]`` that slices of sizes ``[..., i]`` take when they run lengths ``[..., i]``.
+
+    Args:
+        sizes: Bytes of each slice.
+        runs: Lengths that each runs.
+        copies_by_length: Whether every length of a slice holds weights of its own.
+    """
+    return np.sum(sizes * _count(runs) if copies_by_length else sizes + 0 * runs, axis=-1)
 
 
 def _least(costs: Floats, runs: Bits, index: NDArray[Any]) -> tuple[Floats, Bits]:

@@ -19,7 +19,7 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.search import Priced
-from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, weighed
+from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, held_bytes, weighed
 
 __all__ = [
     "Budget",
@@ -151,7 +151,7 @@ class GroupCosts:
         # What nobody asks for and the GPU can do does not count.
         needed = (weights > 0.0) | ~sets.on_gpu
         used = np.bitwise_or.reduce(runs[:, :, needed], axis=-1)
-        sizes = sets.size_bytes(used, budget.copies_by_length)
+        sizes = held_bytes(sets.sizes, used, budget.copies_by_length)
         factors = 1.0 + GAIN_FRACTION * np.maximum(0, sets.counts - 1)
         costs = self.layers * weighed(best[:, needed], weights[needed]) * factors
         return [

@@ -5,19 +5,29 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.errors import OptionError
-from heterollm.kernels.ops import Group, OpSpec, Phase
+from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.candidates import Cuts, NpuLimits
 from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
+from heterollm.solver.feed_forward import FeedForwardCosts
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Alternative, Placement, Plan, PlanEntry, model_shape
-from heterollm.solver.search import Chain, Choice, Priced, priced_candidates, solve_chain
+from heterollm.solver.search import (
+    Chain,
+    Choice,
+    Priced,
+    activation_cost,
+    priced_block,
+    priced_candidates,
+    solve_chain,
+)
 from heterollm.solver.slices import (
     Budget,
     GroupCosts,
+    Holdings,
     Rows,
     SliceCost,
     Slices,
@@ -26,7 +36,12 @@ from heterollm.solver.slices import (
     slice_costs,
 )
 
-__all__ = ["Solver"]
+__all__ = ["SOLVED_LEVELS", "SolvedLevel", "Solver"]
+
+SolvedLevel: TypeAlias = Literal["tensor", "block"]
+"""What is placed as one: ``tensor``, every group of linears; ``block``, whole feed-forward networks too."""
+
+SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 
 RANGE_TOKENS: Final = 32
 """Between standard lengths a plan is solved in steps of this; a length in between is padded to its step."""
@@ -48,9 +63,10 @@ class Solver:
         budget: What the NPU may hold.
         chunk_length: Longest pass; longer prompts run in chunks.
         head_rows: Most positions that the head computes at a time.
+        level: What is placed as one.
 
     Raises:
-        OptionError: A length is not positive.
+        OptionError: A length is not positive, or there is no such level.
     """
 
     specs: tuple[OpSpec, ...]
@@ -60,12 +76,17 @@ class Solver:
     budget: Budget = field(default_factory=Budget)
     chunk_length: int = 1024
     head_rows: int = 32
+    level: SolvedLevel = "tensor"
 
     def __post_init__(self) -> None:
         if self.chunk_length < 1 or self.head_rows < 1:
             raise OptionError(
                 f"The chunk length is {self.chunk_length} and the head's rows {self.head_rows}.",
                 fix="Both are at least 1.",
+            )
+        if self.level not in SOLVED_LEVELS:
+            raise OptionError(
+                f"The solver has no level {self.level!r:.40}.", fix=f"Choose {' or '.join(SOLVED_LEVELS)}."
             )
 
     @property
@@ -78,6 +99,13 @@ class Solver:
     def head(self) -> OpSpec:
         """The head."""
         return next(spec for spec in self.specs if spec.group == "head")
+
+    @property
+    def block(self) -> OpSpec | None:
+        """One layer's feed-forward network as a block; None where the level or the NPU has none."""
+        if self.level != "block" or self.limits is None:
+            return None
+        return next(iter(feed_forward_blocks(self.layer)), None)
 
     @property
     def layers(self) -> int:
@@ -104,7 +132,6 @@ class Solver:
         *,
         device: str,
         precision: str,
-        level: str = "tensor",
         weights: Mapping[int, float] | None = None,
     ) -> Plan:
         """Return the plan of every length.
@@ -112,7 +139,6 @@ class Solver:
         Args:
             device: Name of the device.
             precision: Precision of the linears.
-            level: Name of the plan's level.
             weights: As of :meth:`slices`.
 
         Raises:
@@ -127,7 +153,7 @@ class Solver:
             # A decode pass of several tokens is planned like a prompt of as many.
             entries += own + [replace(entry, phase="decode") for entry in own]
         merged = tuple(_merged(entries))
-        return Plan(level, device, precision, model_shape(self.specs), self.chunk_length, merged)
+        return Plan(self.level, device, precision, model_shape(self.specs), self.chunk_length, merged)
 
     def length(self, tokens: int, slices: Mapping[Group, Cuts] | None = None) -> Chain:
         """Return the placements of the layers' groups at one exact length.
@@ -141,7 +167,7 @@ class Solver:
             OptionError: There are no tokens.
             PlanError: A group can be computed by nobody.
         """
-        return self._chain(self.layer, self.layers, tokens, tokens, slices)
+        return self._chain(self.layer, self.layers, tokens, tokens, slices, self.block)
 
     def head_choice(self, rows: int, slices: Mapping[Group, Cuts] | None = None) -> Choice:
         """Return the placement of the head for some positions.
@@ -194,16 +220,22 @@ class Solver:
         tokens: int,
         shortest: int,
         slices: Mapping[Group, Cuts] | None,
+        block: OpSpec | None = None,
     ) -> Chain:
         if tokens < 1:
             raise OptionError(f"A pass of {tokens} tokens cannot be planned.", fix="Give at least 1.")
         cuts = None if self.limits is None else slices
-        return solve_chain(specs, layers, tokens, self.limits, self.costs, self.objective, cuts, shortest)
+        return solve_chain(
+            specs, layers, tokens, self.limits, self.costs, self.objective, cuts, shortest, block
+        )
 
     def _every_candidate(self) -> _Candidates:
         """Return the candidates of each group in each range of lengths, by its last one, cheapest first."""
         costs = RememberedCosts(self.costs)
         found: dict[Group, dict[int, list[Priced]]] = {spec.group: {} for spec in (*self.layer, self.head)}
+        block = self.block
+        if block is not None:
+            found[block.group] = {}
         for low, high in self._ranges():
             groups = [(spec, high) for spec in self.layer]
             if low <= self.head_rows:
@@ -211,6 +243,9 @@ class Solver:
             for spec, tokens in groups:
                 items = priced_candidates(spec, tokens, self.limits, costs, self.objective, shortest=low)
                 found[spec.group][tokens] = [*items[0], *items[1]]
+            if block is not None:
+                items = priced_block(block, high, self.limits, costs, self.objective, shortest=low)
+                found[block.group][high] = [*items[0], *items[1]]
         return found
 
     def _slices(self, found: _Candidates, weights: Mapping[int, float] | None) -> Slices:
@@ -220,7 +255,7 @@ class Solver:
             group: {length: slice_costs(items, self.objective) for length, items in by_length.items()}
             for group, by_length in found.items()
         }
-        head = tables.pop("head")
+        head, own_block = tables.pop("head"), tables.pop("ffn", None)
         counts: dict[int, float] = {}
         if weights is None:
             counts = self._equal_weights(tables)
@@ -231,10 +266,22 @@ class Solver:
                 top = tops[bisect.bisect_left(tops, length)]
                 counts[top] = counts.get(top, 0.0) + weight
         margin = self.objective.margin_fraction
-        groups = [GroupCosts(spec, self.layers, tables[spec.group], counts, margin) for spec in self.layer]
+        groups = {
+            spec.group: GroupCosts(spec, self.layers, tables[spec.group], counts, margin)
+            for spec in self.layer
+        }
+        held: list[Holdings] = []
+        block = self.block
+        if block is not None and own_block is not None:
+            activation = {
+                length: activation_cost(block, length, self.costs, self.objective) for length in own_block
+            }
+            of_block = GroupCosts(block, self.layers, own_block, counts, margin)
+            gate_up, down = groups.pop("gate_up"), groups.pop("down")
+            held.append(FeedForwardCosts(gate_up, down, of_block, activation))
         # The head computes one row in every pass; many are for those who ask for all logits.
-        groups.append(GroupCosts(self.head, 1, head, {1: sum(counts.values())}, margin))
-        chosen = choose_slices(groups, self.budget)
+        held += [*groups.values(), GroupCosts(self.head, 1, head, {1: sum(counts.values())}, margin)]
+        chosen = choose_slices(held, self.budget)
         if self.budget.copies_by_length and self.budget.npu_bytes is not None:
             return chosen
         return {
@@ -269,32 +316,46 @@ class Solver:
     def _entries(
         self, phase: Phase, low: int, high: int, slices: Slices, found: _Candidates
     ) -> Iterator[PlanEntry]:
-        for choice in self._chain(self.layer, self.layers, high, low, slices).choices:
-            yield PlanEntry(
-                phase,
-                (low, high),
-                self._layers_of(choice.spec.group),
-                choice.spec.group,
-                _placed(choice, high, found[choice.spec.group][high]),
-            )
+        chain = self._chain(self.layer, self.layers, high, low, slices, self.block)
+        other_way = self._other_way(chain, high)
+        for choice in chain.choices:
+            group = choice.spec.group
+            beside = other_way if group in ("ffn", "gate_up") else None
+            placement = _placed(choice, high, found[group][high], beside)
+            yield PlanEntry(phase, (low, high), self._layers_of(choice.spec), group, placement)
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
             choice = self._chain((self.head,), 1, rows, low, slices).choices[0]
             reach = high if high < self.head_rows else self.chunk_length
             yield PlanEntry(phase, (low, reach), (-1, -1), "head", _placed(choice, rows, found["head"][rows]))
 
-    def _layers_of(self, group: Group) -> tuple[int, int]:
-        layers = [spec.layer for spec in self.specs if spec.group == group]
+    def _other_way(self, chain: Chain, tokens: int) -> Alternative | None:
+        """Return the way through the feed-forward network that a chain does not take; None without one."""
+        if not chain.passed_over:
+            return None
+        time_us = sum(choice.chosen.time_us for choice in chain.passed_over)
+        if len(chain.passed_over) > 1:
+            time_us += self.costs.between_us(chain.passed_over[-1].spec, tokens)
+        words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.passed_over]
+        text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
+        return Alternative(text, round(time_us, 3))
+
+    def _layers_of(self, spec: OpSpec) -> tuple[int, int]:
+        group = "gate_up" if spec.then is not None else spec.group
+        layers = [other.layer for other in self.specs if other.group == group]
         return min(layers), max(layers)
 
 
-def _placed(choice: Choice, tokens: int, every: Iterable[Priced]) -> Placement:
+def _placed(
+    choice: Choice, tokens: int, every: Iterable[Priced], other_way: Alternative | None = None
+) -> Placement:
     """Return what was chosen with its predicted time and the best of what was not, by kind.
 
     Args:
         choice: The choice among what the NPU holds.
         tokens: Tokens of the pass.
         every: All candidates: a kind that the NPU holds nothing for is named as well.
+        other_way: What the groups could be placed as instead.
     """
     others: dict[str, Alternative] = {}
     own = choice.chosen.placement
@@ -304,7 +365,8 @@ def _placed(choice: Choice, tokens: int, every: Iterable[Priced]) -> Placement:
             if len(others) < ALTERNATIVES and kind not in others and other.placement != own:
                 text = describe(other.placement, choice.spec, tokens)
                 others[kind] = Alternative(text, round(other.time_us, 3))
-    return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=tuple(others.values()))
+    first = () if other_way is None else (other_way,)
+    return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=(*first, *others.values()))
 
 
 def _merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
