@@ -6,22 +6,28 @@ binary, which it maps) and ``<name>.json`` (what made them, and their checksums)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from heterollm.errors import GraphError
 from heterollm.kernels.cache import atomic_path, cache_error, cache_root
 from heterollm.kernels.strict_json import parse_json
 
-__all__ = ["GRAPHS_FOLDER", "ContextBinary"]
+__all__ = ["GRAPHS_FOLDER", "ContextBinary", "temporary_graphs"]
 
 GRAPHS_FOLDER = "graphs"
 """Where compiled graphs lie in the cache folder."""
+
+TEMPORARY_SUFFIX = ".temporary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +37,19 @@ class ContextBinary:
     Args:
         identity: What the graph computes and for which target; names the files.
         made_by: Versions of what compiled it; a file made by others is stale and is replaced.
+        folder: Where the files are; by default the graphs' folder of the cache.
     """
 
     identity: Mapping[str, Any]
     made_by: Mapping[str, Any]
+    folder: Path | None = None
 
     @property
     def model(self) -> Path:
         """The wrapper to open."""
         text = json.dumps(dict(self.identity), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return cache_root() / GRAPHS_FOLDER / f"{name}.onnx"
+        return (self.folder or cache_root() / GRAPHS_FOLDER) / f"{name}.onnx"
 
     @property
     def binary(self) -> Path:
@@ -109,6 +117,12 @@ class ContextBinary:
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Delete the files, as far as the system lets them go; no other process may be using them."""
+        for path in (self.manifest, self.model, self.binary, self.model.with_name(f"{self.model.name}.lock")):
+            with contextlib.suppress(OSError):  # Windows keeps files that are mapped
+                path.unlink(missing_ok=True)
+
     def _checksums(self) -> dict[str, str]:
         sums = {}
         for path in (self.model, self.binary):
@@ -120,3 +134,45 @@ class ContextBinary:
     def _plain(mapping: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
         """Return a mapping as it reads back from JSON."""
         return json.loads(json.dumps(dict(mapping)))
+
+
+@contextlib.contextmanager
+def temporary_graphs() -> Iterator[Path]:
+    """Yield a new folder for graphs that nobody needs again, and delete it at the end.
+
+    It lies in the cache, where there is room for graphs. Folders of processes that were killed are deleted
+    too: as long as a process lives, it holds the lock of its folder.
+
+    Raises:
+        CacheError: The cache folder cannot be written.
+    """
+    parent = cache_root() / GRAPHS_FOLDER
+    folder = parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    lock = FileLock(_lock_path(folder))
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f".*{TEMPORARY_SUFFIX}"):
+            _delete_if_left(left)
+        lock.acquire()
+        folder.mkdir()
+    except OSError as error:
+        raise cache_error(folder, error) from error
+    try:
+        yield folder
+    finally:
+        lock.release()
+        _delete_if_left(folder)
+
+
+def _delete_if_left(folder: Path) -> None:
+    """Delete a folder unless a process holds its lock."""
+    lock_path = _lock_path(folder)
+    with contextlib.suppress(Timeout, OSError), FileLock(lock_path, timeout=0):
+        shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        with contextlib.suppress(OSError):
+            lock_path.unlink(missing_ok=True)
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")

@@ -7,6 +7,7 @@ which the solver's choices depend most.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,8 +135,7 @@ def profile_device(
     }
     if options.tune and not (options.update and profile.records):
         details["tuning"] = _tune(device, shapes, progress)
-    load = SharedLoad(device)
-    try:
+    with _temporary_graphs(device), contextlib.closing(SharedLoad(device)) as load:
         finest: Tier = 0 if options.quick else 2 if options.budget_s is None else 1
         linear, skipped = linear_tasks(device, shapes, tier=finest, known=profile.records)
         first = [task for task in linear if task.essential]
@@ -163,10 +163,14 @@ def profile_device(
             skipped=skipped.to_dict,
             progress=progress,
         )
-    finally:
-        load.close()
     summary.seconds = round(time.monotonic() - begin_s, 3)
     return profile, summary
+
+
+def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]:
+    """Keep no graphs of random weights; only some backends keep graphs in files."""
+    keep_none = getattr(device.npu, "temporary_graphs", None)
+    return contextlib.nullcontext() if keep_none is None else keep_none()
 
 
 def _tune(device: Device, shapes: Sequence[ModelShape], progress: Progress | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from heterollm.errors import CacheError, DeviceError, GraphError
 from heterollm.kernels.npu import NpuSlice
 from heterollm.kernels.npu_qnn import QnnNpu, qnn_available
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.qnn_binaries import temporary_graphs
 from heterollm.kernels.qnn_compile import compile_graph
 from heterollm.kernels.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.quantize import quantize
@@ -381,3 +382,70 @@ class TestRefusals:
             npu.prepare(make_slice(64, 256), 32)
         assert not list((cache_folder / "graphs").glob("*.bin"))
         assert not list((cache_folder / "graphs").glob(".*building"))
+
+
+class TestTemporaryGraphs:
+    def test_the_folder_goes_and_so_do_those_of_the_dead(self, cache_folder):
+        graphs = cache_folder / "graphs"
+        left = graphs / f".{'0' * 32}.temporary"
+        left.mkdir(parents=True)
+        (left / "a_qnn.bin").write_bytes(b"left by a process that was killed")
+        kept = graphs / f"{'1' * 32}.onnx"
+        kept.write_bytes(b"a model's")
+        with temporary_graphs() as folder:
+            assert not left.exists()
+            (folder / "b_qnn.bin").write_bytes(b"new")
+            with temporary_graphs() as other:
+                # The first is at work: its folder is left alone.
+                assert folder.exists()
+                assert other != folder
+            assert (folder / "b_qnn.bin").exists()
+        assert sorted(graphs.iterdir()) == [kept]
+
+    def test_an_error_leaves_nothing_either(self, cache_folder):
+        with pytest.raises(KeyError), temporary_graphs() as folder:
+            raise KeyError(folder)
+        assert list((cache_folder / "graphs").iterdir()) == []
+
+    def test_a_killed_process_leaves_its_folder_to_the_next(self, cache_folder):
+        code = """
+import os
+from heterollm.kernels.qnn_binaries import temporary_graphs
+with temporary_graphs() as folder:
+    (folder / "x_qnn.bin").write_bytes(b"x")
+    os._exit(9)
+"""
+        assert subprocess.run([sys.executable, "-c", code], cwd=cache_folder.parent).returncode == 9
+        [folder] = (cache_folder / "graphs").glob(".*.temporary")
+        assert (folder / "x_qnn.bin").exists()
+        with temporary_graphs():
+            assert not folder.exists()
+        assert list((cache_folder / "graphs").iterdir()) == []
+
+    def test_an_unwritable_cache_is_said(self, cache_folder):
+        cache_folder.write_text("a file")
+        with pytest.raises(CacheError), temporary_graphs():
+            pass
+
+
+class TestTemporaryGraphsOfTheEmulator:
+    pytestmark = emulated
+
+    def test_files_go_with_their_part_and_at_the_end(self, npu, make_slice, cache_folder):
+        first, second, kept = (make_slice(64, 256, seed=seed) for seed in range(3))
+        npu.build(kept, 1)
+        before = sorted((cache_folder / "graphs").iterdir())
+        with npu.temporary_graphs():
+            [folder] = (cache_folder / "graphs").glob(".*.temporary")
+            for part in (first, second):
+                run(npu, part, 1)
+                assert npu.stored_bytes(part, 1) > 0
+            assert len(list(folder.glob("*_qnn.bin"))) == 2
+            npu.release(first)
+            assert npu.stored_bytes(first, 1) == 0
+            assert len(list(folder.glob("*_qnn.bin"))) == 1
+        assert sorted((cache_folder / "graphs").iterdir()) == before
+        # What was there before is found again.
+        compiled = npu.compiled_count
+        run(npu, kept, 1)
+        assert npu.compiled_count == compiled

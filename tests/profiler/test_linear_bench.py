@@ -14,6 +14,7 @@ from heterollm.errors import GraphError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuSlice
+from heterollm.kernels.npu_qnn import BuiltGraph
 from heterollm.profiler import gpu_timer as timer_module
 from heterollm.profiler import linear_bench
 from heterollm.profiler.caches import HostReader, eviction_bytes, last_level_cache_bytes
@@ -265,6 +266,44 @@ def test_what_was_made_of_a_group_goes_with_the_next(fake, clock):
     assert [part.rows for part in fake.npu.released] == [128, 64]
     bench.close()
     assert {part.group for part in fake.npu.released} == {"o", "down"}
+
+
+class FilingNpu(FakeNpu):
+    """A backend that keeps graphs in files."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.files: set[tuple[int, Form]] = set()
+        self.built: list[tuple[int, Form]] = []
+
+    def build(self, part: NpuSlice, length: int, form: Form) -> BuiltGraph:
+        self.built.append((length, form))
+        self.compiled_count += (length, form) not in self.files
+        self.files.add((length, form))
+        return BuiltGraph(1234, True, "")
+
+    def prepare(self, part: NpuSlice, length: int, form: Form) -> FakeGraph:
+        assert (length, form) in self.files
+        self.loaded_count += 1
+        return FakeGraph(self, length, part.rows, part.columns, form)
+
+
+def test_a_graph_in_a_file_is_built_once_and_loading_it_is_timed_apart(device, clock):
+    npu = FilingNpu(clock)
+    bench = LinearBench(replace(device, npu=npu), timer=clock)
+    work = point_of(shape_of(SIZES), "o")
+    [graph] = [record for record in bench.measure(work) if isinstance(record.key, GraphKey)]
+    assert graph.values["size_bytes"] == 1234
+    assert graph.values["build_us"] > 0
+    assert len(graph.samples_us) == 1
+    # As the drift's reference does: the same again needs nothing.
+    assert [type(record.key) for record in bench.measure(work)] == [LinearKey]
+    assert npu.built == [(1, "matmul_nbits")]
+    # Found in its file, it is only loaded.
+    again = LinearBench(replace(device, npu=npu), timer=clock)
+    [graph] = [record for record in again.measure(work) if isinstance(record.key, GraphKey)]
+    assert "build_us" not in graph.values
+    assert len(graph.samples_us) == 1
 
 
 def test_a_slice_holds_the_leading_rows_of_each_member(fake, clock):
