@@ -13,7 +13,7 @@ import pytest
 
 from heterollm import LLM
 from heterollm.kernels.npu_qnn import qnn_available
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import OpSpec, feed_forward_blocks
 from heterollm.kernels.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.solver import LEVELS
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
@@ -118,7 +118,7 @@ def test_logits(
     assert (npu.compiled_count + npu.loaded_count > 0) == (level != "gpu")
 
 
-@pytest.mark.parametrize("kind", ["rows", "sequence"])
+@pytest.mark.parametrize("kind", ["rows", "sequence", "blocks"])
 def test_cuts(
     kind: str,
     checkpoint: Callable[..., Path],
@@ -126,12 +126,16 @@ def test_cuts(
     reference: Reference,
     token_ids: Callable[[int], list[int]],
 ) -> None:
-    """Half of every member on HTP at its alignment of 256, or the first 32 or 64 tokens of all groups."""
+    """Half of every member on HTP at its alignment of 256, the first tokens of groups, or half a block."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     folder = checkpoint("llama", **WIDTHS, **heads, hidden_size=512, intermediate_size=800)
     specs = emulator_llm(folder)._weights.specs
 
     def place(spec: OpSpec, tokens: int) -> Placement:
+        if spec.group == "ffn":
+            return Placement((512, 512), (1 if tokens == 1 else 64,))
+        if kind == "blocks":
+            return GPU_ONLY
         if kind == "rows":
             rows = tuple(256 if rows < 800 else 512 for rows in spec.member_rows)
             return Placement(rows, (1 if tokens == 1 else 64,))
@@ -139,7 +143,7 @@ def test_cuts(
 
     entries = tuple(
         PlanEntry(phase, (tokens, tokens), (spec.layer, spec.layer), spec.group, place(spec, tokens))
-        for spec in specs
+        for spec in (*specs, *(feed_forward_blocks(specs) if kind == "blocks" else ()))
         for phase in ("prefill", "decode")
         for tokens in range(1, 65)
     )
