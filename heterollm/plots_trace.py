@@ -172,7 +172,7 @@ def _zoom(trace: Trace, one: Pass, overlap_fraction: float) -> _Window:
     begin = min(span.begin_ns for span in of_layer)
     end = max(span.end_ns for span in of_layer)
     margin = (end - begin) // 50
-    title = f"layer {layers[len(layers) // 2]} of {len(layers)}, {what}{both}"
+    title = f"layer {layers[len(layers) // 2]} of {layers[0]} to {layers[-1]}, {what}{both}"
     return _Window(title, begin - margin, end + margin, True)
 
 
@@ -200,7 +200,8 @@ def _draw(axes: Axes, spans: Sequence[Span], window: _Window) -> dict[str, str]:
                 axes.text(middle, ROWS[track], label, ha="center", va="center", fontsize=7, color="white")
         for key in sorted(bars):
             low = ROWS[track] - HALF
-            axes.broken_barh(bars[key], (low, 2 * HALF), facecolors=key[1:], edgecolor="white", linewidth=0.2)
+            # Edges would hide bars that are narrower than they.
+            axes.broken_barh(bars[key], (low, 2 * HALF), facecolors=key[1:], linewidth=0)
     axes.set_xlim(0, width_ns / 1e6)
     axes.set_ylim(-0.55, 2.55)
     axes.set_yticks(list(ROWS.values()), [NAMES[track] for track in ROWS], fontsize=8)
