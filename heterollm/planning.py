@@ -146,7 +146,7 @@ class Planner:
         time_us = chain.time_us + head.chosen.time_us + self.solver.costs.between_us(head.spec, 1)
         return PassPlan(phase, tokens, (*chain.choices, head), time_us)
 
-    def placement(self, phase: Phase, tokens: int, spec: OpSpec) -> Placement:
+    def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
         """Return who computes a group in a pass of exactly so many tokens.
 
         A prompt's length is solved when it first comes, with what the NPU holds; everything else is in the
@@ -156,10 +156,14 @@ class Planner:
             PlanError: The plan has no entry for the case.
         """
         if phase == "prefill" and spec.group != "head":
-            found = self._exact(tokens)[spec.group]
+            found = self._exact(length)[spec.group]
             if sum(found.npu_lengths) <= self._longest:
                 return found
-        return self.plan.placement(phase, tokens, spec)
+        return self.plan.placement(phase, length, spec)
+
+    def block_placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement | None:
+        """Return who computes a block of groups; None where its groups have placements of their own."""
+        return self.plan.block_placement(phase, length, spec)
 
     def _exact(self, tokens: int) -> dict[Group, Placement]:
         if tokens not in self._lengths:
