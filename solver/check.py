@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import get_args
 
 from heterollm.errors import PlanError
 from heterollm.kernels.npu import NpuBackend
-from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.ops import Activation, OpSpec, Phase, feed_forward_blocks
+from heterollm.solver.blocks import cut_alignment
 from heterollm.solver.plan import Placement, Plan, PlanEntry
 
 __all__ = ["check_plan"]
 
 
 def check_plan(
-    plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, *, longest: int, head_rows: int
+    plan: Plan,
+    specs: Sequence[OpSpec],
+    npu: NpuBackend | None,
+    *,
+    longest: int,
+    head_rows: int,
+    activation: Activation = "silu",
 ) -> None:
     """Refuse a plan that would fail later, as one edited by hand may.
 
@@ -24,6 +31,7 @@ def check_plan(
         npu: The device's NPU part, if it has one.
         longest: Positions that the model was made for; no pass is longer.
         head_rows: Positions that the head computes at most at a time.
+        activation: Of the model's feed-forward networks.
 
     Raises:
         PlanError: A case has no entry, or its placement is not legal on the device; the message names it.
@@ -32,19 +40,26 @@ def check_plan(
         raise PlanError(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
+    blocks = {block.layer: block for block in feed_forward_blocks(specs)}
     for spec in specs:
         last = min(head_rows, plan.chunk_length) if spec.group == "head" else plan.chunk_length
+        block = blocks.get(spec.layer) if spec.group in ("gate_up", "down") else None
+        names = {spec.group} if block is None else {spec.group, block.group}
         for phase in get_args(Phase):
-            entries = [entry for entry in plan.entries if _concerns(entry, phase, spec)]
+            entries = [entry for entry in plan.entries if _concerns(entry, phase, spec.layer, names)]
             for length in _decisive_lengths(entries, last):
+                placed = None if block is None else plan.block_placement(phase, length, block)
+                if placed is not None and block is not None:
+                    _check_on_npu(placed, block, length, npu, activation)
+                    continue
                 placement = plan.placement(phase, length, spec)
                 if placement.npu_lengths:
-                    _check_on_npu(placement, spec, length, npu)
+                    _check_on_npu(placement, spec, length, npu, activation)
 
 
-def _concerns(entry: PlanEntry, phase: Phase, spec: OpSpec) -> bool:
+def _concerns(entry: PlanEntry, phase: Phase, layer: int, groups: Collection[str]) -> bool:
     low, high = entry.layers
-    return entry.phase == phase and entry.group == spec.group and low <= spec.layer <= high
+    return entry.phase == phase and entry.group in groups and low <= layer <= high
 
 
 def _decisive_lengths(entries: Sequence[PlanEntry], last: int) -> list[int]:
@@ -59,7 +74,9 @@ def _decisive_lengths(entries: Sequence[PlanEntry], last: int) -> list[int]:
     return sorted(length for length in starts | ends if 1 <= length <= last)
 
 
-def _check_on_npu(placement: Placement, spec: OpSpec, length: int, npu: NpuBackend | None) -> None:
+def _check_on_npu(
+    placement: Placement, spec: OpSpec, length: int, npu: NpuBackend | None, activation: Activation
+) -> None:
     where = f"group {spec.group} of layer {spec.layer} at {length} tokens"
     if npu is None:
         raise PlanError(
@@ -72,19 +89,33 @@ def _check_on_npu(placement: Placement, spec: OpSpec, length: int, npu: NpuBacke
             f"{where}: {npu.name} has no graphs of {missing[0]} tokens.",
             fix=f"Use lengths among {', '.join(map(str, npu.standard_lengths))}.",
         )
+    alignment = cut_alignment(spec, npu.row_alignment)
     for rows, whole in zip(placement.npu_rows, spec.member_rows, strict=True):
-        if rows % npu.row_alignment and rows != whole:
+        if rows % alignment and rows != whole:
             raise PlanError(
                 f"{where}: a cut after {rows} of {whole} rows.",
-                fix=f"Cut at multiples of {npu.row_alignment}, or not at all.",
+                fix=f"Cut at multiples of {alignment}, or not at all.",
             )
     for tokens in placement.npu_lengths:
-        forms = npu.forms(
-            spec.weight, columns=spec.columns, length=tokens, integer_inputs=spec.integer_inputs
-        )
+        forms = _forms(placement, spec, tokens, npu, activation)
         if not forms or placement.form not in (None, *forms):
             raise PlanError(
                 f"{where}: {npu.name} does not run {spec.weight} weights in form {placement.form!r} "
                 f"at {tokens} tokens.",
                 fix=f"Legal forms: {', '.join(forms) or 'none'}.",
             )
+
+
+def _forms(
+    placement: Placement, spec: OpSpec, tokens: int, npu: NpuBackend, activation: Activation
+) -> tuple[str, ...]:
+    if spec.then is None:
+        return npu.forms(spec.weight, columns=spec.columns, length=tokens, integer_inputs=spec.integer_inputs)
+    return npu.block_forms(
+        spec.weight,
+        width=placement.npu_rows[0],
+        columns=spec.columns,
+        length=tokens,
+        integer_inputs=spec.integer_inputs,
+        activation=activation,
+    )

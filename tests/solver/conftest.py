@@ -55,6 +55,30 @@ class ProportionalCosts(RandomCosts):
         return 20.0 + sum(member_rows) * spec.columns * (30 + length) / (100 * speed)
 
 
+class BlockCosts(RandomCosts):
+    """Random times that depend on columns as well: of a down projection that is cut with its block."""
+
+    def gpu_us(self, spec, member_rows, tokens):
+        return self._draw("gpu", spec.group, spec.columns, member_rows, tokens)
+
+    def between_us(self, spec, tokens):
+        return self._draw("between", spec.group, spec.columns, tokens) / 4
+
+
+class ProportionalBlockCosts(ProportionalCosts):
+    """Times that grow with work; of a block with that of all three linears, at a speed of its own."""
+
+    def npu_us(self, spec, member_rows, length, form):
+        own_us = super().npu_us(spec, member_rows, length, form)
+        if spec.then is None:
+            return own_us
+        speed = self._draw("npu", spec.group, form)
+        return own_us + member_rows[0] * spec.then.rows * (30 + length) / (100 * speed)
+
+    def between_us(self, spec, tokens):
+        return 3.0 + spec.columns * tokens / 2000
+
+
 def make_spec(group, rows, columns=64, layer=0, weight=FLOAT):
     members = tuple(Member(f"{group}{place}", count) for place, count in enumerate(rows))
     return OpSpec(group, layer, members, columns, weight, "source", "target")
@@ -76,8 +100,31 @@ def make_model(layers=2, *, hidden=256, keys=64, wide=512, vocabulary=640):
     return (*specs, make_spec("head", (vocabulary,), hidden, -1))
 
 
-def make_limits(lengths=(1, 32, 64, 128), alignment=64, forms=("plain",)):
-    return NpuLimits(tuple(lengths), alignment, lambda spec, length: tuple(forms))
+def make_limits(lengths=(1, 32, 64, 128), alignment=64, forms=("plain",), block_forms=None):
+    """Return limits with some forms of linears, and of blocks if others than those."""
+    of_blocks = forms if block_forms is None else block_forms
+
+    def legal(spec, length):
+        return tuple(forms if spec.then is None else of_blocks)
+
+    return NpuLimits(tuple(lengths), alignment, legal)
+
+
+def simulate(gpu_us, npu_us, slowdown, npu_begin_us):
+    """Step from event to event: who runs until then, and how fast."""
+    now, left, ends = 0.0, {"gpu": gpu_us, "npu": npu_us}, {}
+    while len(ends) < 2:
+        running = [part for part in left if part not in ends and (part == "gpu" or now >= npu_begin_us)]
+        both = len(running) == 2
+        rate = {"gpu": 1 / slowdown.gpu if both else 1.0, "npu": 1 / slowdown.npu if both else 1.0}
+        until = {part: now + left[part] / rate[part] for part in running}
+        following = min([*until.values(), *([npu_begin_us] if now < npu_begin_us else [])])
+        for part in running:
+            left[part] -= (following - now) * rate[part]
+            if until[part] == following:
+                ends[part] = following
+        now = following
+    return ends["gpu"], ends["npu"]
 
 
 class Made:
@@ -86,9 +133,12 @@ class Made:
     free = Overheads()
     costs = RandomCosts
     proportional = ProportionalCosts
+    block_costs = BlockCosts
+    proportional_blocks = ProportionalBlockCosts
     spec = staticmethod(make_spec)
     model = staticmethod(make_model)
     limits = staticmethod(make_limits)
+    simulate = staticmethod(simulate)
 
 
 @pytest.fixture(scope="session")

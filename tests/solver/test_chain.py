@@ -19,24 +19,7 @@ times = st.floats(0.0, 1e4).map(lambda value: round(value, 3))
 factors = st.floats(1.0, 3.0)
 
 
-def simulate(gpu_us, npu_us, slowdown, npu_begin_us):
-    """Step from event to event: who runs until then, and how fast."""
-    now, left, ends = 0.0, {"gpu": gpu_us, "npu": npu_us}, {}
-    while len(ends) < 2:
-        running = [part for part in left if part not in ends and (part == "gpu" or now >= npu_begin_us)]
-        both = len(running) == 2
-        rate = {"gpu": 1 / slowdown.gpu if both else 1.0, "npu": 1 / slowdown.npu if both else 1.0}
-        until = {part: now + left[part] / rate[part] for part in running}
-        following = min([*until.values(), *([npu_begin_us] if now < npu_begin_us else [])])
-        for part in running:
-            left[part] -= (following - now) * rate[part]
-            if until[part] == following:
-                ends[part] = following
-        now = following
-    return ends["gpu"], ends["npu"]
-
-
-def run_layers(specs, chosen, layers, tokens, costs):
+def run_layers(made, specs, chosen, layers, tokens, costs):
     """Run all layers one group after the other, the GPU's queue and the host's clock carried along."""
     queue_ends = host = 0.0
     overheads = costs.overheads
@@ -56,7 +39,9 @@ def run_layers(specs, chosen, layers, tokens, costs):
             queue_ends, host = start + gpu_us, 0.0
             continue
         slowdown = costs.slowdown(spec, tokens) if gpu_us else Slowdown()
-        gpu_end, npu_end = simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
+        gpu_end, npu_end = (
+            made.simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
+        )
         # The host learns of the NPU's end and submits what follows; the queue may be busy until then.
         queue_ends, host = start + gpu_end, start + npu_end + overheads.map_us + overheads.refill_us
     return max(queue_ends, host)
@@ -93,9 +78,11 @@ def test_no_choice_of_candidates_is_cheaper(made, seed):
     chosen = tuple(choice.chosen for choice in chain.choices)
     cheapest = min(sum(item.cost for item in items) for items in itertools.product(*tried))
     assert sum(item.cost for item in chosen) == pytest.approx(cheapest)
-    assert chain.time_us == pytest.approx(run_layers(specs, chosen, layers, tokens, costs))
+    assert chain.time_us == pytest.approx(run_layers(made, specs, chosen, layers, tokens, costs))
     if not objective.energy_weight:
-        fastest = min(run_layers(specs, items, layers, tokens, costs) for items in itertools.product(*tried))
+        fastest = min(
+            run_layers(made, specs, items, layers, tokens, costs) for items in itertools.product(*tried)
+        )
         assert chain.time_us == pytest.approx(fastest)
     for choice in chain.choices:
         placements = {item.placement for item in (choice.chosen, *choice.others)}
@@ -164,9 +151,9 @@ def test_what_a_group_leaves_is_paid_behind_it(made):
 
 @quickly
 @given(times, times, factors, factors, times)
-def test_joint_time_is_that_of_a_simulation(gpu_us, npu_us, gpu_factor, npu_factor, begin_us):
+def test_joint_time_is_that_of_a_simulation(made, gpu_us, npu_us, gpu_factor, npu_factor, begin_us):
     slowdown = Slowdown(gpu_factor, npu_factor)
-    expected = simulate(gpu_us, npu_us, slowdown, begin_us)
+    expected = made.simulate(gpu_us, npu_us, slowdown, begin_us)
     assert joint_time_us(gpu_us, npu_us, slowdown, begin_us) == pytest.approx(expected, abs=1e-6)
 
 
@@ -189,7 +176,9 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
             assert (item.is_cut, item.cost) == (False, gpu_us)
             continue
         assert item.is_cut == bool(gpu_us)
-        gpu_end, npu_end = simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
+        gpu_end, npu_end = (
+            made.simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
+        )
         joined = npu_end + overheads.map_us + overheads.refill_us
         assert item.time_us == item.cost == pytest.approx(max(gpu_end, joined))
         assert item.gpu_us == pytest.approx(gpu_end)
