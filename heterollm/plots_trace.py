@@ -120,8 +120,7 @@ def _windows(trace: Trace) -> Iterator[_Window]:
         found = [one for one in passes if one.phase == phase and not one.failed]
         if found:
             typical = _typical(found[1:] if phase == "decode" and len(found) > 1 else found)
-            overlap = summarise(trace.select(lambda one, number=typical.number: one.number == number))
-            yield _zoom(trace, typical, overlap.overlap_fraction)
+            yield _zoom(trace, typical, summarise(trace.select(typical.__eq__)).overlap_fraction)
 
 
 def _run_of(passes: Sequence[Pass]) -> list[Pass]:

@@ -110,8 +110,8 @@ def _share_table(title: str, found: Mapping[str, tuple[Mapping[str, float], floa
     for name in sorted(totals, key=lambda name: -totals[name]):
         cells = []
         for times, whole_us in found.values():
-            time_us = times.get(name)
-            cells.append("" if time_us is None else f"{time_us / 1e3:.2f} {_share(time_us, whole_us)}")
+            own_us = times.get(name)
+            cells.append("" if own_us is None else f"{own_us / 1e3:.2f} {_share(own_us, whole_us)}")
         made.add_row(name, *cells)
     made.add_section()
     made.add_row("all", *(f"{whole_us / 1e3:.2f} {_share(1, 1)}" for _, whole_us in found.values()))

@@ -340,7 +340,7 @@ class _Fields:
 
     def number(self, name: str, limit: float) -> float:
         value = self._values.get(name)
-        if type(value) not in (int, float) or not 0 <= value <= limit:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
             raise self.fail(name, f"a number from 0 to {limit:g}")
         return float(value)
 

@@ -243,7 +243,7 @@ def _unfolded(calls: Sequence[Call]) -> list[Call]:
     for call in calls:
         if isinstance(call, ChainedLaunch):
             plain += [call.before, call]
-        elif (wait := _wait_of(call)) is call and wait.strategy != "finish":
+        elif _is_wait(call) and (wait := _wait_of(call)).strategy != "finish":
             plain += [wait.mark, wait.wait]
         else:
             plain.append(call)
