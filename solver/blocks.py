@@ -7,18 +7,14 @@ same kernels as without the cut, one after the other in a busy queue.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
 
 from heterollm.kernels.ops import OpSpec
+from heterollm.profiler.workload import block_alignment
 from heterollm.solver.costs import Costs
 
 __all__ = ["apart", "cut_alignment", "gpu_part_us", "narrowed"]
-
-PACKED_ROWS: Final = 64
-"""Rows that the GPU packs together: its part of a cut begins at a multiple of them."""
 
 
 @lru_cache(maxsize=256)
@@ -39,17 +35,11 @@ def narrowed(block: OpSpec, width: int) -> OpSpec:
 def cut_alignment(spec: OpSpec, row_alignment: int) -> int:
     """Return the multiple that cuts of a group lie on.
 
-    A block is also cut where the GPU's packed rows begin, and between pairs of quantisation blocks of the
-    down projection: both parts round its inputs block by block, and the 4-bit zero points of a pair share a
-    byte.
-
     Args:
         spec: The group.
         row_alignment: The NPU's own multiple.
     """
-    if spec.then is None:
-        return row_alignment
-    return math.lcm(row_alignment, PACKED_ROWS, 2 * spec.then.weight.block or 1)
+    return row_alignment if spec.then is None else block_alignment(spec.then.weight, row_alignment)
 
 
 def gpu_part_us(costs: Costs, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Final, TypeAlias, TypeGuard
 
 from heterollm.errors import ProfileError
 from heterollm.kernels.handover import STRATEGIES, Strategy
+from heterollm.kernels.npu import CHUNK_COLUMNS, Form
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.profiler.fitted import fitted_predictor
 from heterollm.profiler.layer_operators import Operator, layer_key
@@ -26,6 +28,7 @@ from heterollm.profiler.records import (
     PowerKey,
 )
 from heterollm.profiler.workload import ModelShape
+from heterollm.solver.blocks import apart
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
@@ -44,9 +47,15 @@ BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
 MEMORY_BOUND_FRACTION: Final = 0.5
 """A slice is bound by memory if reading its weights at the part's bandwidth takes this much of its time."""
 
-_Formats: TypeAlias = tuple[WeightFormat, bool]
+_Formats: TypeAlias = tuple[WeightFormat, bool, bool]
+"""Of weights, whether inputs are rounded, and whether it is a block: what forms depend on."""
+
+_Size: TypeAlias = tuple[int, int, bool]
+"""Inputs, tokens, and whether the last linear of a block has more inputs than one of its pieces."""
 
 MAPPED_BYTES: Final = 256 << 10
+
+BLOCKS_IN_PIECES: Final[tuple[Form, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
 
 
 class ProfileCosts:
@@ -103,16 +112,19 @@ class ProfileCosts:
         return self._us(point, "npu")
 
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
-        """Return how much the parts slow each other, by what bounds each of them."""
-        point = LinearPoint.of(spec, tokens, streamed=self._streamed)
+        """Return how much the parts slow each other, by what bounds each of them; of a block gate and up."""
+        linear = spec if spec.then is None else apart(spec)[0]
+        point = LinearPoint.of(linear, tokens, streamed=self._streamed)
         gpu, npu = self._bound(point, "gpu"), self._bound(point, "npu")
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the GPU's operators before a group."""
-        total = 0.0
+        total, shape = 0.0, self._shape
+        if spec.group == "down" and spec.columns != shape.intermediate_size:
+            shape = replace(shape, intermediate_size=spec.columns)
         for operator in BEFORE[spec.group]:
-            key = layer_key(self._shape, operator, tokens, self.position)
+            key = layer_key(shape, operator, tokens, self.position)
             try:
                 total += self._predictor.predict_layer_us(key).us + self._gap_us
             except ProfileError:
@@ -137,8 +149,8 @@ class ProfileCosts:
 def limits_of(profile: Profile) -> NpuLimits | None:
     """Return what the profiled device's NPU can be given; None where it has none.
 
-    A form is legal for a group at a length if it was measured there; for sizes that were not measured, if it
-    was at every size of the same formats.
+    A form is legal for a group or a block at a length if it was measured there; for sizes that were not
+    measured, if it was at every size of the same formats.
 
     Raises:
         ProfileError: The description of the device lacks its standard lengths.
@@ -153,17 +165,23 @@ def limits_of(profile: Profile) -> NpuLimits | None:
             f"{lengths!r:.80}, row alignment {alignment!r:.80}.",
             fix="Run `heterollm profile` again.",
         )
-    measured: dict[_Formats, dict[tuple[int, int], set[str]]] = {}
+    measured: dict[_Formats, dict[_Size, set[str]]] = {}
     for key, _ in profile.of_kind(LinearKey):
         if key.part == "npu":
             point = key.point
-            sizes = measured.setdefault((point.weight, point.integer_inputs), {})
-            sizes.setdefault((point.columns, point.tokens), set()).add(point.form)
+            sizes = measured.setdefault((point.weight, point.integer_inputs, point.is_block), {})
+            wide = point.is_block and point.member_rows[0] > CHUNK_COLUMNS
+            sizes.setdefault((point.columns, point.tokens, wide), set()).add(point.form)
 
     def forms(spec: OpSpec, length: int) -> tuple[str, ...]:
-        sizes = measured.get((spec.weight, spec.integer_inputs), {})
-        always = set.intersection(*sizes.values()) if sizes else set()
-        return tuple(sorted(sizes.get((spec.columns, length), always)))
+        sizes = measured.get((spec.weight, spec.integer_inputs, spec.then is not None), {})
+        wide = spec.then is not None and spec.then.columns > CHUNK_COLUMNS
+        own = sizes.get((spec.columns, length, wide))
+        if own is None:
+            alike = [found for size, found in sizes.items() if size[2] == wide] or list(sizes.values())
+            own = set.intersection(*alike) if alike else set()
+        # Where only wide blocks were measured, theirs stand for narrow ones, which have no pieces.
+        return tuple(sorted(form for form in own if wide or form not in BLOCKS_IN_PIECES))
 
     return NpuLimits(tuple(lengths), alignment, forms)
 

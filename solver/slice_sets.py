@@ -148,7 +148,8 @@ def held_bytes(sizes: Bits, runs: Bits, copies_by_length: bool) -> Bits:
         runs: Lengths that each runs.
         copies_by_length: Whether every length of a slice holds weights of its own.
     """
-    return np.sum(sizes * _count(runs) if copies_by_length else sizes + 0 * runs, axis=-1)
+    held: Bits = np.sum(sizes * _count(runs) if copies_by_length else sizes + 0 * runs, axis=-1)
+    return held
 
 
 def _least(costs: Floats, runs: Bits, index: NDArray[Any]) -> tuple[Floats, Bits]:
