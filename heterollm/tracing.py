@@ -222,7 +222,9 @@ class Recorder:
         engine = [self._span(place, one.number) for place in range(start, middle)]
         found = [Span("engine", "pass", one.phase, one.begin_ns, one.end_ns, one.number)]
         sleeps = [span for span, _ in engine if span.category == "sleep"]
-        for span, site in engine:
+        # A span is added when it ends, after those in it: of two that took the same time, which happens on
+        # a simulated clock, the later is the outer one and comes first.
+        for span, site in reversed(engine):
             if span.category == "graph":
                 found.append(replace(span, track="npu", category="linear"))
             if span.category == "sleep":

@@ -389,6 +389,20 @@ def test_a_simulated_clock_gives_exact_spans() -> None:
     assert summarise(told).engine_us == pytest.approx(expected_us, abs=1e-9)
 
 
+def test_an_outer_span_comes_first_where_both_take_the_same_time() -> None:
+    clock = VirtualClock()
+    recorder = Recorder(now_ns=clock.now_ns)
+    build, bind = (recorder.number_of(Site("engine", name, name)) for name in ("build", "bind"))
+    both = recorder.timed(recorder.timed(clock.work(80), build), bind)
+    recorder.begin_pass("prefill", 3, 0)
+    both()
+    recorder.end_pass(failed=False)
+    passes, spans, notes = recorder.take(lambda ns: ns)
+    assert [span.category for span in spans] == ["pass", "bind", "build", "tracing"]
+    told = summarise(Trace("sim:soc", "simulated", "tensor", "w4a16", passes, spans, notes=notes))
+    assert told.engine_us == {"build": 0.08, "bind": 0, "python": 0}
+
+
 def test_kernels_without_times_are_counted() -> None:
     def refuse(_event: object) -> tuple[int, int]:
         raise KernelError("no times")
