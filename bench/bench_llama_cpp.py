@@ -355,8 +355,9 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.folder, options.threads, options.seed)
         return
-    from gguf_twin import write_gguf
     from random_model import write_checkpoint
+
+    from heterollm.benchmarks.gguf_twin import write_gguf
 
     write_gguf(write_checkpoint(options.folder, options.seed))
     children = [Child(name, options) for name in (*options.precisions, "llama.cpp")]

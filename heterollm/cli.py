@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from heterollm import (
+    cli_bench,
     cli_cache,
     cli_compile,
     cli_demo,
@@ -69,6 +70,7 @@ for group in (
     cli_device.commands,
     cli_profile.commands,
     cli_plan.commands,
+    cli_bench.commands,
     cli_trace.commands,
     cli_cache.commands,
 ):

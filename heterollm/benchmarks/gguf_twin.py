@@ -3,7 +3,7 @@
 Symmetric 4-bit blocks of 32 are Q4_0 and 8-bit ones Q8_0: an FP16 scale, then the codes, those of Q4_0 with
 the block's first half in the low nibbles (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 llama.cpp rotates neighbouring elements of a head where Hugging Face's checkpoints rotate halves: q's and k's
-rows move.
+rows move. Needs the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from numpy.typing import NDArray
 
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
+from heterollm.errors import UnsupportedModelError
+from heterollm.kernels.cache import atomic_path, locked
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_rows
 from heterollm.weights import ModelWeights, load_weights
+
+__all__ = ["BLOCK", "ggml_blocks", "write_gguf"]
 
 NAMES: Final = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
@@ -29,19 +33,51 @@ NAMES: Final = {
 BLOCK: Final = 32
 
 
-def write_gguf(folder: Path) -> Path:
-    """Write ``model.gguf`` beside a Llama checkpoint's files, unless a newer one is there."""
-    path = folder / "model.gguf"
-    source = folder / "model.safetensors"
-    if path.is_file() and path.stat().st_mtime > source.stat().st_mtime:
-        return path
-    config = ModelConfig.from_folder(folder)
-    weights = load_weights(Checkpoint(folder), config, precision="w4a16", group_size=BLOCK, symmetric=True)
-    temporary = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(temporary, "llama")
+def write_gguf(folder: Path, path: Path | None = None) -> Path:
+    """Write a Llama checkpoint as GGUF, unless a newer file is there.
+
+    Args:
+        folder: The checkpoint.
+        path: The file to write; ``model.gguf`` in the folder by default.
+
+    Returns:
+        The file.
+
+    Raises:
+        UnsupportedModelError: The model has what this file does not describe.
+        HeteroLLMError: The checkpoint cannot be read, or the file not be written.
+    """
+    path = folder / "model.gguf" if path is None else path
+    checkpoint, config = Checkpoint(folder), ModelConfig.from_folder(folder)
+    _check(config)
+    newest = max(file.stat().st_mtime for file in folder.glob("*.safetensors"))
+    with locked(path):
+        if path.is_file() and path.stat().st_mtime > newest:
+            return path
+        weights = load_weights(checkpoint, config, precision="w4a16", group_size=BLOCK, symmetric=True)
+        with atomic_path(path) as temporary:
+            _write(temporary, weights)
+    return path
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what llama.cpp would compute otherwise: this writes plain Llama models only."""
+    widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
+    plain = config.model_type == "llama" and config.rope.kind == "default" and not config.qkv_bias
+    if not plain or config.o_bias or config.mlp_bias or any(width % BLOCK for width in widths):
+        raise UnsupportedModelError(
+            f"A {config.family} model with these features is not written as GGUF.",
+            fix="Leave llama.cpp out, or compare a Llama model without biases and RoPE scaling.",
+        )
+
+
+def _write(path: Path, weights: ModelWeights) -> None:
+    config = weights.config
+    writer = gguf.GGUFWriter(path, "llama")
     _write_header(writer, config)
     _add(writer, "token_embd.weight", weights.embedding)
-    _add(writer, "output.weight", weights.head)
+    if not config.tie_word_embeddings:
+        _add(writer, "output.weight", weights.head)
     writer.add_tensor("output_norm.weight", np.array(weights.final_norm))
     for layer in range(config.layers):
         _write_layer(writer, weights, layer)
@@ -49,8 +85,6 @@ def write_gguf(folder: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    temporary.replace(path)
-    return path
 
 
 def _write_header(writer: Any, config: ModelConfig) -> None:  # noqa: ANN401 - gguf's types are partial
@@ -61,6 +95,8 @@ def _write_header(writer: Any, config: ModelConfig) -> None:  # noqa: ANN401 - g
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.kv_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope.base)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)

@@ -1,0 +1,304 @@
+"""What a bench runs: tests in llama-bench's words, and the configurations that each is run with.
+
+The words are those of llama-bench (https://github.com/ggml-org/llama.cpp/tree/master/tools/llama-bench):
+``pp`` is a prompt, ``tg`` tokens one by one, ``pg`` a prompt and tokens behind it, all behind ``d`` others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias, cast, get_args
+
+from heterollm.errors import OptionError
+from heterollm.kernels.ops import Precision
+from heterollm.kernels.threads import split_threads
+from heterollm.load_options import SYNC_OPTIONS
+from heterollm.solver import LENGTH_POLICIES
+
+__all__ = [
+    "ENGINES",
+    "LEVEL_NAMES",
+    "Case",
+    "Configuration",
+    "Threads",
+    "cases_of",
+    "expand",
+    "parse_threads",
+    "with_baseline",
+]
+
+ENGINES: Final = ("self", "llama.cpp", "transformers")
+"""What can be compared; every one computes with the weights that heterollm computes with."""
+
+LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
+COVERED: Final = ("npu", "layer")
+"""Levels at which the NPU computes whole groups, so that a length policy means something."""
+
+DEVICES_WITH_THREADS: Final = ("auto", "host")
+"""Devices whose parts share the cores of one processor."""
+
+Threads: TypeAlias = tuple[int, int]
+"""Threads of the GPU part and of the NPU part."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """One test.
+
+    Args:
+        n_prompt: Tokens of the prompt, in one call.
+        n_gen: Tokens after it, one at a time.
+        n_depth: Tokens that the session has seen before.
+    """
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample."""
+        return self.n_prompt + self.n_gen
+
+    @property
+    def end(self) -> int:
+        """Positions that a session needs."""
+        return self.n_depth + self.tokens
+
+    @property
+    def name(self) -> str:
+        """Name as llama-bench writes it, such as ``pp256 @ d512``."""
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What a test is run with; everything that tells two rows of one test apart.
+
+    Args:
+        engine: Who computes.
+        plan_level: Of heterollm: a level, ``auto``, or the file of a plan; empty for others.
+        precision: Of weights and activations; other engines take its weights, and ``w4a16`` for both that
+            have 4 bits.
+        length_policy: Of levels ``npu`` and ``layer``: how lengths without a graph run; ``auto`` elsewhere,
+            where the solver chooses or nothing is to be chosen.
+        sync: Of heterollm: how the parts wait for each other; empty for others.
+        threads: Threads of each part; other engines have as many as both together. None leaves it to the
+            device.
+        device: Name of the device; empty for other engines.
+        group_size: Weights that share a scale.
+        baseline: Whether the bench added it, as what the others must beat.
+    """
+
+    engine: str = "self"
+    plan_level: str = "auto"
+    precision: Precision = "w4a16"
+    length_policy: str = "padding"
+    sync: str = "auto"
+    threads: Threads | None = None
+    device: str = "auto"
+    group_size: int = 32
+    baseline: bool = False
+
+    @property
+    def n_threads(self) -> int | None:
+        """Threads of both parts together."""
+        return None if self.threads is None else sum(self.threads)
+
+    @property
+    def process(self) -> tuple[str, Threads | None]:
+        """What must be the same for two configurations to share a process."""
+        return self.engine, self.threads
+
+    @property
+    def label(self) -> str:
+        """Short name for people."""
+        if self.engine != "self":
+            weights = "fp16" if self.precision == "fp16" else "4-bit"
+            threads = "" if self.threads is None else f", {self.n_threads} threads"
+            return f"{self.engine} {weights}{threads}"
+        parts = [self.plan_level]
+        if self.plan_level in COVERED:
+            parts.append(self.length_policy)
+        if self.sync != "auto":
+            parts.append(f"sync {self.sync}")
+        split = "" if self.threads is None else f", {self.threads[0]}+{self.threads[1]}"
+        return f"{' '.join(parts)} {self.precision}{split}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Configuration:
+        """Return what :meth:`to_dict` wrote."""
+        threads = data["threads"]
+        return cls(**{**data, "threads": None if threads is None else tuple(threads)})
+
+
+def cases_of(
+    prompts: Iterable[int],
+    gens: Iterable[int],
+    pairs: Iterable[tuple[int, int]] = (),
+    depths: Sequence[int] = (0,),
+) -> tuple[Case, ...]:
+    """Return the tests of a grid: prompts, tokens and pairs of both, each at every depth, in that order.
+
+    Raises:
+        OptionError: There is none.
+    """
+    shapes = [(prompt, 0) for prompt in prompts if prompt] + [(0, gen) for gen in gens if gen]
+    shapes += [pair for pair in pairs if any(pair)]
+    found = tuple(dict.fromkeys(Case(*shape, depth) for depth in depths for shape in shapes))
+    if not found:
+        raise OptionError("There is nothing to measure.", fix="Give prompt lengths (-p) or tokens (-n).")
+    return found
+
+
+def parse_threads(text: str) -> list[Threads]:
+    """Return splits of the cores, from a text such as ``1+1,2+0``: GPU part first.
+
+    Raises:
+        OptionError: It is something else, or the cores do not suffice.
+    """
+    found: list[Threads] = []
+    for part in text.split(","):
+        gpu, plus, npu = part.strip().partition("+")
+        if not (plus and gpu.isascii() and npu.isascii() and gpu.isdigit() and npu.isdigit()):
+            raise OptionError(
+                f"--threads is {text!r:.80}.", fix="Give GPU and NPU threads with a plus: 1+1,2+0."
+            )
+        split_threads(int(gpu), int(npu))  # raises where the cores do not suffice
+        found.append((int(gpu), int(npu)))
+    return found
+
+
+def expand(
+    *,
+    engines: Sequence[str] = ("self",),
+    levels: Sequence[str] = ("auto",),
+    policies: Sequence[str] = ("padding",),
+    syncs: Sequence[str] = ("auto",),
+    precisions: Sequence[str] = ("w4a16",),
+    threads: Sequence[Threads] = (),
+    device: str = "auto",
+    group_size: int = 32,
+) -> tuple[Configuration, ...]:
+    """Return the configurations of a grid, each once.
+
+    What an option means nothing to has it at its default, so that no two rows are the same: length policies
+    count for ``npu`` and ``layer`` only, ways to wait for levels that use the NPU (and ``operator`` for all),
+    and other engines have neither. Levels that need an NPU leave out splits without one.
+
+    Raises:
+        OptionError: A value is not legal, or nothing is left.
+    """
+    _check(engines, ENGINES, "engine")
+    _check(policies, LENGTH_POLICIES, "length policy")
+    _check(syncs, SYNC_OPTIONS, "sync")
+    _check(precisions, get_args(Precision), "precision")
+    for level in levels:
+        if level not in LEVEL_NAMES and not _is_file(level):
+            raise OptionError(
+                f"{level!r:.200} is neither a plan level nor a plan file.",
+                fix=f"Choose among {', '.join(LEVEL_NAMES)}.",
+            )
+    splits: list[Threads | None] = list(threads)
+    if not splits:
+        splits = [_default_threads() if device in DEVICES_WITH_THREADS else None]
+    found: list[Configuration] = []
+    for engine, precision, split in itertools.product(engines, precisions, splits):
+        base = Configuration(
+            engine,
+            precision=cast("Precision", precision),
+            threads=split,
+            device=device,
+            group_size=group_size,
+        )
+        found += [_foreign(base)] if engine != "self" else _own(base, levels, policies, syncs)
+    unique = tuple(dict.fromkeys(found))
+    if not unique:
+        raise OptionError(
+            f"No configuration is left: {', '.join(levels)} with threads {_words(splits)}.",
+            fix="Levels other than gpu need at least one NPU thread.",
+        )
+    return unique
+
+
+def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuration, ...]:
+    """Return the configurations with ``gpu`` on all cores for each precision, where some of them split cores.
+
+    On ``host`` both parts are the same processor: a split of it is only worth something if it beats that row.
+    """
+    added: list[Configuration] = []
+    for one in configurations:
+        if one.engine != "self" or one.threads is None or one.threads[1] == 0:
+            continue
+        alone = one.plan_level == "gpu" and len(configurations) == 1
+        if one.device not in DEVICES_WITH_THREADS or alone:
+            continue
+        whole = replace(
+            one,
+            plan_level="gpu",
+            length_policy="auto",
+            sync="auto",
+            threads=(sum(one.threads), 0),
+            baseline=True,
+        )
+        known = {replace(other, baseline=True) for other in (*configurations, *added)}
+        if whole not in known:
+            added.append(whole)
+    return (*configurations, *added)
+
+
+def _own(
+    base: Configuration, levels: Sequence[str], policies: Sequence[str], syncs: Sequence[str]
+) -> Iterator[Configuration]:
+    without_npu = base.threads is not None and base.threads[1] == 0
+    for level, policy, sync in itertools.product(levels, policies, syncs):
+        if without_npu and level not in ("gpu", "auto"):
+            continue
+        uses_npu = level != "gpu" and not without_npu
+        yield replace(
+            base,
+            plan_level=level,
+            length_policy=policy if level in COVERED else "auto",
+            sync=sync if uses_npu or sync == "operator" else "auto",
+        )
+
+
+def _foreign(base: Configuration) -> Configuration:
+    # Which part the threads belong to means nothing to others, so that equal totals are one row; and rounded
+    # inputs are ours, of the same weights.
+    threads = None if base.threads is None else (sum(base.threads), 0)
+    precision: Precision = "fp16" if base.precision == "fp16" else "w4a16"
+    return replace(
+        base, plan_level="", length_policy="", sync="", device="", threads=threads, precision=precision
+    )
+
+
+def _default_threads() -> Threads:
+    split = split_threads()
+    return len(split.gpu_cores), len(split.npu_cores)
+
+
+def _check(values: Sequence[str], legal: Sequence[str], what: str) -> None:
+    for value in values:
+        if value not in legal:
+            raise OptionError(f"There is no {what} {value!r:.80}.", fix=f"Choose among {', '.join(legal)}.")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
+
+
+def _words(splits: Sequence[Threads | None]) -> str:
+    return ", ".join("default" if split is None else f"{split[0]}+{split[1]}" for split in splits)

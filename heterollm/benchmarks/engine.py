@@ -1,0 +1,133 @@
+"""The protocol of what is compared, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.errors import OptionError
+
+__all__ = ["BenchEngine", "Facts", "Ids", "Job", "open_engine"]
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an engine is opened for.
+
+    Args:
+        model: Folder of the checkpoint.
+        configuration: How.
+        context: Positions that its session needs.
+        trace: Whether every pass is recorded, which costs time.
+    """
+
+    model: Path
+    configuration: Configuration
+    context: int
+    trace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine says of itself; every field of it goes into each row.
+
+    Args:
+        engine_version: Version of the engine.
+        plan_level: What the level came to: that of the plan that runs.
+        device: Where it computes.
+        time_kind: ``real``, ``emulated`` or ``simulated``.
+        fingerprint: Of the device, as profiles have it; empty for other engines.
+        model_type: Kind and number format of the model.
+        model_size: Bytes of its weights as this engine holds them, without copies.
+        model_n_params: Weights of its linear layers and embeddings.
+        description: The device, or how the engine was built.
+        notes: What to know about its numbers.
+    """
+
+    engine_version: str
+    plan_level: str
+    device: str
+    time_kind: str
+    fingerprint: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    description: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class BenchEngine(Protocol):
+    """A loaded model that runs tests. All of it happens in the child process."""
+
+    @property
+    def facts(self) -> Facts:
+        """What it is."""
+        ...
+
+    def sample_us(self, case: Case, ids: Ids) -> float:
+        """Run a test once.
+
+        Args:
+            case: The test; what comes before it need not be timed.
+            ids: The token at every position, at least ``case.end``.
+
+        Returns:
+            Microseconds of the prompt and the tokens behind it.
+        """
+        ...
+
+    def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
+        """Return the logits ``[1 + decoded, vocab]`` behind a prompt and behind each of the last tokens.
+
+        Args:
+            ids: Prompt and tokens.
+            decoded: How many of them come one at a time.
+        """
+        ...
+
+    def account(self, case: Case) -> dict[str, Any]:
+        """Return what a sample does: fields of a row, and under ``reasons`` why some are missing."""
+        ...
+
+    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:
+        """Run a test once and return what its trace shows: fields of a row."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+
+def open_engine(job: Job) -> BenchEngine:
+    """Load a model with the engine that a job names.
+
+    Raises:
+        HeteroLLMError: The engine is not installed, or cannot load the model.
+    """
+    name = job.configuration.engine
+    if name == "self":
+        from heterollm.benchmarks.engine_self import SelfEngine
+
+        return SelfEngine(job)
+    if name == "llama.cpp":
+        from heterollm.benchmarks.engine_llama_cpp import LlamaCppEngine
+
+        return LlamaCppEngine(job)
+    if name == "transformers":
+        from heterollm.benchmarks.engine_transformers import TransformersEngine
+
+        return TransformersEngine(job)
+    raise OptionError(f"There is no engine {name!r:.80}.")
+
+
+def one_by_one(tokens: Sequence[int] | Ids) -> list[int]:
+    """Return token ids as plain numbers."""
+    return [int(token) for token in tokens]

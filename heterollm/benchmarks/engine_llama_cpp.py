@@ -1,0 +1,164 @@
+"""llama.cpp as one of the engines, through llama-cpp-python's bindings of its C functions.
+
+It reads the same 4-bit weights, bit for bit, from a GGUF file of :mod:`heterollm.benchmarks.gguf_twin`. Its
+inputs are rounded to 8 bits in blocks of 32, as ``w4a8`` rounds them, and its KV cache is FP16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.engine import Facts, Ids, Job
+from heterollm.benchmarks.work import work_of
+from heterollm.config import ModelConfig
+from heterollm.errors import DeviceError, EngineError, OptionError
+from heterollm.kernels.cache import cache_root
+from heterollm.layout import op_specs
+
+__all__ = ["LlamaCppEngine", "gguf_path"]
+
+CHUNK: Final = 512
+"""Tokens that llama.cpp computes at a time by default (``n_ubatch``)."""
+
+
+def gguf_path(folder: Path) -> Path:
+    """Return where the GGUF file of a checkpoint's folder is kept: in the cache."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return cache_root() / "gguf" / f"{name}.gguf"
+
+
+class LlamaCppEngine:
+    """A model of llama.cpp on the processor.
+
+    Args:
+        job: What to load.
+
+    Raises:
+        DeviceError: llama-cpp-python or gguf is not installed.
+        OptionError: The weights have another format than Q4_0.
+        HeteroLLMError: The checkpoint is not usable, or llama.cpp refuses it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        asked = job.configuration
+        if asked.precision == "fp16" or asked.group_size != 32:
+            raise OptionError(
+                f"llama.cpp has no format for {asked.precision} with blocks of {asked.group_size}.",
+                fix="Compare at w4a16 or w4a8 with --group-size 32, which is its Q4_0.",
+            )
+        try:
+            import llama_cpp
+
+            from heterollm.benchmarks.gguf_twin import write_gguf
+        except (ImportError, OSError, RuntimeError) as error:
+            raise DeviceError(
+                f"Engine 'llama.cpp' is not installed: {error}.", fix="Run `pip install 'heterollm[bench]'`."
+            ) from error
+        self._lib: Any = llama_cpp
+        # Kept, as C holds no reference.
+        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        path = write_gguf(job.model, gguf_path(job.model))
+        llama_cpp.llama_backend_init()
+        self._threads = asked.n_threads or os.cpu_count() or 1
+        model = llama_cpp.llama_model_load_from_file(
+            os.fsencode(path), llama_cpp.llama_model_default_params()
+        )
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = options.n_batch = job.context
+        options.n_threads = options.n_threads_batch = self._threads
+        self._context = llama_cpp.llama_init_from_model(model, options) if model else None
+        if not self._context:
+            raise EngineError(f"llama.cpp does not load {path}.", fix="Delete it, and try again.")
+        self._model = model
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._config = ModelConfig.from_folder(job.model)
+        self._specs = op_specs(self._config, "w4a16", 32, True)
+        self._seen = 0
+
+    @property
+    def facts(self) -> Facts:
+        """What was loaded."""
+        lib = self._lib
+        return Facts(
+            engine_version=lib.__version__,
+            plan_level="",
+            device="CPU",
+            time_kind="real",
+            fingerprint="",
+            model_type=f"{self._config.family} Q4_0, head Q8_0",
+            model_size=int(lib.llama_model_size(self._model)),
+            model_n_params=int(lib.llama_model_n_params(self._model)),
+            description={
+                "built_for": lib.llama_print_system_info().decode("utf-8", "replace"),
+                "threads": self._threads,
+            },
+            notes=("rounds inputs to 8 bits in blocks of 32 and keeps the KV cache in FP16",),
+        )
+
+    def sample_us(self, case: Case, ids: Ids) -> float:
+        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        self._truncate(case.n_depth)
+        if self._seen < case.n_depth:
+            self._feed(ids[self._seen : case.n_depth])
+        begin = case.n_depth + case.n_prompt
+        prompt, tokens = ids[case.n_depth : begin], ids[begin : case.end]
+        before_ns = time.perf_counter_ns()
+        if len(prompt):
+            self._feed(prompt)
+        for index in range(len(tokens)):
+            self._feed(tokens[index : index + 1])
+        taken_us = (time.perf_counter_ns() - before_ns) / 1e3
+        self._truncate(case.n_depth)
+        return taken_us
+
+    def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
+        """Return logits; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        self._truncate(0)
+        first = len(ids) - decoded
+        rows = [self._feed(ids[:first])]
+        rows += [self._feed(ids[index : index + 1]) for index in range(first, len(ids))]
+        self._truncate(0)
+        return np.stack(rows)
+
+    def account(self, case: Case) -> dict[str, Any]:
+        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        work = work_of(self._config, self._specs, case, chunk=CHUNK, cache_itemsize=2)
+        reason = "Another engine; the profile is of heterollm's parts."
+        return {
+            "read_bytes": work.read_bytes,
+            "flops": work.flops,
+            "reasons": dict.fromkeys(("gpu_share", "padded_tokens", "predicted_ms", "ceilings"), reason),
+        }
+
+    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
+        """Return nothing, as others are not traced."""
+        return {}
+
+    def close(self) -> None:
+        """Free the model."""
+        self._lib.llama_free(self._context)
+        self._lib.llama_model_free(self._model)
+
+    def _feed(self, ids: Ids) -> NDArray[np.float32]:
+        """Append tokens in one call, and return the logits of the last."""
+        tokens = (ctypes.c_int32 * len(ids))(*ids.tolist())
+        if self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(tokens, len(ids))):
+            raise EngineError(f"llama.cpp refuses {len(ids)} tokens at position {self._seen}.")
+        self._seen += len(ids)
+        pointer = self._lib.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(pointer, (self._config.vocab_size,)).copy()
+
+    def _truncate(self, position: int) -> None:
+        if position < self._seen:
+            self._lib.llama_memory_seq_rm(self._memory, 0, position, -1)
+            self._seen = position

@@ -1,0 +1,202 @@
+"""heterollm itself as one of the engines."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+import heterollm
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.engine import Facts, Ids, Job
+from heterollm.benchmarks.shares import Placed, predicted_us, shares_of
+from heterollm.benchmarks.work import ceilings_of, work_of
+from heterollm.kernels.ops import OpSpec
+from heterollm.layout import op_specs
+from heterollm.llm import LLM
+from heterollm.load_options import Sync
+from heterollm.planning import Planner, PlanRequest, stored_profile
+from heterollm.session import Session
+from heterollm.solver import LengthPolicy
+from heterollm.trace_summary import summarise
+
+__all__ = ["SelfEngine"]
+
+FILL_TOKENS: Final = 512
+"""Passes in which a session is brought to a depth."""
+
+OPERATORS: Final = 12
+"""Of the operators of a trace, those that take longest."""
+
+
+class SelfEngine:
+    """A model on a device, with one session for each depth.
+
+    Args:
+        job: What to load.
+
+    Raises:
+        HeteroLLMError: The checkpoint, device, plan or an option is not usable.
+    """
+
+    def __init__(self, job: Job) -> None:
+        asked = job.configuration
+        gpu_threads, npu_threads = asked.threads or (None, None)
+        self._asked = asked
+        self._llm = LLM.load(
+            job.model,
+            device=asked.device,
+            plan=asked.plan_level,
+            precision=asked.precision,
+            group_size=asked.group_size,
+            context=job.context,
+            gpu_threads=gpu_threads,
+            npu_threads=npu_threads,
+            sync=cast("Sync", asked.sync),
+            trace=job.trace,
+            length_policy="padding"
+            if asked.length_policy == "auto"
+            else cast("LengthPolicy", asked.length_policy),
+        )
+        self._sessions: dict[int, Session] = {}
+
+    @property
+    def facts(self) -> Facts:
+        """What was loaded."""
+        llm, config = self._llm, self._llm.config
+        device = llm.device
+        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        head = next(spec for spec in self._specs if spec.group == "head")
+        size = sum(spec.weight_bytes() for spec in self._specs)
+        return Facts(
+            engine_version=heterollm.__version__,
+            plan_level=llm.plan.level,
+            device=device.name,
+            time_kind=device.time_kind,
+            fingerprint=device.fingerprint(),
+            model_type=f"{config.family} {self._specs[0].weight}, head {head.weight}",
+            model_size=size + (0 if config.tie_word_embeddings else head.weight_bytes()),
+            model_n_params=sum(spec.rows * spec.columns for spec in self._specs) + embedding,
+            description=device.description(),
+            notes=llm.notes,
+        )
+
+    def sample_us(self, case: Case, ids: Ids) -> float:
+        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        session = self._session(case.n_depth, ids)
+        begin = case.n_depth + case.n_prompt
+        prompt = np.ascontiguousarray(ids[case.n_depth : begin])
+        tokens = ids[begin : case.end].tolist()
+
+        def timed() -> float:
+            before_ns = time.perf_counter_ns()
+            if len(prompt):
+                session.prefill_in_place(prompt)
+            for token in tokens:
+                session.decode_in_place(token)
+            return (time.perf_counter_ns() - before_ns) / 1e3
+
+        try:
+            return self._llm.on_engine_thread(timed)
+        finally:
+            session.truncate(min(case.n_depth, session.position))
+
+    def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
+        """Return logits; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        session = self._llm.session()
+        prompt, tokens = ids[: len(ids) - decoded], ids[len(ids) - decoded :].tolist()
+        return np.stack([session.prefill(prompt), *(session.decode(token) for token in tokens)])
+
+    def account(self, case: Case) -> dict[str, Any]:
+        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        llm, plan = self._llm, self._llm.plan
+        chunk, planner = plan.chunk_length, self._planner
+        solved = planner is not None and plan.level == planner.plan.level
+        placed: Placed = planner if solved and planner is not None else plan
+        shares = shares_of(placed, self._specs, case, chunk=chunk)
+        found: dict[str, Any] = {
+            "gpu_share": shares.gpu_share,
+            "padded_tokens": shares.padded_tokens,
+            "cut_groups": list(shares.cut_groups),
+        }
+        work = work_of(
+            llm.config, self._specs, case, chunk=chunk, cache_itemsize=llm.device.cache_dtype.itemsize
+        )
+        found |= {"read_bytes": work.read_bytes, "flops": work.flops}
+        if planner is None:
+            split = "" if self._asked.threads is None else " with these threads"
+            reason = f"The device {llm.device.name!r} has no profile{split}."
+            return found | {"reasons": dict.fromkeys(("predicted_ms", "ceilings"), reason)}
+        reasons: dict[str, str] = {}
+        predicted = predicted_us(planner, placed, case, chunk=chunk)
+        if predicted is None:
+            reasons["predicted_ms"] = f"The profile has no times for {self._asked.precision} of this model."
+        else:
+            found["predicted_ms"] = predicted / 1e3
+            if missing := planner.missing():
+                reasons["predicted_ms"] = (
+                    f"Left out, as the profile lacks them: {', '.join(sorted(missing))}."
+                )
+        ceilings = ceilings_of(planner.profile, shares.parts, integer_inputs=self._asked.precision == "w4a8")
+        if ceilings is None:
+            reasons["ceilings"] = "The profile lacks bandwidths or long linear layers at this precision."
+        else:
+            found |= {"ceiling_gbps": ceilings.gbps, "ceiling_gflops": ceilings.gflops}
+        return found | {"reasons": reasons}
+
+    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:
+        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`. Loaded to be traced."""
+        self.sample_us(case, ids)  # compiles
+        self._llm.take_trace()
+        self.sample_us(case, ids)
+        found = summarise(self._llm.take_trace())
+        return {
+            "traced_ms": found.wall_us / 1e3,
+            "gpu_busy_ms": found.gpu_busy_us / 1e3,
+            "npu_busy_ms": found.npu_busy_us / 1e3,
+            "overlap_ms": found.overlap_us / 1e3,
+            "overlap_fraction": found.overlap_fraction,
+            "hand_over_ms": found.hand_over_us / 1e3,
+            "hand_overs": found.hand_overs,
+            "operators": [
+                {
+                    "part": row.track,
+                    "operator": row.operator,
+                    "count": row.count,
+                    "time_ms": row.time_us / 1e3,
+                }
+                | {"gbps": row.gbps, "gflops": row.gflops}
+                for row in found.operators[:OPERATORS]
+            ],
+        }
+
+    def close(self) -> None:
+        """Free the model."""
+        self._sessions.clear()
+        self._llm.close()
+
+    def _session(self, depth: int, ids: Ids) -> Session:
+        if depth not in self._sessions:
+            self._sessions[depth] = self._llm.session()
+        session = self._sessions[depth]
+        while session.position < depth:
+            session.prefill(ids[session.position : min(depth, session.position + FILL_TOKENS)])
+        return session
+
+    @cached_property
+    def _specs(self) -> tuple[OpSpec, ...]:
+        asked = self._asked
+        bits: Literal[16, 32] = 32 if self._llm.device.activation_dtype == np.float32 else 16
+        return op_specs(self._llm.config, asked.precision, asked.group_size, True, float_bits=bits)
+
+    @cached_property
+    def _planner(self) -> Planner | None:
+        """The solver on the device's profile: equal inputs give the plan that runs, and its predictions."""
+        profile = stored_profile(self._llm.device)
+        if profile is None:
+            return None
+        request = PlanRequest(self._llm.context)
+        return Planner(profile, self._llm.config, self._specs, self._asked.precision, request)

@@ -1,0 +1,45 @@
+"""Profiles a device before a bench, once for each split of the cores, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from heterollm.benchmarks.cases import Configuration
+from heterollm.checkpoint import checkpoint_folder
+from heterollm.errors import ProfileError
+
+__all__ = ["profile_command", "profile_splits"]
+
+
+def profile_command(model: str | Path, configuration: Configuration) -> list[str]:
+    """Return the arguments of the command that makes the profile which a configuration needs."""
+    arguments = ["profile", "--quick", "--update", "--device", configuration.device, "--model", str(model)]
+    arguments += ["--precision", configuration.precision, "--group-size", str(configuration.group_size)]
+    if configuration.threads is not None:
+        gpu, npu = configuration.threads
+        arguments += ["--gpu-threads", str(gpu), "--npu-threads", str(npu)]
+    return arguments
+
+
+def profile_splits(model: str | Path, configurations: Sequence[Configuration]) -> Iterator[str]:
+    """Run the commands one after the other, and yield each before it runs.
+
+    What a profile already has is not measured again.
+
+    Raises:
+        ProfileError: One failed.
+    """
+    folder = checkpoint_folder(model)
+    commands = dict.fromkeys(
+        tuple(profile_command(folder, one)) for one in configurations if one.engine == "self"
+    )
+    for arguments in commands:
+        shown = f"heterollm {' '.join(arguments)}"
+        yield f"Running `{shown}`"
+        command = [sys.executable, "-P", "-m", "heterollm", *arguments]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 - our own interpreter
+        if done.returncode:
+            raise ProfileError(f"`{shown}` failed with exit code {done.returncode}.", fix="Run it by itself.")

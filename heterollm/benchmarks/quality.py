@@ -1,0 +1,114 @@
+"""Whether all compute the same: logits beside those of a reference, so that nobody wins by being wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.benchmarks.cases import Configuration
+
+__all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "Quality", "judge", "sqnr_db"]
+
+PROMPT_TOKENS: Final = 64
+DECODED_TOKENS: Final = 8
+
+EXACT_DB: Final = 90.0
+HALF_DB: Final = 45.0
+ROUNDED_DB: Final = 28.0
+LLAMA_CPP_DB: Final = 25.0
+"""The gates of this project for logits: float32, half, inputs rounded to int8; llama.cpp rounds inputs with a
+scale in half and keeps the KV cache in half on top of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How near a configuration's logits are to the reference's.
+
+    Args:
+        reference: Label of the reference.
+        logits_sqnr_db: Signal to noise in decibels; infinite for equal ones.
+        gate_db: What it must reach.
+        top_1_agreement: Fraction of the positions at which both take the same token.
+    """
+
+    reference: str
+    logits_sqnr_db: float
+    gate_db: float
+    top_1_agreement: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is reached."""
+        return self.logits_sqnr_db >= self.gate_db
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return fields of a row."""
+        finite = math.isfinite(self.logits_sqnr_db)
+        return {
+            "quality_reference": self.reference,
+            "logits_sqnr_db": self.logits_sqnr_db if finite else None,
+            "quality_gate_db": self.gate_db,
+            "top_1_agreement": self.top_1_agreement,
+            "quality_passed": self.passed,
+        }
+
+
+def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
+    """Return the signal to noise ratio against a reference, in decibels; 0 where some are no numbers."""
+    exact = reference.astype(np.float64)
+    noise = float(np.sum((values.astype(np.float64) - exact) ** 2))
+    if not math.isfinite(noise):
+        return 0.0
+    return math.inf if noise == 0.0 else 10.0 * math.log10(float(np.sum(exact**2)) / noise)
+
+
+def judge(
+    logits: Mapping[Configuration, NDArray[Any]], dtypes: Mapping[Configuration, str]
+) -> dict[Configuration, Quality]:
+    """Compare the logits of configurations that compute with the same weights.
+
+    The reference of each set of weights is transformers in float32 if it takes part, else the first ``gpu``
+    without rounded inputs, else the first level without, else the first.
+
+    Args:
+        logits: ``[positions, vocab]`` of each.
+        dtypes: In what a configuration's device keeps activations: ``float32`` or ``float16``.
+    """
+    found: dict[Configuration, Quality] = {}
+    for weights in dict.fromkeys(map(_weights, logits)):
+        alike = [one for one in logits if _weights(one) == weights]
+        reference = min(alike, key=lambda one: (_rank(one), alike.index(one)))
+        exact = logits[reference]
+        for one in alike:
+            values = logits[one]
+            same = float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1)))
+            gate = _gate_db(one, dtypes.get(one, "float32"))
+            found[one] = Quality(reference.label, sqnr_db(exact, values), gate, same)
+    return found
+
+
+def _weights(configuration: Configuration) -> tuple[str, int]:
+    return ("fp16", 0) if configuration.precision == "fp16" else ("w4", configuration.group_size)
+
+
+def _rank(configuration: Configuration) -> int:
+    if configuration.engine == "transformers":
+        return 0
+    if configuration.engine != "self":
+        return 4
+    if configuration.precision == "w4a8":
+        return 3
+    return 1 if configuration.plan_level == "gpu" else 2
+
+
+def _gate_db(configuration: Configuration, dtype: str) -> float:
+    if configuration.engine == "llama.cpp":
+        return LLAMA_CPP_DB
+    if configuration.precision == "w4a8" and configuration.engine == "self":
+        return ROUNDED_DB
+    return HALF_DB if dtype == "float16" else EXACT_DB

@@ -1,0 +1,108 @@
+"""Noise or change: how far two sets of times differ beyond their spread.
+
+The rule, everywhere in this project: times are compared by the logarithm, so that the result is a ratio.
+Samples of one run that took turns are compared round by round (a paired t interval), so that what drifts
+meets both; samples of different runs as two groups (Welch's t interval). A difference counts as a change if
+the 95 % interval of the ratio leaves 1 out and the ratio is at least :data:`SMALLEST_CHANGE` away from it;
+else it is noise. With fewer than :data:`FEWEST_SAMPLES` samples on either side nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+__all__ = ["FEWEST_SAMPLES", "SMALLEST_CHANGE", "Change", "Verdict", "compare_times", "student_quantile"]
+
+SMALLEST_CHANGE: Final = 0.02
+"""Less than this is nobody's concern, however surely it is measured."""
+
+FEWEST_SAMPLES: Final = 3
+
+Verdict: TypeAlias = Literal["faster", "slower", "noise", "too few samples"]
+
+QUANTILES: Final = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Student's t at 97.5 %, for 1 to 30 degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How many times as fast the second set is.
+
+    Args:
+        ratio: By geometric means; above 1 the second is faster.
+        low: Lower end of the 95 % interval; equal to the ratio where there are too few samples.
+        high: Its upper end.
+        verdict: What may be said.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        if self.verdict == "too few samples":
+            return f"{self.ratio:.2f} x (too few samples)"
+        return f"{self.ratio:.2f} x ({self.low:.2f} to {self.high:.2f})"
+
+
+def student_quantile(freedom: float) -> float:
+    """Return Student's t at 97.5 %; of a broken number of degrees of freedom, that of the whole one below.
+
+    Beyond the table by the first terms of its expansion (Abramowitz and Stegun, 26.7.5), to 0.001.
+    """
+    whole = max(1, math.floor(freedom))
+    if whole <= len(QUANTILES):
+        return QUANTILES[whole - 1]
+    return 1.95996 + 2.37227 / whole + 2.8225 / whole**2
+
+
+def compare_times(before: Sequence[float], after: Sequence[float], *, paired: bool = False) -> Change:
+    """Compare two sets of times of the same work.
+
+    Args:
+        before: Times, all positive.
+        after: Times that they are compared with.
+        paired: Whether the samples at one place were taken in one round.
+    """
+    first, second = [math.log(time) for time in before], [math.log(time) for time in after]
+    if paired:
+        count = min(len(first), len(second))
+        first, second = first[:count], second[:count]
+    if not first or not second:
+        return Change(math.nan, math.nan, math.nan, "too few samples")
+    middle = statistics.fmean(first) - statistics.fmean(second)
+    ratio = math.exp(middle)
+    if min(len(first), len(second)) < FEWEST_SAMPLES:
+        return Change(ratio, ratio, ratio, "too few samples")
+    if paired:
+        gains = [one - other for one, other in zip(first, second, strict=True)]
+        error, freedom = math.sqrt(statistics.variance(gains) / len(gains)), len(gains) - 1.0
+    else:
+        error, freedom = _welch(first, second)
+    reach = student_quantile(freedom) * error
+    low, high = math.exp(middle - reach), math.exp(middle + reach)
+    verdict: Verdict = "noise"
+    if low > 1.0 and ratio >= 1.0 + SMALLEST_CHANGE:
+        verdict = "faster"
+    elif high < 1.0 and ratio <= 1.0 / (1.0 + SMALLEST_CHANGE):
+        verdict = "slower"
+    return Change(ratio, low, high, verdict)
+
+
+def _welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the standard error of the difference of the means, and Welch's degrees of freedom."""
+    parts = [statistics.variance(values) / len(values) for values in (first, second)]
+    total = sum(parts)
+    if total == 0.0:
+        return 0.0, 1.0
+    weights = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True))
+    return math.sqrt(total), total**2 / weights

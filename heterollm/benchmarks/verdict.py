@@ -1,0 +1,140 @@
+"""What the rows mean, in words: who is fastest, by how much, and whether splitting operators pays.
+
+A split of ``host`` is never called faster unless it beats ``gpu`` on all cores: both of its parts are the
+same processor, so that winning against one core of two is no gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from heterollm.benchmarks.rows import BenchRow
+from heterollm.benchmarks.significance import Change, compare_times
+
+__all__ = ["best_of", "compare_rows", "groups_of", "is_split", "verdicts", "whole_device"]
+
+
+def is_split(row: BenchRow) -> bool:
+    """Whether a row's level may cut operators."""
+    return row.engine == "self" and row.plan_level not in ("gpu", "npu", "layer") and row.npu_threads != 0
+
+
+def compare_rows(before: BenchRow, after: BenchRow) -> Change:
+    """Compare two rows of one run; their samples were taken in turns."""
+    paired = len(before.samples_ns) == len(after.samples_ns)
+    return compare_times(before.times_us, after.times_us, paired=paired)
+
+
+def best_of(rows: Sequence[BenchRow]) -> BenchRow | None:
+    """Return the fastest by medians; None where there is none."""
+    return max(rows, key=lambda row: row.median_ts or 0.0, default=None)
+
+
+def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
+    """Return the row of ``gpu`` with all the threads that a row's parts have together."""
+    alike = (
+        other
+        for other in rows
+        if other.engine == "self"
+        and other.plan_level == "gpu"
+        and other.npu_threads == 0
+        and other.gpu_threads == row.n_threads
+        and other.precision == row.precision
+    )
+    return next(alike, None)
+
+
+def groups_of(rows: Sequence[BenchRow]) -> dict[tuple[str, str], list[BenchRow]]:
+    """Return the rows by test and precision, in order; other engines stand beside every precision."""
+    found: dict[tuple[str, str], list[BenchRow]] = {}
+    for row in rows:
+        if row.engine == "self":
+            found.setdefault((row.test, row.precision), []).append(row)
+    for row in rows:
+        if row.engine != "self":
+            keys = [key for key in found if key[0] == row.test] or [(row.test, row.precision)]
+            for key in keys:
+                found.setdefault(key, []).append(row)
+    return found
+
+
+def verdicts(rows: Sequence[BenchRow]) -> list[str]:
+    """Say what the rows mean, from their numbers alone: a few sentences for each test and precision."""
+    said: list[str] = []
+    for (test, precision), group in groups_of(rows).items():
+        usable = [row for row in group if row.usable and row.time_kind == "real"]
+        parts = list(_of_group(usable)) if usable else []
+        if not usable:
+            kinds = {row.time_kind for row in group if row.time_kind and row.time_kind != "real"}
+            parts = [
+                f"times are {', '.join(sorted(kinds))}, so no speeds are compared."
+                if kinds
+                else "nothing ran."
+            ]
+        said.append(f"{test} {precision}: {' '.join(parts)}")
+    for row in rows:
+        if row.quality_passed is False:
+            sqnr = row.logits_sqnr_db if row.logits_sqnr_db is not None else 0.0
+            said.append(
+                f"{row.label} is left out: its logits agree with {row.quality_reference} to {sqnr:.0f} dB, "
+                f"and {row.quality_gate_db:.0f} are needed."
+            )
+    return list(dict.fromkeys(said))
+
+
+def _of_group(rows: Sequence[BenchRow]) -> Iterator[str]:
+    best = best_of(rows)
+    assert best is not None
+    others = [row for row in rows if row is not best]
+    rate = f"{best.median_ts:.1f} tokens/s"
+    if not others:
+        yield f"{best.label} runs {rate}."
+        return
+    second = best_of(others)
+    assert second is not None
+    change = compare_rows(second, best)
+    if change.verdict == "faster":
+        yield f"{best.label} is fastest with {rate}, {change} as fast as {second.label}."
+    elif change.verdict == "too few samples":
+        yield f"{best.label} has the best median, {rate}; more repetitions would tell whether it is fastest."
+    else:
+        yield f"{best.label} ({rate}) and {second.label} do not differ beyond the noise, {change}."
+    yield from _of_splits(rows)
+
+
+def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
+    """Say whether splitting pays, for the best split of each division of the threads."""
+    threads = dict.fromkeys((row.gpu_threads, row.npu_threads) for row in rows if is_split(row))
+    for own in threads:
+        alike = [row for row in rows if row.engine == "self" and (row.gpu_threads, row.npu_threads) == own]
+        split = best_of([row for row in alike if is_split(row)])
+        assert split is not None
+        single = best_of([row for row in alike if not is_split(row)])
+        whole = whole_device(rows, split)
+        names = split.label, "" if whole is None else f"{whole.label}, all cores,"
+        if split.cut_groups == ():
+            yield f"The solver cuts nothing at {split.label}."
+            continue
+        beside = "" if single is None else _beside(single, split)
+        if whole is not None:
+            change = compare_rows(whole, split)
+            if change.verdict == "faster":
+                yield f"Splitting pays: {names[0]} is {change} as fast as {names[1].rstrip(',')}.{beside}"
+            elif change.verdict == "slower":
+                back = compare_rows(split, whole)
+                yield f"Splitting does not pay here: {names[1]} is {back} as fast as {names[0]}.{beside}"
+            else:
+                yield f"{names[0]} and {names[1]} do not differ beyond the noise, {change}.{beside}"
+        elif split.device == "host":
+            yield f"Whether splitting pays is open: gpu on all cores was not measured.{beside}"
+        elif single is not None:
+            change = compare_rows(single, split)
+            words = {"faster": "pays", "slower": "does not pay"}.get(
+                change.verdict, "makes no clear difference"
+            )
+            yield f"Splitting {words}: {split.label} against {single.label}, {change}."
+
+
+def _beside(single: BenchRow, split: BenchRow) -> str:
+    change = compare_rows(single, split)
+    return f" Beside {single.label}, the best without a cut on the same threads: {change}."

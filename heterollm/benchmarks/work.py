@@ -1,0 +1,144 @@
+"""What a test has to compute and to read, and how near a measured time comes to what the device can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from heterollm.benchmarks.cases import Case
+from heterollm.profiler.records import BandwidthKey, LinearKey, Part
+
+if TYPE_CHECKING:
+    from heterollm.config import ModelConfig
+    from heterollm.kernels.ops import OpSpec
+    from heterollm.profiler.profile import Profile
+
+__all__ = ["Bound", "Ceilings", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
+
+Bound: TypeAlias = Literal["memory", "compute", "overhead"]
+
+BOUND_FRACTION: Final = 0.5
+"""A test that stays below this fraction of both ceilings is bound by neither, but by waits and launches."""
+
+MANY_TOKENS: Final = 64
+"""From so many tokens on a linear layer shows a part's rate of arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one sample of a test takes, whoever computes it.
+
+    Args:
+        read_bytes: Weights, once for each pass, and the KV cache, once for each pass.
+        flops: Multiply-adds of linear layers and attention, counted as two each, padding left out.
+    """
+
+    read_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the parts that a configuration uses reached in the device's profile.
+
+    Args:
+        gbps: Reading memory, 10⁹ bytes a second.
+        gflops: The fastest linear layer, 10⁹ operations a second.
+    """
+
+    gbps: float
+    gflops: float
+
+
+def passes_of(case: Case, chunk: int) -> list[tuple[int, int, bool]]:
+    """Return the passes of a test: tokens, position of the first, and whether logits are wanted."""
+    firsts = range(0, case.n_prompt, chunk)
+    found = [
+        (
+            min(chunk, case.n_prompt - first),
+            case.n_depth + first,
+            first + chunk >= case.n_prompt,
+        )
+        for first in firsts
+    ]
+    begin = case.n_depth + case.n_prompt
+    return found + [(1, begin + index, True) for index in range(case.n_gen)]
+
+
+def work_of(
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    case: Case,
+    *,
+    chunk: int,
+    cache_itemsize: int,
+    weight_itemsize: float | None = None,
+) -> Work:
+    """Count what a sample reads and computes.
+
+    Args:
+        config: The model.
+        specs: Its groups.
+        case: The test.
+        chunk: Longest pass of the engine.
+        cache_itemsize: Bytes of a number in the KV cache.
+        weight_itemsize: Bytes of a weight, where the engine has another format than the specs.
+    """
+    layers = [spec for spec in specs if spec.group != "head"]
+    head = next(spec for spec in specs if spec.group == "head")
+
+    def size(spec: OpSpec) -> float:
+        if weight_itemsize is None:
+            return spec.weight_bytes()
+        return spec.rows * spec.columns * weight_itemsize
+
+    layer_bytes, head_bytes = sum(map(size, layers)), size(head)
+    position_bytes = 2 * config.layers * config.kv_heads * config.head_dim * cache_itemsize
+    read_bytes = flops = 0.0
+    for tokens, position, logits in passes_of(case, chunk):
+        read_bytes += layer_bytes + (head_bytes if logits else 0.0) + (position + tokens) * position_bytes
+        flops += sum(spec.flops(tokens) for spec in layers) + (head.flops(1) if logits else 0.0)
+        seen = tokens * position + tokens * (tokens + 1) / 2
+        # Scores and the sum of values: two multiply-adds for each head, position and element.
+        flops += 4.0 * config.layers * config.heads * config.head_dim * seen
+    return Work(read_bytes, flops)
+
+
+def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool) -> Ceilings | None:
+    """Return what some parts reached together in a profile; None where it lacks something.
+
+    Args:
+        profile: The profile.
+        parts: The parts that compute at the same time.
+        integer_inputs: Whether inputs of linear layers are rounded to int8.
+    """
+    together = len(parts) > 1
+    gbps = {
+        key.part: record.values.get("gbps", 0.0)
+        for key, record in profile.of_kind(BandwidthKey)
+        if key.together == together
+    }
+    gflops: dict[str, float] = {}
+    for key, record in profile.of_kind(LinearKey):
+        point = key.point
+        if point.tokens >= MANY_TOKENS and point.integer_inputs == integer_inputs:
+            rate = point.flops / record.median_us / 1e3
+            gflops[key.part] = max(gflops.get(key.part, 0.0), rate)
+    if not all(gbps.get(part) and gflops.get(part) for part in parts):
+        return None
+    return Ceilings(sum(gbps[part] for part in parts), sum(gflops[part] for part in parts))
+
+
+def achieved(work: Work, time_us: float, ceilings: Ceilings | None) -> dict[str, Any]:
+    """Return the rates of a measured time, and what bounds it: fields of a row."""
+    gbps, gflops = work.read_bytes / time_us / 1e3, work.flops / time_us / 1e3
+    found: dict[str, Any] = {"achieved_gbps": gbps, "achieved_gflops": gflops}
+    if ceilings is None:
+        return found
+    fractions = {"gbps_fraction": gbps / ceilings.gbps, "gflops_fraction": gflops / ceilings.gflops}
+    bound: Bound = "memory" if fractions["gbps_fraction"] >= fractions["gflops_fraction"] else "compute"
+    if max(fractions.values()) < BOUND_FRACTION:
+        bound = "overhead"
+    named = {f"ceiling_{name}": value for name, value in asdict(ceilings).items()}
+    return {**found, **named, **fractions, "bound": bound}

@@ -1,0 +1,156 @@
+"""The command ``bench``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heterollm.cli_options import FAILED, DeviceOption, GroupSize, Model, command_group, whole_numbers
+from heterollm.errors import OptionError
+
+if TYPE_CHECKING:
+    from heterollm.benchmarks.cases import Configuration
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+OUTPUTS = ("table", "md", "csv", "json", "jsonl")
+
+
+@commands.command("bench")
+def bench(
+    model: Model,
+    prompt: Annotated[
+        str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")
+    ] = "512",
+    gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens; 0 for none.")] = "128",
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option("-pg", metavar="P,N", help="A prompt and tokens behind it; may be given several times."),
+    ] = None,
+    depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens that were seen before.")] = "0",
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5,
+    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers.")] = "self",
+    plan_level: Annotated[
+        str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")
+    ] = "auto",
+    length_policy: Annotated[
+        str, typer.Option(help="padding, pipe, auto: how npu and layer run lengths without a graph.")
+    ] = "padding",
+    sync: Annotated[str, typer.Option(help="How to wait for the GPU, as of generate.")] = "auto",
+    precision: Annotated[str, typer.Option(help="w4a16, w4a8, fp16.")] = "w4a16",
+    threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None,
+    gpu_threads: Annotated[str | None, typer.Option(help="Threads of the GPU part: 1,2.")] = None,
+    npu_threads: Annotated[str | None, typer.Option(help="Threads of the NPU part: 1,0.")] = None,
+    device: DeviceOption = "auto",
+    group_size: GroupSize = 32,
+    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for an idle machine before a sample, and to take it again.")
+    ] = 0.0,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="What all models may take together; others are loaded in turns.")
+    ] = None,
+    no_trace: Annotated[
+        bool,
+        typer.Option(
+            "--no-trace", help="Do not run every test once more, traced, for overlap and hand-overs."
+        ),
+    ] = False,
+    profile_first: Annotated[
+        bool, typer.Option("--profile-first", help="Profile the device quickly for each split of the cores.")
+    ] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows as JSON lines.")] = None,
+) -> None:
+    """Measure prefill and decode as llama-bench does, at any plan level and beside other engines.
+
+    Options that take lists make a grid. On host a row of gpu on all cores is always added: splitting one
+    processor in two is only worth something if it beats that.
+    """
+    from heterollm import report
+    from heterollm.benchmarks.cases import cases_of, expand, with_baseline
+    from heterollm.benchmarks.formats import FORMATS, append_jsonl
+    from heterollm.benchmarks.profile_first import profile_splits
+    from heterollm.benchmarks.run import BenchOptions, run_bench
+    from heterollm.report_bench import bench_report
+    from heterollm.terminal import write
+
+    if output not in OUTPUTS:
+        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    configurations: tuple[Configuration, ...] = with_baseline(
+        expand(
+            engines=_words(engine),
+            levels=_words(plan_level),
+            policies=_words(length_policy),
+            syncs=_words(sync),
+            precisions=_words(precision),
+            threads=_splits(threads, gpu_threads, npu_threads),
+            device=device,
+            group_size=group_size,
+        )
+    )
+    options = BenchOptions(
+        model,
+        configurations,
+        cases_of(
+            whole_numbers(prompt, "-p"),
+            whole_numbers(gen, "-n"),
+            [_pair(pair) for pair in pairs or ()],
+            whole_numbers(depth, "-d"),
+        ),
+        repetitions=repetitions,
+        seed=seed,
+        patience_s=patience,
+        memory_gib=memory_gib,
+        trace=not no_trace,
+    )
+    if profile_first:
+        for text in profile_splits(model, configurations):
+            report.show(report.note(text))
+    with report.progress_bars() as progress:
+        result = run_bench(options, progress=progress)
+    if out is not None:
+        append_jsonl(out, result.rows)
+    if output == "table":
+        write(report.render(bench_report(result), like=sys.stdout))
+    else:
+        write(FORMATS[output](result.rows))
+        for text in result.notes:
+            report.show(report.note(text))
+    if not any(row.usable for row in result.rows):
+        raise typer.Exit(FAILED)
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    found = whole_numbers(text, "-pg")
+    if len(found) != 2:
+        raise OptionError(f"-pg is {text!r:.80}.", fix="Give a prompt and a number of tokens: -pg 256,64.")
+    return found[0], found[1]
+
+
+def _splits(threads: str | None, gpu: str | None, npu: str | None) -> list[tuple[int, int]]:
+    """Return the splits of the cores that the three options name."""
+    from heterollm.benchmarks.cases import parse_threads
+    from heterollm.kernels.threads import split_threads
+
+    if threads is not None:
+        if gpu is not None or npu is not None:
+            raise OptionError(
+                "--threads already names both parts.", fix="Leave out --gpu-threads and --npu-threads."
+            )
+        return parse_threads(threads)
+    if gpu is None and npu is None:
+        return []
+    gpus: list[int | None] = [None] if gpu is None else [*whole_numbers(gpu, "--gpu-threads")]
+    npus: list[int | None] = [None] if npu is None else [*whole_numbers(npu, "--npu-threads")]
+    splits = [split_threads(one, other) for one in gpus for other in npus]
+    return [(len(split.gpu_cores), len(split.npu_cores)) for split in splits]
