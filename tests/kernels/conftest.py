@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from heterollm.errors import DeviceError
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels import reference, reference_layers
+from heterollm.kernels.npu import NpuBlock, NpuSlice
 from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.quantized_tensor import QuantizedTensor
 
@@ -29,7 +30,7 @@ def cache_folder(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_slice():
     """A factory of random NPU slices: ``make_slice(rows, columns, bits=4, block=32, symmetric=True)``."""
     return random_slice
@@ -55,6 +56,37 @@ def random_slice(rows, columns, bits=4, block=32, symmetric=True, seed=0, member
     each = rows // members
     ranges = ((0, rows - each * (members - 1)), *((8, 8 + each),) * (members - 1))
     return NpuSlice(weight, 1, "gate_up", ranges, f"random {seed}")
+
+
+@pytest.fixture
+def make_block():
+    """A factory of random parts of a block: ``make_block(hidden, width, 4, 32, activation="silu")``."""
+    return random_block
+
+
+def random_block(hidden, width, bits=4, block=32, symmetric=True, *, activation="silu", biased=False, **kind):
+    integer, seed, dtype = kind.get("integer", False), kind.get("seed", 0), kind.get("dtype", np.float16)
+    gate_up = random_slice(2 * width, hidden, bits, block, symmetric, seed, dtype=dtype).weight
+    down = random_slice(hidden, width, bits, block, symmetric, seed + 1, dtype=dtype).weight
+    bias = np.random.default_rng(seed).standard_normal(2 * width).astype(np.float32) if biased else None
+    return NpuBlock(gate_up, down, activation, bias, 1, f"random {seed}", (0, width), integer)
+
+
+@pytest.fixture
+def exact_block():
+    """What a part of a block computes of ``x [m, h]``, in float64; with int8 inputs, of the rounded ones."""
+
+    def output(part, x, integer=None):
+        rounds = part.integer_inputs if integer is None else integer
+        seen = reference.round_inputs(x, part.format.block) if rounds else x.astype(np.float64)
+        products = seen @ reference.weight_values(part.gate_up).T
+        if part.bias is not None:
+            products += part.bias
+        activated = reference_layers.gated_activation(*np.split(products, 2, axis=1), part.activation)
+        seen = reference.round_inputs(activated, part.format.block) if rounds else activated
+        return seen @ reference.weight_values(part.down).T
+
+    return output
 
 
 @pytest.fixture

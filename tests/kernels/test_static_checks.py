@@ -199,6 +199,29 @@ def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
             np.testing.assert_allclose(out.array, exact, rtol=1e-6)
 
 
+def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """The kernels of the linear layers over a range of the inputs, which lie next to each other."""
+    rng = np.random.default_rng(0)
+    rows, columns, block, span = 70, 80, 16, (32, 80)
+    width = span[1] - span[0]
+    codes = rng.integers(0, 256, (rows, columns // block, block // 2), np.uint8)
+    scales = rng.uniform(0.01, 0.02, (rows, columns // block)).astype(np.float16)
+    zeros = rng.integers(0, 256, (rows, 3), np.uint8)
+    packed = QuantizedTensor(codes, scales, zeros, 4, block)
+    floats = rng.standard_normal((rows, columns)).astype(np.float32)
+    for weight, integer in ((packed, False), (packed, True), (floats, False)):
+        options = {"activation_dtype": np.float32, "integer_inputs": integer}
+        layer = GpuLinear.pack(runtime, [weight], **options)
+        values = reference.weight_values(weight)[:, slice(*span)]
+        for style, tokens in itertools.product(("vector", "simt"), (1, 5, 9)):
+            x, y = runtime.shared((tokens, width), np.float32), runtime.shared((tokens, rows), np.float32)
+            x.array[:] = rng.standard_normal(x.array.shape)
+            layer.launch(x, y, tokens=tokens, columns=span, style=style, label="range")()
+            yield
+            seen = reference.round_inputs(x.array, block) if integer else x.array.astype(np.float64)
+            assert linear_errors(y.array, seen @ values.T).within("fp32"), (integer, style, tokens)
+
+
 def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Every kernel between the linear layers in each style and type, on slots of the exact size."""
     rng = np.random.default_rng(0)
@@ -241,6 +264,12 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         exact = before + reference_layers.rms_norm(added + bias.array, post.array, 1e-5)
         exact = reference_layers.rms_norm(exact, weight.array, 1e-5)
         assert linear_errors(out.array, exact).within(gate)
+        total = Segments(slot((tokens, 44), dtype), slot((tokens, 44), dtype), (44,), (0,), join="sum")
+        before = residual.array.copy()
+        layers.rms_norm(residual, weight, out, tokens=tokens, delta=total, bias=bias, **norm)()
+        yield
+        exact = before.astype(np.float64) + total.a.array + total.b.array + bias.array
+        assert linear_errors(out.array, reference_layers.rms_norm(exact, weight.array, 1e-5)).within(gate)
         gate_up, out = segments((21, 21), (3, 16), dtype), slot((tokens, 21), dtype)
         layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
         yield
@@ -380,6 +409,7 @@ def overrunning_launches(runtime: OpenClRuntime) -> Iterator[None]:
 LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
     "linear": linear_launches,
+    "ranges": range_launches,
     "layers": layer_launches,
     "rounding": rounding_launches,
     "hand-overs": hand_over_launches,
