@@ -3,7 +3,8 @@
 The simulated device runs the real engine on a virtual clock; this is the same arithmetic without an engine,
 fast enough to fit parameters with. Nothing in it depends on a model's name. Of each layer it holds the four
 groups of linears (each on the GPU, on the NPU, or cut by rows so that both end together), and on the GPU
-attention and element-wise work; the head reads one token's state. It leaves out sequence cuts and CPU time.
+attention and element-wise work; the head, cut as any group, reads one token's state. It leaves out sequence
+cuts and CPU time.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ Sync = Literal["fast", "driver"]
 
 ALIGNMENT: Final = 256
 """Row cuts are multiples of this (HeteroLLM, section 4.3)."""
-
-MINIMUM_GAIN: Final = 0.05
-"""A cut must beat the best whole placement by this fraction: a choice of the solver, not of a SoC."""
 
 BLOCK: Final = 128
 """Inputs that share a scale in the published W4A16 runs: 4.125 bits a weight."""
@@ -110,8 +108,8 @@ def both_us(
         soc,
         gpu.demand_gbps,
         npu.demand_gbps,
-        gpu_memory_bound=gpu.memory_bound,
-        npu_memory_bound=npu.memory_bound,
+        gpu_arithmetic=gpu.arithmetic_bound,
+        npu_arithmetic=npu.arithmetic_bound,
     )
     # The GPU works alone until the NPU has been started.
     gpu_us, npu_us = max(gpu.alone_us - exposed_us, 0.0), npu.busy_us
@@ -134,7 +132,7 @@ def place(soc: SocParameters, rows: int, columns: int, tokens: int, npu_rows: in
 
 
 def best_cut(soc: SocParameters, rows: int, columns: int, tokens: int) -> Placed:
-    """Return the fastest placement of a group with fast hand-overs; a cut only where it is worth it."""
+    """Return the fastest placement of a group with fast hand-overs."""
     whole = min(
         (place(soc, rows, columns, tokens, part, "fast") for part in (0, rows)),
         key=lambda placed: placed.elapsed_us,
@@ -147,7 +145,7 @@ def best_cut(soc: SocParameters, rows: int, columns: int, tokens: int) -> Placed
         low, high = (middle, high) if placed.npu_us < placed.gpu_us else (low, middle)
     cuts = [place(soc, rows, columns, tokens, cut * ALIGNMENT, "fast") for cut in (low, high) if cut]
     best = min(cuts, key=lambda placed: placed.elapsed_us, default=whole)
-    return best if best.elapsed_us < whole.elapsed_us * (1 - MINIMUM_GAIN) else whole
+    return min(whole, best, key=lambda placed: placed.elapsed_us)
 
 
 def run(
@@ -171,20 +169,23 @@ def run(
     """
     layer = Total()
     for rows, columns in model.groups():
-        if level == "gpu" or (level == "layer" and tokens == 1):
-            placed = place(soc, rows, columns, tokens, 0, sync)
-        elif level == "layer":
-            placed = place(soc, rows, columns, tokens, rows, sync)
-        else:
-            placed = best_cut(soc, rows, columns, tokens)
-            placed = place(soc, rows, columns, tokens, placed.npu_rows, sync)
-        _add(soc, layer, placed, sync)
+        _add(soc, layer, _placed(soc, rows, columns, tokens, level, sync), sync)
     for work in gpu_works(model, tokens, context):
         _add_gpu(layer, gpu_time(soc, work))
     layer.elapsed_us += KERNELS_PER_LAYER * soc.gpu.kernel_gap_us
     total = Total(*(model.layers * getattr(layer, name) for name in Total.__slots__))
-    _add_gpu(total, gpu_time(soc, linear_work(model.vocabulary, model.hidden, 1, block=BLOCK)))
+    head_level: Level = "tensor" if level == "tensor" else "gpu"
+    _add(soc, total, _placed(soc, model.vocabulary, model.hidden, 1, head_level, sync), sync)
     return total
+
+
+def _placed(soc: SocParameters, rows: int, columns: int, tokens: int, level: Level, sync: Sync) -> Placed:
+    """Return a group as a level places it."""
+    if level == "tensor":
+        npu_rows = best_cut(soc, rows, columns, tokens).npu_rows
+    else:
+        npu_rows = rows if level == "layer" and tokens > 1 else 0
+    return place(soc, rows, columns, tokens, npu_rows, sync)
 
 
 def gpu_works(model: Model, tokens: int, context: int) -> Sequence[GpuWork]:

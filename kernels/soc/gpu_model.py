@@ -19,7 +19,7 @@ from heterollm.kernels.soc.parameters import SocParameters
 __all__ = ["GpuBound", "GpuKind", "GpuTime", "GpuWork", "gpu_time", "linear_work"]
 
 GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
-GpuBound = Literal["memory", "arithmetic", "unpack"]
+GpuBound = Literal["memory", "arithmetic", "prepare"]
 
 KINDS: Final = get_args(GpuKind)
 FLOAT_BYTES: Final = 2
@@ -77,9 +77,9 @@ class GpuTime:
         return self.dram_bytes / (self.alone_us * 1e3) if self.alone_us > 0 else 0.0
 
     @property
-    def memory_bound(self) -> bool:
-        """Whether less bandwidth makes it slower in proportion."""
-        return self.bound == "memory"
+    def arithmetic_bound(self) -> bool:
+        """Whether its units compute all the time, rather than wait for memory."""
+        return self.bound != "memory"
 
 
 def linear_work(rows: int, columns: int, tokens: int, *, bits: int = 4, block: int = 32) -> GpuWork:
@@ -138,5 +138,5 @@ def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: 
         # The unpacked copy is written once and read once: tiles are such that it is not read more often.
         copied_bytes = 2.0 * FLOAT_BYTES * work.weights
         prepare_us = max(prepare_us, copied_bytes / (soc.gpu.dram_gbps * 1e3))
-    bound: GpuBound = "arithmetic" if arithmetic_us >= prepare_us else "unpack"
+    bound: GpuBound = "arithmetic" if arithmetic_us >= prepare_us else "prepare"
     return GpuTime(prepare_us + max(arithmetic_us, memory_us), moved_bytes + copied_bytes, bound)

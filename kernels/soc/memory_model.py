@@ -36,8 +36,11 @@ def granted_gbps(soc: SocParameters, gpu_demand_gbps: float, npu_demand_gbps: fl
     if gpu_demand_gbps + npu_demand_gbps <= limit:
         return gpu_demand_gbps, npu_demand_gbps
     half = limit / 2
-    gpu = min(gpu_demand_gbps, max(half, limit - npu_demand_gbps))
-    return gpu, min(npu_demand_gbps, limit - gpu)
+    if gpu_demand_gbps <= half:
+        return gpu_demand_gbps, limit - gpu_demand_gbps
+    if npu_demand_gbps <= half:
+        return limit - npu_demand_gbps, npu_demand_gbps
+    return half, half
 
 
 def shared_rates(
@@ -45,20 +48,21 @@ def shared_rates(
     gpu_demand_gbps: float,
     npu_demand_gbps: float,
     *,
-    gpu_memory_bound: bool = False,
-    npu_memory_bound: bool = False,
+    gpu_arithmetic: bool = False,
+    npu_arithmetic: bool = False,
 ) -> tuple[float, float]:
     """Return how fast two jobs that run at once go on, each as a fraction of its speed alone.
 
-    A job that gets less bandwidth than it asks for is slowed in proportion. One that is not bound by memory
-    is slowed at least by ``memory.corun_slowdown``, whatever the other one does.
+    A job that gets less bandwidth than it asks for is slowed in proportion. One that computes all the time is
+    slowed at least by ``memory.corun_slowdown``, whatever the other one does: published joint rates show no
+    slowdown of parts that wait for weights, and one of those that compute.
 
     Args:
         soc: The SoC.
         gpu_demand_gbps: What the GPU's job takes alone.
         npu_demand_gbps: What the NPU's job takes alone.
-        gpu_memory_bound: Whether bandwidth is what the GPU's job waits for.
-        npu_memory_bound: Whether bandwidth is what the NPU's job waits for.
+        gpu_arithmetic: Whether the GPU's job computes all the time.
+        npu_arithmetic: Whether the NPU's job computes all the time.
 
     Raises:
         OptionError: A demand is negative.
@@ -67,7 +71,7 @@ def shared_rates(
     slowed = 1 / soc.memory.corun_slowdown
     gpu = gpu_gbps / gpu_demand_gbps if gpu_demand_gbps > 0 else 1.0
     npu = npu_gbps / npu_demand_gbps if npu_demand_gbps > 0 else 1.0
-    return (gpu if gpu_memory_bound else min(gpu, slowed)), (npu if npu_memory_bound else min(npu, slowed))
+    return (min(gpu, slowed) if gpu_arithmetic else gpu), (min(npu, slowed) if npu_arithmetic else npu)
 
 
 def together_us(soc: SocParameters, gpu: GpuTime, npu: NpuTime) -> tuple[float, float]:
@@ -84,8 +88,8 @@ def together_us(soc: SocParameters, gpu: GpuTime, npu: NpuTime) -> tuple[float, 
         soc,
         gpu.demand_gbps,
         npu.demand_gbps,
-        gpu_memory_bound=gpu.memory_bound,
-        npu_memory_bound=npu.memory_bound,
+        gpu_arithmetic=gpu.arithmetic_bound,
+        npu_arithmetic=npu.arithmetic_bound,
     )
     gpu_us, npu_us = gpu.alone_us, npu.busy_us
     first_us = min(gpu_us / gpu_rate, npu_us / npu_rate)

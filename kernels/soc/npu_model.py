@@ -131,9 +131,9 @@ class NpuTime:
         return self.dram_bytes / (self.busy_us * 1e3) if self.busy_us > 0 else 0.0
 
     @property
-    def memory_bound(self) -> bool:
-        """Whether less bandwidth makes it slower in proportion."""
-        return self.bound in ("memory", "spill")
+    def arithmetic_bound(self) -> bool:
+        """Whether its arrays compute all the time, rather than wait for weights."""
+        return self.bound in ("array", "vector")
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,10 @@ def _leaves(tree: Mapping[str, Any], where: str, prefix: str = "") -> list[tuple
                 raise OptionError(f"{where}: {name} must hold parameters, not {branch!r:.80}.")
             found += _leaves(branch, where, f"{name}.")
         else:
-            check_value(name, None)  # raises, and names what is meant
+            try:
+                check_value(name, None)
+            except OptionError as error:
+                raise OptionError(f"{where}: {error.message}", fix=error.fix) from None
     return found
 
 

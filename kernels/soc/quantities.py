@@ -130,7 +130,7 @@ class MemoryParameters:
 
     limit_gbps: Annotated[float, Quantity("GB/s", "most that all parts together can move", 0.1, 10_000)]
     corun_slowdown: Annotated[
-        float, Quantity("1", "stretch of work not bound by DRAM while both parts run", 1, 10)
+        float, Quantity("1", "stretch of work that computes all the time, while both run", 1, 10)
     ]
 
 
@@ -258,10 +258,12 @@ def check_value(name: str, value: object) -> float:
     """
     quantity = _QUANTITIES.get(name)
     if quantity is None:
-        near = [known for known in _QUANTITIES if known.rpartition(".")[2] == name.rpartition(".")[2]]
+        section, _, last = name.rpartition(".")
+        near = [known for known in _QUANTITIES if known.rpartition(".")[2] == last]
+        listed = [known for known in _QUANTITIES if known.startswith(f"{section}.")] or list(_QUANTITIES)
         raise OptionError(
             f"A modelled SoC has no parameter {name!r:.80}.",
-            fix=f"Did you mean {', '.join(near)}?" if near else f"It has {', '.join(_QUANTITIES)}.",
+            fix=f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(listed)}.",
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise OptionError(

@@ -1,0 +1,188 @@
+"""Writes the YAML files of modelled SoCs, and tables into docs/soc-model.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from soc_chain import LLAMA_3_8B, run
+from soc_values import ELITE_RATIOS, KNOWN
+
+from heterollm.kernels.cache import atomic_path
+from heterollm.kernels.soc.parameters import TEMPLATE, SocParameters, Source, file_text, quantities
+from heterollm.kernels.soc.power_model import split_joules
+from heterollm.kernels.soc.quantities import PowerSplit, check_value, sections
+
+__all__ = ["TABLE_FILE", "soc_of", "starting_values", "texts", "with_power", "write_files", "write_table"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FOLDER: Final = ROOT / "kernels" / "soc"
+TABLE_FILE: Final = ROOT / "docs" / "soc-model.md"
+NAME: Final = "snapdragon-8gen3"
+ELITE: Final = "snapdragon-8elite"
+
+LAYER_WATTS: Final = 2.23
+"""Average power of a prefill of 256 tokens of Llama-3-8B at layer level (HeteroLLM v2)."""
+
+ENERGY_RATIO: Final = 5.87
+"""Energy of that prefill by another engine on the GPU alone over tensor level's (HeteroLLM v2)."""
+
+SPLITS: Final[Mapping[str, tuple[float, float, float, float]]] = {
+    "mostly_base": (0.5, 1.5, 0.015, 0.1),
+    "balanced": (0.3, 1.4, 0.02, 0.2),
+    "mostly_active": (0.1, 1.4, 0.025, 0.3),
+}
+"""Assumed for each split: share of the base in 2.23 W; how much longer the other engine's GPU-only prefill
+takes than the modelled one; joules of a gigabyte moved (2 to 3 pJ a bit); watts of a polling core.
+
+The two engines that HeteroLLM names are up to 4.4 and 10 times slower than its tensor level, the modelled GPU
+alone 4.1 times: 1.4 to 1.5 times that lies between."""
+
+
+def starting_values() -> dict[str, float]:
+    """Return all values before the fit; power is set to zero until :func:`with_power` sets it."""
+    return {name: KNOWN[name].value if name in KNOWN else 0.0 for name in quantities()}
+
+
+def soc_of(values: Mapping[str, float]) -> SocParameters:
+    """Return the parameters that hold these values of an 8 Gen 3."""
+    sources: list[tuple[str, Source]] = [
+        (name, KNOWN[name].source if name in KNOWN else "prior") for name in quantities()
+    ]
+    checked = {name: check_value(name, values[name]) for name in quantities()}
+    return SocParameters(NAME, DESCRIPTION, **sections(checked), sources=tuple(sources))
+
+
+def with_power(values: Mapping[str, float]) -> dict[str, float]:
+    """Return values with the three splits of power, each of which meets both published numbers."""
+    soc, done = soc_of(values), dict(values)
+    layer, tensor, alone = (run(soc, LLAMA_3_8B, 256, level).usage() for level in ("layer", "tensor", "gpu"))
+    for name, (share, longer, dram, poll) in SPLITS.items():
+        base = share * LAYER_WATTS
+        known = PowerSplit(base, 0.0, 0.0, dram, poll)
+        # Of the other engine: the base runs and the GPU is busy for longer, and as many bytes move.
+        other = split_joules(known, alone) + base * (longer - 1) * alone.elapsed_us / 1e6
+        seconds = np.array(
+            [
+                [layer.gpu_busy_us, layer.npu_busy_us],
+                [
+                    longer * alone.gpu_busy_us - ENERGY_RATIO * tensor.gpu_busy_us,
+                    -ENERGY_RATIO * tensor.npu_busy_us,
+                ],
+            ]
+        )
+        joules = np.array(
+            [
+                LAYER_WATTS * layer.elapsed_us / 1e6 - split_joules(known, layer),
+                ENERGY_RATIO * split_joules(known, tensor) - other,
+            ]
+        )
+        gpu, npu = np.linalg.solve(seconds / 1e6, joules).tolist()
+        for field, value in zip(
+            ("base_watts", "gpu_watts", "npu_watts", "dram_joules_per_gbyte", "poll_watts"),
+            (base, gpu, npu, dram, poll),
+            strict=True,
+        ):
+            done[f"power.{name}.{field}"] = float(f"{value:.4g}")
+    return done
+
+
+DESCRIPTION: Final = (
+    "A model of the Snapdragon 8 Gen 3 (SM8650: Adreno 750, Hexagon V75, LPDDR5X). Fitted to published "
+    "numbers, most of them HeteroLLM's of Llama-3-8B at W4A16, by bench/fit_soc.py, which prints what the "
+    "model misses and by how much. Times that follow from it are simulated, never measured."
+)
+ELITE_DESCRIPTION: Final = (
+    "An EXTRAPOLATION to the Snapdragon 8 Elite (SM8750: Adreno 830, Hexagon V79, LPDDR5X-5300): the "
+    "fitted 8 Gen 3 times the ratios that Qualcomm states between the two, and otherwise equal to it. No "
+    "measurement of an 8 Elite went into it, and none was compared with it."
+)
+HEAD: Final = (
+    "Written by `python bench/fit_soc.py --fit --write`; change the script, not this file.\n"
+    "Sources: published (by a paper or vendor), fitted (by the script), prior (an assumption), "
+    "extrapolated (another SoC's value times a published ratio), user. Equations: docs/soc-model.md."
+)
+ELITE_HEAD: Final = (
+    f"{HEAD}\nEXTRAPOLATED. Ratios: Qualcomm's announcement of the Snapdragon 8 Elite, October 2024 (Adreno "
+    "40 % faster, Hexagon 45 % faster and 45 % more for each watt, LPDDR5X at up to 5300 MHz), beside the "
+    "product brief of the 8 Gen 3 (LPDDR5X at up to 4800 MHz)."
+)
+TEMPLATE_HEAD: Final = (
+    "A modelled SoC of your own: copy this file, rename `soc`, and give its path where a SoC is named.\n"
+    "With `based_on`, state only what differs from that SoC. Without it, state every parameter below. Each "
+    "has `value`, `unit` (as listed, so that a wrong one is refused), `source` (published, fitted, prior, "
+    "extrapolated or user) and, if you like, `meaning` and `note`. Write 2000.0 rather than 2e3.\n\n"
+    "All parameters:"
+)
+
+
+def texts(soc: SocParameters) -> dict[str, str]:
+    """Return the text of each YAML file by name, given the fitted 8 Gen 3."""
+    values = soc.values()
+    notes = {name: known.note for name, known in KNOWN.items()}
+    for name, (share, longer, _, _) in SPLITS.items():
+        told = (
+            f"Assumed: the base is {share:.0%} of 2.23 W, and the other engine's GPU-only prefill takes "
+            f"{longer:g} times the modelled one. Watts of GPU and NPU then follow from 2.23 W at layer level "
+            "and an energy ratio of 5.87 (HeteroLLM v2)."
+        )
+        notes[f"power.{name}.base_watts"] = told
+        notes[f"power.{name}.dram_joules_per_gbyte"] = "Assumed: 2 to 3 pJ for each bit."
+    elite = {name: _rounded(values[name] * ELITE_RATIOS.get(name, (1.0, ""))[0]) for name in values}
+    ratios = {
+        name: f"{ELITE_RATIOS[name][0]:.3g} times the 8 Gen 3. {ELITE_RATIOS[name][1]}"
+        if name in ELITE_RATIOS
+        else "As the 8 Gen 3: no ratio is published."
+        for name in values
+    }
+    extrapolated: dict[str, Source] = dict.fromkeys(values, "extrapolated")
+    return {
+        NAME: file_text(NAME, DESCRIPTION, values, dict(soc.sources), notes, head=HEAD),
+        ELITE: file_text(ELITE, ELITE_DESCRIPTION, elite, extrapolated, ratios, head=ELITE_HEAD),
+        TEMPLATE: _template(values),
+    }
+
+
+def _template(values: Mapping[str, float]) -> str:
+    listed = "\n".join(
+        f"{name} ({quantity.unit}, {quantity.low:g} to {quantity.high:g}): {quantity.meaning}"
+        for name, quantity in quantities().items()
+    )
+    example = {"npu.dequantize_gweights_per_s": 2 * values["npu.dequantize_gweights_per_s"]}
+    return file_text(
+        "my-soc",
+        "Say what it stands for and how far to trust it. This example unpacks weights twice as fast.",
+        example,
+        dict.fromkeys(example, "user"),
+        {},
+        head=f"{TEMPLATE_HEAD}\n{listed}",
+        based_on=NAME,
+    )
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.5g}")
+
+
+def write_files(soc: SocParameters) -> list[Path]:
+    """Write all YAML files and return their paths."""
+    paths = []
+    for name, text in texts(soc).items():
+        path = FOLDER / f"{name}.yaml"
+        with atomic_path(path) as unfinished:
+            unfinished.write_text(text, "utf-8")
+        paths.append(path)
+    return paths
+
+
+def write_table(name: str, table: str) -> None:
+    """Replace a table in the documentation, between its marks."""
+    begin, end = f"<!-- {name}: written by bench/fit_soc.py -->\n", f"<!-- end of {name} -->"
+    text = TABLE_FILE.read_text("utf-8")
+    if begin not in text or end not in text:
+        raise SystemExit(f"{TABLE_FILE} has no place for {name}.")
+    before, rest = text.split(begin)
+    with atomic_path(TABLE_FILE) as unfinished:
+        unfinished.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}", "utf-8")
