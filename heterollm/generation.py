@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, Self
 
@@ -187,6 +187,7 @@ class Generation:
         reused: Leading tokens of the prompt that the source already holds; fewer than the prompt has.
         cancel: Ends the answer before the next token when set, from any thread. Text that was still held
             back is then dropped.
+        clock: Seconds that the source's work takes, from any moment; the host's by default.
 
     Raises:
         InputError: The prompt is empty, longer than the context, does not continue what the source
@@ -202,9 +203,11 @@ class Generation:
         *,
         reused: int = 0,
         cancel: threading.Event | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         _check_prompt(source, prompt_ids, reused)
         self._source = source
+        self._clock = clock or time.perf_counter
         self._options = options
         self._prompt_ids = prompt_ids
         self._reused = reused
@@ -277,10 +280,10 @@ class Generation:
         self.close()
 
     def _step(self) -> GenerationStep:
-        begin = time.perf_counter()
+        begin = self._clock()
         if self._logits is None or self._sampler is None:
             self._logits = self._source.prefill(self._prompt_ids[self._reused :])
-            self._prefill_s = time.perf_counter() - begin
+            self._prefill_s = self._clock() - begin
             self._sampler = Sampler(self._options.sampling, len(self._logits))
         else:
             self._logits = self._source.decode(int(self._history[len(self._prompt_ids) + self._count - 1]))
@@ -310,9 +313,9 @@ class Generation:
             reason = "stop" if stopped else reason
         self._texts.append(text)
         if self._count == 1:
-            self._ttft_s = time.perf_counter() - begin
+            self._ttft_s = self._clock() - begin
         else:
-            self._decode_s += time.perf_counter() - begin
+            self._decode_s += self._clock() - begin
         if reason is not None:
             self._finish(reason)
         return GenerationStep(text, token, log_probability)

@@ -19,8 +19,9 @@ from heterollm.engine_start import start_engine, take_trace
 from heterollm.engine_thread import EngineThread
 from heterollm.errors import EngineError, InputError, OptionError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import SIMULATED, Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.kernels.simulation import Simulation
 from heterollm.layout import op_specs
 from heterollm.load_options import (
     Sync,
@@ -136,6 +137,8 @@ class LLM:
         try:
             opening: dict[str, Any] = {"gpu_threads": gpu_threads, "npu_threads": npu_threads}
             opening |= {"profiling": True} if trace else {}
+            # A simulated device gives answers only where they are computed.
+            opening |= {"simulation": Simulation(numerics=True)} if device.startswith(SIMULATED) else {}
             opened = thread.run(lambda: open_device(device, **opening))
             specs = op_specs(
                 config,
@@ -250,7 +253,8 @@ class LLM:
             reused = reusable_prefix(target.ids.tolist(), ids)
             target.truncate(reused)
             source = SessionSource(target)
-            return Generation(source, self.tokenizer, ids, options, reused=reused, cancel=cancel)
+            clock = self.device.now_s
+            return Generation(source, self.tokenizer, ids, options, reused=reused, cancel=cancel, clock=clock)
 
         return Stream(self._thread, start)
 

@@ -86,8 +86,7 @@ class Placer:
 
     def merges(self, tokens: int) -> bool:
         """Whether launches of a pass are merged where they follow each other."""
-        traits = self._runtime.traits
-        return tokens == 1 and traits.is_cpu and traits.coherent and not self._after_every_operator
+        return tokens == 1 and self._runtime.merges_launches and not self._after_every_operator
 
     def end_operator(self, calls: list[Call]) -> None:
         """Append what ends each operator that the GPU computes: nothing, but in the baseline."""

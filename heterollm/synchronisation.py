@@ -94,7 +94,7 @@ class HandOvers:
         else:
             self.strategies = PhaseStrategies(sync, sync)
         if not {self.strategies.prefill, self.strategies.decode} <= {"finish", "event"}:
-            self._clock = HostClock.of_this_thread()
+            self._clock = device.gpu.host_clock()
         for phase in get_args(Phase):
             self.prepare(phase, "loading")
 

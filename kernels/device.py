@@ -28,7 +28,7 @@ from heterollm.kernels.tolerances import linear_errors
 
 if TYPE_CHECKING:
     from heterollm.kernels.opencl_runtime import OpenClRuntime
-    from heterollm.kernels.simulated_device import Simulation
+    from heterollm.kernels.simulation import Simulation
 
 __all__ = [
     "DEVICE_NAMES",

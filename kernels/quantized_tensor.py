@@ -154,12 +154,12 @@ def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
         raise ValueError("weights of different formats cannot be stacked")
     quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
     if not quantized:
-        return np.concatenate([weight for weight in weights if not isinstance(weight, QuantizedTensor)])
+        return _stacked([weight for weight in weights if not isinstance(weight, QuantizedTensor)])
     zeros = [weight.zero_points for weight in quantized if weight.zero_points is not None]
     return QuantizedTensor(
-        np.concatenate([weight.codes for weight in quantized]),
-        np.concatenate([weight.scales for weight in quantized]),
-        np.concatenate(zeros) if zeros else None,
+        _stacked([weight.codes for weight in quantized]),
+        _stacked([weight.scales for weight in quantized]),
+        _stacked(zeros) if zeros else None,
         quantized[0].bits,
         quantized[0].block,
     )
@@ -168,7 +168,14 @@ def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
 def _take(array: NDArray[Any], ranges: list[tuple[int, int]]) -> NDArray[Any]:
     if len(ranges) == 1:
         return array[ranges[0][0] : ranges[0][1]]
-    return np.concatenate([array[start:stop] for start, stop in ranges])
+    return _stacked([array[start:stop] for start, stop in ranges])
+
+
+def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Stack arrays by rows; such as are one number all over, which take no memory, stay so."""
+    if any(any(array.strides) for array in arrays):
+        return np.concatenate(arrays)
+    return np.broadcast_to(arrays[0].flat[0], (sum(map(len, arrays)), *arrays[0].shape[1:]))
 
 
 def _unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:

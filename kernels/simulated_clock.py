@@ -27,8 +27,6 @@ Rates: TypeAlias = Callable[[float, float, bool, bool], tuple[float, float]]
 each goes on beside the other, as a fraction of its speed alone."""
 
 NEVER: Final = math.inf
-LEAST_US: Final = 1e-9
-"""Work shorter than this is done: it is what rounding leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +135,9 @@ class Job:
     @property
     def demand_gbps(self) -> float:
         """What it takes of the memory now, if it has it to itself."""
-        if self.fixed_left_us > LEAST_US or self.dram_bytes <= 0:
+        if self.fixed_left_us > 0 or self.left_us <= 0:
             return 0.0
-        return self.dram_bytes / max(self.alone_us - self.fixed_us, LEAST_US) / 1e3
+        return self.dram_bytes / (self.alone_us - self.fixed_us) / 1e3
 
 
 @dataclass(slots=True)
@@ -194,7 +192,7 @@ class SimulatedClock:
         self._waited_us = 0.0
         self._by_driver = False
         self._frame_due_us = 0.0 if load is not None else NEVER
-        self._frame_left_us = 0.0
+        self._frame_end_us = NEVER
 
     # -- the control thread --------------------------------------------------------------------------
 
@@ -316,7 +314,7 @@ class SimulatedClock:
     def _step(self, until_us: float) -> None:
         """Go on to the next event."""
         self._begin_frame()
-        playing = self._frame_left_us > 0
+        playing = self._frame_end_us < NEVER
         head = self._queue[0] if self._queue else None
         start_us = NEVER
         if head is not None and head.begin_us == NEVER:
@@ -329,12 +327,14 @@ class SimulatedClock:
         gpu_rate = npu_rate = 1.0
         if gpu is not None and npu is not None and npu.fixed_left_us <= 0:
             gpu_rate, npu_rate = self._rates(gpu_gbps, npu_gbps, gpu.arithmetic_bound, npu.arithmetic_bound)
-        next_us = min(until_us, self._frame_due_us if not playing else self._at_us + self._frame_left_us)
+        next_us = min(until_us, self._frame_end_us if playing else self._frame_due_us)
         if start_us > self._at_us and not playing:
             next_us = min(next_us, start_us)
-        for job, rate in ((gpu, gpu_rate), (npu, npu_rate)):
-            if job is not None:
-                next_us = min(next_us, self._at_us + (job.fixed_left_us or job.left_us) / rate)
+        gpu_end_us, npu_end_us = (
+            NEVER if job is None else self._at_us + (job.fixed_left_us or job.left_us) / rate
+            for job, rate in ((gpu, gpu_rate), (npu, npu_rate))
+        )
+        next_us = min(next_us, gpu_end_us, npu_end_us)
         elapsed_us = max(0.0, next_us - self._at_us)
         traffic_gbps = gpu_gbps * gpu_rate + npu_gbps * npu_rate
         if elapsed_us > 0:
@@ -342,11 +342,11 @@ class SimulatedClock:
         self._at_us = next_us
         if playing:
             self._play(elapsed_us)
-        if gpu is not None and _go_on(gpu, elapsed_us * gpu_rate):
+        if gpu is not None and _go_on(gpu, elapsed_us * gpu_rate, next_us >= gpu_end_us):
             self._queue.popleft()
             self._end(gpu, "gpu")
             self._gpu_free_us = self._at_us + self.costs.gap_us
-        if npu is not None and _go_on(npu, elapsed_us * npu_rate):
+        if npu is not None and _go_on(npu, elapsed_us * npu_rate, next_us >= npu_end_us):
             self._npu = None
             self._end(npu, "npu")
 
@@ -357,18 +357,17 @@ class SimulatedClock:
         self._keep(Span(part, job.name, job.begin_us, job.end_us, job.dram_bytes))
 
     def _begin_frame(self) -> None:
-        if self._load is not None and self._at_us >= self._frame_due_us and self._frame_left_us <= 0:
-            self._frame_left_us = self._load.frame_us
+        if self._load is not None and self._at_us >= self._frame_due_us and self._frame_end_us == NEVER:
+            self._frame_end_us = self._at_us + self._load.frame_us
 
     def _play(self, elapsed_us: float) -> None:
         assert self._load is not None
-        self._frame_left_us -= elapsed_us
         self.totals.busy_us["game"] += elapsed_us
-        if self._frame_left_us <= LEAST_US:
-            self._frame_left_us = 0.0
+        if self._at_us >= self._frame_end_us:
             self.totals.frame_us.append(self._at_us - self._frame_due_us)
             self._keep(Span("game", "frame", self._at_us - self._load.frame_us, self._at_us))
             self._frame_due_us += self._load.period_us
+            self._frame_end_us = NEVER
 
     def _count(self, overhead: str, duration_us: float) -> None:
         if overhead:
@@ -379,13 +378,16 @@ class SimulatedClock:
             self.spans.append(span)
 
 
-def _go_on(job: Job, done_us: float) -> bool:
-    """Let a job go on by so much of its time alone; return whether it is done."""
+def _go_on(job: Job, done_us: float, ended: bool) -> bool:
+    """Let a job go on by so much of its time alone; return whether it is done.
+
+    Args:
+        job: The job.
+        done_us: Of its time alone.
+        ended: Whether this is the end of its fixed or of its other part; sums of times do not tell exactly.
+    """
     if job.fixed_left_us > 0:
-        job.fixed_left_us -= done_us
-        if job.fixed_left_us > LEAST_US:
-            return False
-        job.fixed_left_us = 0.0
-    else:
-        job.left_us -= done_us
-    return job.left_us <= LEAST_US and job.fixed_left_us <= 0
+        job.fixed_left_us = 0.0 if ended else max(0.0, job.fixed_left_us - done_us)
+        return job.fixed_left_us <= 0 and job.left_us <= 0
+    job.left_us = 0.0 if ended else max(0.0, job.left_us - done_us)
+    return ended

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from heterollm.errors import OptionError
 from heterollm.kernels.device import SIMULATED, Device, open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.simulated_clock import ClockCosts, GpuLoad, Rates, SimulatedClock
+from heterollm.kernels.simulated_clock import ClockCosts, Rates, SimulatedClock
 from heterollm.kernels.simulated_npu import SimulatedNpu
 from heterollm.kernels.simulated_runtime import SimulatedRuntime
+from heterollm.kernels.simulation import Simulation
 from heterollm.kernels.soc.memory_model import shared_rates
 from heterollm.kernels.soc.parameters import SocParameters, load_soc
 from heterollm.kernels.threads import ThreadSplit
 
-__all__ = ["Simulation", "clock_costs", "clock_of", "open_simulated"]
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """How to simulate.
-
-    Args:
-        numerics: Whether what is asked for is computed as well, on this machine and in its own time.
-        overrides: Parameters of the SoC by dotted name, in place of its file's.
-        load: A game beside the model.
-        lengths: Lengths of NPU graphs beside the standard ones.
-        every_form: Whether the NPU offers forms of graphs that HeteroLLM does not have.
-    """
-
-    numerics: bool = False
-    overrides: Mapping[str, float] = field(default_factory=dict)
-    load: GpuLoad | None = None
-    lengths: tuple[int, ...] = ()
-    every_form: bool = True
-
-    def __post_init__(self) -> None:
-        if any(type(length) is not int or length < 1 for length in self.lengths):
-            raise OptionError(f"NPU graphs cannot have the lengths {self.lengths}.", fix="Give at least 1.")
+__all__ = ["clock_costs", "clock_of", "open_simulated"]
 
 
 def open_simulated(
