@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -61,34 +61,24 @@ def summary_text(summary: TraceSummary) -> str:
 
 
 def _phase_table(phases: Mapping[str, TraceSummary], kind: str) -> Table:
-    made = table(
-        "phase",
-        ">passes",
-        ">tokens",
-        ">wall ms",
-        ">GPU busy",
-        ">NPU busy",
-        ">both",
-        ">neither",
-        ">hand-overs",
-        title=f"Phases, {kind}",
-    )
-    for name, summary in phases.items():
-        failed = f" ({summary.failed} failed)" if summary.failed else ""
-        times = (
-            summary.gpu_busy_us,
-            summary.npu_busy_us,
-            summary.overlap_us,
-            summary.both_idle_us,
-            summary.hand_over_us,
-        )
-        made.add_row(
-            name,
-            f"{summary.passes}{failed}",
-            str(summary.tokens),
-            f"{summary.wall_us / 1e3:.2f}",
-            *(f"{time_us / 1e3:.2f} {_share(time_us, summary.passes_us)}" for time_us in times),
-        )
+    made = table("", *(f">{name}" for name in phases), title=f"Passes, {kind}")
+
+    def add(what: str, cell: Callable[[TraceSummary], str]) -> None:
+        made.add_row(what, *(cell(summary) for summary in phases.values()))
+
+    def add_time(what: str, time_us: Callable[[TraceSummary], float]) -> None:
+        add(what, lambda one: f"{time_us(one) / 1e3:.2f} {_share(time_us(one), one.passes_us)}")
+
+    add("passes", lambda one: f"{one.passes}" + (f" ({one.failed} failed)" if one.failed else ""))
+    add("tokens", lambda one: str(one.tokens))
+    add_time("ms", lambda one: one.passes_us)
+    add_time("GPU busy", lambda one: one.gpu_busy_us)
+    add_time("GPU idle", lambda one: one.gpu_idle_us)
+    add_time("NPU busy", lambda one: one.npu_busy_us)
+    add_time("NPU idle", lambda one: one.npu_idle_us)
+    add_time("both busy", lambda one: one.overlap_us)
+    add_time("both idle", lambda one: one.both_idle_us)
+    add_time("hand-overs on the critical path", lambda one: one.hand_over_us)
     return made
 
 

@@ -39,10 +39,10 @@ KINDS: Final[Mapping[str, PartCategory]] = {
     "join": "join",
     "flag": "signal",
 }
-FOLLOWING: Final = frozenset({"rope", "attention", "attention join", "activation"})
-"""Kernels that belong to the layer of the linear before them."""
+FOLLOWING: Final = frozenset({"rope", "attention", "attention join", "activation", "flush", "release"})
+"""What belongs to the layer of the linear before it."""
 
-LEADING: Final = frozenset({"norm", "flag", "wait"})
+LEADING: Final = frozenset({"norm", "rounding of inputs", "flag", "wait"})
 """What belongs to the layer of the linear after it."""
 
 WHOLE_MODEL: Final = -1
@@ -274,9 +274,10 @@ def _words(call: Call) -> tuple[str, ...]:
     """Return what tells the layer of each part of a call."""
     if isinstance(call, GraphCall):
         return (f"{call.layer}.{call.group}",)
-    if _is_wait(call) or _name(call) in ("mark", "sent", "wait") or _name(call).startswith("acquire"):
+    name = _name(call)
+    if _is_wait(call) or name in ("mark", "sent", "wait") or name.startswith("acquire"):
         return ("wait",)
-    return _labels(call) or ("",)
+    return _labels(call) or (name,)
 
 
 def _labels(call: Any) -> tuple[str, ...]:  # noqa: ANN401 - a prepared call

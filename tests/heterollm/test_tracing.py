@@ -1,5 +1,6 @@
 """What is recorded: the calls as they ran, in memory laid out before, and nothing without being asked."""
 
+import functools
 import gc
 import json
 import tracemalloc
@@ -13,12 +14,14 @@ import pytest
 from heterollm import LLM
 from heterollm.engine import Engine
 from heterollm.errors import GraphError, KernelError, OptionError
+from heterollm.kernels.device import open_device
 from heterollm.kernels.merged import MergedLaunch
 from heterollm.kernels.npu_session import SessionGraph
 from heterollm.kernels.opencl_launch import Launch
+from heterollm.kernels.ops import GROUPS, feed_forward_blocks
 from heterollm.kernels.waiting import HostClock
 from heterollm.load_options import SYNC_OPTIONS
-from heterollm.solver.plan import Plan
+from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 from heterollm.trace import Span, Trace
 from heterollm.trace_summary import BETWEEN, PYTHON, busy, summarise, summarise_phases
 from heterollm.tracing import Recorder, Site
@@ -26,7 +29,7 @@ from heterollm.tracing import Recorder, Site
 PACKAGE = Path(__file__).resolve().parents[2]
 PROMPT = 60
 NEW = 6
-GROUPS = ("qkv", "o", "gate_up", "down")
+CUT = ("qkv", "o", "gate_up", "down")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_every_pass_is_there(trace: Trace) -> None:
 def test_every_operator_of_every_layer_is_there(trace: Trace) -> None:
     layers = 4
     for one in trace.passes:
-        expected = [f"{layer}.{group}" for layer in range(layers) for group in GROUPS] + ["head"]
+        expected = [f"{layer}.{group}" for layer in range(layers) for group in CUT] + ["head"]
         assert [span.name for span in spans_of(trace, "npu", one.number)] == expected
         kernels = [
             name for span in spans_of(trace, "gpu", one.number) for name in (span.merged or (span.name,))
@@ -293,9 +296,8 @@ def test_a_full_ring_keeps_the_latest_passes(
     assert llm.take_trace().notes == ()
 
 
-def test_a_pass_that_fails_is_there(
-    bundled_model: Path, plan: Plan, host_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def break_graphs(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let one run of a graph fail."""
     runs, bind = [], SessionGraph.bind
 
     def bind_to_break(graph: SessionGraph, x: Any, y: Any) -> Callable[[], None]:
@@ -303,13 +305,19 @@ def test_a_pass_that_fails_is_there(
 
         def run() -> None:
             runs.append(None)
-            if len(runs) == 30:
+            if len(runs) == number:
                 raise GraphError("The device is gone.")
             call()
 
         return run
 
     monkeypatch.setattr(SessionGraph, "bind", bind_to_break)
+
+
+def test_a_pass_that_fails_is_there(
+    bundled_model: Path, plan: Plan, host_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_graphs(monkeypatch, 30)
     llm = host_llm(bundled_model, plan=plan, trace=True)
     with pytest.raises(GraphError):
         llm.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True)
@@ -318,6 +326,101 @@ def test_a_pass_that_fails_is_there(
     assert summarise(found).failed == 1
     wall_us = (found.passes[-1].end_ns - found.passes[0].begin_ns) / 1e3
     assert sum(summarise(found).engine_us.values()) == pytest.approx(wall_us, abs=1e-3)
+
+
+@pytest.mark.parametrize("memory", ["coherent", "mapped"])
+def test_cuts_of_every_kind_are_named(
+    memory: str,
+    bundled_model: Path,
+    gpu_only: LLM,
+    host_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block, a sequence cut and a row cut in one pass of 40 tokens, and a merged one with a block."""
+    if memory == "mapped":
+        opened = functools.partial(open_device, coherent=False)
+        monkeypatch.setattr("heterollm.llm.open_device", opened)
+    specs = gpu_only._weights.specs
+    entries = []
+    for block in feed_forward_blocks(specs):
+        entries += [
+            PlanEntry(phase, lengths, (block.layer,) * 2, "ffn", Placement((256, 256), (lengths[1],)))
+            for phase, lengths in (("prefill", (33, 64)), ("decode", (1, 1)))
+        ]
+    for spec in specs:
+        placement = GPU_ONLY
+        if spec.group == "qkv":
+            placement = Placement(spec.member_rows, (32,))
+        elif spec.group == "o":
+            placement = Placement((64,), (64,))
+        entries.append(PlanEntry("prefill", (33, 64), (spec.layer,) * 2, spec.group, placement))
+    entries += [
+        PlanEntry(phase, (1, 64), (-1, 3), group, GPU_ONLY)
+        for phase in ("prefill", "decode")
+        for group in GROUPS
+    ]
+    plan = Plan("by hand", "host", "w4a16", model_shape(specs), 64, tuple(entries))
+    llm = host_llm(bundled_model, plan=plan, trace=True)
+    prompt = list(range(1, 41))
+    options: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True}
+    expected = gpu_only.generate(prompt, session=gpu_only.session(), **options).token_ids
+    assert llm.generate(prompt, **options).token_ids == expected
+    found = llm.take_trace()
+    sizes = {(spec.layer, spec.group): spec.weight_bytes() for spec in specs}
+    for one in found.passes:
+        work = {
+            track: sum(span.work.weight_bytes for span in spans_of(found, track, one.number) if span.work)
+            for track in ("gpu", "npu")
+        }
+        # Under a sequence cut both parts read all of the weights.
+        twice = sum(sizes[layer, "qkv"] for layer in range(4)) if one.phase == "prefill" else 0
+        assert work["gpu"] + work["npu"] == sum(sizes.values()) + twice
+    prefill = found.passes[0].number
+    npu = [span.name for span in spans_of(found, "npu", prefill)]
+    assert npu == [f"{layer}.{group}" for layer in range(4) for group in ("qkv", "o", "ffn")]
+    kernels = spans_of(found, "gpu", prefill)
+    for layer in range(4):
+        own = [span.operator for span in kernels if span.layer == layer]
+        assert own == ["norm", "qkv", "rope", "attention", "o", "norm", "ffn", "activation", "ffn"]
+    engine = spans_of(found, "engine", prefill)
+    mapped = [span for span in engine if span.operator in ("acquire", "acquire_to_read", "release")]
+    assert bool(mapped) == (memory == "mapped")
+    assert all(span.layer is not None for span in mapped)
+
+
+def test_the_gpu_going_on_alone_is_traced(
+    bundled_model: Path,
+    plan: Plan,
+    gpu_only: LLM,
+    host_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_graphs(monkeypatch, 30)
+    llm = host_llm(bundled_model, plan=plan, trace=True, allow_fallback=True)
+    options: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    expected = gpu_only.generate([1, 2, 3], session=gpu_only.session(), **options).token_ids
+    assert llm.generate([1, 2, 3], **options).token_ids == expected
+    found = llm.take_trace()
+    assert [(one.position, one.failed) for one in found.passes] == [
+        (0, False),
+        (3, True),
+        (3, False),
+        (4, False),
+        (5, False),
+    ]
+    assert "computes alone since token 3" in found.notes[-1]
+    assert summarise(found.select(lambda one: one.position > 3)).npu_busy_us == 0
+
+
+def test_the_order_of_traced_calls_can_be_checked(
+    bundled_model: Path, plan: Plan, host_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CHECK_SLOTS", "1")
+    llm = host_llm(bundled_model, plan=plan, trace=True)
+    llm.session().prefill([1, 2, 3])
+    found = llm.take_trace()
+    assert "late write" in {span.operator for span in spans_of(found, "gpu")}
+    assert len(spans_of(found, "npu")) == 17
 
 
 # -- other clocks -----------------------------------------------------------------------------------------
