@@ -1,6 +1,7 @@
 """The README's calls as a user would type them, checked by mypy and never run."""
 
 from heterollm import LLM, GenerationResult, Session
+from heterollm.trace_summary import summarise
 
 
 def generate(folder: str) -> str:
@@ -14,6 +15,7 @@ def generate(folder: str) -> str:
         rows = session.decode([best, best])
         other = session.fork()
         other.truncate(2)
+        overlap_us: float = summarise(llm.take_trace()).overlap_us
         for name, tensor in llm.reference_state_dict():
-            print(name, tensor.shape, rows.shape, text)
+            print(name, tensor.shape, rows.shape, text, overlap_us)
     return result.text
