@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from heterollm.errors import OptionError
 
-__all__ = ["ClockCosts", "GpuLoad", "Job", "Rates", "SimulatedClock", "Span", "SpanPart"]
+__all__ = ["ClockCosts", "GpuLoad", "Job", "Rates", "SimulatedClock", "Span", "SpanPart", "Totals"]
 
 SpanPart: TypeAlias = Literal["host", "gpu", "npu", "game"]
 
@@ -161,6 +161,11 @@ class Totals:
     peak_gbps: float = 0.0
     frame_us: list[float] = field(default_factory=list)
 
+    def copy(self) -> Totals:
+        """Return these numbers as they are now."""
+        overheads = dict(self.overhead_us)
+        return Totals(dict(self.busy_us), self.dram_bytes, overheads, self.peak_gbps, list(self.frame_us))
+
 
 class SimulatedClock:
     """The time of one simulated SoC.
@@ -285,7 +290,7 @@ class SimulatedClock:
         self._npu = job
         self._run(NEVER, job)
         self.now_us = job.end_us
-        self._waited_us = job.end_us - job.begin_us
+        self._waited_us = 0.0
         self._keep(Span("host", "wait", job.begin_us, job.end_us))
         if self._by_driver:
             self._by_driver = False

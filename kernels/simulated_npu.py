@@ -33,9 +33,7 @@ from heterollm.kernels.soc.power_model import build_us
 
 __all__ = ["SimulatedNpu", "npu_work"]
 
-BASELINE_FORMS: Final = frozenset(
-    {"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first", "ffn", "ffn_int8"}
-)
+BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
 """The forms that HeteroLLM has; the others are this project's own."""
 
 

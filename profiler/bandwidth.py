@@ -1,7 +1,9 @@
 """Memory bandwidth of each part alone and of both, and how much each slows while the other runs.
 
 Each part has two jobs. The one bound by memory reads float weights for one token, which on every device is
-all reading; the one bound by arithmetic computes a linear layer at 256 tokens. A part's job is timed alone,
+all reading; the one bound by arithmetic computes a linear layer at 256 tokens. Beside the other part an NPU
+with units of its own reads 4-bit weights instead, as decode does: it unpacks them more slowly than memory
+could bring them, and leaves the other part more. A part's job is timed alone,
 and again and again while the other part is at one of its own (HeteroLLM, sections 3 and 4.3: decode gains by
 the bandwidth of both).
 """
@@ -9,10 +11,9 @@ the bandwidth of both).
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
@@ -24,10 +25,9 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_sync import is_complete, kernel_times_ns
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.random_weights import random_weight
 from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes, reading_bytes, reading_launch
 from heterollm.profiler.gpu_timer import gpu_timer
-from heterollm.profiler.random_data import fill_random
+from heterollm.profiler.random_data import fill_shared, weight_for
 from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
 from heterollm.profiler.sampling import take_samples
 from heterollm.profiler.task import Task
@@ -52,6 +52,9 @@ PACKED: Final = WeightFormat(4, 32)
 ROUNDS: Final = 3
 """Runs of the slower part, at least, in one measurement of both."""
 
+Job: TypeAlias = Bound | Literal["packed"]
+"""A job of a part; ``packed`` reads 4-bit weights."""
+
 BOUNDS: Final[tuple[Bound, ...]] = get_args(Bound)
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
@@ -66,8 +69,8 @@ class SharedLoad:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._timer = gpu_timer(device.gpu)
-        self._jobs: dict[tuple[Part, Bound], Any] = {}
-        self._alone_us: dict[tuple[Part, Bound], tuple[tuple[float, ...], tuple[float, ...]]] = {}
+        self._jobs: dict[tuple[Part, Job], Any] = {}
+        self._alone_us: dict[tuple[Part, Job], tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._kept: list[SharedArray] = []
         self._slices: list[NpuSlice] = []
 
@@ -76,16 +79,20 @@ class SharedLoad:
         """The parts that the device has."""
         return PARTS if self._device.npu is not None else ("gpu",)
 
-    def alone_us(self, part: Part, bound: Bound) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def alone_us(self, part: Part, bound: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return samples and warm-up runs of a part's job alone, measured once."""
         key = part, bound
         if key not in self._alone_us:
             job = self.job(part, bound)
-            once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(_wall_us, job)
+            once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
             self._alone_us[key] = take_samples(once)
         return self._alone_us[key]
 
-    def together_us(self, gpu: Bound, npu: Bound) -> dict[Part, tuple[float, ...]]:
+    def beside(self, npu: Bound) -> Job:
+        """Return the NPU's job of a kind beside the GPU; see the head of this module."""
+        return "packed" if npu == "memory" and not self._device.gpu.traits.is_cpu else npu
+
+    def together_us(self, gpu: Bound, npu: Job) -> dict[Part, tuple[float, ...]]:
         """Return samples of both parts' jobs while the other part was at work all the time.
 
         Raises:
@@ -99,7 +106,7 @@ class SharedLoad:
         self._timer.runtime.flush()
         npu_samples: list[float] = []
         while True:
-            elapsed_us = _wall_us(call)
+            elapsed_us = self._wall_us(call)
             if is_complete(events[-1]):
                 break
             npu_samples.append(elapsed_us)
@@ -110,6 +117,10 @@ class SharedLoad:
         # The first launch may have begun before the NPU did, and the first run of the NPU before the GPU.
         gpu_samples = tuple((moment.end - moment.start) / 1e3 for moment in times[1:])
         return {"gpu": gpu_samples, "npu": tuple(npu_samples[1:] or npu_samples)}
+
+    def rest(self, seconds: float) -> None:
+        """Do nothing for some time."""
+        self._timer.runtime.host_clock().sleep_s(seconds)
 
     def close(self) -> None:
         """Free the jobs; they are made again when needed."""
@@ -125,11 +136,11 @@ class SharedLoad:
         self.job(part, "compute")()
         self._timer.runtime.finish()
 
-    def job(self, part: Part, bound: Bound) -> Any:  # noqa: ANN401 - a launch or the call of a graph
+    def job(self, part: Part, bound: Job) -> Any:  # noqa: ANN401 - a launch or the call of a graph
         """Return a part's prepared job: a launch on the GPU, the call of a graph on the NPU."""
         key = part, bound
         if key not in self._jobs:
-            self._jobs[key] = self._gpu_job(bound) if part == "gpu" else self._npu_job(bound)
+            self._jobs[key] = (self._gpu_job if part == "gpu" else self._npu_job)(bound)
         return self._jobs[key]
 
     def read_bytes(self, part: Part) -> int:
@@ -141,24 +152,24 @@ class SharedLoad:
             return EMULATED_READ_BYTES
         return min(NPU_READ_BYTES, eviction_bytes(last_level_cache_bytes()))
 
-    def _gpu_job(self, bound: Bound) -> Launch:
+    def _gpu_job(self, bound: Job) -> Launch:
         runtime = self._timer.runtime
         if bound == "memory":
             return reading_launch(runtime, self.read_bytes("gpu"))
-        weight = random_weight(np.random.default_rng(0), COMPUTE_ROWS, COMPUTE_COLUMNS, PACKED)
+        weight = weight_for(runtime, COMPUTE_ROWS, COMPUTE_COLUMNS, PACKED)
         linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
         x = self._filled((COMPUTE_TOKENS, COMPUTE_COLUMNS), np.dtype(np.float32))
         y = runtime.shared((COMPUTE_TOKENS, COMPUTE_ROWS), np.float32)
         return linear.launch(x, y, tokens=COMPUTE_TOKENS, label="computing")
 
-    def _npu_job(self, bound: Bound) -> Callable[[], None]:
+    def _npu_job(self, bound: Job) -> Callable[[], None]:
         npu = self._device.npu
         if npu is None:
             raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
-        if bound == "memory":
+        if bound != "compute":
             weight = next(
                 item
-                for item in (WeightFormat(32), WeightFormat(16), PACKED)
+                for item in ((PACKED,) if bound == "packed" else (WeightFormat(32), WeightFormat(16), PACKED))
                 if npu.forms(item, columns=READ_COLUMNS, length=1)
             )
             rows = self.read_bytes("npu") // weight.weight_bytes(1, READ_COLUMNS)
@@ -169,7 +180,7 @@ class SharedLoad:
     def _graph(
         self, npu: NpuBackend, rows: int, columns: int, weight: WeightFormat, length: int
     ) -> Callable[[], None]:
-        values = random_weight(np.random.default_rng(0), rows, columns, weight)
+        values = weight_for(self._timer.runtime, rows, columns, weight)
         part = NpuSlice(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
         graph = npu.prepare(part, length)
         dtype = npu.activation_dtype
@@ -180,11 +191,15 @@ class SharedLoad:
         self._slices.append(part)
         return graph.bind(x.array, y.array)
 
+    def _wall_us(self, call: Callable[[], None]) -> float:
+        now_ns = self._timer.runtime.now_ns
+        begin = now_ns()
+        call()
+        return (now_ns() - begin) / 1e3
+
     def _filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SharedArray:
         array = self._timer.runtime.shared(shape, dtype)
-        array.acquire()
-        fill_random(array.array)
-        array.release()
+        fill_shared(self._timer.runtime, array)
         return array
 
 
@@ -231,17 +246,13 @@ def _bandwidth(
 
 
 def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
-    together = load.together_us(gpu, npu)
+    job = load.beside(npu)
+    together = load.together_us(gpu, job)
+    alone: dict[Part, Job] = {"gpu": gpu, "npu": job}
     for part, bound, beside in (("gpu", gpu, npu), ("npu", npu, gpu)):
         own = cast("Part", part)
-        alone_us = statistics.median(load.alone_us(own, bound)[0])
+        alone_us = statistics.median(load.alone_us(own, alone[own])[0])
         slowdown = statistics.median(together[own]) / alone_us
         yield Record(
             ContentionKey(own, bound, beside), together[own], values={"slowdown": round(slowdown, 4)}
         )
-
-
-def _wall_us(call: Callable[[], None]) -> float:
-    begin = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - begin) / 1e3

@@ -31,14 +31,13 @@ from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.random_weights import random_weight
 from heterollm.kernels.rounding import RoundedInputs, scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
 from heterollm.profiler.caches import COLD_TOKENS, eviction_bytes, last_level_cache_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
-from heterollm.profiler.random_data import fill_random
+from heterollm.profiler.random_data import fill_shared, weight_for
 from heterollm.profiler.records import Key, LayerKey, Record
-from heterollm.profiler.sampling import taken
+from heterollm.profiler.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.task import Task
 from heterollm.profiler.workload import HEAD_TOKENS, ModelShape
 
@@ -185,6 +184,8 @@ def _split(cases: Sequence[_Case]) -> Iterator[Sequence[_Case]]:
 
 def _estimate_s(case: _Case, device: Device) -> float:
     """Return about how long a case takes to measure."""
+    if not device.gpu.computes:
+        return NOTHING_COMPUTED_S
     shape, key = case.shape, case.key
     width = key.hidden or (key.heads + 2 * key.kv_heads) * key.head_dim
     flops, size = 0, 12 * case.tokens * width
@@ -241,9 +242,7 @@ class _LayerBench:
         held = self._slots.get(name)
         if held is None or held.array.size < elements:
             held = self._slots[name] = self._runtime.shared((elements,), kind)
-            held.acquire()
-            fill_random(held.array)
-            held.release()
+            fill_shared(self._runtime, held)
         return held
 
     def _floats(self, name: str, elements: int) -> SharedArray:
@@ -282,7 +281,7 @@ class _LayerBench:
         columns, weight = shape.hidden_size, shape.head.weight
         rows = min(TABLE_ROWS, shape.vocab_size)
         generator = np.random.default_rng(0)
-        table = random_weight(generator, rows, columns, weight)
+        table = weight_for(self._runtime, rows, columns, weight)
         linear = GpuLinear.pack(self._runtime, [table], activation_dtype=self._device.activation_dtype)
         tokens = self._integers("tokens", generator.integers(0, rows, case.tokens).tolist())
         residual = self._floats("residual", case.tokens * columns)

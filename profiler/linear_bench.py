@@ -8,7 +8,6 @@ outside the time. Inputs that are rounded to int8 are there rounded: the operato
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,9 +31,9 @@ from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.judge import Judge
 from heterollm.profiler.measure import Timer
 from heterollm.profiler.points import BLOCK_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
-from heterollm.profiler.random_data import fill_random, random_members
+from heterollm.profiler.random_data import fill_shared, members_for
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
-from heterollm.profiler.sampling import MOST_SAMPLES, SLOW_US, taken
+from heterollm.profiler.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, SLOW_US, taken
 from heterollm.profiler.task import Task
 from heterollm.profiler.workload import ModelShape
 
@@ -84,16 +83,16 @@ class LinearBench:
 
     Args:
         device: The device; the calling thread is its engine thread.
-        timer: Times NPU runs, in nanoseconds.
+        timer: Times NPU runs, in nanoseconds; the device's by default.
 
     Attributes:
         evictions: How often the NPU's thread emptied the caches.
     """
 
-    def __init__(self, device: Device, *, timer: Timer = time.perf_counter_ns) -> None:
+    def __init__(self, device: Device, *, timer: Timer | None = None) -> None:
         self.evictions = 0
         self._device = device
-        self._timer = timer
+        self._timer = timer or device.gpu.now_ns
         self._group: _Group | None = None
         self._slots: dict[str, SharedArray] = {}
         self._reader: HostReader | None = None
@@ -196,7 +195,7 @@ class LinearBench:
         """Return the weights of a group, dropping those of another."""
         if self._group is None or self._group.spec != spec:
             self._drop()
-            self._group = _Group(spec, random_members(spec))
+            self._group = _Group(spec, members_for(self._device.gpu, spec))
         return self._group
 
     def _drop(self) -> None:
@@ -218,7 +217,7 @@ class LinearBench:
             if spec.then is None:
                 group.slices[rows] = NpuSlice(weight, layer, spec.group, ranges, name, rounded)
             else:
-                [down] = random_members(replace(spec.then, columns=rows[0]))
+                [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
                 group.slices[rows] = NpuBlock(
                     gate_up=weight,
                     down=down,
@@ -240,14 +239,15 @@ class LinearBench:
             return npu.prepare(part, point.tokens, form), []
         values: dict[str, float] = {}
         compiled, loaded = npu.compiled_count, npu.loaded_count
-        begin = time.perf_counter()
+        now_ns = self._device.gpu.now_ns
+        begin_ns = now_ns()
         # Only some backends keep graphs in files; there loading is timed apart from building.
         build: Callable[..., Any] | None = getattr(npu, "build", None)
         if build is not None:
             values["size_bytes"] = float(build(part, point.tokens, form).size_bytes)
-        built_us, begin = (time.perf_counter() - begin) * 1e6, time.perf_counter()
+        built_us, begin_ns = (now_ns() - begin_ns) / 1e3, now_ns()
         graph = npu.prepare(part, point.tokens, form)
-        prepared_us = (time.perf_counter() - begin) * 1e6
+        prepared_us = (now_ns() - begin_ns) / 1e3
         group.prepared.add(point)
         is_new = npu.compiled_count > compiled
         if not is_new and npu.loaded_count == loaded:
@@ -269,9 +269,7 @@ class LinearBench:
         held = self._slots.get(key)
         if held is None or held.array.size < elements:
             held = self._slots[key] = gpu_timer(self._device.gpu).runtime.shared((elements,), dtype)
-            held.acquire()
-            fill_random(held.array)
-            held.release()
+            fill_shared(self._device.gpu, held)
         return held
 
 
@@ -310,7 +308,7 @@ def linear_tasks(
         cache_bytes=last_level_cache_bytes(),
         max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
     )
-    bench, judge = LinearBench(device), Judge(known or {}, comparable=device.time_kind == "real")
+    bench, judge = LinearBench(device), Judge(known or {}, comparable=device.time_kind != "emulated")
 
     def run(chunk: Sequence[WorkPoint]) -> Iterator[Record]:
         for work in chunk:
@@ -353,6 +351,8 @@ def _chunks(points: Iterable[WorkPoint], device: Device) -> Iterator[tuple[list[
 
 def _estimate_s(work: WorkPoint, device: Device) -> float:
     """Return about how long a point takes to measure."""
+    if not device.gpu.computes:
+        return NOTHING_COMPUTED_S
     point = work.point
     if work.part == "gpu":
         traits = device.gpu.traits

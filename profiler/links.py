@@ -10,7 +10,6 @@ host sees it done. The tightest of many such brackets gives the offset; half its
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -58,6 +57,7 @@ COPY_SIZES_BYTES: Final = (8 << 10, 256 << 10, 4 << 20)
 CHAIN: Final = 100
 IDLE_S: Final = 0.005
 BUSY_US: Final = 1000.0
+LONG_US: Final = 5000.0
 CLOCK_ROUNDS: Final = 60
 PREDICTION_WARMUP: Final = 12
 """Waits before a sleeping strategy knows how long they take."""
@@ -81,7 +81,7 @@ class LinkMeasurement:
 
 
 class DeviceClock:
-    """Relates a device's timestamps to the host's ``time.perf_counter_ns``.
+    """Relates a device's timestamps to the host's clock, ``now_ns`` of the runtime.
 
     Args:
         runtime: A runtime whose events carry timestamps.
@@ -101,13 +101,13 @@ class DeviceClock:
         queued_lows: list[int] = []
         queued_highs: list[int] = []
         for round_number in range(CLOCK_ROUNDS + 2):
-            before_ns = time.perf_counter_ns()
+            before_ns = runtime.now_ns()
             event = launch()
-            after_ns = time.perf_counter_ns()
+            after_ns = runtime.now_ns()
             runtime.flush()
             while not is_complete(event):
                 pass
-            seen_ns = time.perf_counter_ns()
+            seen_ns = runtime.now_ns()
             runtime.finish()
             if round_number < 2:  # the first compiles
                 continue
@@ -149,11 +149,12 @@ def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeas
         runtime: The device.
         repeats: Samples of each.
     """
-    small = _small_launch(runtime)
-    busy = LateWriter(runtime).launch(BUSY_US)
+    small, writer = _small_launch(runtime), LateWriter(runtime)
+    busy, long = writer.launch(BUSY_US), writer.launch(LONG_US)
+    rest = runtime.host_clock().sleep_s
 
     def enqueue() -> float:
-        elapsed_us = _timed_us(small)
+        elapsed_us = _timed_us(runtime, small)
         runtime.finish()
         return elapsed_us
 
@@ -167,18 +168,26 @@ def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeas
             small()
         runtime.finish()
 
+    def chained() -> float:
+        if not runtime.is_simulated:
+            return _timed_us(runtime, chain) / CHAIN
+        # Submitting takes longer than so small a kernel: what counts is a queue that is filled beforehand.
+        events = [launch() for launch in (long, *[small] * CHAIN)]
+        runtime.finish()
+        return (kernel_times_ns(events[-1]).end - kernel_times_ns(events[0]).end) / 1e3 / CHAIN
+
     def until_done() -> None:
         small()
         runtime.finish()
 
     def idle() -> float:
-        time.sleep(IDLE_S)
-        return _timed_us(until_done)
+        rest(IDLE_S)
+        return _timed_us(runtime, until_done)
 
     calls: dict[str, Callable[[], float]] = {
         "enqueue": enqueue,
         "enqueue_busy": enqueue_busy,
-        "chained": lambda: _timed_us(chain) / CHAIN,
+        "chained": chained,
         "idle": idle,
     }
     found = collect_interleaved(calls, warmup=2, repeats=repeats)
@@ -201,7 +210,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     runtime = profiling_twin(device.gpu)
     clock = DeviceClock(runtime)
     graph = _small_graph(device.npu)
-    graph_us = statistics.median(_timed_us(graph) for _ in range(5))
+    graph_us = statistics.median(_timed_us(runtime, graph) for _ in range(5))
     small = _small_launch(runtime)
     busy = LateWriter(runtime).launch(2 * graph_us + BUSY_US)
 
@@ -209,7 +218,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
         running = busy() if fed else None
         runtime.flush()
         graph()
-        begin_ns = time.perf_counter_ns()
+        begin_ns = runtime.now_ns()
         event = small()
         runtime.finish()
         if running is not None:
@@ -241,10 +250,10 @@ def _small_graph(npu: NpuBackend) -> Callable[[], None]:
     return npu.prepare(part, length).bind(x, y)
 
 
-def _timed_us(call: Callable[[], object]) -> float:
-    begin_ns = time.perf_counter_ns()
+def _timed_us(runtime: OpenClRuntime, call: Callable[[], object]) -> float:
+    begin_ns = runtime.now_ns()
     call()
-    return (time.perf_counter_ns() - begin_ns) / 1e3
+    return (runtime.now_ns() - begin_ns) / 1e3
 
 
 # -- hand-overs --------------------------------------------------------------------------------------
@@ -302,11 +311,10 @@ def _waiting(
 
     def once() -> _Wait:
         event: Any = launch()
-        thread_ns, process_ns = time.thread_time_ns(), time.process_time_ns()
-        begin_ns = time.perf_counter_ns()
+        before_ns, begin_ns = runtime.processor_ns(), runtime.now_ns()
         hand_over()
-        seen_ns = time.perf_counter_ns()
-        thread_ns, process_ns = time.thread_time_ns() - thread_ns, time.process_time_ns() - process_ns
+        seen_ns, after_ns = runtime.now_ns(), runtime.processor_ns()
+        thread_ns, process_ns = after_ns[0] - before_ns[0], after_ns[1] - before_ns[1]
         runtime.finish()
         times = kernel_times_ns(event)
         return _Wait(
@@ -358,7 +366,8 @@ def copy_costs(
             "write": lambda buffer=buffer, host=host: copy_to_device(runtime, buffer, host),  # type: ignore[misc]
             "read": lambda buffer=buffer, host=host: copy_to_host(runtime, host, buffer),  # type: ignore[misc]
         }
-        for method, found in measure_interleaved(copies, warmup=2, repeats=repeats).items():
+        found_of = measure_interleaved(copies, warmup=2, repeats=repeats, timer=runtime.now_ns)
+        for method, found in found_of.items():
             measured.append(LinkMeasurement(CopyKey(method, size), found.samples_us))
         pairs = collect_interleaved({"": _mapping(runtime, size)}, warmup=2, repeats=repeats)[""]
         for method, samples in zip(("acquire", "release"), zip(*pairs, strict=True), strict=True):
@@ -380,6 +389,6 @@ def _mapping(runtime: OpenClRuntime, size: int) -> Callable[[], tuple[float, flo
     def once() -> tuple[float, float]:
         launch()
         runtime.finish()
-        return _timed_us(shared.acquire), _timed_us(release)
+        return _timed_us(runtime, shared.acquire), _timed_us(runtime, release)
 
     return once

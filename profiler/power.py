@@ -7,7 +7,7 @@ is estimated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,7 +135,7 @@ def power_sources(powercap: Path = POWERCAP, power_supply: Path = POWER_SUPPLY) 
     return found
 
 
-def power_tasks(load: SharedLoad, sources: list[PowerSource] | None = None) -> list[Task]:
+def power_tasks(load: SharedLoad, sources: Sequence[PowerSource] | None = None) -> list[Task]:
     """Return the work of measuring power at rest and under load; none where nothing can be read."""
     sources = power_sources() if sources is None else sources
     if not sources:
@@ -150,7 +150,7 @@ def power_tasks(load: SharedLoad, sources: list[PowerSource] | None = None) -> l
 
 def _measure(source: PowerSource, name: str, load: SharedLoad) -> Iterator[Record]:
     works: dict[str, Callable[[], object]] = {
-        "idle": partial(time.sleep, 0.02),
+        "idle": partial(load.rest, 0.02),
         "gpu": partial(load.run_once, "gpu"),
         "npu": partial(load.run_once, "npu"),
         "both": partial(load.together_us, "compute", "compute"),

@@ -11,11 +11,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.opencl_memory import SharedArray
+from heterollm.kernels.opencl_runtime import OpenClRuntime
+from heterollm.kernels.ops import OpSpec, WeightFormat
 from heterollm.kernels.quantized_tensor import LinearWeight
 from heterollm.kernels.random_weights import RANDOM_FLOATS, random_weight
+from heterollm.kernels.shape_only import shape_only_weight
 
-__all__ = ["fill_random", "random_members"]
+__all__ = ["fill_random", "fill_shared", "members_for", "random_members", "weight_for"]
+
+
+def members_for(runtime: OpenClRuntime, spec: OpSpec) -> list[LinearWeight]:
+    """Return what :func:`random_members` does; shapes alone where the device computes nothing."""
+    if runtime.computes:
+        return random_members(spec)
+    return [shape_only_weight(member.rows, spec.columns, spec.weight) for member in spec.members]
+
+
+def weight_for(runtime: OpenClRuntime, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
+    """Return a random weight, always the same; its shape alone where the device computes nothing."""
+    if runtime.computes:
+        return random_weight(np.random.default_rng(0), rows, columns, weight)
+    return shape_only_weight(rows, columns, weight)
+
+
+def fill_shared(runtime: OpenClRuntime, shared: SharedArray) -> None:
+    """Fill shared memory with random numbers, if the device reads any."""
+    if runtime.computes:
+        shared.acquire()
+        fill_random(shared.array)
+        shared.release()
 
 
 def random_members(spec: OpSpec) -> list[LinearWeight]:

@@ -14,7 +14,17 @@ from typing import Final
 from heterollm.errors import HeteroLLMError, ProfileError
 from heterollm.profiler.records import Key, Record
 
-__all__ = ["LEAST_SAMPLES", "MOST_SAMPLES", "SLOW_US", "take_samples", "taken"]
+__all__ = [
+    "LEAST_SAMPLES",
+    "MOST_SAMPLES",
+    "NOTHING_COMPUTED_S",
+    "SLOW_US",
+    "take_samples",
+    "taken",
+]
+
+NOTHING_COMPUTED_S: Final = 0.001
+"""About how long a measurement takes where times are modelled and nothing is computed."""
 
 LEAST_SAMPLES: Final = 5
 MOST_SAMPLES: Final = 12

@@ -33,7 +33,7 @@ from heterollm.profiler.links import (
     npu_return_costs,
 )
 from heterollm.profiler.points import Tier
-from heterollm.profiler.power import power_sources, power_tasks
+from heterollm.profiler.power import PowerSource, power_sources, power_tasks
 from heterollm.profiler.profile import Profile, profile_path
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Record
 from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
@@ -125,15 +125,17 @@ def profile_device(
     begin_s = time.monotonic()
     profile, chosen = profile_for(device, path)
     profile.save(chosen)  # what cannot be written is said before the work
+    sources = _power_sources(device)
     details: dict[str, Any] = {
         "models": [shape.name for shape in shapes],
         "budget_s": options.budget_s,
         "quick": options.quick,
         "update": options.update,
-        "clocks_mhz": _clocks_mhz(),
-        "power": [source.name for source in power_sources()],
+        "clocks_mhz": [] if device.gpu.is_simulated else _clocks_mhz(),
+        "power": [source.name for source in sources],
     }
-    if options.tune and not (options.update and profile.records):
+    # A simulated kernel has no parameters that could be tuned.
+    if options.tune and not device.gpu.is_simulated and not (options.update and profile.records):
         details["tuning"] = _tune(device, shapes, progress)
     with _temporary_graphs(device), contextlib.closing(SharedLoad(device)) as load:
         finest: Tier = 0 if options.quick else 2 if options.budget_s is None else 1
@@ -147,7 +149,7 @@ def profile_device(
             *layer_tasks(device, shapes, quick=options.quick),
         ]
         if not options.quick:
-            tasks += [*power_tasks(load), *_copy_tasks(device)]
+            tasks += [*power_tasks(load, sources), *_copy_tasks(device)]
         left = options
         if options.budget_s is not None:
             left = replace(options, budget_s=max(1.0, options.budget_s - (time.monotonic() - begin_s)))
@@ -171,6 +173,14 @@ def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]
     """Keep no graphs of random weights; only some backends keep graphs in files."""
     keep_none = getattr(device.npu, "temporary_graphs", None)
     return contextlib.nullcontext() if keep_none is None else keep_none()
+
+
+def _power_sources(device: Device) -> Sequence[PowerSource]:
+    if not device.gpu.is_simulated:
+        return power_sources()
+    from heterollm.profiler.simulated_power import simulated_meters
+
+    return simulated_meters(device)
 
 
 def _tune(device: Device, shapes: Sequence[ModelShape], progress: Progress | None) -> dict[str, Any]:

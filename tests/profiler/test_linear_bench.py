@@ -22,6 +22,7 @@ from heterollm.profiler.gpu_timer import GpuTimer, gpu_timer
 from heterollm.profiler.linear_bench import LinearBench, code_of, linear_tasks
 from heterollm.profiler.points import WorkPoint
 from heterollm.profiler.profile import Profile
+from heterollm.profiler.random_data import random_members
 from heterollm.profiler.record_json import record_from_dict, record_line
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Record
 from heterollm.profiler.runner import ProfileOptions, run_tasks
@@ -214,7 +215,7 @@ def test_the_gpu_empties_its_caches_outside_the_time(device, monkeypatch):
 def test_rounding_is_timed_with_a_launch_that_does_it_itself(device):
     timer = gpu_timer(device.gpu)
     shape = shape_of(SIZES, "w4a8")
-    members = linear_bench.random_members(shape.layer[1])
+    members = random_members(shape.layer[1])
     linear = GpuLinear.pack(timer.runtime, members, activation_dtype=np.float32, integer_inputs=True)
     x, y = timer.runtime.shared((256, 128), np.float32), timer.runtime.shared((256, 128), np.float32)
     launch = linear.launch(x, y, tokens=256, label="both")
@@ -314,7 +315,7 @@ def test_a_slice_holds_the_leading_rows_of_each_member(fake, clock):
     bench.close()
     [part] = fake.npu.released
     assert part.row_ranges == ((0, 64), (0, 0), (0, 64))
-    q, _, v = linear_bench.random_members(spec)
+    q, _, v = random_members(spec)
     assert np.array_equal(part.weight.codes, np.concatenate([q.codes[:64], v.codes]))
 
 
