@@ -20,6 +20,7 @@ KINDS: Final = {
     "opencl": "compiled OpenCL programs",
     "profiles": "profiles of devices",
     "predictors": "predictors fitted to profiles",
+    "plans": "solved plans",
     "tuning": "tuned kernel parameters",
 }
 """Subfolders of the cache folder and what is in them."""

@@ -24,6 +24,7 @@ from heterollm.cli_options import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Precision
+    from heterollm.planning import RequestedLevel
 
 __all__ = ["commands"]
 
@@ -38,6 +39,10 @@ def plan_model(
     device: DeviceOption = "auto",
     profile: Annotated[Path | None, typer.Option(help="File of a profile; no device is opened then.")] = None,
     length: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_LENGTHS,
+    level: Annotated[
+        str,
+        typer.Option(help="tensor, block (whole feed-forward networks too), or auto: the better one."),
+    ] = "auto",
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what the other placements would cost.")
     ] = False,
@@ -83,6 +88,7 @@ def plan_model(
             forbidden=forbid,
             npu_gib=npu_gib,
             histogram=None if histogram is None else _histogram(histogram),
+            level=cast("RequestedLevel", level),
         ),
         context=context,
     )

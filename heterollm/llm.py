@@ -63,12 +63,14 @@ class LLM:
         weights: ModelWeights,
         engine: Engine,
         thread: EngineThread,
+        plan_notes: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self._weights = weights
         self._engine = engine
         self._thread = thread
+        self._plan_notes = tuple(plan_notes)
         self._own_session: Session | None = None
 
     @classmethod
@@ -96,8 +98,9 @@ class LLM:
         Args:
             model: A local folder or a hub name.
             device: ``snapdragon``, ``host``, ``emulator`` or ``auto``.
-            plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``, ``tensor``: the solver's) or
-                ``auto``, which is ``tensor``, or ``gpu`` as long as the device has no profile.
+            plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``; ``tensor``, ``block``: the
+                solver's) or ``auto``: ``block`` if the solver takes a block at any length, else ``tensor``,
+                or ``gpu`` as long as the device has no profile.
             precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
                 rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
             group_size: Weights that share a scale: 32, 64 or 128.
@@ -147,6 +150,7 @@ class LLM:
                 symmetric,
                 float_bits=32 if opened.activation_dtype == np.float32 else 16,
             )
+            check_precision(opened, precision, specs)
             planners: list[Planner] = []
             chosen = choose_plan(
                 plan,
@@ -159,7 +163,6 @@ class LLM:
                 length_policy=length_policy,
                 length_costs=functools.partial(_length_costs, opened, config, specs, precision),
             )
-            check_precision(opened, precision, specs)
             # Before anything is read: quantising a model that cannot run would take its time in vain.
             _check_fit(config, specs, chosen, positions, opened)
             weights = load_weights(
@@ -181,7 +184,8 @@ class LLM:
             stopped.set()
             thread.close()
             raise
-        return cls(config, tokenizer, weights, engine, thread)
+        plan_notes = [note for planner in planners for note in planner.notes]
+        return cls(config, tokenizer, weights, engine, thread, plan_notes)
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -284,7 +288,13 @@ class LLM:
         """What was decided differently from what was asked, why ``auto`` chose a device, and what failed."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        return (*chosen, *self._weights.notes, *self.device.gpu.variants.notes, *self.failures)
+        return (
+            *chosen,
+            *self._plan_notes,
+            *self._weights.notes,
+            *self.device.gpu.variants.notes,
+            *self.failures,
+        )
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -339,14 +349,15 @@ def _solved(
     specs: Sequence[OpSpec],
     precision: Precision,
     context: int,
+    level: str,
 ) -> Plan | None:
-    """Return the solver's plan and keep its planner; None where the device has no profile."""
+    """Return the solver's plan of a level and keep its planner; None where the device has no profile."""
     from heterollm.planning import Planner, PlanRequest, stored_profile
 
     profile = stored_profile(device)
     if profile is None:
         return None
-    planners.append(Planner(profile, config, specs, precision, PlanRequest(context)))
+    planners.append(Planner(profile, config, specs, precision, PlanRequest(context, level=level)))  # type: ignore[arg-type]
     return planners[0].plan
 
 
@@ -374,6 +385,13 @@ def _check_fit(
     # Imported only now, as the engine is.
     from heterollm.slots import HEAD_ROWS, pool_sizes
 
-    check_plan(plan, specs, device.npu, longest=config.max_positions, head_rows=HEAD_ROWS)
+    check_plan(
+        plan,
+        specs,
+        device.npu,
+        longest=config.max_positions,
+        head_rows=HEAD_ROWS,
+        activation=config.activation,
+    )
     slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)
     check_memory(memory_need(config, specs, plan, context, slots, device.cache_dtype))

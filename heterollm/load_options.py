@@ -10,7 +10,7 @@ from heterollm.config import ModelConfig
 from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.kernels.waiting import STRATEGIES, Strategy
-from heterollm.solver import LENGTH_POLICIES, LEVELS, LengthPolicy, Plan, level_plan
+from heterollm.solver import LENGTH_POLICIES, LEVELS, SOLVED_LEVELS, LengthPolicy, Plan, level_plan
 from heterollm.solver.levels import LengthCosts
 from heterollm.solver.plan import model_shape
 
@@ -25,9 +25,6 @@ __all__ = [
 ]
 
 DEFAULT_CONTEXT: Final = 4096
-SOLVED: Final = "tensor"
-"""The plan level that the solver finds."""
-
 CHUNK_LENGTH: Final = 512
 """Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
 
@@ -108,21 +105,21 @@ def choose_plan(
     standard_lengths: Sequence[int],
     precision: Precision,
     context: int,
-    solve: Callable[[], Plan | None] = lambda: None,
+    solve: Callable[[str], Plan | None] = lambda _level: None,
     length_policy: LengthPolicy = "padding",
     length_costs: Callable[[], LengthCosts | None] = lambda: None,
 ) -> Plan:
     """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
 
     Args:
-        plan: A plan, a level, ``tensor`` (the solver's, from the device's profile), ``auto`` (the same, or
-            ``gpu`` as long as the device has no profile), or a plan file.
+        plan: A plan, a level, ``tensor`` or ``block`` (the solver's, from the device's profile), ``auto``
+            (the better of the two, or ``gpu`` as long as the device has no profile), or a plan file.
         specs: The model's groups.
         device: Name of the device that runs it.
         standard_lengths: Lengths of its NPU graphs; empty without an NPU.
         precision: Precision of the linears.
         context: Positions of a session.
-        solve: Returns the solver's plan; None where the device has no profile.
+        solve: Returns the solver's plan of a level or of ``auto``; None where the device has no profile.
         length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
         length_costs: Returns what the policy ``auto`` goes by; None where the device has no profile.
 
@@ -132,13 +129,13 @@ def choose_plan(
     """
     if isinstance(plan, Plan):
         return _checked(plan, "The plan", specs, device, precision)
-    if plan in ("auto", SOLVED):
-        solved = solve()
+    if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
+        solved = solve(plan)
         if solved is not None:
             return solved
-        if plan == SOLVED:
+        if plan != "auto":
             raise OptionError(
-                f"Plan level {SOLVED!r} needs a profile of the device {device!r} with these threads.",
+                f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
                 fix=f"Run `heterollm profile --device {device}` with this model first.",
             )
         plan = "gpu"
@@ -161,7 +158,7 @@ def choose_plan(
     if not found:
         raise OptionError(
             f"{str(plan)!r:.200} is neither a plan level nor a plan file.",
-            fix=f"Choose auto, {', '.join((*LEVELS, SOLVED))}, or the path of a plan.",
+            fix=f"Choose auto, {', '.join((*LEVELS, *SOLVED_LEVELS))}, or the path of a plan.",
         )
     return _checked(Plan.load(path), str(path), specs, device, precision)
 

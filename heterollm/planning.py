@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 from heterollm.config import ModelConfig
-from heterollm.errors import OptionError, PlanError
-from heterollm.kernels.ops import Group, OpSpec, Phase, Precision
+from heterollm.errors import OptionError, PlanError, ProfileError
+from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, feed_forward_blocks
 from heterollm.load_options import CHUNK_LENGTH
 from heterollm.model_shape import shape_of_specs
 from heterollm.slots import HEAD_ROWS
-from heterollm.solver.plan import Placement, Plan
+from heterollm.solver.levels import SOLVED_LEVELS, SolvedLevel
+from heterollm.solver.plan import Alternative, Placement, Plan
 from heterollm.units import GIB
 
 if TYPE_CHECKING:
+    from heterollm.kept_plans import Solution
     from heterollm.kernels.device import Device
     from heterollm.profiler.profile import Profile
+    from heterollm.profiler.workload import ModelShape
+    from heterollm.solver.candidates import NpuLimits
     from heterollm.solver.objective import Objective
     from heterollm.solver.search import Choice
     from heterollm.solver.slices import Slices
     from heterollm.solver.solve import Solver
 
-__all__ = ["PassPlan", "PlanRequest", "Planner", "stored_profile"]
+__all__ = ["PassPlan", "PlanRequest", "Planner", "RequestedLevel", "stored_profile"]
+
+RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
+"""A level of the solver, or ``auto``: ``block`` where the profile has blocks and the solver takes one at any
+length, else ``tensor``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class PlanRequest:
         forbidden: ``gpu`` or ``npu``: a part that must not compute linear layers.
         npu_gib: What the NPU's slices may take together; None is no limit.
         histogram: How often prompts of each length come; None counts all lengths alike.
+        level: What the solver may place as one.
     """
 
     context: int = 4096
@@ -48,6 +57,7 @@ class PlanRequest:
     forbidden: str | None = None
     npu_gib: float | None = None
     histogram: Mapping[int, float] | None = None
+    level: RequestedLevel = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +67,18 @@ class PassPlan:
     Args:
         phase: Prefill or decode.
         tokens: Tokens of the pass.
-        choices: What was chosen for each group of a layer, and the head.
+        choices: What was chosen for each group or block of a layer, and the head.
         time_us: Predicted time of the layers and the head.
+        network_us: Predicted time of one layer's feed-forward network, its activation included.
+        other_way: The way through that network that was not taken, as a block or apart, where there are two.
     """
 
     phase: Phase
     tokens: int
     choices: tuple[Choice, ...]
     time_us: float
+    network_us: float = 0.0
+    other_way: Alternative | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,7 +98,7 @@ class Planner:
         request: What the plan is asked to be.
 
     Raises:
-        ProfileError: The profile lacks what a plan needs.
+        ProfileError: The profile lacks what a plan needs, or what the level that was asked for does.
         OptionError: The request is not legal.
     """
 
@@ -99,35 +113,121 @@ class Planner:
     def solver(self) -> Solver:
         """The solver with the profile's costs."""
         from heterollm.profiler.caches import last_level_cache_bytes
-        from heterollm.solver.profile_costs import ProfileCosts, limits_of
+        from heterollm.solver.profile_costs import ProfileCosts
         from heterollm.solver.slices import Budget
         from heterollm.solver.solve import Solver
 
-        shape = shape_of_specs(self.config, self.specs, "model")
-        limits = limits_of(self.profile)
+        self._check_level()
+        limits = self.limits
         budget = None if self.request.npu_gib is None else int(self.request.npu_gib * GIB)
         longest = CHUNK_LENGTH if limits is None else limits.standard_lengths[-1]
         return Solver(
             tuple(self.specs),
             limits,
-            ProfileCosts(self.profile, shape, cache_bytes=last_level_cache_bytes()),
+            ProfileCosts(self.profile, self._shape, cache_bytes=last_level_cache_bytes()),
             self._objective(),
             # On the host one graph serves every length; static graphs hold their own weights each.
             Budget(budget, copies_by_length=self.profile.device != "host"),
             chunk_length=min(self.request.context, longest),
             head_rows=HEAD_ROWS,
+            level="tensor" if self.request.level == "tensor" or not self.has_blocks else "block",
         )
 
     @cached_property
-    def slices(self) -> Slices:
-        """What the NPU holds."""
-        return self.solver.slices(self.request.histogram)
+    def limits(self) -> NpuLimits | None:
+        """What the NPU can be given; None where the device has none."""
+        from heterollm.solver.profile_costs import limits_of
+
+        return limits_of(self.profile)
 
     @cached_property
+    def has_blocks(self) -> bool:
+        """Whether the profile has times of the model's feed-forward network as a block."""
+        return self._measured(feed_forward_blocks(self.specs)[:1])
+
+    @property
+    def slices(self) -> Slices:
+        """What the NPU holds."""
+        return self._solution.slices
+
+    @property
     def plan(self) -> Plan:
         """The plan of every length."""
-        return self.solver.plan(
-            device=self.profile.device, precision=self.precision, weights=self.request.histogram
+        return self._solution.plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the profile lacks, so that the plan may be worse than the device."""
+        if self.limits is None or self._measured(self.specs):
+            return ()
+        said = self._unmeasured("linear layers")
+        return (f"{said.message} The GPU computes everything. {said.fix}",)
+
+    @cached_property
+    def _solution(self) -> Solution:
+        """The plan with its slices, solved once for equal inputs."""
+        from heterollm.kept_plans import Solution, kept_solution, solution_path
+        from heterollm.profiler.caches import last_level_cache_bytes
+
+        request, histogram = self.request, self.request.histogram
+        inputs = {
+            "specs": tuple(self.specs),
+            "shape": self._shape,
+            "precision": self.precision,
+            "cache": last_level_cache_bytes(),
+            "head rows": HEAD_ROWS,
+            "chunk length": CHUNK_LENGTH,
+            "request": replace(request, histogram=None),
+            "histogram": None if histogram is None else sorted(histogram.items()),
+        }
+
+        def solve() -> Solution:
+            plan, slices = self.solver.solve(
+                device=self.profile.device, precision=self.precision, weights=histogram
+            )
+            if request.level == "auto" and not plan.has_blocks:
+                plan = replace(plan, level="tensor")
+            return Solution(plan, slices)
+
+        return kept_solution(solution_path(self.profile, inputs), solve)
+
+    @cached_property
+    def _shape(self) -> ModelShape:
+        return shape_of_specs(self.config, self.specs, "model")
+
+    def _measured(self, specs: Sequence[OpSpec]) -> bool:
+        """Whether the NPU's times of any of some groups or blocks are known."""
+        limits = self.limits
+        # Layers are alike: one spec of each group is enough.
+        each = {spec.group: spec for spec in specs}.values()
+        return limits is not None and any(limits.runs(spec) for spec in each)
+
+    def _check_level(self) -> None:
+        """Refuse a level that was asked for by name and would be another one for want of measurements.
+
+        Raises:
+            OptionError: There is no such level.
+            ProfileError: The profile lacks what the level is about.
+        """
+        level = self.request.level
+        if level not in ("auto", *SOLVED_LEVELS):
+            raise OptionError(
+                f"The solver has no level {level!r:.40}.", fix=f"Choose auto, {' or '.join(SOLVED_LEVELS)}."
+            )
+        if level == "auto" or self.limits is None:
+            return
+        if not self._measured(self.specs):
+            raise self._unmeasured("linear layers")
+        if level == "block" and not self.has_blocks:
+            raise self._unmeasured("feed-forward blocks")
+
+    def _unmeasured(self, what: str) -> ProfileError:
+        formats = " and ".join(dict.fromkeys(str(spec.weight) for spec in self.specs))
+        return ProfileError(
+            f"The profile of {self.profile.device} has no {what} of its NPU at precision {self.precision} "
+            f"({formats} weights).",
+            fix=f"Run `heterollm profile --device {self.profile.device} --model MODEL "
+            f"--precision {self.precision} --update`, with the same --group-size.",
         )
 
     def one_pass(self, phase: Phase, tokens: int) -> PassPlan:
@@ -136,6 +236,8 @@ class Planner:
         Raises:
             PlanError: The pass is longer than the plan's chunks.
         """
+        from heterollm.solver.search import network_us
+
         if not 1 <= tokens <= self.solver.chunk_length:
             raise PlanError(
                 f"A pass has 1 to {self.solver.chunk_length} tokens, not {tokens}.",
@@ -144,32 +246,43 @@ class Planner:
         chain = self.solver.length(tokens, self.slices)
         head = self.solver.head_choice(1, self.slices)
         time_us = chain.time_us + head.chosen.time_us + self.solver.costs.between_us(head.spec, 1)
-        return PassPlan(phase, tokens, (*chain.choices, head), time_us)
+        own_us = network_us(chain.choices, tokens, self.solver.costs)
+        other_way = self.solver.other_way(chain, tokens)
+        return PassPlan(phase, tokens, (*chain.choices, head), time_us, own_us, other_way)
 
     def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
         """Return who computes a group in a pass of exactly so many tokens.
 
         A prompt's length is solved when it first comes, with what the NPU holds; everything else is in the
-        plan, and so is what would not fit into slots that are sized for it.
+        plan: standard lengths, and passes that would not fit into slots that are sized for it.
 
         Raises:
             PlanError: The plan has no entry for the case.
         """
-        if phase == "prefill" and spec.group != "head":
-            found = self._exact(length)[spec.group]
-            if sum(found.npu_lengths) <= self._longest:
-                return found
-        return self.plan.placement(phase, length, spec)
+        found = self._exact(length).get(spec.group) if phase == "prefill" else None
+        return found or self.plan.placement(phase, length, spec)
 
     def block_placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement | None:
-        """Return who computes a block of groups; None where its groups have placements of their own."""
-        return self.plan.block_placement(phase, length, spec)
+        """Return who computes a block of groups; None where its groups have placements of their own.
 
-    def _exact(self, tokens: int) -> dict[Group, Placement]:
+        At every length it agrees with :meth:`placement`.
+        """
+        exact = self._exact(length) if phase == "prefill" else None
+        return exact.get(spec.group) if exact else self.plan.block_placement(phase, length, spec)
+
+    def _exact(self, tokens: int) -> Mapping[Group, Placement]:
+        """Return the placements of a prompt of so many tokens; none where the plan's own serve it."""
         if tokens not in self._lengths:
-            chain = self.solver.length(tokens, self.slices)
-            self._lengths[tokens] = {choice.spec.group: choice.chosen.placement for choice in chain.choices}
+            self._lengths[tokens] = self._solve_exactly(tokens)
         return self._lengths[tokens]
+
+    def _solve_exactly(self, tokens: int) -> dict[Group, Placement]:
+        if self.limits is None or tokens in self.limits.standard_lengths:
+            return {}
+        chain = self.solver.length(tokens, self.slices)
+        found = {choice.spec.group: choice.chosen.placement for choice in chain.choices}
+        fits = all(sum(placement.npu_lengths) <= self._longest for placement in found.values())
+        return found if fits else {}
 
     @cached_property
     def _longest(self) -> int:

@@ -183,7 +183,14 @@ def precompile(
         precision=precision,
         context=positions,
     )
-    check_plan(chosen, weights.specs, npu, longest=config.max_positions, head_rows=HEAD_ROWS)
+    check_plan(
+        chosen,
+        weights.specs,
+        npu,
+        longest=config.max_positions,
+        head_rows=HEAD_ROWS,
+        activation=config.activation,
+    )
     graphs = [
         graph
         for graph in dict.fromkeys(_graphs(chosen, weights.specs))

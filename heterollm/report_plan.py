@@ -25,18 +25,23 @@ def plan_report(planner: Planner, passes: Sequence[PassPlan], *, explain: bool) 
     """Return the tables of some solved passes and what was learnt on the way."""
     profile = planner.profile
     parts: list[RenderableType] = [
-        Text(f"{profile.device} ({profile.time_kind} times), {planner.precision}, predicted from the profile")
+        Text(
+            f"{profile.device} ({profile.time_kind} times), {planner.precision}, level {planner.plan.level}, "
+            "predicted from the profile"
+        )
     ]
     for solved in passes:
         parts += [Text(), pass_table(solved, explain=explain)]
+    solver = planner.solver
+    blocks = [] if solver.block is None else [solver.block]
     held = sum(
-        spec.weight.weight_bytes(sum(rows), spec.columns)
-        * (1 if spec.group == "head" else planner.solver.layers)
-        for spec in (*planner.solver.layer, planner.solver.head)
-        for rows in planner.slices[spec.group]
+        spec.slice_bytes(rows) * (1 if spec.group == "head" else solver.layers)
+        for spec in (*solver.layer, *blocks, solver.head)
+        for rows in planner.slices.get(spec.group, ())
     )
     parts.append(Text(f"\nThe NPU holds slices of {held / 2**20:.0f} MiB."))
     parts.append(Text(verdict(passes)))
+    parts += [Text(note) for note in planner.notes]
     if missing := planner.missing():
         parts.append(Text(f"Not in the profile, and left out of the times: {', '.join(sorted(missing))}."))
     return Group(*parts)
@@ -47,8 +52,15 @@ def verdict(passes: Sequence[PassPlan]) -> str:
     cut = [solved for solved in passes if any(choice.chosen.is_cut for choice in solved.choices)]
     if not cut:
         return "No operator is split: either part alone is as fast as both, by the profile."
-    names = ", ".join(f"{solved.phase} of {solved.tokens}" for solved in cut)
-    return f"Operators are split in: {names}."
+    words = f"Operators are split in: {_named(cut)}."
+    blocks = [solved for solved in passes if any(choice.spec.then for choice in solved.choices)]
+    if blocks:
+        words += f" The feed-forward network is placed as one block in: {_named(blocks)}."
+    return words
+
+
+def _named(passes: Sequence[PassPlan]) -> str:
+    return ", ".join(f"{solved.phase} of {solved.tokens}" for solved in passes)
 
 
 def pass_table(solved: PassPlan, *, explain: bool) -> Table:
@@ -71,7 +83,11 @@ def pass_table(solved: PassPlan, *, explain: bool) -> Table:
             f"{chosen.time_us:.0f}",
         ]
         if explain:
-            row.append("\n".join(_reasons(choice, tokens)))
+            reasons = _reasons(choice, tokens)
+            if solved.other_way is not None and choice.spec.group in ("gate_up", "ffn"):
+                other = solved.other_way
+                reasons = [_reason(other.description, other.predicted_us, solved.network_us), *reasons]
+            row.append("\n".join(reasons))
         result.add_row(*row)
     return result
 
@@ -89,9 +105,14 @@ def _reasons(choice: Choice, tokens: int) -> list[str]:
     for other in sorted(choice.others, key=lambda item: item.cost):
         best.setdefault(other.placement.kind(choice.spec, tokens), other)
     chosen_us = choice.chosen.time_us
-    lines = []
-    for other in list(best.values())[:RUNNERS_UP]:
-        slower = other.time_us / chosen_us - 1.0
-        reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a cut must gain"
-        lines.append(f"{describe(other.placement, choice.spec, tokens)}: {other.time_us:.0f} us ({reason})")
-    return lines
+    return [
+        _reason(describe(other.placement, choice.spec, tokens), other.time_us, chosen_us)
+        for other in list(best.values())[:RUNNERS_UP]
+    ]
+
+
+def _reason(other: str, other_us: float, chosen_us: float) -> str:
+    """Say how much slower another placement would be, or why it is none although it is faster."""
+    slower = other_us / chosen_us - 1.0 if chosen_us else 0.0
+    reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a cut must gain"
+    return f"{other}: {other_us:.0f} us ({reason})"

@@ -1,4 +1,4 @@
-"""Plan levels that need no profile: one rule for every operator."""
+"""Plan levels, and the plans of those that need no profile: one rule for every operator."""
 
 from __future__ import annotations
 
@@ -11,10 +11,25 @@ from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 
-__all__ = ["LENGTH_POLICIES", "LEVELS", "LengthCosts", "LengthPolicy", "PlanLevel", "level_plan"]
+__all__ = [
+    "LENGTH_POLICIES",
+    "LEVELS",
+    "SOLVED_LEVELS",
+    "LengthCosts",
+    "LengthPolicy",
+    "PlanLevel",
+    "SolvedLevel",
+    "level_plan",
+]
 
 PlanLevel = Literal["gpu", "npu", "layer"]
 LEVELS: Final[tuple[PlanLevel, ...]] = get_args(PlanLevel)
+
+SolvedLevel: TypeAlias = Literal["tensor", "block"]
+"""Levels of the solver: ``tensor`` cuts every group of linears on its own, ``block`` may also place a layer's
+feed-forward network as a whole."""
+
+SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 LengthPolicy: TypeAlias = Literal["padding", "pipe", "auto"]

@@ -28,6 +28,7 @@ __all__ = [
     "Choice",
     "Priced",
     "activation_cost",
+    "network_us",
     "price",
     "priced_block",
     "priced_candidates",
@@ -199,6 +200,19 @@ def priced_block(
     priced = _priced(block, tokens, limits, costs, objective, cuts, shortest)
     allowed = [item for item in priced if objective.allows(item)]
     return _parted(priced, allowed, min(whole_cost, _whole_cost(allowed)), objective)
+
+
+def network_us(choices: Sequence[Choice], tokens: int, costs: Costs) -> float:
+    """Return the time of one way through a feed-forward network, the activation included.
+
+    Args:
+        choices: Those of a pass; only the network's count.
+        tokens: Tokens of the pass.
+        costs: Times of the parts.
+    """
+    own = [choice for choice in choices if choice.spec.group in ("gate_up", "down", "ffn")]
+    between_us = sum(costs.between_us(choice.spec, tokens) for choice in own if choice.spec.group == "down")
+    return between_us + sum(choice.chosen.time_us for choice in own)
 
 
 def _priced(

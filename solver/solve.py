@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, TypeAlias
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.candidates import Cuts, NpuLimits
 from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
+from heterollm.solver.entries import merged, placed
 from heterollm.solver.feed_forward import FeedForwardCosts
+from heterollm.solver.levels import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.objective import Objective
-from heterollm.solver.plan import Alternative, Placement, Plan, PlanEntry, model_shape
+from heterollm.solver.plan import Alternative, Plan, PlanEntry, model_shape
 from heterollm.solver.search import (
     Chain,
     Choice,
     Priced,
     activation_cost,
+    network_us,
     priced_block,
     priced_candidates,
     solve_chain,
@@ -36,17 +39,10 @@ from heterollm.solver.slices import (
     slice_costs,
 )
 
-__all__ = ["SOLVED_LEVELS", "SolvedLevel", "Solver"]
-
-SolvedLevel: TypeAlias = Literal["tensor", "block"]
-"""What is placed as one: ``tensor``, every group of linears; ``block``, whole feed-forward networks too."""
-
-SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
+__all__ = ["Solver"]
 
 RANGE_TOKENS: Final = 32
 """Between standard lengths a plan is solved in steps of this; a length in between is padded to its step."""
-
-ALTERNATIVES: Final = 3
 
 _Candidates: TypeAlias = Mapping[Group, Mapping[int, list[Priced]]]
 
@@ -145,6 +141,16 @@ class Solver:
             OptionError: As :meth:`slices`.
             PlanError: As :meth:`slices`.
         """
+        return self.solve(device=device, precision=precision, weights=weights)[0]
+
+    def solve(
+        self,
+        *,
+        device: str,
+        precision: str,
+        weights: Mapping[int, float] | None = None,
+    ) -> tuple[Plan, Slices]:
+        """Return the plan of every length and what the NPU holds for it; as :meth:`plan`."""
         found = self._every_candidate()
         slices = self._slices(found, weights)
         entries: list[PlanEntry] = []
@@ -152,8 +158,8 @@ class Solver:
             own = list(self._entries("prefill", low, high, slices, found))
             # A decode pass of several tokens is planned like a prompt of as many.
             entries += own + [replace(entry, phase="decode") for entry in own]
-        merged = tuple(_merged(entries))
-        return Plan(self.level, device, precision, model_shape(self.specs), self.chunk_length, merged)
+        joined, shape = tuple(merged(entries)), model_shape(self.specs)
+        return Plan(self.level, device, precision, shape, self.chunk_length, joined), slices
 
     def length(self, tokens: int, slices: Mapping[Group, Cuts] | None = None) -> Chain:
         """Return the placements of the layers' groups at one exact length.
@@ -210,6 +216,15 @@ class Solver:
                     solver = replace(self, costs=costs_at(first))
                     found[chunk] += times * solver.length(tokens, slices).time_us
         return min(found, key=lambda chunk: found[chunk], default=self.chunk_length)
+
+    def other_way(self, chain: Chain, tokens: int) -> Alternative | None:
+        """Return the way through the feed-forward network that a chain does not take; None without one."""
+        if not chain.passed_over:
+            return None
+        time_us = network_us(chain.passed_over, tokens, self.costs)
+        words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.passed_over]
+        text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
+        return Alternative(text, round(time_us, 3))
 
     # -- pieces --------------------------------------------------------------------------------------
 
@@ -317,80 +332,19 @@ class Solver:
         self, phase: Phase, low: int, high: int, slices: Slices, found: _Candidates
     ) -> Iterator[PlanEntry]:
         chain = self._chain(self.layer, self.layers, high, low, slices, self.block)
-        other_way = self._other_way(chain, high)
+        other_way = self.other_way(chain, high)
         for choice in chain.choices:
             group = choice.spec.group
             beside = other_way if group in ("ffn", "gate_up") else None
-            placement = _placed(choice, high, found[group][high], beside)
+            placement = placed(choice, high, found[group][high], beside)
             yield PlanEntry(phase, (low, high), self._layers_of(choice.spec), group, placement)
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
             choice = self._chain((self.head,), 1, rows, low, slices).choices[0]
             reach = high if high < self.head_rows else self.chunk_length
-            yield PlanEntry(phase, (low, reach), (-1, -1), "head", _placed(choice, rows, found["head"][rows]))
-
-    def _other_way(self, chain: Chain, tokens: int) -> Alternative | None:
-        """Return the way through the feed-forward network that a chain does not take; None without one."""
-        if not chain.passed_over:
-            return None
-        time_us = sum(choice.chosen.time_us for choice in chain.passed_over)
-        if len(chain.passed_over) > 1:
-            time_us += self.costs.between_us(chain.passed_over[-1].spec, tokens)
-        words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.passed_over]
-        text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
-        return Alternative(text, round(time_us, 3))
+            yield PlanEntry(phase, (low, reach), (-1, -1), "head", placed(choice, rows, found["head"][rows]))
 
     def _layers_of(self, spec: OpSpec) -> tuple[int, int]:
         group = "gate_up" if spec.then is not None else spec.group
         layers = [other.layer for other in self.specs if other.group == group]
         return min(layers), max(layers)
-
-
-def _placed(
-    choice: Choice, tokens: int, every: Iterable[Priced], other_way: Alternative | None = None
-) -> Placement:
-    """Return what was chosen with its predicted time and the best of what was not, by kind.
-
-    Args:
-        choice: The choice among what the NPU holds.
-        tokens: Tokens of the pass.
-        every: All candidates: a kind that the NPU holds nothing for is named as well.
-        other_way: What the groups could be placed as instead.
-    """
-    others: dict[str, Alternative] = {}
-    own = choice.chosen.placement
-    for candidates in (choice.others, every):
-        for other in sorted(candidates, key=lambda item: item.cost):
-            kind = other.placement.kind(choice.spec, tokens)
-            if len(others) < ALTERNATIVES and kind not in others and other.placement != own:
-                text = describe(other.placement, choice.spec, tokens)
-                others[kind] = Alternative(text, round(other.time_us, 3))
-    first = () if other_way is None else (other_way,)
-    return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=(*first, *others.values()))
-
-
-def _merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
-    """Join ranges of lengths that have the same placement; the longest range's prediction stays.
-
-    A pass of one token, which decode is, keeps its own.
-    """
-    open_entries: dict[tuple[Phase, Group], PlanEntry] = {}
-    for entry in entries:
-        key = entry.phase, entry.group
-        held = open_entries.get(key)
-        if held is not None and 1 < held.lengths[1] == entry.lengths[0] - 1 and _same(held, entry):
-            open_entries[key] = replace(entry, lengths=(held.lengths[0], entry.lengths[1]))
-            continue
-        if held is not None:
-            yield held
-        open_entries[key] = entry
-    yield from open_entries.values()
-
-
-def _same(one: PlanEntry, other: PlanEntry) -> bool:
-    first, second = one.placement, other.placement
-    return (first.npu_rows, first.npu_lengths, first.form) == (
-        second.npu_rows,
-        second.npu_lengths,
-        second.form,
-    )

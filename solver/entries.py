@@ -1,0 +1,66 @@
+"""From choices to a plan's entries: what a placement says of itself, and ranges that are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from heterollm.kernels.ops import Group, Phase
+from heterollm.solver.describe import describe
+from heterollm.solver.plan import Alternative, Placement, PlanEntry
+from heterollm.solver.search import Choice, Priced
+
+__all__ = ["merged", "placed"]
+
+ALTERNATIVES: Final = 3
+
+
+def placed(
+    choice: Choice, tokens: int, every: Iterable[Priced], other_way: Alternative | None = None
+) -> Placement:
+    """Return what was chosen with its predicted time and the best of what was not, by kind.
+
+    Args:
+        choice: The choice among what the NPU holds.
+        tokens: Tokens of the pass.
+        every: All candidates: a kind that the NPU holds nothing for is named as well.
+        other_way: What the groups could be placed as instead.
+    """
+    others: dict[str, Alternative] = {}
+    own = choice.chosen.placement
+    for candidates in (choice.others, every):
+        for other in sorted(candidates, key=lambda item: item.cost):
+            kind = other.placement.kind(choice.spec, tokens)
+            if len(others) < ALTERNATIVES and kind not in others and other.placement != own:
+                text = describe(other.placement, choice.spec, tokens)
+                others[kind] = Alternative(text, round(other.time_us, 3))
+    first = () if other_way is None else (other_way,)
+    return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=(*first, *others.values()))
+
+
+def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
+    """Join ranges of lengths that have the same placement; the longest range's prediction stays.
+
+    A pass of one token, which decode is, keeps its own.
+    """
+    open_entries: dict[tuple[Phase, Group], PlanEntry] = {}
+    for entry in entries:
+        key = entry.phase, entry.group
+        held = open_entries.get(key)
+        if held is not None and 1 < held.lengths[1] == entry.lengths[0] - 1 and _same(held, entry):
+            open_entries[key] = replace(entry, lengths=(held.lengths[0], entry.lengths[1]))
+            continue
+        if held is not None:
+            yield held
+        open_entries[key] = entry
+    yield from open_entries.values()
+
+
+def _same(one: PlanEntry, other: PlanEntry) -> bool:
+    first, second = one.placement, other.placement
+    return (first.npu_rows, first.npu_lengths, first.form) == (
+        second.npu_rows,
+        second.npu_lengths,
+        second.form,
+    )
