@@ -113,7 +113,7 @@ TEMPLATE_HEAD: Final = (
     "A modelled SoC of your own: copy this file, rename `soc`, and give its path where a SoC is named.\n"
     "With `based_on`, state only what differs from that SoC. Without it, state every parameter below. Each "
     "has `value`, `unit` (as listed, so that a wrong one is refused), `source` (published, fitted, prior, "
-    "extrapolated or user) and, if you like, `meaning` and `note`. Write 2000.0 rather than 2e3.\n\n"
+    "extrapolated or user) and, if you like, `meaning` and `note`.\n\n"
     "All parameters:"
 )
 

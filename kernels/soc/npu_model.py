@@ -220,8 +220,10 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
     if work.bits <= 8:
         speed = npu.dequantize_gweights_per_s if work.bits == 4 else npu.dequantize_int8_gweights_per_s
         codes_us = weights / (speed * 1e3)
-    first_bytes = packed_bytes + (columns * element_bytes + rows * FLOAT_BYTES) * tokens
-    memory_us = first_bytes / (npu.dram_gbps * 1e3)
+    token_bytes = columns * element_bytes + rows * FLOAT_BYTES
+    first_bytes = packed_bytes + token_bytes * tokens
+    # Whole tiles move between chip and memory unit: fewer tokens than a tile cost what a tile costs.
+    memory_us = (packed_bytes + token_bytes * m * npu.tile) / (npu.dram_gbps * 1e3)
 
     vector_bytes = (chunks - 1) * SUM_BYTES * rows * tokens
     vector_us = vector_bytes / (npu.vector_gbps * 1e3)

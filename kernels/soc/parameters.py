@@ -6,6 +6,7 @@ differs from that SoC.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -58,7 +59,9 @@ VERSION: Final = 1
 TEMPLATE: Final = "template"
 """Name of the file, beside those of the SoCs, that users copy."""
 
-LARGEST_BYTES: Final = 1_000_000
+LARGEST_BYTES: Final = 100_000
+DEEPEST: Final = 8
+NUMBER: Final = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?")
 TOP_FIELDS: Final = frozenset({"soc", "version", "description", "based_on"})
 LEAF_FIELDS: Final = frozenset({"value", "unit", "source", "meaning", "note"})
 NEEDED: Final = ("value", "unit", "source")
@@ -115,7 +118,7 @@ def parse_soc(text: str, where: str, overrides: Mapping[str, float] | None = Non
     wrong = [key for key in TOP_FIELDS - {"based_on"} if key not in tree]
     if wrong:
         raise OptionError(f"{where} lacks {', '.join(sorted(wrong))}.", fix=f"Start from {TEMPLATE}.yaml.")
-    if tree["version"] != VERSION or isinstance(tree["version"], bool):
+    if tree["version"] != str(VERSION):
         raise OptionError(f"{where} is of version {tree['version']!r:.40}; this program reads {VERSION}.")
     for key in ("soc", "description"):
         if not isinstance(tree[key], str) or not tree[key].strip():
@@ -183,8 +186,13 @@ def file_text(
     return "\n".join(lines) + "\n"
 
 
+def _parsed(value: object) -> object:
+    """Return the number that a text is; anything else as it is."""
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
 def _number(value: float) -> str:
-    """Write a number that YAML reads as one: with a decimal point and no exponent."""
+    """Write a number that any reader of YAML takes as one: with a decimal point and no exponent."""
     if value == int(value):
         return str(int(value)) if isinstance(value, int) else f"{value:.1f}"
     return f"{value:.10f}".rstrip("0")
@@ -198,15 +206,27 @@ def _own_text(name: str) -> str:
     return (resources.files("heterollm.kernels.soc") / f"{name}.yaml").read_text("utf-8")
 
 
-class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain YAML that refuses a key given twice, which the usual reader takes in silence."""
+class _StrictLoader(yaml.BaseLoader):  # type: ignore[misc]
+    """YAML of texts only, which guesses no types and refuses a key given twice."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - PyYAML has no types
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.YAMLError("it is nested too deeply")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [key.value for key, _ in node.value]
-    twice = sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1})
-    if twice:
-        raise yaml.YAMLError(f"it names {', '.join(twice)} twice in line {node.start_mark.line + 1}")
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key.value, str) and key.value in seen:
+            raise yaml.YAMLError(f"it names {key.value!r:.80} twice, in line {key.start_mark.line + 1}")
+        if isinstance(key.value, str):
+            seen.add(key.value)
     return cast("dict[Any, Any]", loader.construct_mapping(node, deep=True))
 
 
@@ -215,7 +235,7 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _m
 
 def _tree(text: str, where: str) -> dict[str, Any]:
     try:
-        tree = yaml.load(text, _StrictLoader)  # noqa: S506 - derived from the safe one
+        tree = yaml.load(text, _StrictLoader)  # noqa: S506 - makes texts, lists and mappings only
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
         problem = " ".join(str(error).split())
         raise OptionError(f"{where} is no sound YAML: {problem:.300}.") from error
@@ -271,6 +291,6 @@ def _leaf(name: str, leaf: object, where: str) -> tuple[float, Source]:
             f"{where}: the source of {name} must be one of {', '.join(SOURCES)}, not {leaf['source']!r:.40}."
         )
     try:
-        return check_value(name, leaf["value"]), cast("Source", leaf["source"])
+        return check_value(name, _parsed(leaf["value"])), cast("Source", leaf["source"])
     except OptionError as error:
         raise OptionError(f"{where}: {error.message}", fix=error.fix) from error

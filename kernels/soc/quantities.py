@@ -266,10 +266,7 @@ def check_value(name: str, value: object) -> float:
             fix=f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(listed)}.",
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise OptionError(
-            f"{name} must be a number in {quantity.unit}, not {value!r:.80}.",
-            fix="Write 2000.0 rather than 2e3, which YAML reads as text." if isinstance(value, str) else "",
-        )
+        raise OptionError(f"{name} must be a number in {quantity.unit}, not {value!r:.80}.")
     if not quantity.low <= value <= quantity.high:
         raise OptionError(
             f"{name} must be between {quantity.low:g} and {quantity.high:g} {quantity.unit}, not {value:g}."

@@ -97,8 +97,8 @@ def test_bad_overrides_are_refused(name: str, value: float, told: str) -> None:
     ("old", "new", "told"),
     [
         ("soc: snapdragon-8gen3", "", "lacks soc"),
-        ("version: 1", "version: 2", "of version 2"),
-        ("version: 1", "version: true", "of version True"),
+        ("version: 1", "version: 2", "of version .2"),
+        ("version: 1", "version: true", "of version .true"),
         ('unit: "GB/s"', 'unit: "MB/s"', "is in GB/s"),
         ("source: fitted", "source: guessed", "must be one of"),
         ("  gemm_tflops:", "  gemm_tflop:", "no parameter 'gpu.gemm_tflop'"),
@@ -107,13 +107,13 @@ def test_bad_overrides_are_refused(name: str, value: float, told: str) -> None:
         ("    source: fitted", "    sauce: fitted", "no field sauce"),
         ("    source: fitted\n", "", "lacks source"),
         ("value: 43.3", "value: fast", "must be a number"),
-        ("description: >-", "description: 5\nnothing: >-", "must be text"),
+        ("description: >-", "description: []\nnothing: >-", "must be text"),
         ("version: 1", "version: 1\nbased_on: snapdragon-9", "which is none of"),
         ("version: 1", "version: 1\nbased_on: [a]", "which is none of"),
         ("gpu:", "gpu: 5\nx:", "must hold parameters"),
         ("gpu:", "gpu: [", "no sound YAML"),
         ("gpu:", "gpu: &a\n  x: *b", "no sound YAML"),
-        ("gpu:", "gpu: !!python/object/apply:os.getcwd []\nx:", "no sound YAML"),
+        ("gpu:", "gpu: !!python/object/apply:os.getcwd []\nx:", "must hold parameters"),
     ],
 )
 def test_bad_files_are_refused_with_the_reason(old: str, new: str, told: str) -> None:
@@ -123,15 +123,30 @@ def test_bad_files_are_refused_with_the_reason(old: str, new: str, told: str) ->
         parse_soc(text.replace(old, new, 1), "own.yaml")
 
 
-@pytest.mark.parametrize("text", ["", "5", "- a", "null", "{}", "1: 2", "\x00", "[" * 5000, "a: " * 50])
+@pytest.mark.parametrize(
+    "text", ["", "5", "- a", "null", "{}", "1: 2", "\x00", "[" * 50_000, "- " * 40_000, "a: " * 50]
+)
 def test_what_is_no_file_of_a_soc_is_refused(text: str) -> None:
     with pytest.raises(OptionError):
         parse_soc(text, "own.yaml")
 
 
-def test_exponents_without_a_point_are_explained() -> None:
-    with pytest.raises(OptionError, match=r"2000\.0 rather than 2e3"):
-        parse_soc(TEXT.replace("value: 400.0", "value: 4e2", 1), "own.yaml")
+def test_many_keys_are_read_quickly() -> None:
+    text = "".join(f"k{number}: 1\n" for number in range(9000))
+    with pytest.raises(OptionError, match="lacks"):
+        parse_soc(text, "own.yaml")
+
+
+@pytest.mark.parametrize("text", ["4e2", "+400", "400.", "4.0E+2"])
+def test_numbers_may_be_written_as_one_likes(text: str) -> None:
+    soc = parse_soc(TEXT.replace("value: 400.0", f"value: {text}", 1), "own.yaml")
+    assert soc == load_soc("snapdragon-8gen3")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", ".inf", "1_000", "0x10", "1:30", "yes", "", "9" * 30, "[4]"])
+def test_what_is_no_plain_number_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"hand_over\.finish_us must be a number in us"):
+        parse_soc(TEXT.replace("value: 400.0", f"value: {text}", 1), "own.yaml")
 
 
 def test_a_bare_value_is_not_enough() -> None:
@@ -148,7 +163,7 @@ def test_missing_parameters_are_named() -> None:
 
 def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     large = tmp_path / "large.yaml"
-    large.write_text("a" * 1_000_001)
+    large.write_text("a" * 100_001)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "none.yaml", large, binary, "a\0b", "x" * 5000, TEMPLATE, ""):
