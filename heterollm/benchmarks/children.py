@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -12,17 +13,26 @@ from typing import Any, Final, Protocol
 
 from heterollm.errors import EngineError, HeteroLLMError
 
-__all__ = ["Child", "ChildDiedError", "Worker"]
+__all__ = ["Child", "ChildDiedError", "Worker", "environment"]
 
 TIMEOUT_S: Final = 1800.0
 """The longest that one request may take: quantising a large model, or a long prompt in an emulator."""
 CLOSE_S: Final = 10.0
+THREAD_VARIABLES: Final = ("POCL_MAX_PTHREAD_COUNT", "DPCPP_CPU_NUM_CUS")
 TAIL: Final = 400
 """Characters of a dead child's last words that go into the error."""
 
 
 class ChildDiedError(EngineError):
     """A child process ended, or was stopped as it did not answer."""
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that chooses its own number of threads.
+
+    OpenCL runtimes of the CPU read theirs from it, and one that this process uses has left its own there.
+    """
+    return {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
 
 
 class Worker(Protocol):
@@ -52,7 +62,12 @@ class Child:
         # -P keeps the working directory off the path: a checkout there has folders of other packages' names.
         command = [sys.executable, "-P", "-m", "heterollm.benchmarks.child"]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment(),
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="heterollm-bench", daemon=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from heterollm.benchmarks.cases import Configuration
+from heterollm.benchmarks.children import environment
 from heterollm.checkpoint import checkpoint_folder
 from heterollm.errors import ProfileError
 
@@ -40,6 +41,8 @@ def profile_splits(model: str | Path, configurations: Sequence[Configuration]) -
         shown = f"heterollm {' '.join(arguments)}"
         yield f"Running `{shown}`"
         command = [sys.executable, "-P", "-m", "heterollm", *arguments]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 - our own interpreter
+        done = subprocess.run(  # noqa: S603 - our own interpreter
+            command, stdout=subprocess.DEVNULL, env=environment(), check=False
+        )
         if done.returncode:
             raise ProfileError(f"`{shown}` failed with exit code {done.returncode}.", fix="Run it by itself.")

@@ -14,6 +14,7 @@ from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.child import decode_floats
 from heterollm.benchmarks.children import Child, ChildDiedError, Worker
 from heterollm.benchmarks.crew import Crew, Loading, Process
+from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.turns import Watch, schedule
@@ -32,6 +33,8 @@ MEMORY_FRACTION: Final = 0.8
 """Of what is available, what all models may take together by default."""
 UNKNOWN_MEMORY: Final = 8 * GIB
 CONTEXT_STEP: Final = 64
+PROFILE_COMMAND: Final = "heterollm profile"
+"""In errors of what cannot run without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +278,11 @@ def _notes(options: BenchOptions, bench: _Bench, crew: Crew, loading: Loading) -
     ]
     if not bench.always_resident:
         notes.append("Not all models fit into it at once, so they were loaded again in turns.")
+    for configuration in options.configurations:
+        error = bench.states[configuration, options.cases[0]].error or ""
+        if PROFILE_COMMAND in error:
+            command = " ".join(("heterollm", *profile_command(loading.model, configuration)))
+            notes.append(f"{configuration.label} needs a profile: add --profile-first, or run `{command}`.")
     fractions = [
         sample.disturbed
         for state in bench.states.values()

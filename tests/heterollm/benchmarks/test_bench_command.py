@@ -1,0 +1,181 @@
+"""The command itself, with real processes on the bundled model."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from heterollm.benchmarks.cases import Case, Configuration, cases_of, expand
+from heterollm.benchmarks.children import Child, ChildDiedError
+from heterollm.benchmarks.profile_first import profile_command
+from heterollm.benchmarks.rows import FIELD_NAMES
+from heterollm.benchmarks.run import BenchOptions, run_bench
+from heterollm.cli import main
+from heterollm.errors import HeteroLLMError
+from heterollm.kernels.threads import allowed_cores
+
+two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores to split")
+
+
+def bench(*arguments):
+    return main(["bench", *map(str, arguments)])
+
+
+@two_cores
+def test_a_small_bench_from_end_to_end(bundled_model, capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    options = ["-p", 20, "-n", 0, "-pg", "5,2", "-r", 2, "--device", "host", "--threads", "1+1"]
+    levels = ["--plan-level", "gpu,npu,tensor", "--length-policy", "pipe", "--seed", 7]
+    assert bench(bundled_model, *options, *levels, "-o", "json", "--out", out) == 0
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+    assert [(row["label"], row["test"]) for row in rows] == [
+        (label, test)
+        for test in ("pp20", "pp5+tg2")
+        for label in ("gpu w4a16, 1+1", "npu pipe w4a16, 1+1", "tensor w4a16, 1+1", "gpu w4a16, 2+0")
+    ]
+    for row in rows:
+        assert tuple(row) == FIELD_NAMES
+        if row["plan_level"] == "tensor":
+            assert "needs a profile" in row["error"]
+            continue
+        assert row["error"] is None
+        assert len(row["samples_ns"]) == 2
+        assert row["avg_ts"] > 0
+        assert row["quality_passed"] is True
+        assert row["seed"] == 7
+        assert row["time_kind"] == "real"
+        assert row["device"] == "host"
+        assert row["traced_ms"] > 0
+        assert row["predicted_ms"] is None
+        assert "no profile" in row["reasons"]["predicted_ms"]
+        assert 0 < row["achieved_gflops"] < 1e5
+    # What to do about it, with a command that can be copied.
+    note = " ".join(shown.err.split())
+    assert "tensor w4a16, 1+1 needs a profile: add --profile-first, or run `heterollm profile --quick" in note
+    shares = {(row["label"], row["test"]): row["gpu_share"] for row in rows}
+    assert shares["gpu w4a16, 1+1", "pp20"] == 1.0
+    assert shares["npu pipe w4a16, 1+1", "pp20"] == 0.0
+    whole = [row for row in rows if row["baseline"]]
+    assert [(row["gpu_threads"], row["npu_threads"]) for row in whole] == [(2, 0)] * 2
+    assert len({row["fingerprint"] for row in rows if not row["error"]}) == 2
+    npu = rows[1]
+    assert npu["npu_busy_ms"] > 0
+    assert npu["hand_overs"] > 0
+    assert npu["padded_tokens"] == 12
+
+
+def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
+    assert bench(bundled_model, "-p", 8, "-n", 0, "-r", 1, "--device", "snapdragon", "--no-trace") == 1
+    assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-p", "x"], "-p is 'x'"),
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["-pg", "5"], "-pg is '5'"),
+        (["-o", "xml"], "no output 'xml'"),
+        (["--threads", "1"], "--threads is '1'"),
+        (["--threads", "1+0", "--gpu-threads", "1"], "already names both parts"),
+        (["--plan-level", "fast"], "neither a plan level nor a plan file"),
+        (["--engine", "self,vllm"], "no engine 'vllm'"),
+        (["-p", "99999"], "was made for"),
+        (["-r", "0"], "Repeat at least once"),
+    ],
+)
+def test_wrong_options_are_one_panel(bundled_model, capsys, options, words):
+    assert bench(bundled_model, *options) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert words in " ".join(shown.err.replace("│", " ").split())
+    assert "Traceback" not in shown.err
+
+
+def test_a_killed_process_is_an_error_in_its_rows(bundled_model, monkeypatch):
+    """The process of two levels is killed in the middle of the second level's samples."""
+    asked = Child.ask
+    samples = []
+
+    def ask(self, request):
+        if request["do"] == "sample":
+            samples.append(request["name"])
+            if len(samples) == 4:
+                os.kill(self._process.pid, signal.SIGKILL)
+        return asked(self, request)
+
+    monkeypatch.setattr(Child, "ask", ask)
+    configurations = expand(levels=["gpu"], syncs=["auto", "operator"], device="host")
+    options = BenchOptions(bundled_model, configurations, (Case(4, 0),), repetitions=2, trace=False)
+    first, second = run_bench(options).rows
+    assert first.error is None
+    assert len(first.samples_ns) == 2
+    assert "signal 9" in second.error
+    assert "memory" in second.error
+    assert first.loads == 2
+
+
+def test_a_process_that_does_not_answer_is_stopped():
+    child = Child("a test", timeout_s=0.2)
+    # Importing takes longer than that, and the request is unknown anyway.
+    with pytest.raises(ChildDiedError, match="did not answer for 0 s"):
+        child.ask({"do": "nothing", "name": "x"})
+
+
+def test_a_bug_in_a_process_ends_it_with_its_last_words():
+    child = Child("a test")
+    with pytest.raises(ChildDiedError, match="there is no request 'nothing'"):
+        child.ask({"do": "nothing", "name": "x"})
+
+
+def test_an_engine_that_is_not_installed_says_what_to_install(bundled_model, tmp_path):
+    pytest.importorskip("heterollm")
+    try:
+        import llama_cpp  # noqa: F401
+    except Exception:  # noqa: BLE001 - whatever a half-installed one raises
+        pass
+    else:
+        pytest.skip("llama.cpp is installed")
+    child = Child("llama.cpp")
+    try:
+        with pytest.raises(HeteroLLMError, match=r"heterollm\[bench\]"):
+            child.ask(
+                {
+                    "do": "load",
+                    "name": "x",
+                    "configuration": Configuration(engine="llama.cpp", threads=(1, 0)).to_dict(),
+                    "model": str(bundled_model),
+                    "context": 64,
+                    "seed": 0,
+                    "vocabulary": 100,
+                }
+            )
+    finally:
+        child.close()
+
+
+def test_transformers_computes_the_same(bundled_model):
+    pytest.importorskip("torch")
+    configurations = expand(engines=["self", "transformers"], levels=["gpu"], device="host")
+    options = BenchOptions(
+        bundled_model, configurations, cases_of([6], [], [(3, 2)], depths=[5]), repetitions=1, trace=False
+    )
+    rows = run_bench(options).rows
+    assert all(row.error is None for row in rows)
+    assert {row.quality_reference for row in rows} == {
+        next(r.label for r in rows if r.engine == "transformers")
+    }
+    own = next(row for row in rows if row.engine == "self")
+    assert own.logits_sqnr_db > 90
+
+
+def test_profiles_are_made_by_a_command_that_a_person_can_run():
+    one = Configuration(plan_level="tensor", precision="w4a8", threads=(1, 1), device="host")
+    command = " ".join(profile_command("a/model", one))
+    assert command == (
+        "profile --quick --update --device host --model a/model --precision w4a8 --group-size 32 "
+        "--gpu-threads 1 --npu-threads 1"
+    )

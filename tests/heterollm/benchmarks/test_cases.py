@@ -1,0 +1,145 @@
+"""Grids: tests in llama-bench's words, and configurations without repetitions."""
+
+import pytest
+
+from heterollm.benchmarks.cases import (
+    Case,
+    Configuration,
+    cases_of,
+    expand,
+    parse_threads,
+    with_baseline,
+)
+from heterollm.errors import OptionError
+from heterollm.kernels.threads import allowed_cores
+
+two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores to split")
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (Case(256, 0), "pp256"),
+        (Case(0, 64), "tg64"),
+        (Case(256, 64), "pp256+tg64"),
+        (Case(512, 0, 128), "pp512 @ d128"),
+    ],
+)
+def test_names_are_those_of_llama_bench(case, name):
+    assert case.name == name
+    assert case.end == case.n_depth + case.n_prompt + case.n_gen
+
+
+def test_prompts_tokens_and_pairs_meet_every_depth():
+    found = cases_of([256, 300], [64, 0], [(20, 4)], [0, 512])
+    assert [case.name for case in found[:4]] == ["pp256", "pp300", "tg64", "pp20+tg4"]
+    assert [case.n_depth for case in found] == [0] * 4 + [512] * 4
+
+
+def test_equal_tests_come_once_and_none_is_an_error():
+    assert len(cases_of([256, 256], [], [(256, 0)])) == 1
+    with pytest.raises(OptionError, match="nothing to measure"):
+        cases_of([0], [0])
+
+
+def labels(*args, **kwargs):
+    return [one.label for one in expand(*args, **kwargs)]
+
+
+def test_length_policies_count_where_the_npu_has_whole_groups():
+    found = labels(levels=["gpu", "npu", "layer", "tensor"], policies=["padding", "pipe"], threads=[(1, 1)])
+    assert found == [
+        "gpu w4a16, 1+1",
+        "npu padding w4a16, 1+1",
+        "npu pipe w4a16, 1+1",
+        "layer padding w4a16, 1+1",
+        "layer pipe w4a16, 1+1",
+        "tensor w4a16, 1+1",
+    ]
+
+
+def test_ways_to_wait_count_where_something_is_handed_over():
+    found = labels(levels=["gpu", "tensor"], syncs=["auto", "event", "operator"], threads=[(1, 1)])
+    assert found == [
+        "gpu w4a16, 1+1",
+        "gpu sync operator w4a16, 1+1",
+        "tensor w4a16, 1+1",
+        "tensor sync event w4a16, 1+1",
+        "tensor sync operator w4a16, 1+1",
+    ]
+
+
+def test_splits_without_an_npu_have_the_gpu_level_alone():
+    assert labels(levels=["gpu", "npu", "tensor"], threads=[(2, 0)]) == ["gpu w4a16, 2+0"]
+    with pytest.raises(OptionError, match="No configuration is left"):
+        expand(levels=["npu"], threads=[(2, 0)])
+
+
+def test_other_engines_come_once_for_each_number_of_threads():
+    found = expand(
+        engines=["self", "llama.cpp"],
+        levels=["gpu"],
+        precisions=["w4a16", "w4a8"],
+        threads=[(1, 1), (2, 0)],
+    )
+    foreign = [one for one in found if one.engine != "self"]
+    assert [one.label for one in foreign] == ["llama.cpp 4-bit, 2 threads"]
+    assert len(found) == 5
+
+
+def test_a_grid_is_everything_with_everything():
+    found = expand(
+        levels=["npu", "layer"], policies=["padding", "pipe"], precisions=["w4a16", "w4a8"], threads=[(1, 1)]
+    )
+    assert len(found) == len(set(found)) == 8
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("engines", "vllm"),
+        ("levels", "fast"),
+        ("policies", "none"),
+        ("syncs", "hope"),
+        ("precisions", "w2"),
+        ("levels", "x" * 5000),
+    ],
+)
+def test_unknown_values_are_refused_by_name(option, value):
+    with pytest.raises(OptionError, match=value[:50]):
+        expand(**{option: [value]})
+
+
+def test_gpu_on_all_cores_stands_beside_every_split_of_host():
+    split = Configuration(plan_level="tensor", length_policy="auto", threads=(1, 1), device="host")
+    (_, added) = with_baseline([split])
+    assert (added.plan_level, added.threads, added.baseline) == ("gpu", (2, 0), True)
+    assert with_baseline([split, added]) == (split, added)
+
+
+def test_each_precision_has_its_own_baseline_and_one_that_was_asked_for_counts():
+    found = with_baseline(expand(levels=["gpu", "npu"], precisions=["w4a16", "w4a8"], threads=[(1, 1)]))
+    assert [one.label for one in found if one.baseline] == ["gpu w4a16, 2+0", "gpu w4a8, 2+0"]
+    asked = with_baseline(expand(levels=["gpu", "npu"], threads=[(1, 1), (2, 0)]))
+    assert not any(one.baseline for one in asked)
+
+
+def test_devices_whose_parts_are_two_processors_need_no_baseline():
+    alone = Configuration(plan_level="tensor", threads=None, device="snapdragon")
+    assert with_baseline([alone]) == (alone,)
+
+
+@two_cores
+def test_threads_are_read_with_a_plus():
+    assert parse_threads("1+1, 2+0") == [(1, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("text", ["2", "1+", "a+1", "1+1+1", "", "0+1", "1-1", "9999+1", "²+1"])
+def test_threads_that_are_none_are_refused(text):
+    with pytest.raises(OptionError):
+        parse_threads(text)
+
+
+def test_configurations_survive_json():
+    one = Configuration(plan_level="tensor", threads=(1, 1))
+    assert Configuration.from_dict({**one.to_dict(), "threads": [1, 1]}) == one

@@ -1,0 +1,126 @@
+"""Rows: their schema, and the texts that they become."""
+
+import csv
+import io
+import json
+import math
+
+import pytest
+
+from heterollm.benchmarks.assemble import TRACED
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.formats import (
+    FORMATS,
+    append_jsonl,
+    read_rows,
+    to_csv,
+    to_json,
+    to_jsonl,
+    to_markdown,
+)
+from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow
+from heterollm.errors import InputError
+
+LLAMA_BENCH = (
+    "build_commit", "cpu_info", "model_filename", "model_type", "model_size", "model_n_params", "n_threads",
+    "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
+    "samples_ts",
+)  # fmt: skip
+OURS = (
+    "plan_level", "device", "precision", "engine", "sync", "length_policy", "gpu_threads", "npu_threads",
+    "versions", "fingerprint", "seed", "time_kind", "gpu_share", "padded_tokens", "predicted_ms",
+    "overlap_fraction", "hand_over_ms", "achieved_gbps", "achieved_gflops", "gbps_fraction",
+    "gflops_fraction", "energy", "logits_sqnr_db", "samples_disturbed", "error",
+)  # fmt: skip
+
+
+def test_names_are_those_of_llama_bench_with_ours_beside(make_rows):
+    row = make_rows([1000.0, 2000.0]).to_dict()
+    assert not {*LLAMA_BENCH, *OURS} - row.keys()
+    assert tuple(row) == FIELD_NAMES
+
+
+def test_rates_are_of_all_tokens_of_a_sample(make_rows):
+    row = make_rows([1e6, 2e6, 4e6], Case(100, 20, 30))
+    assert row.samples_ns == (10**9, 2 * 10**9, 4 * 10**9)
+    assert row.samples_ts == pytest.approx((120.0, 60.0, 30.0))
+    assert row.avg_ts == pytest.approx(70.0)
+    assert row.stddev_ts == pytest.approx(math.sqrt((50**2 + 10**2 + 40**2) / 2))
+    assert row.median_ts == pytest.approx(60.0)
+    assert row.measured_ms == pytest.approx(2000.0)
+    assert row.test == "pp100+tg20 @ d30"
+
+
+def test_what_is_missing_has_a_reason(make_rows):
+    row = make_rows([1.0], fields={"reasons": {"predicted_ms": "no profile"}})
+    assert row.predicted_ms is None
+    assert row.reasons["predicted_ms"] == "no profile"
+    assert all(getattr(row, name) is None and row.reasons[name] for name in TRACED)
+    assert (row.energy, row.energy_j) == ("absent", None)
+
+
+@pytest.mark.parametrize("write", [to_json, to_jsonl])
+def test_rows_survive_a_file(make_rows, tmp_path, write):
+    fields = {"operators": [{"part": "gpu"}], "cut_groups": ["qkv"], "read_bytes": 1e9, "flops": 2e9}
+    rows = [make_rows([1.0, 2.0], fields=fields), make_rows([], error="It failed.")]
+    path = tmp_path / "rows"
+    path.write_text(write(rows), "utf-8")
+    assert read_rows(path) == rows
+
+
+def test_lines_are_appended(make_rows, tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    append_jsonl(path, [make_rows([1.0])])
+    append_jsonl(path, [make_rows([2.0])])
+    assert [row.samples_ns for row in read_rows(path)] == [(1000,), (2000,)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "[1]", "{}", '{"engine": "self"}', '["a"]', "null"],
+)
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "rows"
+    path.write_text(text, "utf-8")
+    with pytest.raises(InputError):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("samples", [[-1], [0], ["a"], [None], [float("inf")]])
+def test_samples_that_are_no_times_are_refused(make_rows, samples):
+    with pytest.raises(InputError, match="no times"):
+        BenchRow.from_dict(make_rows([1.0]).to_dict() | {"samples_ns": samples})
+
+
+def test_csv_has_every_field_of_every_row(make_rows):
+    rows = [make_rows([1.0, 2.0]), make_rows([], error='A "quoted", broken\nline')]
+    lines = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    assert [line["error"] for line in lines] == ["", 'A "quoted", broken\nline']
+    assert json.loads(lines[0]["samples_ns"]) == [1000, 2000]
+    assert tuple(lines[0]) == FIELD_NAMES
+
+
+def test_markdown_is_a_table_with_the_columns_that_tell_rows_apart(make_rows):
+    plain = to_markdown([make_rows([1e6, 1e6])])
+    assert (
+        plain.splitlines()[0]
+        == "| model | size | params | engine | level | precision | threads | test | t/s |"
+    )
+    assert "| 1+1 | pp256 | 256.00 ± 0.00 |" in plain
+    varied = to_markdown(
+        [
+            make_rows([1e6], plan_level="npu", length_policy="pipe"),
+            make_rows([], error="a | b"),
+            make_rows([1.0], passed=False),
+        ]
+    )
+    assert "| lengths |" in varied
+    assert "| pipe |" in varied
+    assert "error: a / b" in varied
+    assert "(wrong logits)" in varied
+    assert len({line.count("|") for line in varied.splitlines()}) == 1
+
+
+def test_every_format_writes_failed_rows_too(make_rows):
+    for write in FORMATS.values():
+        assert write([make_rows([], error="It failed.")])

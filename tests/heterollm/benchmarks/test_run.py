@@ -1,0 +1,187 @@
+"""The run of a bench with stand-ins for the processes: order, memory, deaths, wrong answers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from heterollm.benchmarks.cases import Case, Configuration, expand
+from heterollm.benchmarks.run import BenchOptions, run_bench
+from heterollm.benchmarks.turns import EnergyMeter, Watch, schedule
+from heterollm.demo import bundled_model
+from heterollm.errors import OptionError
+
+CASES = (Case(16, 0), Case(0, 4))
+LEVELS = expand(levels=["gpu", "npu", "layer"], threads=[(1, 1)], device="host")
+GPU, NPU, LAYER = (one.label for one in LEVELS)
+
+
+class CalmWatch(Watch):
+    """Takes what the worker says; nobody disturbs it."""
+
+    def __init__(self):
+        super().__init__(meter=EnergyMeter([]))
+
+
+def run(fake_crew, configurations=LEVELS, cases=CASES, repetitions=3, **options):
+    return run_bench(
+        BenchOptions(bundled_model(), tuple(configurations), cases, repetitions=repetitions, **options),
+        start=fake_crew.start,
+        watch=CalmWatch(),
+    )
+
+
+def test_every_test_goes_round_all_configurations_and_the_order_is_reversed(fake_crew):
+    run(fake_crew, repetitions=2)
+    samples = fake_crew.asked("sample")
+    first, second = samples[: len(samples) * 2 // 3], samples[len(samples) * 2 // 3 :]
+    # In the first round everything runs twice: once to warm up.
+    assert [one for one, _ in itertools.groupby(first)] == [
+        (label, case) for case in ("pp16", "tg4") for label in (GPU, NPU, LAYER)
+    ]
+    assert second == [(label, case) for case in ("pp16", "tg4") for label in (LAYER, NPU, GPU)]
+
+
+def test_one_process_for_each_split_and_engine_that_stays(fake_crew):
+    configurations = (*LEVELS, *expand(levels=["gpu"], threads=[(2, 0)], device="host"))
+    result = run(fake_crew, configurations)
+    assert fake_crew.asked("start") == [(("self", (1, 1)),), (("self", (2, 0)),)]
+    assert len(fake_crew.asked("load")) == 4
+    assert all(worker.closed for worker in fake_crew.workers)
+    assert [len(row.samples_ns) for row in result.rows] == [3] * 8
+
+
+def test_models_that_do_not_fit_together_are_loaded_in_turns(fake_crew):
+    fake_crew.need = 2**30
+    result = run(fake_crew, memory_gib=2.5, repetitions=4, trace=False)
+    # Never more than two at once, and everything was measured all the same.
+    held = highest = 0
+    for entry in fake_crew.log:
+        held += {"load": 1, "unload": -1}.get(entry[0], 0)
+        highest = max(highest, held)
+    assert highest == 2
+    assert all(row.error is None and len(row.samples_ns) == 4 for row in result.rows)
+    assert any("loaded again in turns" in note for note in result.notes)
+    assert max(row.loads for row in result.rows) > 1
+    # Where models come and go, a configuration runs all tests while it is there: few loads, each warmed up.
+    assert len(fake_crew.asked("load")) <= 3 + 2 * 4
+    assert len(fake_crew.asked("sample")) > 4 * 6
+
+
+def test_a_death_costs_its_own_rows_only(fake_crew, died):
+    fake_crew.trouble[("sample", NPU, "tg4")] = died()
+    result = run(fake_crew)
+    by_row = {(row.label, row.test): row for row in result.rows}
+    assert "signal 9" in by_row[NPU, "tg4"].error
+    assert "signal 9" in by_row[NPU, "pp16"].error
+    for label in (GPU, LAYER):
+        for case in CASES:
+            row = by_row[label, case.name]
+            assert row.error is None
+            assert len(row.samples_ns) == 3
+    assert not by_row[NPU, "tg4"].usable
+    # The others shared its process and were loaded again in a new one.
+    assert len(fake_crew.asked("start")) == 2
+
+
+def test_what_cannot_be_loaded_is_an_error_in_its_rows(fake_crew, failed):
+    fake_crew.trouble[("load", LAYER)] = failed("Plan level 'layer' needs a profile.")
+    result = run(fake_crew)
+    errors = {row.label for row in result.rows if row.error}
+    assert errors == {LAYER}
+    assert "needs a profile. Do something else." in next(row.error for row in result.rows if row.error)
+    assert (LAYER, "pp16") not in fake_crew.asked("sample")
+
+
+def test_one_failing_test_leaves_the_other_tests_of_its_configuration(fake_crew, failed):
+    fake_crew.trouble[("sample", GPU, "pp16")] = failed()
+    rows = {(row.label, row.test): row for row in run(fake_crew).rows}
+    assert rows[GPU, "pp16"].error
+    assert rows[GPU, "tg4"].usable
+
+
+def test_who_computes_something_else_does_not_count(fake_crew):
+    fake_crew.noise[LAYER] = 0.5
+    rows = run(fake_crew).rows
+    for row in rows:
+        assert row.quality_passed is (row.label != LAYER)
+        assert row.usable is (row.label != LAYER)
+        assert row.quality_reference == GPU
+
+
+def test_everything_failing_still_gives_rows(fake_crew, failed):
+    for label in (GPU, NPU, LAYER):
+        fake_crew.trouble[("load", label)] = failed(f"{label} does not load.")
+    rows = run(fake_crew).rows
+    assert len(rows) == 6
+    assert all(row.error and row.avg_ts is None for row in rows)
+
+
+def test_traces_fill_their_fields_and_may_be_left_out(fake_crew):
+    assert all(row.overlap_fraction == 0.5 for row in run(fake_crew).rows)
+    rows = run(fake_crew, trace=False).rows
+    assert all(row.overlap_fraction is None and row.reasons["overlap_fraction"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetitions": 0},
+        {"seed": -1},
+        {"patience_s": float("nan")},
+        {"memory_gib": 0.0},
+        {"cases": (Case(5000, 0),)},
+        {"configurations": ()},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(fake_crew, options):
+    with pytest.raises(OptionError):
+        run(fake_crew, **options)
+
+
+def test_a_disturbed_sample_is_taken_again_while_patience_lasts(monkeypatch):
+    from heterollm.benchmarks import turns
+
+    clock, busy, asked = itertools.count(step=0.01), iter([0.0, 5.0, 5.0, 5.0]), []
+    monkeypatch.setattr(turns, "busy_s", lambda: next(busy))
+    monkeypatch.setattr(turns, "wait_until_idle", lambda give_up: None)
+    monkeypatch.setattr(turns.time, "monotonic", lambda: next(clock))
+
+    def ask():
+        asked.append(1)
+        return {"us": float(len(asked)), "own_s": 0.0}
+
+    sample = Watch(60.0, EnergyMeter([])).take(ask)
+    assert (sample.time_us, sample.disturbed) == (2.0, False)
+
+
+def test_without_patience_a_disturbed_sample_is_kept_and_marked(monkeypatch):
+    from heterollm.benchmarks import turns
+
+    busy = iter([0.0, 5.0])
+    monkeypatch.setattr(turns, "busy_s", lambda: next(busy))
+    sample = Watch(0.0, EnergyMeter([])).take(lambda: {"us": 1.0, "own_s": 0.0})
+    assert sample.disturbed is True
+    monkeypatch.setattr(turns, "busy_s", lambda: float("nan"))
+    assert Watch(0.0, EnergyMeter([])).take(lambda: {"us": 1.0, "own_s": 0.0}).disturbed is None
+
+
+def test_energy_is_read_around_a_sample(tmp_path):
+    from heterollm.profiler.power import RaplCounter
+
+    (tmp_path / "energy_uj").write_text("1000000")
+    (tmp_path / "max_energy_range_uj").write_text("3000000")
+
+    def ask():
+        (tmp_path / "energy_uj").write_text("500000")  # it ran over
+        return {"us": 1.0, "own_s": 0.0}
+
+    assert Watch(0.0, EnergyMeter([RaplCounter(tmp_path)])).take(ask).energy_j == pytest.approx(2.5)
+
+
+def test_a_schedule_runs_everything_once_a_round():
+    a, b = Configuration(plan_level="gpu"), Configuration(plan_level="npu")
+    for turn, resident in itertools.product(range(3), (True, False)):
+        found = list(schedule([a, b], CASES, turn, all_resident=resident))
+        assert len(set(found)) == len(found) == 4
