@@ -544,6 +544,27 @@ def test_the_command_line_writes_and_reads_traces(
     assert told["all"]["overlap_us"] >= 0
 
 
+def test_a_run_that_fails_half_way_leaves_its_trace(
+    bundled_model: Path,
+    plan: Plan,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from heterollm.cli import main
+    from heterollm.trace_file import load_trace
+
+    break_graphs(monkeypatch, 17 * 3 + 2)
+    plan.save(tmp_path / "plan.json")
+    target = tmp_path / "run.json"
+    arguments = ["generate", str(bundled_model), "import os", "--device", "host", "--max-new-tokens", "9"]
+    assert main([*arguments, "--plan", str(tmp_path / "plan.json"), "--trace", str(target)]) == 1
+    assert "The device is gone" in capsys.readouterr().err
+    assert [one.failed for one in load_trace(target).passes] == [False, False, False, True]
+    assert main(["trace", str(target)]) == 0
+    assert "(1 failed)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("where", ["folder", "file in a file"])
 def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
