@@ -22,9 +22,10 @@ def demo(
     sync: SyncOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Generate with the bundled model and measure every plan level; needs no download."""
+    """Generate with the bundled model, profile the device, measure every plan level; needs no download."""
     from heterollm import report
     from heterollm.demo import PROMPT, run_demo
+    from heterollm.report_demo import demo_report
     from heterollm.terminal import write, write_json
 
     run = functools.partial(run_demo, device=device, max_new_tokens=max_new_tokens, sync=sync)
@@ -34,4 +35,4 @@ def demo(
             return
         write(PROMPT)
         result = run(on_text=write, progress=progress)
-    write("\n\n" + report.render(report.demo_report(result), like=sys.stdout))
+    write("\n\n" + report.render(demo_report(result), like=sys.stdout))

@@ -1,42 +1,44 @@
-"""The demonstration: text from the bundled model, and what each plan level costs on this machine."""
+"""The demonstration: text from the bundled model, a profile, plans, and what each plan level costs here."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from heterollm.errors import CacheError
 from heterollm.kernels.npu import TimeKind
-from heterollm.kernels.ops import Phase
 from heterollm.llm import LLM
-from heterollm.profiler.measure import Measurement, measure_interleaved
 from heterollm.progress import Progress, silent
-from heterollm.session import Session
-from heterollm.solver import LEVELS, PlanLevel
+from heterollm.solver import LEVELS
 
 if TYPE_CHECKING:
+    from heterollm.benchmarks.run import BenchResult
     from heterollm.load_options import Sync
 
-__all__ = ["Comparison", "DemoResult", "bundled_model", "run_demo", "write_layer_checkpoint"]
+__all__ = ["DemoResult", "Workload", "bundled_model", "run_demo", "write_layer_checkpoint"]
 
 PROMPT: Final = "import os\n\ndef read_lines(path):\n"
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
 """For the text that is shown: greedy text of so small a model goes in circles."""
 PREFILL_TOKENS: Final = 256
+DECODE_TOKENS: Final = 32
 CONTEXT: Final = 512
-REPEATS: Final = 5
-MIN_TIME_S: Final = 1.0
+REPETITIONS: Final = 5
+PROFILE_BUDGET_S: Final = 30.0
+
+SOLVED: Final = ("tensor", "block")
+"""Levels that the solver plans from the profile."""
 
 BUNDLED: Final = "bundled model"
 LAYER: Final = "TinyLlama layer"
@@ -59,59 +61,32 @@ LAYER_CONFIG: Final[dict[str, Any]] = {
 }
 """One layer of TinyLlama-1.1B (https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0)."""
 
-USES_NPU: Final[Mapping[Phase, tuple[PlanLevel, ...]]] = {"prefill": ("npu", "layer"), "decode": ("npu",)}
-"""Levels that send work to the NPU, by phase."""
+LEGEND: Final = (
+    "gpu: all on the GPU part. npu: every linear on the NPU part. layer: the linears of prefill on the NPU "
+    "part. tensor: every linear on one part, or cut between both, which then work at once: what the profile "
+    "predicts to be fastest. block: the same, where whole feed-forward networks may be cut too. Each part "
+    "has cores of its own; the last row is the GPU part with the cores of both."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """The plan levels on one workload, measured in turns in one process.
+class Workload:
+    """The plan levels on one model.
 
     Args:
-        workload: What ran.
-        phase: ``prefill`` or ``decode``.
-        tokens: Tokens of one run.
-        measurements: Times by level, ``gpu`` among them.
+        name: What to call the model.
+        bench: What was measured, in turns.
+        verdicts: What it means, in words.
     """
 
-    workload: str
-    phase: Phase
-    tokens: int
-    measurements: Mapping[PlanLevel, Measurement]
-
-    def rate(self, level: PlanLevel) -> float:
-        """Return tokens a second at the median."""
-        return self.tokens / self.measurements[level].median_us * 1e6
-
-    def speedup(self, level: PlanLevel) -> float:
-        """Return how many times as fast as ``gpu`` a level is, by medians."""
-        return self.measurements["gpu"].median_us / self.measurements[level].median_us
-
-    def verdict(self) -> str:
-        """Say in words whether the NPU pays here, from the numbers alone."""
-        where = f"{self.workload}, {self.phase}"
-        best: PlanLevel = max(USES_NPU[self.phase], key=self.rate)
-        gain = self.speedup(best)
-        gpu, npu = self.measurements["gpu"], self.measurements[best]
-        faster, slower = (npu, gpu) if gain > 1.0 else (gpu, npu)
-        if faster.quartiles_us[1] >= slower.quartiles_us[0]:
-            return f"{where}: no clear difference between gpu and {best}; their quartiles overlap."
-        if gain > 1.0:
-            return f"{where}: the NPU pays; {best} is fastest, {gain:.2f} times as fast as gpu."
-        return f"{where}: the NPU does not pay; gpu is {1 / gain:.2f} times as fast as {best}."
+    name: str
+    bench: BenchResult
+    verdicts: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
-        return {
-            "workload": self.workload,
-            "phase": self.phase,
-            "tokens": self.tokens,
-            "levels": {
-                level: {"tokens_per_s": self.rate(level), **measurement.to_dict()}
-                for level, measurement in self.measurements.items()
-            },
-            "verdict": self.verdict(),
-        }
+        rows = [row.to_dict() for row in self.bench.rows]
+        return {"workload": self.name, "rows": rows, "verdicts": list(self.verdicts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +99,7 @@ class DemoResult:
         levels_agree: Whether all levels wrote the same when each took its likeliest tokens.
         device: The device as it describes itself.
         time: Whether its times are real.
-        comparisons: One for each workload and phase; empty where time means nothing.
+        workloads: What the plan levels cost; empty where time means nothing.
         notes: What to know about the numbers.
     """
 
@@ -133,7 +108,7 @@ class DemoResult:
     levels_agree: bool
     device: Mapping[str, Any]
     time: TimeKind
-    comparisons: tuple[Comparison, ...]
+    workloads: tuple[Workload, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +119,7 @@ class DemoResult:
             "levels_agree": self.levels_agree,
             "device": dict(self.device),
             "time": self.time,
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "workloads": [workload.to_dict() for workload in self.workloads],
             "notes": list(self.notes),
         }
 
@@ -162,7 +137,7 @@ def run_demo(
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> DemoResult:
-    """Generate with the bundled model at every plan level, then measure the levels in turns.
+    """Generate with the bundled model, profile the device, and measure every plan level.
 
     Args:
         device: Name of the device, or ``auto``.
@@ -175,115 +150,77 @@ def run_demo(
         HeteroLLMError: The device cannot be opened, or an option is not legal.
     """
     report = progress or silent
-    comparisons: list[Comparison] = []
-    with ExitStack() as stack:
-        models = _load_levels(stack, bundled_model(), device, sync, report)
-        answer = models["gpu"].stream(
+    load = partial(LLM.load, bundled_model(), device=device, sync=cast("Sync", sync), progress=report)
+    with load(plan="gpu", context=CONTEXT) as model:
+        answer = model.stream(
             PROMPT, max_new_tokens=max_new_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED
         )
         for step in answer:
             if on_text is not None:
                 on_text(step.text)
-        texts = {models[level].generate(PROMPT, max_new_tokens=max_new_tokens).text for level in LEVELS}
-        opened = models["gpu"].device
-        description, time_kind = opened.description(), opened.time_kind
-        reason = (f"Device auto chose {opened.name}: {opened.reason}",) if opened.reason else ()
-        if time_kind == "real":
-            comparisons += _compare(BUNDLED, models, report)
-    if time_kind != "real":
-        notes: tuple[str, ...] = (f"No speeds: times on {opened.name} are {time_kind}.",)
-    else:
-        comparisons += _compare_layer(opened.name, sync, report)
-        notes = _notes(str(opened.split))
-    return DemoResult(
-        PROMPT,
-        answer.result.text,
-        len(texts) == 1,
-        description,
-        time_kind,
-        tuple(comparisons),
-        (*reason, *notes),
-    )
-
-
-def _notes(split: str) -> tuple[str, ...]:
-    return (
-        f"Every level has the same threads, {split}: gpu leaves the NPU part's idle.",
-        "gpu: all on the GPU part. npu: every linear on the NPU part, the rest on the GPU part. layer: the "
-        "linears of prefill on the NPU part, the rest on the GPU part. None cuts an operator, so the parts "
-        "take turns and never work at the same time.",
-    )
-
-
-def _load_levels(
-    stack: ExitStack, model: Path, device: str, sync: str, progress: Progress
-) -> dict[PlanLevel, LLM]:
-    levels: tuple[PlanLevel, ...] = LEVELS
-    return {
-        level: stack.enter_context(
-            LLM.load(
-                model, device=device, plan=level, context=CONTEXT, sync=cast("Sync", sync), progress=progress
-            )
-        )
-        for level in levels
-    }
-
-
-def _compare_layer(device: str, sync: str, progress: Progress) -> Iterator[Comparison]:
+        opened = model.device
+        description, time_kind, name = opened.description(), opened.time_kind, opened.name
+        notes = (f"Device auto chose {name}: {opened.reason}",) if opened.reason else ()
+    levels: tuple[str, ...] = LEVELS
+    workloads: tuple[Workload, ...] = ()
     with ExitStack() as stack:
-        try:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-")))
-            progress("Writing a layer of random weights", 0, 1)
-            write_layer_checkpoint(folder)
-            progress("Writing a layer of random weights", 1, 1)
-        except OSError as error:
-            raise CacheError(
-                f"Cannot write a layer of weights into {tempfile.gettempdir()}: {error.strerror or error}.",
-                fix="Free 100 MB there, or set TMPDIR to another folder.",
-            ) from error
-        models = _load_levels(stack, folder, device, sync, progress)
-        yield from _compare(LAYER, models, progress)
+        if time_kind == "real":
+            layer = _layer_folder(stack, report)
+            _profile(name, (bundled_model(), layer), report)
+            levels = (*levels, *SOLVED)
+            models = {BUNDLED: bundled_model(), LAYER: layer}
+            workloads = tuple(_measured(models, name, levels, sync, report))
+            notes = (*notes, LEGEND)
+        else:
+            notes = (*notes, f"No speeds: times on {name} are {time_kind}.")
+        texts = set()
+        for level in levels:
+            with load(plan=level, context=CONTEXT) as model:
+                texts.add(model.generate(PROMPT, max_new_tokens=max_new_tokens).text)
+    return DemoResult(PROMPT, answer.result.text, len(texts) == 1, description, time_kind, workloads, notes)
 
 
-def _compare(workload: str, models: Mapping[PlanLevel, LLM], progress: Progress) -> Iterator[Comparison]:
-    """Measure prefill, then decode right behind it; random tokens, since some emulators skip zeros."""
-    vocabulary = models["gpu"].config.vocab_size
-    ids = np.random.default_rng(0).integers(1, vocabulary, PREFILL_TOKENS).tolist()
-    sessions = {level: model.session() for level, model in models.items()}
-    workloads: tuple[tuple[Phase, int, _MakeCall], ...] = (
-        ("prefill", PREFILL_TOKENS, _prefill_call),
-        ("decode", 1, _decode_call),
-    )
-    for phase, tokens, make in workloads:
-        calls = {level: make(session, ids) for level, session in sessions.items()}
-        stage = partial(progress, f"Measuring {phase}, {workload}")
-        measured = measure_interleaved(
-            calls,
-            repeats=REPEATS,
-            min_time_s=MIN_TIME_S,
-            progress=stage,
-        )
-        yield Comparison(workload, phase, tokens, measured)
+def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
+    try:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-")))
+        progress("Writing a layer of random weights", 0, 1)
+        write_layer_checkpoint(folder)
+        progress("Writing a layer of random weights", 1, 1)
+    except OSError as error:
+        raise CacheError(
+            f"Cannot write a layer of weights into {tempfile.gettempdir()}: {error.strerror or error}.",
+            fix="Free 100 MB there, or set TMPDIR to another folder.",
+        ) from error
+    return folder
 
 
-_MakeCall: TypeAlias = Callable[[Session, Sequence[int]], Callable[[], object]]
+def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> None:
+    """Measure what plans for the models need, unless an earlier run has."""
+    from heterollm.profiler.session import SessionOptions
+    from heterollm.profiling import Profiling
+
+    options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
+    with Profiling(device, models=models) as profiling:
+        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
 
 
-def _prefill_call(session: Session, ids: Sequence[int]) -> Callable[[], object]:
-    def call() -> None:
-        session.reset()
-        session.prefill(ids)
+def _measured(
+    models: Mapping[str, Path], device: str, levels: tuple[str, ...], sync: str, progress: Progress
+) -> Iterator[Workload]:
+    from heterollm.benchmarks.cases import cases_of, expand, with_baseline
+    from heterollm.benchmarks.run import BenchOptions, run_bench
+    from heterollm.benchmarks.verdict import verdicts
 
-    return call
+    configurations = with_baseline(expand(levels=levels, syncs=(sync,), device=device))
+    cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
+    for name, folder in models.items():
 
+        def report(stage: str, done: int, total: int, name: str = name) -> None:
+            progress(f"{stage}, {name}", done, total)
 
-def _decode_call(session: Session, ids: Sequence[int]) -> Callable[[], object]:
-    def call() -> None:
-        if session.position == session.context:
-            session.truncate(len(ids))
-        session.decode(ids[session.position % len(ids)])
-
-    return call
+        options = BenchOptions(folder, configurations, cases, REPETITIONS)
+        bench = run_bench(options, progress=report)
+        yield Workload(name, bench, tuple(verdicts(bench.rows)))
 
 
 def write_layer_checkpoint(folder: Path) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
@@ -23,7 +22,6 @@ from heterollm.units import format_bytes
 
 if TYPE_CHECKING:
     from heterollm.cache_folder import CacheKind
-    from heterollm.demo import Comparison, DemoResult
     from heterollm.generation import GenerationResult
     from heterollm.kernels.device import DeviceStatus
     from heterollm.precompile import Precompiled
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "bug_panel",
     "cache_table",
-    "demo_report",
     "devices_table",
     "error_panel",
     "note",
@@ -223,38 +220,3 @@ def precompile_report(result: Precompiled) -> Group:
             "it compiles again. Not verified on hardware."
         ),
     )
-
-
-def demo_report(result: DemoResult) -> Group:
-    """Return the table of the plan levels, the verdicts and the notes."""
-    device = result.device
-    parts: list[RenderableType] = [
-        Text(f"GPU part: {device['gpu']} ({device['gpu_driver']}), {device['gpu_threads']} thread(s)"),
-        Text(f"NPU part: {device['npu']}, {device['npu_threads']} thread(s)"),
-        Text(f"Device {device['device']}, {result.time} time"),
-    ]
-    if result.comparisons:
-        parts.append(_levels_table(result.comparisons))
-        parts += [Text(f"• {comparison.verdict()}") for comparison in result.comparisons]
-    agreement = "write the same text" if result.levels_agree else "do NOT write the same text"
-    parts.append(Text(f"• All plan levels {agreement}, token by token, when they take the likeliest token."))
-    parts += [Padding(note(text), (0, 0, 0, 2)) for text in result.notes]
-    return Group(*parts)
-
-
-def _levels_table(comparisons: Sequence[Comparison]) -> Table:
-    made = table("workload", "tokens", "level", ">ms", ">spread", ">tokens/s", ">vs gpu")
-    for comparison in comparisons:
-        phase = f"{comparison.phase} {comparison.tokens}"
-        for index, (level, measurement) in enumerate(comparison.measurements.items()):
-            made.add_row(
-                "" if index else comparison.workload,
-                "" if index else phase,
-                level,
-                f"{measurement.median_us / 1e3:.2f}",
-                f"{measurement.spread_fraction:.0%}",
-                f"{comparison.rate(level):.1f}",
-                f"{comparison.speedup(level):.2f} x",
-                end_section=index == len(comparison.measurements) - 1,
-            )
-    return made

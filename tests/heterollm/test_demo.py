@@ -7,42 +7,9 @@ import pytest
 from heterollm import demo
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
-from heterollm.demo import Comparison, bundled_model, run_demo, write_layer_checkpoint
-from heterollm.profiler.measure import Measurement
-
-
-def compare(phase, **levels):
-    return Comparison("bundled model", phase, 100, {name: Measurement(us) for name, us in levels.items()})
-
-
-def test_the_npu_pays_where_it_is_clearly_faster():
-    verdict = compare("prefill", gpu=(200.0,) * 4, npu=(150.0,) * 4, layer=(100.0,) * 4).verdict()
-    assert verdict == "bundled model, prefill: the NPU pays; layer is fastest, 2.00 times as fast as gpu."
-
-
-def test_the_npu_does_not_pay_where_it_is_clearly_slower():
-    verdict = compare("prefill", gpu=(100.0,) * 4, npu=(300.0,) * 4, layer=(150.0,) * 4).verdict()
-    assert verdict == "bundled model, prefill: the NPU does not pay; gpu is 1.50 times as fast as layer."
-
-
-def test_in_decode_the_layer_level_says_nothing_about_the_npu():
-    verdict = compare("decode", gpu=(100.0,) * 4, npu=(500.0,) * 4, layer=(10.0,) * 4).verdict()
-    assert verdict == "bundled model, decode: the NPU does not pay; gpu is 5.00 times as fast as npu."
-
-
-def test_overlapping_times_give_no_verdict():
-    samples = {"gpu": (90.0, 100.0, 110.0, 120.0), "npu": (80.0, 95.0, 105.0, 130.0)}
-    assert "no clear difference" in compare("decode", layer=(1.0,), **samples).verdict()
-
-
-def test_rates_and_ratios():
-    measured = compare("prefill", gpu=(200.0,), npu=(50.0,), layer=(400.0,))
-    assert measured.rate("gpu") == pytest.approx(500_000.0)
-    assert measured.speedup("npu") == pytest.approx(4.0)
-    assert measured.speedup("layer") == pytest.approx(0.5)
-    data = json.loads(json.dumps(measured.to_dict()))
-    assert data["levels"]["npu"]["samples_us"] == [50.0]
-    assert data["verdict"] == measured.verdict()
+from heterollm.demo import bundled_model, run_demo, write_layer_checkpoint
+from heterollm.report import render
+from heterollm.report_demo import demo_report
 
 
 def test_the_bundled_model_is_a_checkpoint():
@@ -60,8 +27,10 @@ def small_layer(monkeypatch):
         "num_key_value_heads": 2,
     }
     monkeypatch.setattr(demo, "LAYER_CONFIG", demo.LAYER_CONFIG | changes)
-    monkeypatch.setattr(demo, "MIN_TIME_S", 0.0)
-    monkeypatch.setattr(demo, "REPEATS", 2)
+    monkeypatch.setattr(demo, "PROFILE_BUDGET_S", 5.0)
+    monkeypatch.setattr(demo, "REPETITIONS", 1)
+    monkeypatch.setattr(demo, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(demo, "DECODE_TOKENS", 4)
 
 
 def test_the_layer_is_a_checkpoint_with_the_same_weights_every_time(small_layer, tmp_path):
@@ -97,7 +66,7 @@ def test_the_layer_has_the_size_of_tinyllama(layer_folder):
     assert (config.heads, config.kv_heads, config.head_dim, config.layers) == (32, 4, 64, 1)
 
 
-def test_the_demo_runs_every_level_in_both_phases(small_layer):
+def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer):
     pieces, stages = [], []
     result = run_demo(
         device="host",
@@ -108,15 +77,15 @@ def test_the_demo_runs_every_level_in_both_phases(small_layer):
     assert "".join(pieces) == result.text != ""
     assert result.levels_agree
     assert result.time == "real"
-    assert [(entry.workload, entry.phase, entry.tokens) for entry in result.comparisons] == [
-        ("bundled model", "prefill", 256),
-        ("bundled model", "decode", 1),
-        ("TinyLlama layer", "prefill", 256),
-        ("TinyLlama layer", "decode", 1),
-    ]
-    for entry in result.comparisons:
-        assert list(entry.measurements) == ["gpu", "npu", "layer"]
-        assert all(len(measured.samples_us) == 2 for measured in entry.measurements.values())
-        assert entry.rate("gpu") > 0
-    assert "Measuring decode, bundled model" in stages
+    assert [workload.name for workload in result.workloads] == ["bundled model", "TinyLlama layer"]
+    for workload in result.workloads:
+        found = [(row.test, row.asked_level, row.error) for row in workload.bench.rows]
+        levels = ["gpu", "npu", "layer", "tensor", "block", "gpu"]
+        assert found == [(test, level, None) for test in ("pp64", "tg4") for level in levels]
+        assert workload.bench.rows[-1].baseline
+        assert workload.verdicts
+    assert {"Profiling the device", "Taking samples, bundled model"} <= set(stages)
     json.dumps(result.to_dict(), allow_nan=False)
+    shown = render(demo_report(result))
+    assert "TinyLlama layer, tg4, w4a16" in shown
+    assert "All plan levels write the same text" in shown
