@@ -139,6 +139,7 @@ def test_options_reach_the_model(run, fake):
         "allow_slow": True,
         "sync": "poll",
         "allow_fallback": True,
+        "trace": False,
     }
     assert fake.prompt == "hello"
     assert fake.options == {
