@@ -22,6 +22,7 @@ from heterollm.model_shape import shape_of_specs
 from heterollm.plan_command import solve_for
 from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.caches import last_level_cache_bytes
+from heterollm.profiler.fitted import fitted_predictor
 from heterollm.profiler.linear_bench import code_of
 from heterollm.profiler.points import enumerate_points
 from heterollm.profiler.profile import Profile, profile_path
@@ -45,25 +46,37 @@ def folder(tmp_path_factory, write_model) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def cache(folder, tmp_path_factory) -> Path:
+    """A cache folder with a profile of the host, in which both parts are equally fast, and its predictor."""
+    target: Path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(target))
+        device = open_device("host")
+        config = ModelConfig.from_folder(folder)
+        shape = shape_of_specs(config, op_specs(config, "w4a16", 32, True, float_bits=32), "model")
+        points, _ = enumerate_points(
+            [shape],
+            device.npu,
+            cache_bytes=last_level_cache_bytes(),
+            max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
+        )
+        made = Profile.of(device)
+        for work in points:
+            key = LinearKey(work.part, work.point, code_of(work.part))
+            made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
+        made.save(profile_path(device.name, device.fingerprint()))
+        fitted_predictor(made)
+    return target
+
+
 @pytest.fixture
-def profile(folder, tmp_path, monkeypatch) -> Profile:
-    """A profile of the host in which both parts are equally fast, so that everything is worth a cut."""
+def profile(cache, tmp_path, monkeypatch) -> Profile:
+    """The profile, in a cache folder of the test's own."""
+    shutil.copytree(cache, tmp_path / "cache")
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-    device = open_device("host")
-    config = ModelConfig.from_folder(folder)
-    shape = shape_of_specs(config, op_specs(config, "w4a16", 32, True, float_bits=32), "model")
-    points, _ = enumerate_points(
-        [shape],
-        device.npu,
-        cache_bytes=last_level_cache_bytes(),
-        max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
-    )
-    made = Profile.of(device)
-    for work in points:
-        key = LinearKey(work.part, work.point, code_of(work.part))
-        made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
-    made.save(profile_path(device.name, device.fingerprint()))
-    return made
+    [path] = (tmp_path / "cache" / "profiles").glob("*.json")
+    return Profile.load(path)
 
 
 def planner(profile: Profile, folder: Path, **request: object) -> Planner:
