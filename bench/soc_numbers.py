@@ -83,10 +83,14 @@ def markdown(rows: Sequence[Residual]) -> str:
         number = row.number
         used = "yes" if number.weight else "no"
         lines.append(
-            f"| {number.name} | {number.source} | {number.published:.4g} {number.unit} | {row.modelled:.4g} "
-            f"| {row.ratio:.3f} | {used} | {number.remark} |"
+            f"| {number.name} | {number.source} | {_shown(number.published)} {number.unit} "
+            f"| {_shown(row.modelled)} | {row.ratio:.3f} | {used} | {number.remark} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 # -- operators -----------------------------------------------------------------------------------------
@@ -102,10 +106,10 @@ def npu_row(rows: int, columns: int, tokens: int, soc: SocParameters) -> float:
     return npu_time(soc, NpuWork(rows, columns, tokens, 4, BLOCK)).alone_us
 
 
-def down_ratio(soc: SocParameters) -> float:
-    """Return how much longer the GPU takes than the NPU for FFN-down at a short length, in a chain."""
-    gpu = gpu_time(soc, linear_work(4096, 14336, 64, block=BLOCK)).alone_us
-    return gpu / npu_time(soc, NpuWork(4096, 14336, 64, 4, BLOCK)).busy_us
+def down_ratio(rows: int, columns: int, tokens: int, soc: SocParameters) -> float:
+    """Return how much longer the GPU takes than the NPU for FFN-down, in a chain."""
+    gpu = gpu_time(soc, linear_work(rows, columns, tokens, block=BLOCK)).alone_us
+    return gpu / npu_time(soc, NpuWork(rows, columns, tokens, 4, BLOCK)).busy_us
 
 
 def order_effect(soc: SocParameters) -> float:
@@ -254,6 +258,23 @@ def _operators() -> list[Number]:
     return found
 
 
+def _ffn_down() -> list[Number]:
+    """Return rows of one sentence: in every model that was run the NPU is 0.5 to 1.5 times the GPU here."""
+    shapes = ((4096, 14336, 64, 1.0), (4096, 11008, 256, 0.0), (3072, 8192, 256, 0.0), (2048, 8192, 256, 0.0))
+    return [
+        Number(
+            f"GPU over NPU time, FFN-down {rows}x{columns}, {tokens} tokens",
+            1.5,
+            "x",
+            FACTS,
+            partial(down_ratio, rows, columns, tokens),
+            weight,
+            "upper end of 0.5 to 1.5",
+        )
+        for rows, columns, tokens, weight in shapes
+    ]
+
+
 def _table_3() -> list[Number]:
     found = []
     for place, (m, k, n, npu_ms, gpu_ms) in enumerate(TABLE_3_ROWS):
@@ -267,6 +288,8 @@ def _table_3() -> list[Number]:
 NUMBERS: Final[tuple[Number, ...]] = (
     *_operators(),
     Number("order effect, most", 6.0, "x", "HeteroLLM, section 3.2", order_effect),
+    *_ffn_down(),
+    Number("GPU alone in decode", 43.3, "GB/s", "HeteroLLM v2, section 3", gpu_decode_gbps),
     Number("both read in decode", 59.5, "GB/s", "HeteroLLM v2, section 3", decode_gbps),
     Number(
         "GPU, large product",
