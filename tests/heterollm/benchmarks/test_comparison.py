@@ -1,0 +1,105 @@
+"""Two result files side by side, on samples that are made up."""
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heterollm.benchmarks.comparison import compare_row_sets
+from heterollm.benchmarks.formats import to_jsonl
+
+SCRIPT = Path(__file__).resolve().parents[3] / "bench" / "compare.py"
+
+
+@pytest.fixture
+def run(make_rows):
+    """A factory of the rows of a run: milliseconds of each level."""
+
+    def make(seed, spread=0.01, **levels):
+        draw = random.Random(seed)
+        return [
+            make_rows([ms * 1e3 * draw.lognormvariate(0, spread) for _ in range(6)], plan_level=level)
+            for level, ms in levels.items()
+        ]
+
+    return make
+
+
+def test_changes_are_told_from_noise(run):
+    comparison = compare_row_sets(run(1, gpu=100, npu=100, layer=100), run(2, gpu=100.5, npu=80, layer=125))
+    verdicts = {one.label.split()[0]: one.change.verdict for one in comparison.compared}
+    assert verdicts == {"gpu": "noise", "npu": "faster", "layer": "slower"}
+    assert [one.label for one in comparison.slower] == ["layer auto w4a16, 1+1"]
+    assert [one.label for one in comparison.faster] == ["npu auto w4a16, 1+1"]
+
+
+def test_two_runs_of_the_same_thing_are_noise(run):
+    wrong = 0
+    for seed in range(100):
+        comparison = compare_row_sets(
+            run(2 * seed, spread=0.1, gpu=100), run(2 * seed + 1, spread=0.1, gpu=100)
+        )
+        wrong += comparison.compared[0].change.verdict != "noise"
+    assert wrong <= 10
+
+
+def test_what_only_one_run_has_is_named(run):
+    comparison = compare_row_sets(run(1, gpu=1, npu=1), run(1, gpu=1, layer=1))
+    assert comparison.only_before == ("pp256, npu auto w4a16, 1+1",)
+    assert comparison.only_after == ("pp256, layer auto w4a16, 1+1",)
+    assert len(comparison.compared) == 1
+
+
+def test_disturbed_samples_are_left_out_where_enough_are_left(run):
+    (row,) = run(1, gpu=100)
+    times = (*row.samples_ns[:3], *(2 * time for time in row.samples_ns[3:]))
+    disturbed = replace(row, samples_ns=times, samples_disturbed=(False,) * 3 + (True,) * 3)
+    assert compare_row_sets([row], [disturbed]).compared[0].change.verdict == "noise"
+    unknown = replace(disturbed, samples_disturbed=(None,) * 6)
+    assert compare_row_sets([row], [unknown]).compared[0].change.ratio < 0.8
+
+
+def test_samples_of_several_lines_are_taken_together(run):
+    before = run(1, gpu=100)
+    comparison = compare_row_sets(before, [*run(2, gpu=100), *run(3, gpu=100)])
+    assert len(comparison.compared) == 1
+
+
+def test_failed_and_wrong_rows_are_no_rows(make_rows):
+    bad = [make_rows([], error="It failed."), make_rows([1.0] * 3, passed=False)]
+    comparison = compare_row_sets(bad, bad)
+    assert comparison.compared == comparison.only_before == ()
+
+
+def test_other_machines_and_libraries_are_named(make_rows):
+    row = make_rows([1.0, 1.0, 1.0])
+    other = replace(row, cpu_info="another processor", versions={"numpy": "3"})
+    assert compare_row_sets([row], [other]).differences == (
+        "cpu_info: a processor before, another processor after",
+        "numpy: 2 before, 3 after",
+    )
+    assert compare_row_sets([row], [row]).differences == ()
+
+
+def test_the_script_prints_a_table_and_fails_if_asked_to(run, tmp_path):
+    for name, rows in (("before", run(1, gpu=100)), ("after", run(2, gpu=150))):
+        (tmp_path / name).write_text(to_jsonl(rows), "utf-8")
+
+    def call(*arguments):
+        command = [sys.executable, str(SCRIPT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+    done = call("before", "after")
+    assert done.returncode == 0, done.stderr
+    assert "| pp256 | gpu w4a16, 1+1 |" in done.stdout
+    assert "| slower |" in done.stdout
+    assert "1 compared: 0 faster, 1 slower" in done.stdout
+    assert call("before", "after", "--fail-on-slower").returncode == 1
+    assert call("after", "before", "--fail-on-slower").returncode == 0
+    missing = call("before", "nothing")
+    assert missing.returncode == 2
+    assert "Cannot read nothing" in missing.stderr
+    assert "Traceback" not in missing.stderr
