@@ -22,8 +22,9 @@ from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_sh
 LENGTHS = (1, 31, 32, 33, 70, 96, 130)
 TRACED = (50, 128)
 DECODED = 6
-SEEDS = tuple(range(7))
-MORE_SEEDS = tuple(range(7, 20))
+# As few as draw every kind on every group, which a test below sees to.
+SEEDS = (1, 2, 13)
+MORE_SEEDS = tuple(seed for seed in range(20) if seed not in SEEDS)
 CHUNK = 160
 # Wide enough that every member but one has cuts at multiples of 64, 1120 rows that end between two of
 # them, and keys and values of 256 rows.
@@ -197,11 +198,16 @@ def check(actual: np.ndarray, expected: np.ndarray) -> None:
         assert worst >= gate - LOGITS_WORST_DROP_DB
 
 
-def run_and_check(llm: LLM, gpu_only: LLM, expected: np.ndarray, ids: list[int]) -> None:
+@pytest.fixture(scope="module")
+def alone(gpu_only: LLM, ids: list[int]) -> np.ndarray:
+    """What the GPU answers by itself."""
+    return answers(gpu_only, ids)[0].astype(np.float64)
+
+
+def run_and_check(llm: LLM, alone: np.ndarray, expected: np.ndarray, ids: list[int]) -> None:
     actual, positions = answers(llm, ids)
     check(actual, expected[positions])
-    alone, _ = answers(gpu_only, ids)
-    check(actual, alone.astype(np.float64))
+    check(actual, alone)
 
 
 # -- tests ------------------------------------------------------------------------------------------------
@@ -214,12 +220,13 @@ def test_drawn_plans(
     seed: int,
     folder: Path,
     gpu_only: LLM,
+    alone: np.ndarray,
     expected: np.ndarray,
     ids: list[int],
     host_llm: Callable[..., LLM],
 ) -> None:
     plan = make_plan(gpu_only, drawing(seed))
-    run_and_check(host_llm(folder, plan=plan), gpu_only, expected, ids)
+    run_and_check(host_llm(folder, plan=plan), alone, expected, ids)
 
 
 def test_every_kind_is_drawn(gpu_only: LLM) -> None:
@@ -244,6 +251,7 @@ def test_one_kind_everywhere(
     kind: str,
     folder: Path,
     gpu_only: LLM,
+    alone: np.ndarray,
     expected: np.ndarray,
     ids: list[int],
     host_llm: Callable[..., LLM],
@@ -256,7 +264,7 @@ def test_one_kind_everywhere(
 
     plan = make_plan(gpu_only, choose)
     assert plan.uses_npu or kind == "gpu"
-    run_and_check(host_llm(folder, plan=plan), gpu_only, expected, ids)
+    run_and_check(host_llm(folder, plan=plan), alone, expected, ids)
 
 
 def test_a_cut_off_the_alignment_is_refused(

@@ -112,18 +112,19 @@ def test_right_orders_pass_and_delays_change_no_logit(
     assert late_writes(llm) >= 2
 
 
+@pytest.mark.parametrize("kind", ["row", pytest.param("sequence", marks=pytest.mark.slow)])
 def test_rounded_inputs_pass_too(
+    kind: str,
     plans: Callable[..., Plan],
     load: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
     checking: Callable[[int], None],
 ) -> None:
     ids = token_ids(47)
-    for kind in ("row", "sequence"):
-        options = {"plan": plans(kind, "w4a8"), "precision": "w4a8"}
-        expected = logits(load(**options), ids)
-        checking(5)
-        np.testing.assert_array_equal(logits(load(**options), ids), expected)
+    options = {"plan": plans(kind, "w4a8"), "precision": "w4a8"}
+    expected = logits(load(**options), ids)
+    checking(5)
+    np.testing.assert_array_equal(logits(load(**options), ids), expected)
 
 
 # -- wrong orders --------------------------------------------------------------------------------------------

@@ -305,9 +305,21 @@ def legal_parameters(data):
     return shape, tokens, data.draw(st.sampled_from(all_parameters(style, shape)), label="parameters")
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+# Every example is a kernel to build.
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
-def test_all_legal_parameters_compute_rightly(runtime, data):
+def test_legal_parameters_compute_rightly(runtime, data):
+    check_legal_parameters(runtime, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_many_legal_parameters_compute_rightly(runtime, data):
+    check_legal_parameters(runtime, data)
+
+
+def check_legal_parameters(runtime, data):
     shape, tokens, parameters = legal_parameters(data)
     if not runtime.tuning.identity.can_run(parameters):
         return
