@@ -23,9 +23,10 @@ from typing import Any, Final
 
 from conditions import conditions
 
-from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.workload import ModelShape, Sizes, shape_of
+from heterollm.solver import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs, Overheads, Slowdown
 from heterollm.solver.slices import Budget, Slices
@@ -39,7 +40,7 @@ LENGTH_AIM_MS: Final = 5.0
 
 
 class FormulaCosts:
-    """Rates of a phone, roughly, with a fixed cost for each kernel and graph."""
+    """Rates of a phone, roughly, with a fixed cost for each kernel and graph; of a block with one for all."""
 
     overheads = Overheads(hand_over_us=8.0, refill_us=75.0)
 
@@ -51,7 +52,10 @@ class FormulaCosts:
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
         """Unpacking or operations; long rows cost more unless they are in chunks."""
         weights = sum(member_rows) * spec.columns
-        slower = 3.5 if spec.columns > 4096 and form != "k_chunked" else 1.0
+        slower = 3.5 if spec.columns > CHUNK_COLUMNS and form != "k_chunked" else 1.0
+        if spec.then is not None:
+            own = 3.5 if member_rows[0] > CHUNK_COLUMNS and form != "ffn_k_chunked" else 1.0
+            weights += int(own * member_rows[0] * spec.then.rows)
         return 110.0 + slower * weights * max(1 / 30.7e3, 2 * length / 5.6e6)
 
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
@@ -65,7 +69,9 @@ class FormulaCosts:
 
 def formula_forms(spec: OpSpec, length: int) -> tuple[str, ...]:
     """Return two forms where chunks make sense, as on Hexagon."""
-    return ("matmul_nbits", "k_chunked") if spec.columns > 4096 and length else ("matmul_nbits",)
+    plain, columns = ("matmul_nbits", spec.columns) if spec.then is None else ("ffn", spec.then.columns)
+    chunked = "k_chunked" if spec.then is None else "ffn_k_chunked"
+    return (plain, chunked) if columns > CHUNK_COLUMNS and length else (plain,)
 
 
 def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Costs], NpuLimits]]:
@@ -112,9 +118,9 @@ def spread(what: str, costs: str, times_ms: list[float], aim_ms: float | None) -
 
 
 def measure(
-    name: str, costs: Callable[[], Costs], limits: NpuLimits, rounds: int
+    name: str, level: SolvedLevel, costs: Callable[[], Costs], limits: NpuLimits, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of one source of costs."""
+    """Yield the lines of one source of costs at one level."""
     shape = shape_of(SIZES)
     layers = tuple(replace(spec, layer=layer) for layer in range(shape.layers) for spec in shape.layer)
     specs = (*layers, shape.head)
@@ -125,17 +131,17 @@ def measure(
     ):
         times = []
         for _ in range(rounds):
-            solver = Solver(specs, limits, costs(), budget=budget)
+            solver = Solver(specs, limits, costs(), budget=budget, level=level)
             times.append(milliseconds(lambda: solver.plan(device="bench", precision="w4a16")))  # noqa: B023
-        yield spread(f"{title}, {shape.layers} layers", name, times, PLAN_AIM_MS)
-    slices: Slices = Solver(specs, limits, costs()).slices()
+        yield spread(f"{level}: {title}, {shape.layers} layers", name, times, PLAN_AIM_MS)
+    slices: Slices = Solver(specs, limits, costs(), level=level).slices()
     for title, held, aim in (("the plan's slices", slices, LENGTH_AIM_MS), ("every cut", None, None)):
         times = []
         for _ in range(rounds):
-            solver = Solver(specs, limits, costs())
+            solver = Solver(specs, limits, costs(), level=level)
             for tokens in LENGTHS:
                 times.append(milliseconds(lambda: solver.length(tokens, held)))  # noqa: B023
-        yield spread(f"another length, {title}", name, times, aim)
+        yield spread(f"{level}: another length, {title}", name, times, aim)
 
 
 def main() -> None:
@@ -151,10 +157,13 @@ def main() -> None:
     print("| what | costs | least ms | median | largest | aim |")
     print("|---|---|---:|---:|---:|---:|")
     for name, costs, limits in sources(options.profile, shape_of(SIZES)):
-        for row in measure(name, costs, limits, options.rounds):
-            cells = [row[key] for key in ("what", "costs", "least_ms", "median_ms", "largest_ms", "aim_ms")]
-            print(f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |", flush=True)
-            rows.append({**conditions(), **row})
+        for level in SOLVED_LEVELS:
+            for row in measure(name, level, costs, limits, options.rounds):
+                cells = [
+                    row[key] for key in ("what", "costs", "least_ms", "median_ms", "largest_ms", "aim_ms")
+                ]
+                print(f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |", flush=True)
+                rows.append({**conditions(), **row})
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a", encoding="utf-8") as file:
