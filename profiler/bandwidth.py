@@ -83,10 +83,14 @@ class SharedLoad:
         """Return samples and warm-up runs of a part's job alone, measured once."""
         key = part, bound
         if key not in self._alone_us:
-            job = self.job(part, bound)
-            once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
-            self._alone_us[key] = take_samples(once)
+            self._alone_us[key] = self.alone_now_us(part, bound)
         return self._alone_us[key]
+
+    def alone_now_us(self, part: Part, bound: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """As :meth:`alone_us`, measured anew: what both parts do at once is compared with this."""
+        job = self.job(part, bound)
+        once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
+        return take_samples(once)
 
     def beside(self, npu: Bound) -> Job:
         """Return the NPU's job of a kind beside the GPU; see the head of this module."""
@@ -102,6 +106,14 @@ class SharedLoad:
         gpu_us = statistics.median(self.alone_us("gpu", gpu)[0])
         npu_us = statistics.median(self.alone_us("npu", npu)[0])
         count = max(ROUNDS, round(ROUNDS * npu_us / gpu_us) + 1)
+        for more in (1, 4):
+            found = self._both_at_work(launch, call, count * more)
+            if found["npu"]:
+                return found
+        raise DeviceError("The parts did not run at the same time: the GPU had ended before the NPU.")
+
+    def _both_at_work(self, launch: Any, call: Any, count: int) -> dict[Part, tuple[float, ...]]:  # noqa: ANN401
+        """Run the GPU's job so often, and the NPU's meanwhile; the NPU has no samples if it came too late."""
         events = [launch() for _ in range(count)]
         self._timer.runtime.flush()
         npu_samples: list[float] = []
@@ -112,8 +124,6 @@ class SharedLoad:
             npu_samples.append(elapsed_us)
         self._timer.runtime.finish()
         times = [kernel_times_ns(event) for event in events]
-        if not npu_samples:
-            raise DeviceError("The parts did not run at the same time: the GPU had ended before the NPU.")
         # The first launch may have begun before the NPU did, and the first run of the NPU before the GPU.
         gpu_samples = tuple((moment.end - moment.start) / 1e3 for moment in times[1:])
         return {"gpu": gpu_samples, "npu": tuple(npu_samples[1:] or npu_samples)}
@@ -247,12 +257,14 @@ def _bandwidth(
 
 def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
     job = load.beside(npu)
+    jobs: dict[Part, Job] = {"gpu": gpu, "npu": job}
+    # Right before and right after: the clocks of a processor move more within minutes than parts slow.
+    before = {part: load.alone_now_us(part, bound)[0] for part, bound in jobs.items()}
     together = load.together_us(gpu, job)
-    alone: dict[Part, Job] = {"gpu": gpu, "npu": job}
+    after = {part: load.alone_now_us(part, bound)[0] for part, bound in jobs.items()}
     for part, bound, beside in (("gpu", gpu, npu), ("npu", npu, gpu)):
         own = cast("Part", part)
-        alone_us = statistics.median(load.alone_us(own, alone[own])[0])
-        slowdown = statistics.median(together[own]) / alone_us
+        slowdown = statistics.median(together[own]) / statistics.median(before[own] + after[own])
         yield Record(
             ContentionKey(own, bound, beside), together[own], values={"slowdown": round(slowdown, 4)}
         )

@@ -133,11 +133,11 @@ def test_rounded_inputs_pass_too(
 def without_waits(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Return a function that leaves out of a part's first calls whatever waits."""
 
-    def start(placer: Placer, part: Any, hand_over: Any, launch: Launch | None, **options: Any) -> list[Any]:
+    def start(placer: Placer, part: Any, launches: Any, **options: Any) -> list[Any]:
         return [
             call
-            for call in original(placer, part, hand_over, launch, **options)
-            if getattr(call, "__name__", "") != "wait" and call is not hand_over
+            for call in original(placer, part, launches, **options)
+            if getattr(call, "__name__", "") != "wait" and call is not part.hand_over()
         ]
 
     return start
