@@ -260,8 +260,11 @@ def point_from_dict(data: object) -> LinearPoint:
     _check_kind(named)
     if named["group"] not in get_args(Group):
         raise ProfileError(f"There is no group {named['group']!r:.80}.")
-    whole([named["columns"], named["tokens"]], "columns and tokens")
-    return LinearPoint(**{**named, "member_rows": tuple(whole(named["member_rows"], "member_rows"))})
+    rows = sequence(named["member_rows"], "member_rows")
+    # A member that is too short to be cut has no rows on one of the parts.
+    own = [count for count in rows if type(count) is not int or count]
+    whole([*own, named["columns"], named["tokens"]] if own else own, "member_rows, columns and tokens")
+    return LinearPoint(**{**named, "member_rows": tuple(rows)})
 
 
 def _check_kind(named: Mapping[str, Any]) -> None:

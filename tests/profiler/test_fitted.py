@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from heterollm.cache_folder import list_cache
+from heterollm.errors import ProfileError
 from heterollm.profiler.fitted import fitted_predictor
 from heterollm.profiler.predictor import Predictor
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import LinearKey, LinearPoint, Record
+from heterollm.profiler.time_model import point_from_dict
 
 POINT = LinearPoint("o", (1024,), 1024, 64, 4, 32)
 
@@ -46,6 +49,25 @@ def test_a_predictor_is_fitted_once(profile: Profile, fits: list[Profile]) -> No
     assert first.predict_us(POINT, "gpu") == second.predict_us(POINT, "gpu")
     [kind] = list_cache(["predictors"])
     assert kind.files == 1
+
+
+def test_members_without_rows_are_read_back(profile: Profile, fits: list[Profile]) -> None:
+    """Short keys and values stay whole in a cut, on the GPU: the NPU's slice has none of their rows."""
+    point = LinearPoint("qkv", (64, 0, 0), 1024, 64, 4, 32)
+    for tokens in (1, 64):
+        key = LinearKey("npu", replace(point, tokens=tokens, form="plain"), "code")
+        profile.add(Record(key, (5.0 + tokens,), taken_s=1))
+    first, second = fitted_predictor(profile), fitted_predictor(profile)
+    assert len(fits) == 1
+    asked = replace(point, form="plain")
+    assert first.predict_us(asked, "npu") == second.predict_us(asked, "npu")
+
+
+@pytest.mark.parametrize("rows", [[], [0, 0], [-64, 0], [64.0], [True], ["64"], 64, None])
+def test_rows_of_no_slice_are_refused(rows: object) -> None:
+    data = {**asdict(POINT), "member_rows": rows}
+    with pytest.raises(ProfileError, match="member_rows"):
+        point_from_dict(data)
 
 
 def test_another_measurement_is_another_predictor(profile: Profile, fits: list[Profile]) -> None:
