@@ -122,13 +122,13 @@ class _TracedCompiler:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the compiler's own
         return getattr(self._compiler, name)
 
-    def _compile_pass(self, phase: Phase, tokens: int, *arguments: Any) -> CompiledPass:  # noqa: ANN401
-        compiled = self._compiler.compile_pass(phase, tokens, *arguments)
+    def _compile_pass(self, phase: Phase, tokens: int, *others: Any, **options: Any) -> CompiledPass:  # noqa: ANN401
+        compiled = self._compiler.compile_pass(phase, tokens, *others, **options)
         compiled.calls = self._tracer.traced(compiled.calls, tokens)
         return compiled
 
-    def _compile_head(self, phase: Phase, rows: int, *arguments: Any) -> list[Call]:  # noqa: ANN401
-        return self._tracer.traced(self._compiler.compile_head(phase, rows, *arguments), rows)
+    def _compile_head(self, phase: Phase, rows: int, *others: Any, **options: Any) -> list[Call]:  # noqa: ANN401
+        return self._tracer.traced(self._compiler.compile_head(phase, rows, *others, **options), rows)
 
 
 class _Reading(NamedTuple):

@@ -170,10 +170,10 @@ class Recorder:
         """Return a call that does the same and is recorded."""
         now_ns, add = self.now_ns, self.add
 
-        def traced(*arguments: Any) -> Any:  # noqa: ANN401 - those of the call
+        def traced(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the call
             begin_ns = now_ns()
             try:
-                return call(*arguments)
+                return call(*arguments, **options)
             finally:
                 add(site, begin_ns, now_ns())
 

@@ -220,7 +220,13 @@ def test_gpu_alone_has_no_npu_and_no_overlap(
     assert llm.take_trace().passes == ()
 
 
-@pytest.mark.parametrize("sync", [sync for sync in SYNC_OPTIONS if sync != "auto"])
+SYNCS = ("operator", "event", "flag", "sleep_poll")
+MORE_SYNCS = sorted(set(SYNC_OPTIONS) - {"auto", *SYNCS})
+
+
+@pytest.mark.parametrize(
+    "sync", [*SYNCS, *(pytest.param(sync, marks=pytest.mark.slow) for sync in MORE_SYNCS)]
+)
 def test_every_strategy_is_told_apart(
     sync: str, bundled_model: Path, plan: Plan, host_llm: Callable[..., LLM], prompt: list[int]
 ) -> None:
