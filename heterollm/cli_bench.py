@@ -34,7 +34,7 @@ def bench(
     ] = None,
     depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens that were seen before.")] = "0",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5,
-    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers.")] = "self",
+    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, onnxruntime-genai.")] = "self",
     plan_level: Annotated[
         str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")
     ] = "auto",

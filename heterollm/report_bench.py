@@ -34,9 +34,10 @@ def bench_report(result: BenchResult) -> RenderableType:
     parts: list[RenderableType] = [Text(line) for line in _heading(rows)]
     for (test, precision), group in groups_of(rows).items():
         parts += [Text(), rows_table(group, title=f"{test}, {precision}")]
-        drawn = [row for row in group if row.usable]
-        if len(drawn) > 1:
-            parts.append(Padding(bars(drawn), (0, 0, 0, 2)))
+        for kind in dict.fromkeys(row.time_kind for row in group if row.usable):
+            drawn = [row for row in group if row.usable and row.time_kind == kind]
+            if len(drawn) > 1:
+                parts.append(Padding(bars(drawn), (0, 0, 0, 2)))
     traced = [row for row in rows if row.traced_ms is not None]
     if traced:
         parts += [Text(), traces_table(traced)]
@@ -70,9 +71,9 @@ def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
         if row.median_ts is None:
             made.add_row(short_label(row), Text("failed", "red"))
             continue
-        ratio = (
-            "" if baseline is None or not row.usable else f"{row.median_ts / (baseline.median_ts or 1):.2f}"
-        )
+        ratio = ""
+        if baseline is not None and row.usable and row.time_kind == baseline.time_kind:
+            ratio = f"{row.median_ts / (baseline.median_ts or 1):.2f}"
         made.add_row(
             short_label(row),
             f"{row.median_ts:.1f}",
@@ -125,7 +126,7 @@ def operators_table(row: BenchRow) -> Table:
 
 def short_label(row: BenchRow) -> str:
     """Return a row's label without the precision, which stands over the table."""
-    return row.label.replace(f" {row.precision}", "", 1)
+    return row.label.replace(f" {row.precision}", "", 1).removesuffix(" threads")
 
 
 def bars(rows: Sequence[BenchRow]) -> Text:

@@ -100,6 +100,8 @@ def make_row(
         "error": state.error,
         "test_time": state.test_time,
     }
+    if facts is not None and not facts.computes:
+        found["reasons"]["logits_sqnr_db"] = "This simulated device computes no values."
     if quality is not None:
         found |= quality.to_dict()
         if found["logits_sqnr_db"] is None:

@@ -20,6 +20,7 @@ from heterollm.solver import LENGTH_POLICIES
 
 __all__ = [
     "ENGINES",
+    "ENGINES_THAT_ROUND",
     "LEVEL_NAMES",
     "Case",
     "Configuration",
@@ -30,8 +31,11 @@ __all__ = [
     "with_baseline",
 ]
 
-ENGINES: Final = ("self", "llama.cpp", "transformers")
+ENGINES: Final = ("self", "llama.cpp", "transformers", "onnxruntime-genai")
 """What can be compared; every one computes with the weights that heterollm computes with."""
+
+ENGINES_THAT_ROUND: Final = ("onnxruntime-genai",)
+"""Other engines with two ways to compute 4-bit weights: on float inputs and on ones rounded to int8."""
 
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
@@ -83,8 +87,8 @@ class Configuration:
     Args:
         engine: Who computes.
         plan_level: Of heterollm: a level, ``auto``, or the file of a plan; empty for others.
-        precision: Of weights and activations; other engines take its weights, and ``w4a16`` for both that
-            have 4 bits.
+        precision: Of weights and activations; engines with one way to compute have ``w4a16`` for both
+            that have 4 bits.
         length_policy: Of levels ``npu`` and ``layer``: how lengths without a graph run; ``auto`` elsewhere,
             where the solver chooses or nothing is to be chosen.
         sync: Of heterollm: how the parts wait for each other; empty for others.
@@ -119,7 +123,7 @@ class Configuration:
     def label(self) -> str:
         """Short name for people."""
         if self.engine != "self":
-            weights = "fp16" if self.precision == "fp16" else "4-bit"
+            weights = "4-bit" if self.precision == "w4a16" else self.precision
             threads = "" if self.threads is None else f", {self.n_threads} threads"
             return f"{self.engine} {weights}{threads}"
         parts = [self.plan_level]
@@ -276,7 +280,8 @@ def _foreign(base: Configuration) -> Configuration:
     # Which part the threads belong to means nothing to others, so that equal totals are one row; and rounded
     # inputs are ours, of the same weights.
     threads = None if base.threads is None else (sum(base.threads), 0)
-    precision: Precision = "fp16" if base.precision == "fp16" else "w4a16"
+    rounds = base.engine in ENGINES_THAT_ROUND
+    precision: Precision = "w4a16" if base.precision == "w4a8" and not rounds else base.precision
     return replace(
         base, plan_level="", length_policy="", sync="", device="", threads=threads, precision=precision
     )

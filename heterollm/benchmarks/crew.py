@@ -20,6 +20,9 @@ FIRST_GUESS: Final = {"w4a16": 1.0, "w4a8": 1.0, "fp16": 2.5}
 """Memory of a model by the size of its checkpoint, before one was loaded: two copies and a KV cache of 4-bit
 weights take about what the 16-bit checkpoint does; ``host`` holds unquantised weights as 32 bits."""
 
+FLOAT_GUESS: Final = 4.0
+"""The same of an engine that writes all weights out in float32, and holds them twice for a moment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -155,10 +158,12 @@ class Crew:
         known = self.need_bytes.get(configuration)
         if known is not None:
             return known
-        alike = [
-            need for other, need in self.need_bytes.items() if other.precision == configuration.precision
-        ]
-        return max(alike, default=int(FIRST_GUESS[configuration.precision] * self._loading.checkpoint_bytes))
+        kind = configuration.engine, configuration.precision
+        alike = [need for other, need in self.need_bytes.items() if (other.engine, other.precision) == kind]
+        factor = (
+            FLOAT_GUESS if configuration.engine == "transformers" else FIRST_GUESS[configuration.precision]
+        )
+        return max(alike, default=int(factor * self._loading.checkpoint_bytes))
 
     def _make_room(self, need: int) -> None:
         for other in list(self._resident):

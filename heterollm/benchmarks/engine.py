@@ -48,6 +48,7 @@ class Facts:
         model_type: Kind and number format of the model.
         model_size: Bytes of its weights as this engine holds them, without copies.
         model_n_params: Weights of its linear layers and embeddings.
+        computes: Whether logits mean anything: a simulated device may know shapes and times only.
         description: The device, or how the engine was built.
         notes: What to know about its numbers.
     """
@@ -60,6 +61,7 @@ class Facts:
     model_type: str
     model_size: int
     model_n_params: int
+    computes: bool = True
     description: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -125,6 +127,10 @@ def open_engine(job: Job) -> BenchEngine:
         from heterollm.benchmarks.engine_transformers import TransformersEngine
 
         return TransformersEngine(job)
+    if name == "onnxruntime-genai":
+        from heterollm.benchmarks.engine_genai import GenaiEngine
+
+        return GenaiEngine(job)
     raise OptionError(f"There is no engine {name!r:.80}.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cached_property
 from typing import Any, Final, Literal, cast
 
@@ -20,7 +19,7 @@ from heterollm.llm import LLM
 from heterollm.load_options import Sync
 from heterollm.planning import Planner, PlanRequest, stored_profile
 from heterollm.session import Session
-from heterollm.solver import LengthPolicy
+from heterollm.solver import SOLVED_LEVELS, LengthPolicy
 from heterollm.trace_summary import summarise
 
 __all__ = ["SelfEngine"]
@@ -80,6 +79,7 @@ class SelfEngine:
             model_type=f"{config.family} {self._specs[0].weight}, head {head.weight}",
             model_size=size + (0 if config.tie_word_embeddings else head.weight_bytes()),
             model_n_params=sum(spec.rows * spec.columns for spec in self._specs) + embedding,
+            computes=device.gpu.computes,
             description=device.description(),
             notes=llm.notes,
         )
@@ -91,13 +91,15 @@ class SelfEngine:
         prompt = np.ascontiguousarray(ids[case.n_depth : begin])
         tokens = ids[begin : case.end].tolist()
 
+        now_ns = self._llm.device.gpu.now_ns  # a simulated device has a clock of its own
+
         def timed() -> float:
-            before_ns = time.perf_counter_ns()
+            before_ns = now_ns()
             if len(prompt):
                 session.prefill_in_place(prompt)
             for token in tokens:
                 session.decode_in_place(token)
-            return (time.perf_counter_ns() - before_ns) / 1e3
+            return (now_ns() - before_ns) / 1e3
 
         try:
             return self._llm.on_engine_thread(timed)
@@ -198,5 +200,6 @@ class SelfEngine:
         profile = stored_profile(self._llm.device)
         if profile is None:
             return None
-        request = PlanRequest(self._llm.context)
+        level = self._asked.plan_level
+        request = PlanRequest(self._llm.context, level=level if level in SOLVED_LEVELS else "auto")
         return Planner(profile, self._llm.config, self._specs, self._asked.precision, request)

@@ -15,14 +15,14 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.benchmarks.plain_llama import BLOCK, check_plain_llama
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
-from heterollm.errors import UnsupportedModelError
 from heterollm.kernels.cache import atomic_path, locked
 from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_rows
 from heterollm.weights import ModelWeights, load_weights
 
-__all__ = ["BLOCK", "ggml_blocks", "write_gguf"]
+__all__ = ["ggml_blocks", "write_gguf"]
 
 NAMES: Final = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
@@ -30,7 +30,6 @@ NAMES: Final = {
     "gate_up": ("ffn_gate", "ffn_up"),
     "down": ("ffn_down",),
 }
-BLOCK: Final = 32
 
 
 def write_gguf(folder: Path, path: Path | None = None) -> Path:
@@ -49,7 +48,7 @@ def write_gguf(folder: Path, path: Path | None = None) -> Path:
     """
     path = folder / "model.gguf" if path is None else path
     checkpoint, config = Checkpoint(folder), ModelConfig.from_folder(folder)
-    _check(config)
+    check_plain_llama(config, "GGUF")
     newest = max(file.stat().st_mtime for file in folder.glob("*.safetensors"))
     with locked(path):
         if path.is_file() and path.stat().st_mtime > newest:
@@ -58,17 +57,6 @@ def write_gguf(folder: Path, path: Path | None = None) -> Path:
         with atomic_path(path) as temporary:
             _write(temporary, weights)
     return path
-
-
-def _check(config: ModelConfig) -> None:
-    """Refuse what llama.cpp would compute otherwise: this writes plain Llama models only."""
-    widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
-    plain = config.model_type == "llama" and config.rope.kind == "default" and not config.qkv_bias
-    if not plain or config.o_bias or config.mlp_bias or any(width % BLOCK for width in widths):
-        raise UnsupportedModelError(
-            f"A {config.family} model with these features is not written as GGUF.",
-            fix="Leave llama.cpp out, or compare a Llama model without biases and RoPE scaling.",
-        )
 
 
 def _write(path: Path, weights: ModelWeights) -> None:

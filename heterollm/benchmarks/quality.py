@@ -109,6 +109,6 @@ def _rank(configuration: Configuration) -> int:
 def _gate_db(configuration: Configuration, dtype: str) -> float:
     if configuration.engine == "llama.cpp":
         return LLAMA_CPP_DB
-    if configuration.precision == "w4a8" and configuration.engine == "self":
+    if configuration.precision == "w4a8":
         return ROUNDED_DB
     return HALF_DB if dtype == "float16" else EXACT_DB

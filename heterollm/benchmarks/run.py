@@ -144,6 +144,8 @@ class _Bench:
             self._progress("Loading and comparing logits", done, len(configurations))
             try:
                 self._load(configuration)
+                if not self._crew.facts[configuration].computes:
+                    continue
                 answer = self._crew.ask(configuration, "logits", prompt=PROMPT_TOKENS, decoded=DECODED_TOKENS)
             except HeteroLLMError as error:
                 self._fail(configuration, error)

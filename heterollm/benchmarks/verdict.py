@@ -7,11 +7,17 @@ same processor, so that winning against one core of two is no gain.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
+from heterollm.benchmarks.cases import ENGINES_THAT_ROUND
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
 
 __all__ = ["best_of", "compare_rows", "groups_of", "is_split", "verdicts", "whole_device"]
+
+
+COMPARED: Final = ("real", "simulated")
+"""Kinds of time that say something of speed; an emulator's do not."""
 
 
 def is_split(row: BenchRow) -> bool:
@@ -45,14 +51,16 @@ def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
 
 
 def groups_of(rows: Sequence[BenchRow]) -> dict[tuple[str, str], list[BenchRow]]:
-    """Return the rows by test and precision, in order; other engines stand beside every precision."""
+    """Return the rows by test and precision, in order; engines with one way to compute stand beside each."""
     found: dict[tuple[str, str], list[BenchRow]] = {}
     for row in rows:
         if row.engine == "self":
             found.setdefault((row.test, row.precision), []).append(row)
     for row in rows:
         if row.engine != "self":
-            keys = [key for key in found if key[0] == row.test] or [(row.test, row.precision)]
+            own = row.engine in ENGINES_THAT_ROUND
+            keys = [key for key in found if key[0] == row.test and (not own or key[1] == row.precision)]
+            keys = keys or [(row.test, row.precision)]
             for key in keys:
                 found.setdefault(key, []).append(row)
     return found
@@ -62,16 +70,15 @@ def verdicts(rows: Sequence[BenchRow]) -> list[str]:
     """Say what the rows mean, from their numbers alone: a few sentences for each test and precision."""
     said: list[str] = []
     for (test, precision), group in groups_of(rows).items():
-        usable = [row for row in group if row.usable and row.time_kind == "real"]
-        parts = list(_of_group(usable)) if usable else []
-        if not usable:
-            kinds = {row.time_kind for row in group if row.time_kind and row.time_kind != "real"}
-            parts = [
-                f"times are {', '.join(sorted(kinds))}, so no speeds are compared."
-                if kinds
-                else "nothing ran."
-            ]
-        said.append(f"{test} {precision}: {' '.join(parts)}")
+        # Measured and modelled times never meet in one sentence.
+        kinds = dict.fromkeys(row.time_kind for row in group if row.usable)
+        for kind in kinds:
+            usable = [row for row in group if row.usable and row.time_kind == kind]
+            name = f"{test} {precision}" if kind == "real" else f"{test} {precision}, {kind} time"
+            parts = _of_group(usable) if kind in COMPARED else ["no speeds are compared."]
+            said.append(f"{name}: {' '.join(parts)}")
+        if not kinds:
+            said.append(f"{test} {precision}: nothing ran.")
     for row in rows:
         if row.quality_passed is False:
             sqnr = row.logits_sqnr_db if row.logits_sqnr_db is not None else 0.0

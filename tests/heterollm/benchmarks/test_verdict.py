@@ -87,7 +87,18 @@ def test_wrong_and_failed_rows_do_not_count(make_rows):
 
 def test_emulated_times_are_not_compared(make_rows):
     rows = [replace(row, time_kind="emulated") for row in (make_rows(times(5)), make_rows(times(9)))]
-    assert verdicts(rows) == ["pp256 w4a16: times are emulated, so no speeds are compared."]
+    assert verdicts(rows) == ["pp256 w4a16, emulated time: no speeds are compared."]
+
+
+def test_modelled_times_are_compared_with_their_like_only(make_rows):
+    modelled = [make_rows(times(5), plan_level="gpu"), make_rows(times(9), plan_level="npu")]
+    rows = [
+        make_rows(times(1), plan_level="layer"),
+        *(replace(row, time_kind="simulated") for row in modelled),
+    ]
+    measured, simulated = verdicts(rows)
+    assert measured == "pp256 w4a16: layer auto w4a16, 1+1 runs 256000.0 tokens/s."
+    assert simulated.startswith("pp256 w4a16, simulated time: gpu w4a16, 1+1 is fastest")
 
 
 def test_few_repetitions_decide_nothing(make_rows):

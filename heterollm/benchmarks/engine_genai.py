@@ -1,0 +1,152 @@
+"""onnxruntime-genai as one of the engines, on the same weights: see :mod:`heterollm.benchmarks.onnx_twin`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.engine import Facts, Ids, Job
+from heterollm.benchmarks.onnx_twin import write_onnx
+from heterollm.benchmarks.work import work_of
+from heterollm.config import ModelConfig
+from heterollm.errors import DeviceError, OptionError
+from heterollm.kernels.cache import cache_root
+from heterollm.layout import op_specs
+
+__all__ = ["GenaiEngine"]
+
+
+class GenaiEngine:
+    """A model of onnxruntime-genai on the processor.
+
+    Args:
+        job: What to load.
+
+    Raises:
+        DeviceError: onnxruntime-genai is not installed.
+        OptionError: The weights have another format than 4-bit blocks of 32.
+        HeteroLLMError: The checkpoint is not usable.
+    """
+
+    def __init__(self, job: Job) -> None:
+        asked = job.configuration
+        if asked.precision == "fp16" or asked.group_size != 32:
+            raise OptionError(
+                f"onnxruntime-genai is compared with 4-bit blocks of 32, not {asked.precision} with "
+                f"{asked.group_size}.",
+                fix="Compare at w4a16 or w4a8 with --group-size 32.",
+            )
+        try:
+            import onnxruntime_genai
+        except (ImportError, OSError) as error:
+            raise DeviceError(
+                f"Engine 'onnxruntime-genai' is not installed: {error}.",
+                fix="Run `pip install onnxruntime-genai`.",
+            ) from error
+        rounded = asked.precision == "w4a8"
+        self._threads = asked.n_threads or os.cpu_count() or 1
+        self._config = ModelConfig.from_folder(job.model)
+        self._specs = op_specs(self._config, "w4a16", 32, True)
+        folder = write_onnx(
+            job.model,
+            _folder(job.model, asked.precision),
+            integer_inputs=rounded,
+            context=job.context,
+            threads=self._threads,
+        )
+        self._version: str = onnxruntime_genai.__version__
+        self._model: Any = onnxruntime_genai.Model(str(folder))
+        parameters = onnxruntime_genai.GeneratorParams(self._model)
+        parameters.set_search_options(max_length=job.context, do_sample=False)
+        self._generator: Any = onnxruntime_genai.Generator(self._model, parameters)
+        self._seen = 0
+
+    @property
+    def facts(self) -> Facts:
+        """What was loaded."""
+        weights = sum(spec.rows * spec.columns for spec in self._specs)
+        table = self._config.vocab_size * self._config.hidden_size
+        layers = sum(spec.weight_bytes() for spec in self._specs if spec.group != "head")
+        return Facts(
+            engine_version=self._version,
+            plan_level="",
+            device="CPU",
+            time_kind="real",
+            fingerprint="",
+            model_type=f"{self._config.family} MatMulNBits, head float32",
+            model_size=layers + 8 * table,
+            model_n_params=weights + table,
+            description={"threads": self._threads},
+            notes=("keeps embedding and head in float32, equal to heterollm's 8-bit values",),
+        )
+
+    def sample_us(self, case: Case, ids: Ids) -> float:
+        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        self._truncate(case.n_depth)
+        if self._seen < case.n_depth:
+            self._feed(ids[self._seen : case.n_depth])
+        begin = case.n_depth + case.n_prompt
+        prompt, tokens = ids[case.n_depth : begin], ids[begin : case.end]
+        before_ns = time.perf_counter_ns()
+        if len(prompt):
+            self._feed(prompt)
+        for index in range(len(tokens)):
+            self._feed(tokens[index : index + 1])
+        taken_us = (time.perf_counter_ns() - before_ns) / 1e3
+        self._truncate(case.n_depth)
+        return taken_us
+
+    def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
+        """Return logits; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        self._truncate(0)
+        first = len(ids) - decoded
+        rows = [self._feed(ids[:first])]
+        rows += [self._feed(ids[index : index + 1]) for index in range(first, len(ids))]
+        self._truncate(0)
+        return np.stack(rows)
+
+    def account(self, case: Case) -> dict[str, Any]:
+        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        work = work_of(self._config, self._specs, case, chunk=max(1, case.n_prompt), cache_itemsize=4)
+        reason = "Another engine; the profile is of heterollm's parts."
+        return {
+            "read_bytes": work.read_bytes,
+            "flops": work.flops,
+            "reasons": dict.fromkeys(("gpu_share", "padded_tokens", "predicted_ms", "ceilings"), reason),
+        }
+
+    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
+        """Return nothing, as others are not traced."""
+        return {}
+
+    def close(self) -> None:
+        """Free the model."""
+        del self._generator, self._model
+
+    def _feed(self, ids: Ids) -> NDArray[np.float32]:
+        """Append tokens in one pass, and return the logits of the last."""
+        self._generator.append_tokens(np.ascontiguousarray(ids, np.int32))
+        self._seen += len(ids)
+        found: NDArray[np.float32] = np.array(self._generator.get_logits()).reshape(
+            -1, self._config.vocab_size
+        )
+        last: NDArray[np.float32] = found[-1].astype(np.float32)
+        return last
+
+    def _truncate(self, position: int) -> None:
+        if position < self._seen:
+            self._generator.rewind_to(position)
+            self._seen = position
+
+
+def _folder(model: Path, precision: str) -> Path:
+    """Return where the ONNX files of a checkpoint are kept: in the cache."""
+    name = hashlib.sha256(f"{model.resolve()} {precision}".encode()).hexdigest()[:16]
+    return cache_root() / "genai" / name
