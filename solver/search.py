@@ -108,7 +108,9 @@ def price(
     time_us = gpu_us
     if placement.npu_lengths:
         # The GPU's part follows the operator before in its queue; the NPU waits to be told.
-        begin_us = overheads.hand_over_us + overheads.map_us
+        hidden_us = max(0.0, -overheads.hand_over_us)
+        begin_us = max(0.0, overheads.hand_over_us) + overheads.map_us
+        npu_us = max(0.0, npu_us - hidden_us)
         slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
