@@ -64,9 +64,7 @@ def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
         ">logits", ">dist.",
         title=title,
     )  # fmt: skip
-    made.pad_edge, made.collapse_padding = False, True
-    for column in made.columns:
-        column.no_wrap = True
+    _tighten(made)
     for row in rows:
         if row.median_ts is None:
             made.add_row(short_label(row), Text("failed", "red"))
@@ -93,12 +91,10 @@ def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
 def traces_table(rows: Sequence[BenchRow]) -> Table:
     """Return what one traced run of each test showed: how long each part worked, both, and hand-overs."""
     made = table(
-        "test", "configuration", ">traced ms", ">GPU busy", ">NPU busy", ">both", ">overlap", ">hand-overs",
+        "test", "configuration", ">wall ms", ">GPU", ">NPU", ">both", ">overlap", ">hand-overs", ">ms",
         title="One traced run of each",
     )  # fmt: skip
-    made.pad_edge, made.collapse_padding = False, True
-    for column in made.columns:
-        column.no_wrap = True
+    _tighten(made)
     for row in rows:
         made.add_row(
             row.test,
@@ -108,7 +104,8 @@ def traces_table(rows: Sequence[BenchRow]) -> Table:
             _ms(row.npu_busy_ms),
             _ms(row.overlap_ms),
             _percent(row.overlap_fraction),
-            f"{row.hand_overs or 0} in {_ms(row.hand_over_ms)} ms",
+            str(row.hand_overs or 0),
+            _ms(row.hand_over_ms),
         )
     return made
 
@@ -122,6 +119,13 @@ def operators_table(row: BenchRow) -> Table:
         rates = ["" if item[name] is None else f"{item[name]:.1f}" for name in ("gbps", "gflops")]
         made.add_row(item["part"], item["operator"], str(item["count"]), _ms(item["time_ms"]), *rates)
     return made
+
+
+def _tighten(made: Table) -> None:
+    """Save room: labels may wrap, numbers may not."""
+    made.pad_edge, made.collapse_padding = False, True
+    for column in made.columns:
+        column.no_wrap = column.header != "configuration"
 
 
 def short_label(row: BenchRow) -> str:
