@@ -25,6 +25,7 @@ from heterollm import (
     cli_generate,
     cli_plan,
     cli_profile,
+    cli_simulate,
     cli_trace,
 )
 from heterollm.cli_options import FAILED
@@ -72,6 +73,7 @@ for group in (
     cli_plan.commands,
     cli_bench.commands,
     cli_trace.commands,
+    cli_simulate.commands,
     cli_cache.commands,
 ):
     app.add_typer(group)

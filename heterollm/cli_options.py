@@ -41,7 +41,7 @@ FAILED: Final = 1
 """The exit code of every error but wrong usage."""
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its hub name.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, snapdragon, host or emulator.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, snapdragon, host, emulator, or sim:SOC (simulated).")]
 PlanOption = Annotated[str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or the file of a plan.")]
 PrecisionOption = Annotated[str, typer.Option(help="w4a16, w4a8 or fp16.")]
 GroupSize = Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")]

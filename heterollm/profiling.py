@@ -15,6 +15,7 @@ import numpy as np
 from heterollm.errors import OptionError, ProfileError
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import Precision
+from heterollm.known_models import find_model
 from heterollm.load_options import check_options
 from heterollm.model_shape import model_shape, read_config
 from heterollm.precision import check_precision
@@ -80,7 +81,8 @@ class Profiling:
 
     Args:
         device: Name of the device.
-        models: Folders of checkpoints, of which only ``config.json`` is read; by default a documented set.
+        models: Folders of checkpoints, of which only ``config.json`` is read, or names of known models; by
+            default a documented set.
         precisions: Of weights and activations.
         group_size: Weights that share a scale.
         gpu_threads: Threads of the GPU part on ``host`` and ``emulator``.
@@ -107,7 +109,7 @@ class Profiling:
             raise OptionError("No precision is named.", fix=f"Choose {' or '.join(get_args(Precision))}.")
         for precision in precisions:
             check_options("default", "auto", precision, group_size, True)
-        configs = [(read_config(model), Path(model).expanduser().resolve().name) for model in models]
+        configs = [(model.config, model.name) for model in map(find_model, models)]
         self.device: Device = open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads)
         self.named = bool(configs)
         float_bits: Literal[16, 32] = 32 if self.device.activation_dtype == np.float32 else 16

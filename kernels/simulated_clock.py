@@ -41,8 +41,8 @@ class ClockCosts:
         write_us: A copy through the driver, of any size.
         poll_us: One look at the state of an event.
         sleep_us: By how much a sleep comes back late.
-        npu_start_share: Part of an NPU graph's fixed cost that is paid where the graph was started while the
-            control thread waited for its input; the rest is hidden by that wait.
+        npu_start_share: Part of an NPU graph's fixed cost that is paid where the control thread waited for
+            the GPU just before: the graph is started ahead, while the GPU works.
     """
 
     submit_us: float
@@ -177,6 +177,7 @@ class SimulatedClock:
 
     Attributes:
         now_us: The control thread's time.
+        load: The game beside the model.
         totals: What was used so far.
         spans: What each part did, where :attr:`recording` is on.
         recording: Whether spans are kept.
@@ -189,12 +190,12 @@ class SimulatedClock:
         self.spans: list[Span] = []
         self.recording = False
         self._rates = rates
-        self._load = load
+        self.load = load
         self._at_us = 0.0
         self._queue: deque[Job] = deque()
         self._npu: Job | None = None
         self._gpu_free_us = 0.0
-        self._waited_us = 0.0
+        self._waited = False
         self._by_driver = False
         self._frame_due_us = 0.0 if load is not None else NEVER
         self._frame_end_us = NEVER
@@ -215,7 +216,7 @@ class SimulatedClock:
         """Let the control thread sleep, and come back late."""
         begin_us = self.now_us
         self.now_us += duration_us + self.costs.sleep_us
-        self._waited_us += self.now_us - begin_us
+        self._waited = True
         self._keep(Span("host", "sleep", begin_us, self.now_us))
 
     def submit(self, job: Job) -> Job:
@@ -229,7 +230,6 @@ class SimulatedClock:
             job.ready_us += self.costs.refill_us
             self._count("refill", self.costs.refill_us)
         self._queue.append(job)
-        self._waited_us = 0.0
         return job
 
     def last_job(self) -> Job | None:
@@ -250,7 +250,7 @@ class SimulatedClock:
             begin_us = self.now_us
             self._run(NEVER, self._queue[0])
             self.now_us = max(self.now_us, self._at_us)
-            self._waited_us += self.now_us - begin_us
+            self._waited = True
             self.totals.busy_us["host"] += self.now_us - begin_us
             self._keep(Span("host", "poll", begin_us, self.now_us))
 
@@ -282,7 +282,7 @@ class SimulatedClock:
     def run_npu(self, job: Job) -> None:
         """Run a graph on the NPU and wait for it; the GPU goes on with its queue meanwhile."""
         self._settle()
-        hidden_us = min(self._waited_us, job.fixed_us * (1.0 - self.costs.npu_start_share))
+        hidden_us = job.fixed_us * (1.0 - self.costs.npu_start_share) if self._waited else 0.0
         job.alone_us -= hidden_us
         job.fixed_us -= hidden_us
         job.queued_us = job.ready_us = self.now_us
@@ -290,7 +290,7 @@ class SimulatedClock:
         self._npu = job
         self._run(NEVER, job)
         self.now_us = job.end_us
-        self._waited_us = 0.0
+        self._waited = False
         self._keep(Span("host", "wait", job.begin_us, job.end_us))
         if self._by_driver:
             self._by_driver = False
@@ -308,7 +308,7 @@ class SimulatedClock:
         begin_us = self.now_us
         self._run(NEVER, job)
         self.now_us = max(self.now_us, job.end_us)
-        self._waited_us += self.now_us - begin_us
+        self._waited = True
         self._keep(Span("host", "wait", begin_us, self.now_us))
 
     def _run(self, until_us: float, stop: Job | None) -> None:
@@ -362,16 +362,16 @@ class SimulatedClock:
         self._keep(Span(part, job.name, job.begin_us, job.end_us, job.dram_bytes))
 
     def _begin_frame(self) -> None:
-        if self._load is not None and self._at_us >= self._frame_due_us and self._frame_end_us == NEVER:
-            self._frame_end_us = self._at_us + self._load.frame_us
+        if self.load is not None and self._at_us >= self._frame_due_us and self._frame_end_us == NEVER:
+            self._frame_end_us = self._at_us + self.load.frame_us
 
     def _play(self, elapsed_us: float) -> None:
-        assert self._load is not None
+        assert self.load is not None
         self.totals.busy_us["game"] += elapsed_us
         if self._at_us >= self._frame_end_us:
             self.totals.frame_us.append(self._at_us - self._frame_due_us)
-            self._keep(Span("game", "frame", self._at_us - self._load.frame_us, self._at_us))
-            self._frame_due_us += self._load.period_us
+            self._keep(Span("game", "frame", self._at_us - self.load.frame_us, self._at_us))
+            self._frame_due_us += self.load.period_us
             self._frame_end_us = NEVER
 
     def _count(self, overhead: str, duration_us: float) -> None:

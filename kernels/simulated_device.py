@@ -15,7 +15,7 @@ from heterollm.kernels.soc.memory_model import shared_rates
 from heterollm.kernels.soc.parameters import SocParameters, load_soc
 from heterollm.kernels.threads import ThreadSplit
 
-__all__ = ["clock_costs", "clock_of", "open_simulated"]
+__all__ = ["clock_costs", "clock_of", "open_simulated", "soc_of"]
 
 
 def open_simulated(
@@ -70,6 +70,17 @@ def clock_of(device: Device) -> SimulatedClock:
             f"Device {device.name} is not simulated.", fix="Open one such as sim:snapdragon-8gen3."
         )
     return device.gpu.clock
+
+
+def soc_of(device: Device) -> SocParameters:
+    """Return the parameters of a simulated device.
+
+    Raises:
+        OptionError: The device is not simulated.
+    """
+    clock_of(device)
+    assert isinstance(device.gpu, SimulatedRuntime)
+    return device.gpu.soc
 
 
 def clock_costs(soc: SocParameters) -> ClockCosts:

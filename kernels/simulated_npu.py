@@ -173,7 +173,18 @@ class SimulatedGraph:
         settle: Called before it computes.
     """
 
-    __slots__ = ("_clock", "_dtype", "_label", "_real", "_settle", "_time", "columns", "length", "rows")
+    __slots__ = (
+        "_clock",
+        "_dtype",
+        "_label",
+        "_real",
+        "_settle",
+        "_time",
+        "columns",
+        "length",
+        "rows",
+        "work",
+    )
 
     def __init__(
         self,
@@ -188,6 +199,7 @@ class SimulatedGraph:
         self.length = work.tokens
         self.rows = work.rows
         self.columns = work.columns
+        self.work = work
         self._clock = clock
         self._label = label
         self._dtype = dtype

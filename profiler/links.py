@@ -151,7 +151,6 @@ def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeas
     """
     small, writer = _small_launch(runtime), LateWriter(runtime)
     busy, long = writer.launch(BUSY_US), writer.launch(LONG_US)
-    rest = runtime.host_clock().sleep_s
 
     def enqueue() -> float:
         elapsed_us = _timed_us(runtime, small)
@@ -181,7 +180,7 @@ def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeas
         runtime.finish()
 
     def idle() -> float:
-        rest(IDLE_S)
+        runtime.host_clock().sleep_s(IDLE_S)
         return _timed_us(runtime, until_done)
 
     calls: dict[str, Callable[[], float]] = {
@@ -199,7 +198,8 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
 
     ``npu_to_gpu`` is the time from the graph's return until a small kernel, submitted then to an empty queue,
     has ended; ``npu_to_gpu_busy`` the same with a queue that is kept fed, counted from the end of the kernel
-    that is still running. The difference is what an idle queue costs.
+    that is still running. The difference is what an idle queue costs. ``graph_behind_wait_us`` is the graph's
+    time where the host has waited for a kernel before: a driver may start graphs ahead.
 
     Args:
         device: The device; without an NPU there is nothing to measure.
@@ -207,12 +207,11 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     """
     if device.npu is None:
         return ()
-    runtime = profiling_twin(device.gpu)
+    runtime, graph = profiling_twin(device.gpu), _small_graph(device.npu)
     clock = DeviceClock(runtime)
-    graph = _small_graph(device.npu)
     graph_us = statistics.median(_timed_us(runtime, graph) for _ in range(5))
-    small = _small_launch(runtime)
-    busy = LateWriter(runtime).launch(2 * graph_us + BUSY_US)
+    small, busy = _small_launch(runtime), LateWriter(runtime).launch(2 * graph_us + BUSY_US)
+    waiting = prepare_hand_over(runtime, "poll", "a graph behind a kernel")
 
     def once(*, fed: bool) -> float:
         running = busy() if fed else None
@@ -225,9 +224,15 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
             begin_ns = max(begin_ns, clock.host_ns(kernel_times_ns(running).end))
         return (clock.host_ns(kernel_times_ns(event).end) - begin_ns) / 1e3
 
+    def behind() -> float:
+        busy()
+        waiting()
+        return _timed_us(runtime, graph)
+
     calls = {"npu_to_gpu": lambda: once(fed=False), "npu_to_gpu_busy": lambda: once(fed=True)}
-    found = collect_interleaved(calls, warmup=2, repeats=repeats)
+    found = collect_interleaved({**calls, "behind": behind}, warmup=2, repeats=repeats)
     values = {"clock_uncertainty_us": clock.uncertainty_us, "graph_us": graph_us}
+    values["graph_behind_wait_us"] = statistics.median(found.pop("behind"))
     return tuple(LinkMeasurement(LaunchKey(name), samples, values) for name, samples in found.items())
 
 
@@ -366,9 +371,10 @@ def copy_costs(
             "write": lambda buffer=buffer, host=host: copy_to_device(runtime, buffer, host),  # type: ignore[misc]
             "read": lambda buffer=buffer, host=host: copy_to_host(runtime, host, buffer),  # type: ignore[misc]
         }
-        found_of = measure_interleaved(copies, warmup=2, repeats=repeats, timer=runtime.now_ns)
-        for method, found in found_of.items():
-            measured.append(LinkMeasurement(CopyKey(method, size), found.samples_us))
+        for method, own in measure_interleaved(
+            copies, warmup=2, repeats=repeats, timer=runtime.now_ns
+        ).items():
+            measured.append(LinkMeasurement(CopyKey(method, size), own.samples_us))
         pairs = collect_interleaved({"": _mapping(runtime, size)}, warmup=2, repeats=repeats)[""]
         for method, samples in zip(("acquire", "release"), zip(*pairs, strict=True), strict=True):
             measured.append(LinkMeasurement(CopyKey(method, size), samples))

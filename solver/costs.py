@@ -32,7 +32,8 @@ class Overheads:
     """What handing over costs on a device, in microseconds.
 
     Args:
-        hand_over_us: From the end of a kernel to the start of an NPU graph that reads its output.
+        hand_over_us: From the end of a kernel to the start of an NPU graph that reads its output; below 0
+            where more of the graph's start is hidden by the wait for the kernel than the hand-over takes.
         refill_us: More than in a busy queue until a kernel runs that is submitted to an empty one.
         map_us: To make a buffer visible to the other part, where memory is not coherent; paid twice.
     """

@@ -55,6 +55,11 @@ _Size: TypeAlias = tuple[int, int, bool]
 
 MAPPED_BYTES: Final = 256 << 10
 
+SPILL_FACTOR: Final = 2.0
+
+LEAST_HIDDEN_FRACTION: Final = 0.25
+"""Of a small graph's time: below it, that a graph is faster behind a wait may be noise."""
+
 BLOCKS_IN_PIECES: Final[tuple[Form, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
 
 
@@ -101,6 +106,9 @@ class ProfileCosts:
             for key, record in profile.of_kind(ContentionKey)
         }
 
+        self._limits = limits_of(profile)
+        self._beside_floats = _beside_floats(profile)
+
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
         """Return the GPU's time; see :class:`heterollm.solver.costs.Costs`."""
         point = LinearPoint.of(spec, tokens, member_rows=member_rows, streamed=self._streamed)
@@ -116,7 +124,24 @@ class ProfileCosts:
         linear = spec if spec.then is None else apart(spec)[0]
         point = LinearPoint.of(linear, tokens, streamed=self._streamed)
         gpu, npu = self._bound(point, "gpu"), self._bound(point, "npu")
+        if (gpu, npu) == ("memory", "memory") and self._spills(linear, tokens):
+            return self._beside_floats
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
+
+    def _spills(self, spec: OpSpec, tokens: int) -> bool:
+        """Whether the NPU takes much longer for each weight of a group than for those of another.
+
+        Rows that are too long to stay on its chip go out and come back, which is as much traffic as that of
+        float weights; contention is measured with packed ones.
+        """
+        return self._us_for_each_byte(spec, tokens) > SPILL_FACTOR * min(
+            self._us_for_each_byte(one, tokens) for one in self._shape.layer
+        )
+
+    def _us_for_each_byte(self, spec: OpSpec, tokens: int) -> float:
+        forms = () if self._limits is None else self._limits.forms(spec, tokens)
+        whole_us = [self.npu_us(spec, spec.member_rows, tokens, form) for form in forms]
+        return min(whole_us, default=math.inf) / spec.weight_bytes()
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the GPU's operators before a group."""
@@ -222,10 +247,35 @@ def overheads_of(profile: Profile) -> Overheads:
     refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))
     map_us = sum(_median(profile, CopyKey(method, MAPPED_BYTES)) for method in ("acquire", "release")) / 2
     return Overheads(
-        hand_over_us=statistics.median(latencies) if latencies else 0.0,
+        hand_over_us=(statistics.median(latencies) if latencies else 0.0) - _hidden_start_us(profile),
         refill_us=max(0.0, refill_us),
         map_us=map_us,
     )
+
+
+def _beside_floats(profile: Profile) -> Slowdown:
+    """Return how much the parts slow each other while each reads as fast as it can."""
+    gbps = {
+        (key.part, key.together): record.values.get("gbps", 0.0)
+        for key, record in profile.of_kind(BandwidthKey)
+    }
+    parts: tuple[Part, Part] = ("gpu", "npu")
+    if not all(gbps.get((part, together)) for part in parts for together in (False, True)):
+        return Slowdown()
+    return Slowdown(*(max(1.0, gbps[part, False] / gbps[part, True]) for part in parts))
+
+
+def _hidden_start_us(profile: Profile) -> float:
+    """Return what a graph takes less where the host waited for its input just before it.
+
+    Measured times of graphs include their whole start. What differs by no more than noise is nothing.
+    """
+    record = profile.records.get(LaunchKey("npu_to_gpu"))
+    if record is None or record.failed:
+        return 0.0
+    alone_us = record.values.get("graph_us", 0.0)
+    hidden_us = alone_us - record.values.get("graph_behind_wait_us", alone_us)
+    return hidden_us if hidden_us > LEAST_HIDDEN_FRACTION * alone_us else 0.0
 
 
 def power_of(profile: Profile) -> Power | None:

@@ -1,0 +1,256 @@
+"""Simulations: the whole stack on a modelled SoC, labelled as simulated and never mixed with measurements."""
+
+import itertools
+import json
+import time
+
+import pytest
+
+from heterollm.cli import main
+from heterollm.cli_simulate import parse_load, parse_overrides
+from heterollm.errors import CheckpointError, OptionError, ProfileError
+from heterollm.kernels.device import open_device
+from heterollm.kernels.simulated_clock import GpuLoad
+from heterollm.known_models import find_model
+from heterollm.profiler.comparison import compare
+from heterollm.profiler.profile import Profile, stored_profiles
+from heterollm.simulate import PLAN_LEVELS, SimulationRequest, simulate
+
+SMALL = "llama-3.2-1b"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Each level once, of a small model."""
+    return {
+        level: simulate(SimulationRequest(SMALL, prompt=256, decode=8, level=level)) for level in PLAN_LEVELS
+    }
+
+
+def parts_of(spans, part):
+    return sorted((span for span in spans if span.part == part), key=lambda span: span.begin_us)
+
+
+def test_every_level_runs_and_is_labelled(results):
+    for level, result in results.items():
+        data = json.loads(json.dumps(result.to_dict()))
+        assert data["simulated"] is True
+        assert (data["plan_level"], data["time"], data["device"]) == (
+            level,
+            "simulated",
+            "sim:snapdragon-8gen3",
+        )
+        for name in (
+            "ttft_ms",
+            "prefill_ms",
+            "prefill_tokens_per_second",
+            "decode_tokens_per_second",
+            "prefill_joules",
+            "decode_joules_per_token",
+            "average_watts",
+        ):
+            assert data[name] > 0, (level, name)
+        assert data["prefill_tokens_per_second"] == pytest.approx(256e3 / data["prefill_ms"])
+
+
+def test_the_levels_come_in_the_papers_order(results):
+    prefill = {level: result.prefill.tokens_per_second for level, result in results.items()}
+    decode = {level: result.decode.tokens_per_second for level, result in results.items()}
+    assert prefill["gpu"] < prefill["layer"] <= prefill["tensor"] <= prefill["block"] * 1.001
+    assert decode["npu"] < decode["gpu"] <= decode["tensor"]
+    # The GPU alone decodes at layer level; a plan without the NPU ends its tokens by the driver's wait.
+    assert decode["layer"] == pytest.approx(decode["gpu"], rel=0.04)
+
+
+def test_both_parts_run_at_once_where_operators_are_cut(results):
+    spans = results["tensor"].decode.spans
+    gpu, npu = (parts_of(spans, part) for part in ("gpu", "npu"))
+    overlap_us = sum(
+        max(0.0, min(one.end_us, other.end_us) - max(one.begin_us, other.begin_us))
+        for one in npu
+        for other in gpu
+    )
+    assert overlap_us > 0.5 * sum(span.end_us - span.begin_us for span in npu)
+    apart = results["layer"].prefill.spans
+    assert not any(
+        one.begin_us < other.end_us - 1e-6 and other.begin_us < one.end_us - 1e-6
+        for one in parts_of(apart, "npu")
+        for other in parts_of(apart, "gpu")
+    )
+
+
+def test_nothing_is_counted_twice_or_left_out(results):
+    for result in results.values():
+        for phase in (result.prefill, result.decode):
+            for part in ("gpu", "npu"):
+                spans = parts_of(phase.spans, part)
+                assert all(a.end_us <= b.begin_us + 1e-6 for a, b in itertools.pairwise(spans))
+                busy_us = sum(span.end_us - span.begin_us for span in spans)
+                assert phase.busy_fraction[part] * phase.elapsed_us == pytest.approx(busy_us, abs=1e-3)
+            # The control thread's spans are the critical path: they cover the time that is reported.
+            host_us = sum(span.end_us - span.begin_us for span in parts_of(phase.spans, "host"))
+            assert host_us == pytest.approx(phase.elapsed_us, rel=1e-6)
+            moved = sum(span.dram_bytes for span in phase.spans)
+            assert phase.dram_gbps == pytest.approx(moved / phase.elapsed_us / 1e3, rel=1e-6)
+            assert phase.peak_gbps <= 61.9 * (1 + 1e-6)
+            energy = phase.energy
+            assert energy.middle_joules == pytest.approx(energy.middle_watts * phase.elapsed_us / 1e6)
+            assert energy.low_joules <= energy.middle_joules <= energy.high_joules
+
+
+def test_equal_requests_give_equal_results(results):
+    again = simulate(SimulationRequest(SMALL, prompt=256, decode=8, level="tensor"))
+    assert again.to_dict() == results["tensor"].to_dict()
+    assert again.prefill.spans == results["tensor"].prefill.spans
+
+
+def test_the_driver_costs_what_fast_synchronisation_saves(results):
+    fast = results["tensor"]
+    slow = simulate(SimulationRequest(SMALL, prompt=256, decode=8, level="tensor", sync="finish"))
+    assert slow.plan.entries == fast.plan.entries  # the plan is kept
+    assert slow.ttft_us > fast.ttft_us
+    assert slow.decode.elapsed_us > 2 * fast.decode.elapsed_us
+    solved = simulate(
+        SimulationRequest(SMALL, prompt=256, decode=8, level="tensor", sync="finish", resolve=True)
+    )
+    # Solved for what it costs, decode is left to the GPU where that is faster.
+    assert solved.decode.elapsed_us < slow.decode.elapsed_us
+    assert solved.decode.tokens_per_second > 0.8 * results["gpu"].decode.tokens_per_second
+
+
+def test_polling_burns_what_sleeping_saves(results):
+    polled = simulate(SimulationRequest(SMALL, prompt=256, decode=8, level="layer", sync="poll"))
+    slept = results["layer"]
+    assert polled.prefill.busy_fraction["host"] > slept.prefill.busy_fraction["host"]
+    assert slept.prefill.elapsed_us < 1.02 * polled.prefill.elapsed_us
+
+
+def test_length_policies_of_an_odd_length():
+    ttft = {}
+    for policy in ("auto", "padding", "pipe", "online"):
+        result = simulate(SimulationRequest(SMALL, prompt=300, decode=0, level="layer", length_policy=policy))
+        ttft[policy] = result.ttft_us
+        assert (result.prefill.padding_us > 0) == (policy != "online"), policy
+        assert result.decode is None
+    # A graph of the exact length wastes nothing, but is built while the user waits.
+    assert ttft["online"] > ttft["padding"] > ttft["pipe"] >= ttft["auto"] * 0.999
+    exact = simulate(SimulationRequest(SMALL, prompt=256, decode=0, level="layer"))
+    assert exact.prefill.padding_us == 0
+
+
+def test_a_game_slows_down_what_needs_the_gpu():
+    load = parse_load("60fps:5ms")
+    slower = {}
+    for level in ("gpu", "layer"):
+        result = simulate(SimulationRequest(SMALL, prompt=256, decode=4, level=level, load=load))
+        slower[level] = result.slowdown()["prefill"]
+        assert result.prefill.frames.in_time == result.prefill.frames.drawn > 0
+        assert result.to_dict()["slowdown"]["decode"] > 1
+    assert slower["gpu"] == pytest.approx(1 / (1 - 0.3), rel=0.05)
+    assert 1.0 <= slower["layer"] < slower["gpu"]
+
+
+def test_a_large_model_is_simulated_quickly():
+    request = SimulationRequest("llama-3-8b", prompt=1024, decode=50, level="gpu")
+    simulate(SimulationRequest("llama-3-8b", prompt=8, decode=1, level="gpu"))
+    begin = time.process_time()
+    simulate(request)
+    assert time.process_time() - begin < 2.0 + 50 * 0.020
+
+
+def test_what_if_changes_a_parameter(results):
+    slow = simulate(
+        SimulationRequest(SMALL, prompt=256, decode=0, level="layer", overrides={"npu.array_tflops": 1.0})
+    )
+    assert slow.ttft_us > 2 * results["layer"].ttft_us
+    with pytest.raises(OptionError, match="no parameter"):
+        simulate(SimulationRequest(SMALL, level="gpu", overrides={"npu.warp": 1.0}))
+
+
+def test_simulated_and_measured_profiles_are_not_compared(results):
+    assert results
+    stored = [Profile.load(path) for path in stored_profiles()]
+    simulated = next(profile for profile in stored if profile.time_kind == "simulated")
+    measured = Profile({"device": "host", "time": "real"})
+    with pytest.raises(ProfileError, match="simulated time"):
+        compare(simulated, measured)
+    with pytest.raises(ProfileError, match="another device"):
+        simulated.merge(Profile(open_device("sim:snapdragon-8elite").description()))
+    assert all("sim-" in path.name for path in stored_profiles())
+
+
+def test_the_command_prints_json_with_the_promised_keys(capfd):
+    given = [
+        "simulate",
+        "--model",
+        SMALL,
+        "--prompt",
+        "64",
+        "--decode",
+        "2",
+        "--plan-level",
+        "layer",
+        "--json",
+    ]
+    assert main(given) == 0
+    data = json.loads(capfd.readouterr().out)
+    assert data["simulated"] is True
+    assert data["plan_level"] == "layer"
+    assert data["ttft_ms"] >= data["prefill_ms"] > 0
+
+
+def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
+    target = tmp_path / "simulated.json"
+    given = ["simulate", "--model", SMALL, "--prompt", "64", "--decode", "2", "--plan-level", "npu"]
+    assert main([*given, "--gpu-load", "60fps:2ms", "--timeline", str(target)]) == 0
+    shown = capfd.readouterr().out
+    assert "simulated" in shown
+    assert "frames in time" in shown
+    events = json.loads(target.read_text())
+    assert "simulated" in target.read_text()
+    assert events
+    assert target.with_name("simulated.json.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--plan-level", "none"],
+        ["--length-policy", "none"],
+        ["--sync", "none"],
+        ["--prompt", "0"],
+        ["--decode", "-1"],
+        ["--prompt", "200000"],
+        ["--head-bits", "5"],
+        ["--gpu-load", "60fps"],
+        ["--gpu-load", "60fps:50ms"],
+        ["--gpu-load", "nanfps:5ms"],
+        ["--what-if", "npu.execute_us"],
+        ["--what-if", "npu.execute_us=nan"],
+        ["--soc", "no-such-soc"],
+        ["--model", "no-such-model"],
+        ["--numerics"],
+    ],
+)
+def test_bad_input_gives_one_error(options, capfd):
+    assert main(["simulate", "--json", *options]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_parsing():
+    assert parse_load("60fps:5ms") == GpuLoad(60.0, 5000.0)
+    assert parse_overrides(["npu.execute_us=50", "gpu.gemm_tflops = 2.5"]) == {
+        "npu.execute_us": 50.0,
+        "gpu.gemm_tflops": 2.5,
+    }
+    with pytest.raises(CheckpointError, match="no folder"):
+        find_model("no-such-model")

@@ -1,0 +1,187 @@
+"""The virtual clock: what may never happen whatever is asked of it, and what simple cases must take."""
+
+import itertools
+import random
+
+import pytest
+
+from heterollm.errors import OptionError
+from heterollm.kernels.simulated_clock import ClockCosts, GpuLoad, Job, SimulatedClock
+
+COSTS = ClockCosts(
+    submit_us=15.0,
+    refill_us=75.0,
+    gap_us=2.5,
+    finish_us=400.0,
+    write_us=300.0,
+    poll_us=8.0,
+    sleep_us=90.0,
+    npu_start_share=0.25,
+)
+LIMIT_GBPS = 60.0
+
+
+def fair(gpu_gbps, npu_gbps, _gpu_computes, _npu_computes):
+    """Share the bandwidth in proportion to the demands, once they exceed it."""
+    factor = min(1.0, LIMIT_GBPS / max(gpu_gbps + npu_gbps, 1e-9))
+    return factor, factor
+
+
+def make_clock(load=None):
+    clock = SimulatedClock(COSTS, fair, load)
+    clock.recording = True
+    return clock
+
+
+def test_a_kernel_of_an_empty_queue_pays_the_refill_and_one_behind_it_the_gap():
+    clock = make_clock()
+    first = clock.submit(Job("first", 100.0))
+    second = clock.submit(Job("second", 50.0))
+    clock.wait_for(second)
+    assert first.begin_us == COSTS.submit_us + COSTS.refill_us
+    assert second.begin_us == first.end_us + COSTS.gap_us
+    assert clock.now_us == second.end_us + COSTS.finish_us
+    # The queue has run empty.
+    third = clock.submit(Job("third", 1.0))
+    clock.wait_idle()
+    assert third.begin_us == second.end_us + COSTS.finish_us + COSTS.submit_us + COSTS.refill_us
+    assert clock.totals.overhead_us == {"refill": 150.0, "driver": 800.0}
+
+
+def test_waiting_for_what_is_done_is_a_mere_look():
+    clock = make_clock()
+    clock.wait_idle()
+    assert clock.now_us == COSTS.poll_us
+
+
+def test_polling_sees_the_end_one_look_later():
+    clock = make_clock()
+    job = clock.submit(Job("kernel", 1000.0))
+    assert not clock.is_done(job)
+    clock.poll_on()
+    assert clock.now_us == job.end_us
+    assert clock.is_done(job)
+    assert clock.now_us == job.end_us + COSTS.poll_us
+
+
+def test_the_wait_before_a_graph_hides_its_start():
+    clock = make_clock()
+    clock.run_npu(Job("alone", 500.0, fixed_us=100.0))
+    assert clock.now_us == 500.0
+    clock.run_npu(Job("again", 500.0, fixed_us=100.0))
+    assert clock.now_us == 1000.0
+    job = clock.submit(Job("kernel", 300.0))
+    clock.poll_on()  # however short
+    assert clock.is_done(job)
+    begin_us = clock.now_us
+    clock.run_npu(Job("behind a kernel", 500.0, fixed_us=100.0))
+    assert clock.now_us - begin_us == pytest.approx(425.0)
+
+
+def test_both_parts_slow_each_other_only_while_both_run():
+    clock = make_clock()
+    # 40 GB/s each: together 80 of 60, so that both run at three quarters.
+    job = clock.submit(Job("kernel", 1000.0, 40e6))
+    clock.sleep(job.ready_us - clock.now_us - COSTS.sleep_us)
+    begin_us = clock.now_us
+    clock.run_npu(Job("graph", 300.0, 12e6))
+    assert clock.now_us - begin_us == pytest.approx(400.0)
+    clock.wait_for(job)
+    assert job.end_us - job.begin_us == pytest.approx(1100.0)
+    assert clock.totals.peak_gbps == pytest.approx(LIMIT_GBPS)
+
+
+def test_the_driver_hands_over_with_copies_both_ways():
+    clock = make_clock()
+    clock.hand_over_by_driver()
+    clock.run_npu(Job("graph", 100.0))
+    assert clock.now_us == COSTS.write_us + 100.0 + COSTS.finish_us + COSTS.write_us
+    clock.run_npu(Job("graph", 100.0))
+    assert clock.now_us == pytest.approx(2 * 100.0 + 2 * COSTS.write_us + COSTS.finish_us)
+
+
+def test_a_game_takes_the_gpu_for_its_frames():
+    clock = make_clock(GpuLoad(100.0, 4000.0))
+    job = clock.submit(Job("kernel", 30_000.0))
+    clock.wait_for(job)
+    # Four milliseconds of each ten are the game's.
+    assert job.end_us == pytest.approx(50_000.0, abs=4100.0)
+    assert clock.totals.busy_us["game"] == pytest.approx(4000.0 * len(clock.totals.frame_us), abs=4000.0)
+    assert all(time == pytest.approx(4000.0) for time in clock.totals.frame_us)
+
+
+@pytest.mark.parametrize(("rate", "frame_us"), [(60.0, 17_000.0), (0.0, 5.0), (60.0, 0.0), (60.0, -1.0)])
+def test_a_game_that_leaves_no_time_is_refused(rate, frame_us):
+    with pytest.raises(OptionError):
+        GpuLoad(rate, frame_us)
+
+
+def in_order(clock, part):
+    return sorted((span for span in clock.spans if span.part == part), key=lambda span: span.begin_us)
+
+
+def random_run(seed, load=None):
+    """Drive a clock at random, and return it."""
+    draw = random.Random(seed)
+    clock = make_clock(load)
+    jobs = []
+    for _ in range(200):
+        kind = draw.random()
+        if kind < 0.5:
+            duration_us = draw.choice([0.0, draw.uniform(1, 20), draw.uniform(100, 5000)])
+            jobs.append(clock.submit(Job("kernel", duration_us, duration_us * draw.uniform(0, 45e3))))
+        elif kind < 0.7:
+            duration_us = draw.uniform(20, 3000)
+            fixed_us = draw.choice([0.0, 20.0])
+            moved = (duration_us - fixed_us) * draw.uniform(0, 40e3)
+            clock.run_npu(Job("graph", duration_us, moved, fixed_us))
+        elif kind < 0.8:
+            clock.poll_on()
+        elif kind < 0.9 and jobs:
+            clock.wait_for(draw.choice(jobs))
+        else:
+            clock.sleep(draw.uniform(1, 300))
+    clock.wait_idle()
+    return clock, jobs
+
+
+@pytest.mark.parametrize("load", [None, GpuLoad(60.0, 5000.0)])
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_gained_or_lost(seed, load):
+    clock, jobs = random_run(seed, load)
+    assert all(job.begin_us <= job.end_us <= clock.now_us for job in jobs)
+    for part in ("gpu", "npu", "host"):
+        spans = in_order(clock, part)
+        # No part does two things at once.
+        for before, after in itertools.pairwise(spans):
+            assert before.end_us <= after.begin_us + 1e-6, (before, after)
+        if part != "host":
+            assert clock.totals.busy_us[part] == pytest.approx(
+                sum(span.end_us - span.begin_us for span in spans), rel=1e-9, abs=1e-6
+            )
+    # The kernels run in the order in which they came.
+    assert [job.begin_us for job in jobs] == sorted(job.begin_us for job in jobs)
+    assert clock.totals.peak_gbps <= LIMIT_GBPS * (1 + 1e-9)
+    moved = sum(span.dram_bytes for span in clock.spans)
+    assert clock.totals.dram_bytes == pytest.approx(moved, abs=1e6)
+    # The control thread is never without something to do: its spans cover the time without a hole.
+    host = in_order(clock, "host")
+    covered = sum(span.end_us - span.begin_us for span in host)
+    assert covered == pytest.approx(clock.now_us, rel=1e-9)
+
+
+def test_equal_runs_take_equal_times():
+    one, other = random_run(5)[0], random_run(5)[0]
+    assert one.now_us == other.now_us
+    assert one.spans == other.spans
+
+
+def test_long_runs_keep_going():
+    """Sums of many times are never so coarse that a short job does not end."""
+    clock = make_clock()
+    clock.now_us = 3.3e9
+    for _ in range(300):
+        clock.submit(Job("short", 1e-7, 1.0))
+        clock.run_npu(Job("short too", 3e-7, 1.0, 1e-7))
+    clock.wait_idle()
+    assert clock.last_job() is None
