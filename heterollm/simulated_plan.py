@@ -75,7 +75,7 @@ def planned(
         return Planner(profile, config, specs, "w4a16", asked)
 
     if request.level in SOLVED_LEVELS:
-        solved = planner(cast("SolvedLevel", request.level))
+        solved = planner(request.level)
         return Planned(solved.plan, solved, solved)
     by_time = request.length_policy == "auto" and request.level != "gpu"
     policy: LengthPolicy = "padding"

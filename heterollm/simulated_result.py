@@ -235,7 +235,9 @@ def used(
     if clock.load is not None:
         in_time = sum(time <= clock.load.period_us for time in frames_us)
         frames = Frames(len(frames_us), in_time, max(frames_us, default=0.0) / 1e3)
-    busy = {part: (after.busy_us[part] - before.busy_us[part]) / elapsed_us for part in after.busy_us}
+    busy: dict[str, float] = {
+        part: (after.busy_us[part] - before.busy_us[part]) / elapsed_us for part in after.busy_us
+    }
     return PhaseUse(
         phase,
         tokens,

@@ -72,8 +72,8 @@ class SimulatedNpu:
         self._real = real
         self._settle = settle
         self._every_form = every_form
-        self._built: dict[PartKey, dict[tuple[int, Form], int]] = {}
-        self._shapes: set[tuple[Any, ...]] = set()
+        self._built: dict[PartKey, set[tuple[int, Form]]] = {}
+        self._shapes: set[NpuWork] = set()
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
@@ -112,10 +112,9 @@ class SimulatedNpu:
         are theirs to bind.
         """
         chosen = check_prepare(self, part, length, form)
-        built = self._built.setdefault(part.key, {})
+        built = self._built.setdefault(part.key, set())
         if (length, chosen) not in built:
-            # Static graphs hold their own weights each.
-            built[length, chosen] = part.weight_bytes
+            built.add((length, chosen))
             self.compiled_count += 1
         work = npu_work(part, length, chosen)
         if work not in self._shapes:
@@ -125,10 +124,6 @@ class SimulatedNpu:
         return SimulatedGraph(
             self._soc, self._clock, part.label, work, self.activation_dtype, real, self._settle
         )
-
-    def stored_bytes(self, part: NpuPart, length: int, form: str) -> int:
-        """Return the size of a part's graph; 0 for one that was not built."""
-        return self._built.get(part.key, {}).get((length, form), 0)  # type: ignore[call-overload, no-any-return]
 
     def count_cycles(
         self,
