@@ -53,7 +53,6 @@ class Crew:
         loading: How models are loaded.
 
     Attributes:
-        loads: How often a model was loaded.
         facts: What each configuration's engine said of itself when it was loaded.
         need_bytes: What each takes, once known.
     """
@@ -66,7 +65,6 @@ class Crew:
         # The least recently used comes first.
         self._resident: dict[Configuration, None] = {}
         self._held: dict[Process, int] = {}
-        self.loads = 0
         self.facts: dict[Configuration, Facts] = {}
         self.need_bytes: dict[Configuration, int] = {}
 
@@ -90,7 +88,6 @@ class Crew:
             self._resident[configuration] = self._resident.pop(configuration)
             return True
         self._make_room(self._guess(configuration))
-        self.loads += 1
         answer = self._ask(configuration, {"do": "load", **self._how(configuration)})
         facts = answer["facts"]
         self.facts[configuration] = Facts(**{**facts, "notes": tuple(facts["notes"])})
