@@ -10,6 +10,7 @@ from heterollm.config import ModelConfig
 from heterollm.errors import ProfileError
 from heterollm.kernels.device import open_device
 from heterollm.kernels.ops import Precision
+from heterollm.known_models import KNOWN_MODELS
 from heterollm.layout import op_specs
 from heterollm.load_options import check_options, choose_context
 from heterollm.planning import Planner, PlanRequest, stored_profile
@@ -34,7 +35,8 @@ def solve_for(
     """Return the planner of a model on a profiled device.
 
     Args:
-        model: A local folder or a hub name; only its configuration is read.
+        model: A local folder or a hub name, of which only the configuration is read, or the name of a known
+            model.
         device: The device whose profile is used, if no file is given.
         profile: A profile's file; the device need not be here.
         precision: Precision of the linears.
@@ -50,7 +52,8 @@ def solve_for(
         HeteroLLMError: The checkpoint, device or an option is not usable.
     """
     check_options(model, "auto", precision, group_size, symmetric)
-    config = ModelConfig.from_folder(checkpoint_folder(model))
+    known = KNOWN_MODELS.get(str(model).lower())
+    config = ModelConfig.from_folder(checkpoint_folder(model)) if known is None else known.config
     if profile is not None:
         found: Profile | None = Profile.load(profile)
     else:

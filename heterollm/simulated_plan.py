@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, cast
 
 from heterollm.config import ModelConfig
+from heterollm.kernels.cache import cache_root
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec
 from heterollm.model_shape import shape_of_specs
 from heterollm.passes import Placements
 from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import HandOverKey, LaunchKey
+from heterollm.profiler.records import HandOverKey, Key, Record
 from heterollm.profiler.session import SessionOptions, profile_device, profile_for
 from heterollm.progress import Progress
 from heterollm.solver import Plan, level_plan
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Planned", "planned", "profile_of", "with_one_strategy"]
 
-LONGEST_CONTEXT: Final = 1 << 20
+FOLDER: Final = "simulated"
+"""Where the profiles of simulations lie beside those of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,12 @@ def profile_of(
     Raises:
         CacheError: The profile cannot be written.
     """
-    profile, path = profile_for(device)
-    shape = shape_of_specs(config, specs, f"{model}, head of {specs[-1].weight.bits} bits")
-    if any(run["finished"] and shape.name in run.get("models", ()) for run in profile.runs.values()):
+    shape = shape_of_specs(config, specs, model)
+    # A file for each model: predictors are fitted to all that is in one.
+    key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
+    path = cache_root() / "profiles" / FOLDER / f"{device.fingerprint()}-{key}.json"
+    profile = profile_for(device, path)[0]
+    if any(run["finished"] for run in profile.runs.values()):
         return profile
     options = SessionOptions.of(budget_s=None, update=True)
     return profile_device(device, [shape], options, path=path, progress=progress)[0]
@@ -120,7 +126,7 @@ def profile_of(
 def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> Profile:
     """Return a profile as it would be if the parts could wait for each other in one way only.
 
-    The driver's way costs its waits and copies on the way back as well.
+    The driver's way costs its wait and its copy on the way back as well, whatever the GPU does meanwhile.
 
     Args:
         profile: The profile.
@@ -129,15 +135,13 @@ def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> P
     """
     from heterollm.kernels.simulated_device import clock_of
 
-    records = {
-        key: record
-        for key, record in profile.records.items()
-        if not isinstance(key, HandOverKey) or key.strategy == strategy
-    }
-    back = LaunchKey("npu_to_gpu")
-    if strategy == "finish" and back in records:
-        costs = clock_of(device).costs
-        more_us = costs.finish_us + costs.write_us
-        samples = tuple(sample + more_us for sample in records[back].samples_us)
-        records[back] = replace(records[back], samples_us=samples)
+    costs = clock_of(device).costs
+    back_us = costs.finish_us + costs.write_us if strategy == "finish" else 0.0
+    records: dict[Key, Record] = {}
+    for key, record in profile.records.items():
+        if not isinstance(key, HandOverKey):
+            records[key] = record
+        elif key.strategy == strategy:
+            samples_us = tuple(sample + back_us for sample in record.samples_us)
+            records[key] = replace(record, samples_us=samples_us)
     return Profile(profile.description, records, profile.runs)

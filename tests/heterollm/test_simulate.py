@@ -9,11 +9,12 @@ import pytest
 from heterollm.cli import main
 from heterollm.cli_simulate import parse_load, parse_overrides
 from heterollm.errors import CheckpointError, OptionError, ProfileError
+from heterollm.kernels.cache import cache_root
 from heterollm.kernels.device import open_device
 from heterollm.kernels.simulated_clock import GpuLoad
 from heterollm.known_models import find_model
 from heterollm.profiler.comparison import compare
-from heterollm.profiler.profile import Profile, stored_profiles
+from heterollm.profiler.profile import Profile
 from heterollm.simulate import PLAN_LEVELS, SimulationRequest, simulate
 
 SMALL = "llama-3.2-1b"
@@ -176,14 +177,16 @@ def test_what_if_changes_a_parameter(results):
 
 def test_simulated_and_measured_profiles_are_not_compared(results):
     assert results
-    stored = [Profile.load(path) for path in stored_profiles()]
-    simulated = next(profile for profile in stored if profile.time_kind == "simulated")
+    paths = list((cache_root() / "profiles").rglob("*.json"))
+    assert paths
+    assert all("simulated" in str(path.relative_to(cache_root())) for path in paths)
+    simulated = Profile.load(paths[0])
+    assert simulated.time_kind == "simulated"
     measured = Profile({"device": "host", "time": "real"})
     with pytest.raises(ProfileError, match="simulated time"):
         compare(simulated, measured)
     with pytest.raises(ProfileError, match="another device"):
         simulated.merge(Profile(open_device("sim:snapdragon-8elite").description()))
-    assert all("sim-" in path.name for path in stored_profiles())
 
 
 def test_the_command_prints_json_with_the_promised_keys(capfd):
