@@ -1,0 +1,168 @@
+"""How good plans from a profile are on a simulated SoC, where the truth is known.
+
+Two questions: how far predicted times of slices are from what the simulated parts take, at points that the
+profile does not hold; and how much faster a pass could be with other cuts. The search for those runs the
+whole pass on the virtual clock: every cut on the alignment, group by group, until none is faster.
+
+All times are simulated. Example: python bench/simulated_regret.py --model llama-3-8b
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import numpy as np
+
+from heterollm.engine import Engine
+from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.simulated_device import soc_of
+from heterollm.kernels.simulation import Simulation
+from heterollm.kernels.soc.gpu_model import gpu_time, linear_work
+from heterollm.kernels.soc.npu_model import NpuWork, npu_time
+from heterollm.known_models import find_model
+from heterollm.layout import op_specs
+from heterollm.passes import Placements
+from heterollm.planning import Planner
+from heterollm.shape_weights import shape_only_weights
+from heterollm.simulate import SimulationRequest
+from heterollm.simulated_plan import planned
+from heterollm.solver.plan import GPU_ONLY, Placement
+
+POINTS = 200
+
+
+class Changed:
+    """The placements of a planner, with those of one pass changed."""
+
+    def __init__(self, planner: Placements, phase: Phase, changes: dict[str, Placement]) -> None:
+        self._planner, self._phase, self.changes = planner, phase, changes
+
+    def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
+        """Return the changed placement, or the planner's."""
+        if phase == self._phase and spec.group in self.changes:
+            return self.changes[spec.group]
+        return self._planner.placement(phase, length, spec)
+
+    def block_placement(self, _phase: Phase, _length: int, _spec: OpSpec) -> None:
+        """Cut nothing as a block."""
+
+
+def opened(name: str) -> Device:
+    """Open a simulated device whose NPU has the papers' forms of graphs."""
+    return open_device(name, simulation=Simulation(every_form=False))
+
+
+def errors(planner: Planner, device: Device) -> tuple[list[float], list[float]]:
+    """Return the relative errors of predicted times at random cuts and lengths, of GPU and NPU."""
+    draw, soc, costs = np.random.default_rng(0), soc_of(device), planner.solver.costs
+    gpu, npu = [], []
+    for _ in range(POINTS):
+        spec = planner.solver.layer[int(draw.integers(len(planner.solver.layer)))]
+        rows = tuple(int(draw.integers(1, max(1, own // 256) + 1)) * 256 for own in spec.member_rows)
+        rows = tuple(min(one, own) for one, own in zip(rows, spec.member_rows, strict=True))
+        total, block = sum(rows), spec.weight.block
+        tokens = int(draw.choice([1, 2, 5, 17, 48, 100, 200, 300, 450]))
+        true_us = gpu_time(soc, linear_work(total, spec.columns, tokens, block=block)).alone_us
+        gpu.append(abs(costs.gpu_us(spec, rows, tokens) / true_us - 1))
+        length = int(draw.choice(device.standard_lengths))
+        true_us = npu_time(soc, NpuWork(total, spec.columns, length, 4, block)).alone_us
+        npu.append(abs(costs.npu_us(spec, rows, length, "matmul_nbits") / true_us - 1))
+    return gpu, npu
+
+
+class Searched:
+    """Runs one pass with any placements."""
+
+    def __init__(self, device_name: str, planner: Planner, phase: Phase, tokens: int) -> None:
+        self._name, self._planner, self._phase, self._tokens = device_name, planner, phase, tokens
+        self._weights = shape_only_weights(planner.config, planner.specs)
+
+    def time_us(self, changes: dict[str, Placement]) -> float:
+        """Return the time of the pass with some placements changed."""
+        device = opened(self._name)
+        placements: Any = Changed(self._planner, self._phase, changes)
+        engine = Engine(
+            device,
+            self._weights,
+            self._planner.plan,
+            1024,
+            lambda *_: None,
+            sync="sleep_poll",
+            placements=placements,
+        )
+        cache = engine.new_cache()
+        ids = np.zeros(self._tokens, np.int32)
+
+        def once() -> None:
+            if self._phase == "decode":
+                engine.decode(cache, 256, 0)
+            else:
+                engine.prefill(cache, 0, ids, "prefill", None)
+
+        for _ in range(3):  # graphs are built, and waits are learnt
+            once()
+        begin_s = device.now_s()
+        once()
+        return (device.now_s() - begin_s) * 1e6
+
+    def best(self) -> tuple[float, float, dict[str, Placement]]:
+        """Return the time of the solver's placements, of the best found, and what changed."""
+        planner, changes = self._planner, dict[str, Placement]()
+        first_us = best_us = self.time_us(changes)
+        length = next(item for item in opened(self._name).standard_lengths if item >= self._tokens)
+        improved = True
+        while improved:
+            improved = False
+            for spec in planner.solver.layer:
+                for candidate in cuts(spec, length):
+                    time_us = self.time_us({**changes, spec.group: candidate})
+                    if time_us < best_us * 0.9999:
+                        best_us, improved = time_us, True
+                        changes = {**changes, spec.group: candidate}
+        return first_us, best_us, changes
+
+
+def cuts(spec: OpSpec, length: int) -> list[Placement]:
+    """Return the GPU alone, the NPU alone, and every row cut on the alignment at one fraction a member."""
+    steps = max(spec.member_rows) // 256
+    found = {
+        tuple(min(int(step / steps * rows / 256 + 0.5), rows // 256) * 256 for rows in spec.member_rows)
+        for step in range(1, steps)
+    }
+    rows = [spec.member_rows, *sorted(found - {spec.member_rows})]
+    return [GPU_ONLY, *(Placement(npu_rows=own, npu_lengths=(length,), form="matmul_nbits") for own in rows)]
+
+
+def main() -> None:
+    """Print errors and regrets."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--soc", default="snapdragon-8gen3")
+    parser.add_argument("--prompt", type=int, default=256)
+    options = parser.parse_args()
+    name = f"sim:{options.soc}"
+    found = find_model(options.model)
+    specs = op_specs(found.config, "w4a16", 128, True)
+    request = SimulationRequest(options.model, options.soc, options.prompt, head_bits=8, every_form=False)
+    how = planned(opened(name), found.name, found.config, specs, request, lambda *_: None, "sleep_poll")
+    assert how.planner is not None
+    print(f"{found.name} on {name}; all times are simulated")
+    for part, values in zip(("GPU", "NPU"), errors(how.planner, opened(name)), strict=True):
+        worst = sorted(values)[int(0.9 * len(values))]
+        print(
+            f"{part} predictor: median error {statistics.median(values):.1%}, nine in ten within {worst:.1%}"
+        )
+    for phase, tokens in (("decode", 1), ("prefill", options.prompt)):
+        first_us, best_us, changes = Searched(name, how.planner, phase, tokens).best()  # type: ignore[arg-type]
+        words = ", ".join(f"{group} {item.npu_rows}" for group, item in changes.items()) or "nothing"
+        print(
+            f"{phase} of {tokens}: {first_us / 1e3:.2f} ms by the solver, {best_us / 1e3:.2f} ms by search, "
+            f"regret {first_us / best_us - 1:.2%}; changed: {words}"
+        )
+
+
+if __name__ == "__main__":
+    main()
