@@ -438,14 +438,19 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     "stage", ["Quantising weights", "Packing weights for the GPU", "Preparing graphs and kernels"]
 )
-def test_ctrl_c_during_load(good: Path, cache: Path, expected: np.ndarray, stage: str) -> None:
+def test_ctrl_c_during_load(
+    good: Path, cache: Path, expected: np.ndarray, stage: str, tmp_path: Path
+) -> None:
     # The fixture then loads the model in the cache that this leaves behind.
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, str(good), stage],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=good.parent,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     assert process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGINT)
@@ -453,4 +458,4 @@ def test_ctrl_c_during_load(good: Path, cache: Path, expected: np.ndarray, stage
     assert out == "interrupted 1\n", err
     assert process.returncode == 0
     assert not list(cache.rglob("*.partial"))
-    assert list(Path(tempfile.gettempdir()).glob("heterollm-graph-*")) == []
+    assert list(temporary.glob("heterollm-*")) == []

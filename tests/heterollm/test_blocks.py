@@ -18,7 +18,7 @@ from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_sh
 LENGTHS = (1, 7, 32, 33, 70, 96)
 DECODED = 3
 CHUNK = 128
-SEEDS = tuple(range(3))
+SEEDS = (0, 1)
 # Gated by SiLU, by GELU with norms behind the block, and with biases on gate, up and down.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -118,7 +118,9 @@ def alone(gpu_only: LLM, ids: list[int]) -> np.ndarray:
     return answers(gpu_only, ids).astype(np.float64)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
 def test_drawn_cuts_give_the_gpu_s_logits(
     seed: int, folder: Path, gpu_only: LLM, alone: np.ndarray, ids: list[int], host_llm: Callable[..., LLM]
 ) -> None:
@@ -130,7 +132,7 @@ def test_cuts_and_whole_blocks_are_drawn(gpu_only: LLM) -> None:
     seen: dict[str, set[Placement]] = defaultdict(set)
     for seed in SEEDS:
         block_plan(gpu_only, drawing(seed, seen))
-    assert sum(len(found) for name, found in seen.items() if name.startswith("cut")) >= 6
+    assert sum(len(found) for name, found in seen.items() if name.startswith("cut")) >= 4
     assert any(name.startswith("whole") for name in seen)
     assert any(len(placement.npu_lengths) > 1 for found in seen.values() for placement in found)
 
@@ -169,7 +171,7 @@ def test_slots_are_shown_to_be_safe_under_delays(
     plain = host_llm(folder, plan="gpu")
     expected = answers(plain, ids).astype(np.float64)
     monkeypatch.setenv("HETEROLLM_CHECK_SLOTS", "5")
-    llm = host_llm(folder, plan=block_plan(plain, drawing(2)))
+    llm = host_llm(folder, plan=block_plan(plain, drawing(1)))
     for _ in range(2):
         check(answers(llm, ids), expected)
 

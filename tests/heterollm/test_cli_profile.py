@@ -419,7 +419,7 @@ def places(value, path=()):
 NONSENSE = (0, -1, 1, 2**52, 1e308, 1e-308, "", "word", "\ud800", None, True, [], {}, [0], {"a": "b"})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_a_profile_edited_into_nonsense_is_shown_or_refused(run, cache, tmp_path, sample_profile, seed):
     rng = random.Random(seed)
     text = sample_profile().to_json()

@@ -66,6 +66,7 @@ def test_the_layer_has_the_size_of_tinyllama(layer_folder):
     assert (config.heads, config.kv_heads, config.head_dim, config.layers) == (32, 4, 64, 1)
 
 
+@pytest.mark.slow  # checks of the project run the command itself
 def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer):
     pieces, stages = [], []
     result = run_demo(

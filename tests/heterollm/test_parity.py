@@ -59,7 +59,7 @@ def test_logits_of_every_position(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_every_prompt_length(
     family: str,
     level: str,

@@ -76,6 +76,11 @@ def check_decode_steps(llm: LLM) -> None:
 
 
 @pytest.mark.skipif(not PAGES.exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    "llm",
+    ["npu", *(pytest.param(level, marks=pytest.mark.slow) for level in ("gpu", "layer"))],
+    indirect=True,
+)
 def test_many_answers_take_no_more_memory(llm: LLM) -> None:
     generator = np.random.default_rng(0)
 
