@@ -1,0 +1,134 @@
+"""Profiling a simulated device: the profiler is a real device's, its times are the model's."""
+
+import statistics
+
+import numpy as np
+import pytest
+
+from heterollm.kernels.device import open_device
+from heterollm.kernels.simulated_device import soc_of
+from heterollm.kernels.simulation import Simulation
+from heterollm.kernels.soc.gpu_model import gpu_time, linear_work
+from heterollm.kernels.soc.npu_model import NpuWork, npu_time
+from heterollm.profiler.records import (
+    BandwidthKey,
+    ContentionKey,
+    CopyKey,
+    GraphKey,
+    HandOverKey,
+    LaunchKey,
+    LayerKey,
+    LinearKey,
+    PowerKey,
+)
+from heterollm.profiler.session import SessionOptions, profile_device
+from heterollm.profiler.workload import Sizes, shape_of
+from heterollm.solver.profile_costs import ProfileCosts, best_hand_over, overheads_of, power_of
+
+NAME = "sim:snapdragon-8gen3"
+SHAPE = shape_of(Sizes("wide", 8, 4096, 32, 8, 128, 14336, 128256, False), block=128)
+
+
+def profiled(folder):
+    device = open_device(NAME)
+    options = SessionOptions.of(budget_s=None)
+    return device, profile_device(device, [SHAPE], options, path=folder / "profile.json")[0]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("profiles")))
+        yield profiled(tmp_path_factory.mktemp("profiles"))
+
+
+def test_everything_is_measured_and_labelled(found):
+    _, profile = found
+    assert profile.time_kind == "simulated"
+    assert not profile.failures()
+    for kind in (
+        LaunchKey,
+        HandOverKey,
+        BandwidthKey,
+        ContentionKey,
+        LinearKey,
+        LayerKey,
+        GraphKey,
+        CopyKey,
+        PowerKey,
+    ):
+        assert list(profile.of_kind(kind)), kind
+    [run] = profile.runs.values()
+    assert run["finished"]
+    assert run["clocks_mhz"] == []  # this machine's clocks say nothing
+    assert "model of snapdragon-8gen3" in run["power"][0]
+
+
+def test_equal_devices_give_equal_profiles(found, tmp_path):
+    def lines(profile):
+        return {key: (record.samples_us, dict(record.values)) for key, record in profile.records.items()}
+
+    first, second = lines(found[1]), lines(profiled(tmp_path)[1])
+    # What is measured through a run to see drift is named by the time of the run.
+    first, second = (
+        {key: value for key, value in one.items() if "Drift" not in type(key).__name__}
+        for one in (first, second)
+    )
+    assert first == second
+
+
+def test_slices_take_what_the_model_says(found):
+    device, profile = found
+    soc, checked = soc_of(device), set()
+    for key, record in profile.of_kind(LinearKey):
+        point = key.point
+        if point.is_block or point.group == "head":
+            continue
+        if key.part == "gpu":
+            work = linear_work(point.rows, point.columns, point.tokens, block=point.block)
+            truth_us = gpu_time(soc, work).alone_us
+        else:
+            work = NpuWork(point.rows, point.columns, point.tokens, 4, point.block, point.form)
+            truth_us = npu_time(soc, work).alone_us
+        assert record.median_us == pytest.approx(truth_us, rel=1e-3), key
+        checked.add((key.part, point.form))
+    assert checked >= {("gpu", ""), ("npu", "matmul_nbits"), ("npu", "k_chunked")}
+
+
+def test_costs_are_those_of_the_parameters(found):
+    device, profile = found
+    soc = soc_of(device)
+    overheads = overheads_of(profile)
+    hidden_us = soc.npu.execute_us * (1 - soc.npu.execute_exposed_fraction)
+    assert overheads.hand_over_us == pytest.approx(soc.hand_over.poll_us - hidden_us, abs=4.0)
+    assert overheads.refill_us == pytest.approx(soc.cpu.submit_us + soc.hand_over.refill_us, abs=4.0)
+    assert profile.records[LaunchKey("chained")].median_us == pytest.approx(soc.gpu.kernel_gap_us)
+    # As soon as polling, and asleep meanwhile.
+    assert best_hand_over(profile) == "sleep_poll"
+    power = power_of(profile)
+    assert power is not None
+    assert power.gpu_watts > 0
+    assert power.npu_watts > 0
+
+
+def test_predictions_hold_between_the_points(found):
+    device, profile = found
+    soc, draw = soc_of(device), np.random.default_rng(3)
+    costs = ProfileCosts(profile, SHAPE, cache_bytes=8 << 20)
+    errors: dict[str, list[float]] = {"gpu": [], "npu": []}
+    for _ in range(120):
+        spec = SHAPE.layer[int(draw.integers(len(SHAPE.layer)))]
+        rows = tuple(int(draw.integers(1, own // 256 + 1)) * 256 for own in spec.member_rows)
+        tokens, length = int(draw.integers(1, 500)), int(draw.choice(device.standard_lengths))
+        truth_us = gpu_time(soc, linear_work(sum(rows), spec.columns, tokens, block=128)).alone_us
+        errors["gpu"].append(abs(costs.gpu_us(spec, rows, tokens) / truth_us - 1))
+        truth_us = npu_time(soc, NpuWork(sum(rows), spec.columns, length, 4, 128)).alone_us
+        errors["npu"].append(abs(costs.npu_us(spec, rows, length, "matmul_nbits") / truth_us - 1))
+    assert all(statistics.median(values) <= 0.05 for values in errors.values()), errors
+
+
+def test_what_is_computed_changes_no_fingerprint():
+    plain = open_device(NAME, npu_threads=0)
+    assert plain.npu is None
+    alike = [open_device(NAME, simulation=Simulation(every_form=True)), open_device(NAME)]
+    assert alike[0].fingerprint() == alike[1].fingerprint() != plain.fingerprint()
