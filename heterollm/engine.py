@@ -21,7 +21,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu_layers import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION
 from heterollm.kernels.handover import WaitLimits, prepare_hand_over, resynchronise
 from heterollm.kernels.opencl_runtime import OpenClError
-from heterollm.kernels.ops import Phase
+from heterollm.kernels.ops import Join, Phase
 from heterollm.kv_cache import KvCache
 from heterollm.load_options import Sync
 from heterollm.passes import CompiledPass, Placements
@@ -97,7 +97,7 @@ class Engine:
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache = device.gpu.shared((1,), device.cache_dtype)
-        self._heads: dict[tuple[Phase, int, tuple[int, ...]], list[Call]] = {}
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join], list[Call]] = {}
         self._tokens = self._compiler.tokens
         self._step = self._compiler.step
         logits = self._compiler.pool["logits"]
@@ -253,7 +253,7 @@ class Engine:
 
     def _head_calls(self, compiled: CompiledPass, phase: Phase, rows: int) -> list[Call]:
         assert compiled.output is not None
-        key = (phase, rows, compiled.output.splits)
+        key = (phase, rows, compiled.output.splits, compiled.output.join)
         calls = self._heads.get(key)
         if calls is None:
             with _compiling(phase, rows):

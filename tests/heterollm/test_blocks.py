@@ -10,9 +10,9 @@ import pytest
 
 from heterollm import LLM
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.npu_host import HostNpu
 from heterollm.kernels.ops import GROUPS, OpSpec, feed_forward_blocks
 from heterollm.kernels.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 
 LENGTHS = (1, 7, 32, 33, 70, 96)
@@ -29,17 +29,27 @@ BETWEEN_PARTS_DB = 40.0
 """At w4a8, where the last bit of a float decides between two codes (test_w4a8.py)."""
 
 
-def widths(block: OpSpec) -> list[int]:
-    """Legal shares of the NPU: multiples of its alignment, and all."""
-    whole = block.member_rows[0]
-    return [*range(HostNpu.row_alignment, whole, HostNpu.row_alignment), whole]
+def block_candidates(llm: LLM, block: OpSpec, tokens: int) -> list[Placement]:
+    """Return what the solver would choose from: every width, padded or piped, in every form."""
+    npu = llm.device.npu
+    assert npu is not None
+
+    def forms(part: OpSpec, length: int) -> tuple[str, ...]:
+        return npu.block_forms(
+            part.weight,
+            width=part.member_rows[0],
+            columns=part.columns,
+            length=length,
+            integer_inputs=part.integer_inputs,
+            activation=llm.config.activation,
+        )
+
+    return list(candidates(block, tokens, NpuLimits(npu.standard_lengths, npu.row_alignment, forms)))
 
 
-def covers(tokens: int) -> list[tuple[int, ...]]:
-    """Padded to one length, and several lengths in a row."""
-    padded = min(length for length in STANDARD_LENGTHS if length >= tokens)
-    pipe = (32,) * -(-tokens // 32)
-    return [(padded,)] if tokens <= 32 else [(padded,), pipe]
+def padded(tokens: int) -> Placement:
+    """Return the cut that leaves the NPU 128 of the width, padded to one length."""
+    return Placement((128, 128), (min(length for length in STANDARD_LENGTHS if length >= tokens),))
 
 
 def block_plan(llm: LLM, choose: Callable[[OpSpec, int], Placement | None]) -> Plan:
@@ -62,17 +72,22 @@ def block_plan(llm: LLM, choose: Callable[[OpSpec, int], Placement | None]) -> P
     return Plan("by hand", "host", precision, model_shape(specs), CHUNK, (*entries, *rest))
 
 
-def drawing(seed: int, seen: dict[str, set[Placement]] | None = None) -> Callable[..., Placement | None]:
+def drawing(
+    llm: LLM, seed: int, seen: dict[str, set[Placement]] | None = None
+) -> Callable[..., Placement | None]:
     random = np.random.default_rng(seed)
 
     def draw(block: OpSpec, tokens: int) -> Placement | None:
         if random.random() < 0.1:
             return None
-        width, lengths = random.choice(widths(block)), covers(tokens)
-        placement = Placement((int(width),) * 2, lengths[random.integers(len(lengths))])
+        kinds = defaultdict(list)
+        for placement in block_candidates(llm, block, tokens):
+            whole = "whole" if placement.npu_rows == block.member_rows else "cut"
+            kinds[f"{whole} {'pipe' if len(placement.npu_lengths) > 1 else 'padded'}"].append(placement)
+        kind = random.choice(sorted(kinds))
+        placement = kinds[kind][random.integers(len(kinds[kind]))]
         if seen is not None:
-            kind = "whole" if width == block.member_rows[0] else "cut"
-            seen[f"{kind} of {tokens}"].add(placement)
+            seen[kind].add(placement)
         return placement
 
     return draw
@@ -124,17 +139,16 @@ def alone(gpu_only: LLM, ids: list[int]) -> np.ndarray:
 def test_drawn_cuts_give_the_gpu_s_logits(
     seed: int, folder: Path, gpu_only: LLM, alone: np.ndarray, ids: list[int], host_llm: Callable[..., LLM]
 ) -> None:
-    llm = host_llm(folder, plan=block_plan(gpu_only, drawing(seed)))
+    llm = host_llm(folder, plan=block_plan(gpu_only, drawing(gpu_only, seed)))
     check(answers(llm, ids), alone)
 
 
 def test_cuts_and_whole_blocks_are_drawn(gpu_only: LLM) -> None:
     seen: dict[str, set[Placement]] = defaultdict(set)
     for seed in SEEDS:
-        block_plan(gpu_only, drawing(seed, seen))
-    assert sum(len(found) for name, found in seen.items() if name.startswith("cut")) >= 4
-    assert any(name.startswith("whole") for name in seen)
-    assert any(len(placement.npu_lengths) > 1 for found in seen.values() for placement in found)
+        block_plan(gpu_only, drawing(gpu_only, seed, seen))
+    assert set(seen) == {"cut padded", "cut pipe", "whole padded", "whole pipe"}
+    assert len(seen["cut padded"]) >= 4
 
 
 @pytest.mark.parametrize("sync", ["operator", "finish", "flag"])
@@ -143,7 +157,7 @@ def test_every_way_to_wait_gives_the_same_logits(
 ) -> None:
     folder = checkpoint("llama")
     plain = host_llm(folder, plan="gpu")
-    plan = block_plan(plain, lambda block, tokens: Placement((128, 128), covers(tokens)[0]))
+    plan = block_plan(plain, lambda _, tokens: padded(tokens))
     check(answers(host_llm(folder, plan=plan, sync=sync), ids), answers(plain, ids).astype(np.float64))
 
 
@@ -153,7 +167,7 @@ def test_other_precisions(
 ) -> None:
     folder = checkpoint("llama")
     plain = host_llm(folder, plan="gpu", precision=precision)
-    llm = host_llm(folder, plan=block_plan(plain, drawing(1)), precision=precision)
+    llm = host_llm(folder, plan=block_plan(plain, drawing(plain, 1)), precision=precision)
     expected = answers(plain, ids).astype(np.float64)
     if precision == "fp16":
         check(answers(llm, ids), expected)
@@ -171,7 +185,7 @@ def test_slots_are_shown_to_be_safe_under_delays(
     plain = host_llm(folder, plan="gpu")
     expected = answers(plain, ids).astype(np.float64)
     monkeypatch.setenv("HETEROLLM_CHECK_SLOTS", "5")
-    llm = host_llm(folder, plan=block_plan(plain, drawing(1)))
+    llm = host_llm(folder, plan=block_plan(plain, drawing(plain, 1)))
     for _ in range(2):
         check(answers(llm, ids), expected)
 
@@ -184,7 +198,7 @@ def test_memory_counts_the_copies_of_blocks(
     plain = host_llm(checkpoint("llama"), plan="gpu")
     specs = plain._weights.specs
     block = feed_forward_blocks(specs)[0]
-    plan = block_plan(plain, lambda block, tokens: Placement((128, 128), covers(tokens)[0]))
+    plan = block_plan(plain, lambda _, tokens: padded(tokens))
     need = memory_need(plain.config, specs, plan, 256, {}, np.dtype(np.float32))
     own = block.weight.weight_bytes(2 * 128, block.columns) + block.weight.weight_bytes(block.columns, 128)
     assert need.npu_weights == plain.config.layers * own
