@@ -20,7 +20,7 @@ __all__ = ["PREDICTOR_VERSION", "fitted_predictor"]
 
 logger = logging.getLogger(__name__)
 
-PREDICTOR_VERSION: Final = 2
+PREDICTOR_VERSION: Final = 3
 """Raise when fitting the same profile gives another predictor: kept ones are then fitted anew."""
 
 

@@ -14,6 +14,7 @@ from typing import Final, get_args
 from heterollm.errors import ProfileError
 from heterollm.kernels.strict_json import parse_json
 from heterollm.profiler.baselines import ConstantRate, Nearest
+from heterollm.profiler.block_widths import BlockWidths
 from heterollm.profiler.interpolation import Interpolation
 from heterollm.profiler.json_values import mapping, number, numbers, positive, sequence, whole, word
 from heterollm.profiler.layer_predictor import LayerPredictor
@@ -58,10 +59,14 @@ class PartPredictor:
     model: TimeModel
     scores: tuple[Score, ...]
     measured: Mapping[LinearPoint, Prediction]
+    _widths: BlockWidths = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_widths", BlockWidths(self.measured))
 
     def predict(self, point: LinearPoint) -> Prediction:
-        """Return the measured time of a slice, or the predicted one."""
-        return self.measured.get(point) or self.model.predict(point)
+        """Return the measured time of a slice, or the predicted one; of a block, by its measured widths."""
+        return self.measured.get(point) or self._widths.predict(point) or self.model.predict(point)
 
 
 @dataclass(slots=True)
