@@ -141,7 +141,8 @@ class LLM:
             opening: dict[str, Any] = {"gpu_threads": gpu_threads, "npu_threads": npu_threads}
             opening |= {"profiling": True} if trace else {}
             # A simulated device gives answers only where they are computed.
-            opening |= {"simulation": Simulation(numerics=True)} if device.startswith(SIMULATED) else {}
+            simulated = isinstance(device, str) and device.startswith(SIMULATED)
+            opening |= {"simulation": Simulation(numerics=True)} if simulated else {}
             opened = thread.run(lambda: open_device(device, **opening))
             specs = op_specs(
                 config,

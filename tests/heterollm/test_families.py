@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VARIANTS = ("mistral without window", "qwen2 with window", "llama with biases")
 
+# The level layer runs the graphs of npu with the kernels of gpu.
+SLOW = (("qwen3", "layer"), ("gemma2", "layer"), ("mistral", "layer"), ("phi3", "layer"))
 PROMPT, STEPS = 70, 5
 
 
@@ -75,7 +77,12 @@ def all_logits(llm: LLM, ids: list[int], pieces: tuple[int, ...] = (PROMPT,)) ->
 @pytest.mark.parametrize(
     ("name", "level"),
     # For the variants the level npu would only run the graphs of layer again.
-    [(name, level) for name in MODELS for level in LEVELS if level != "npu" or name not in VARIANTS],
+    [
+        pytest.param(name, level, marks=[pytest.mark.slow] if (name, level) in SLOW else [])
+        for name in MODELS
+        for level in LEVELS
+        if level != "npu" or name not in VARIANTS
+    ],
 )
 def test_logits_beyond_the_window(
     name: str,
