@@ -35,7 +35,7 @@ PREFILL_TOKENS: Final = 256
 DECODE_TOKENS: Final = 32
 CONTEXT: Final = 512
 REPETITIONS: Final = 5
-PROFILE_BUDGET_S: Final = 30.0
+PROFILE_BUDGET_S: Final = 45.0
 
 SOLVED: Final = ("tensor", "block")
 """Levels that the solver plans from the profile."""
