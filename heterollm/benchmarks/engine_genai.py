@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
+from heterollm.benchmarks.foreign import SteppedEngine
 from heterollm.benchmarks.onnx_twin import write_onnx
-from heterollm.benchmarks.work import work_of
+from heterollm.benchmarks.work import Work, work_of
 from heterollm.config import ModelConfig
 from heterollm.errors import DeviceError, OptionError
 from heterollm.kernels.cache import cache_root
@@ -23,7 +23,7 @@ from heterollm.layout import op_specs
 __all__ = ["GenaiEngine"]
 
 
-class GenaiEngine:
+class GenaiEngine(SteppedEngine):
     """A model of onnxruntime-genai on the processor.
 
     Args:
@@ -66,7 +66,6 @@ class GenaiEngine:
         parameters = onnxruntime_genai.GeneratorParams(self._model)
         parameters.set_search_options(max_length=job.context, do_sample=False)
         self._generator: Any = onnxruntime_genai.Generator(self._model, parameters)
-        self._seen = 0
 
     @property
     def facts(self) -> Facts:
@@ -87,63 +86,26 @@ class GenaiEngine:
             notes=("keeps embedding and head in float32, equal to heterollm's 8-bit values",),
         )
 
-    def sample_us(self, case: Case, ids: Ids) -> float:
-        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
-        self._truncate(case.n_depth)
-        if self._seen < case.n_depth:
-            self._feed(ids[self._seen : case.n_depth])
-        begin = case.n_depth + case.n_prompt
-        prompt, tokens = ids[case.n_depth : begin], ids[begin : case.end]
-        before_ns = time.perf_counter_ns()
-        if len(prompt):
-            self._feed(prompt)
-        for index in range(len(tokens)):
-            self._feed(tokens[index : index + 1])
-        taken_us = (time.perf_counter_ns() - before_ns) / 1e3
-        self._truncate(case.n_depth)
-        return taken_us
-
-    def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
-        """Return logits; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
-        self._truncate(0)
-        first = len(ids) - decoded
-        rows = [self._feed(ids[:first])]
-        rows += [self._feed(ids[index : index + 1]) for index in range(first, len(ids))]
-        self._truncate(0)
-        return np.stack(rows)
-
-    def account(self, case: Case) -> dict[str, Any]:
-        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
-        work = work_of(self._config, self._specs, case, chunk=max(1, case.n_prompt), cache_itemsize=4)
-        reason = "Another engine; the profile is of heterollm's parts."
-        return {
-            "read_bytes": work.read_bytes,
-            "flops": work.flops,
-            "reasons": dict.fromkeys(("gpu_share", "padded_tokens", "predicted_ms", "ceilings"), reason),
-        }
-
-    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
-        """Return nothing, as others are not traced."""
-        return {}
+    def work(self, case: Case) -> Work:
+        """Return what a sample computes and reads."""
+        return work_of(self._config, self._specs, case, chunk=max(1, case.n_prompt), cache_itemsize=4)
 
     def close(self) -> None:
         """Free the model."""
         del self._generator, self._model
 
-    def _feed(self, ids: Ids) -> NDArray[np.float32]:
+    def append(self, ids: Ids) -> NDArray[np.float32]:
         """Append tokens in one pass, and return the logits of the last."""
         self._generator.append_tokens(np.ascontiguousarray(ids, np.int32))
-        self._seen += len(ids)
         found: NDArray[np.float32] = np.array(self._generator.get_logits()).reshape(
             -1, self._config.vocab_size
         )
         last: NDArray[np.float32] = found[-1].astype(np.float32)
         return last
 
-    def _truncate(self, position: int) -> None:
-        if position < self._seen:
-            self._generator.rewind_to(position)
-            self._seen = position
+    def cut(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        self._generator.rewind_to(position)
 
 
 def _folder(model: Path, precision: str) -> Path:

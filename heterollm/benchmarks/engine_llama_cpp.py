@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
-from heterollm.benchmarks.work import work_of
+from heterollm.benchmarks.foreign import SteppedEngine
+from heterollm.benchmarks.work import Work, work_of
 from heterollm.config import ModelConfig
 from heterollm.errors import DeviceError, EngineError, OptionError
 from heterollm.kernels.cache import cache_root
@@ -36,7 +36,7 @@ def gguf_path(folder: Path) -> Path:
     return cache_root() / "gguf" / f"{name}.gguf"
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(SteppedEngine):
     """A model of llama.cpp on the processor.
 
     Args:
@@ -83,7 +83,6 @@ class LlamaCppEngine:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._config = ModelConfig.from_folder(job.model)
         self._specs = op_specs(self._config, "w4a16", 32, True)
-        self._seen = 0
 
     @property
     def facts(self) -> Facts:
@@ -105,60 +104,23 @@ class LlamaCppEngine:
             notes=("rounds inputs to 8 bits in blocks of 32 and keeps the KV cache in FP16",),
         )
 
-    def sample_us(self, case: Case, ids: Ids) -> float:
-        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
-        self._truncate(case.n_depth)
-        if self._seen < case.n_depth:
-            self._feed(ids[self._seen : case.n_depth])
-        begin = case.n_depth + case.n_prompt
-        prompt, tokens = ids[case.n_depth : begin], ids[begin : case.end]
-        before_ns = time.perf_counter_ns()
-        if len(prompt):
-            self._feed(prompt)
-        for index in range(len(tokens)):
-            self._feed(tokens[index : index + 1])
-        taken_us = (time.perf_counter_ns() - before_ns) / 1e3
-        self._truncate(case.n_depth)
-        return taken_us
-
-    def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
-        """Return logits; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
-        self._truncate(0)
-        first = len(ids) - decoded
-        rows = [self._feed(ids[:first])]
-        rows += [self._feed(ids[index : index + 1]) for index in range(first, len(ids))]
-        self._truncate(0)
-        return np.stack(rows)
-
-    def account(self, case: Case) -> dict[str, Any]:
-        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
-        work = work_of(self._config, self._specs, case, chunk=CHUNK, cache_itemsize=2)
-        reason = "Another engine; the profile is of heterollm's parts."
-        return {
-            "read_bytes": work.read_bytes,
-            "flops": work.flops,
-            "reasons": dict.fromkeys(("gpu_share", "padded_tokens", "predicted_ms", "ceilings"), reason),
-        }
-
-    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
-        """Return nothing, as others are not traced."""
-        return {}
+    def work(self, case: Case) -> Work:
+        """Return what a sample computes and reads."""
+        return work_of(self._config, self._specs, case, chunk=CHUNK, cache_itemsize=2)
 
     def close(self) -> None:
         """Free the model."""
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
-    def _feed(self, ids: Ids) -> NDArray[np.float32]:
+    def append(self, ids: Ids) -> NDArray[np.float32]:
         """Append tokens in one call, and return the logits of the last."""
         tokens = (ctypes.c_int32 * len(ids))(*ids.tolist())
         if self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(tokens, len(ids))):
             raise EngineError(f"llama.cpp refuses {len(ids)} tokens at position {self._seen}.")
-        self._seen += len(ids)
         pointer = self._lib.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(pointer, (self._config.vocab_size,)).copy()
 
-    def _truncate(self, position: int) -> None:
-        if position < self._seen:
-            self._lib.llama_memory_seq_rm(self._memory, 0, position, -1)
-            self._seen = position
+    def cut(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        self._lib.llama_memory_seq_rm(self._memory, 0, position, -1)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job, one_by_one
-from heterollm.benchmarks.work import work_of
+from heterollm.benchmarks.foreign import ForeignEngine
+from heterollm.benchmarks.work import Work, work_of
 from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
 from heterollm.errors import DeviceError
@@ -19,7 +20,7 @@ from heterollm.weights import load_weights
 __all__ = ["TransformersEngine"]
 
 
-class TransformersEngine:
+class TransformersEngine(ForeignEngine):
     """A model of transformers with quantised weights written out in float32.
 
     Args:
@@ -96,20 +97,10 @@ class TransformersEngine:
         rows += [self._feed(cache, [token]) for token in one_by_one(ids[len(ids) - decoded :])]
         return np.stack(rows)
 
-    def account(self, case: Case) -> dict[str, Any]:
-        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+    def work(self, case: Case) -> Work:
+        """Return what a sample computes and reads."""
         chunk = max(1, case.n_prompt)
-        work = work_of(self._config, self._specs, case, chunk=chunk, cache_itemsize=4, weight_itemsize=4)
-        reason = "Another engine; the profile is of heterollm's parts."
-        return {
-            "read_bytes": work.read_bytes,
-            "flops": work.flops,
-            "reasons": dict.fromkeys(("gpu_share", "padded_tokens", "predicted_ms", "ceilings"), reason),
-        }
-
-    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
-        """Return nothing, as others are not traced."""
-        return {}
+        return work_of(self._config, self._specs, case, chunk=chunk, cache_itemsize=4, weight_itemsize=4)
 
     def close(self) -> None:
         """Free the model."""
