@@ -31,8 +31,6 @@ __all__ = [
     "check_array",
     "check_form",
     "check_prepare",
-    "chunked_block_forms",
-    "reshaped_forms",
     "standard_length",
 ]
 
@@ -249,49 +247,6 @@ def standard_length(backend: NpuBackend, tokens: int) -> int:
     raise GraphError(
         f"{backend.name} runs 1 to {backend.standard_lengths[-1]} tokens at a time, not {tokens}."
     )
-
-
-def reshaped_forms(
-    weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-) -> tuple[Form, ...]:
-    """Return the forms beside the plain ones that a slice's shape allows, whatever the backend.
-
-    Args:
-        weight: Number format of the slice's weight.
-        columns: Inputs ``k``.
-        length: Tokens of one run.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
-    """
-    if weight.quantized:
-        # Pieces are whole pairs of blocks: the 4-bit zero points of a pair share a byte.
-        if columns <= CHUNK_COLUMNS or 2 * weight.block > CHUNK_COLUMNS:
-            return ()
-        return ("k_chunked_int8",) if integer_inputs else ("k_chunked",)
-    if integer_inputs:
-        return ()
-    forms: list[Form] = ["conv_1x1"]
-    if length >= 2 * TILE_TOKENS and length % TILE_TOKENS == 0:
-        forms.append("token_tiles")
-    if columns > CHUNK_COLUMNS:
-        forms.append("k_chunked")
-    return tuple(forms)
-
-
-def chunked_block_forms(
-    weight: WeightFormat, *, width: int, integer_inputs: bool = False
-) -> tuple[Form, ...]:
-    """Return the forms of a feed-forward block with its last linear in pieces, where there are any.
-
-    Args:
-        weight: Number format of its weights.
-        width: Inputs ``c`` of the last linear.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
-    """
-    if width <= CHUNK_COLUMNS or 2 * weight.block > CHUNK_COLUMNS:
-        return ()
-    if integer_inputs:
-        return ("ffn_k_chunked_int8",) if weight.quantized else ()
-    return ("ffn_k_chunked",)
 
 
 def check_prepare(backend: NpuBackend, part: NpuPart, length: int, form: Form | None) -> Form:

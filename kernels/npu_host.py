@@ -11,7 +11,7 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,15 +22,16 @@ from heterollm.kernels.npu import (
     NpuPart,
     TimeKind,
     check_prepare,
-    chunked_block_forms,
-    reshaped_forms,
 )
+from heterollm.kernels.npu_forms import every_block_form, every_form
 from heterollm.kernels.npu_graphs import write_graph
 from heterollm.kernels.npu_parts import PartKey
 from heterollm.kernels.npu_session import SessionGraph, runtime_errors, session_options
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["HostNpu"]
+
+FLOAT_FORMS: Final[tuple[Form, ...]] = ("activation_first", "weight_first")
 
 
 class HostNpu:
@@ -64,13 +65,7 @@ class HostNpu:
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
     ) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        plain: tuple[Form, ...] = ("activation_first", "weight_first")
-        if weight.quantized:
-            plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
-        elif integer_inputs:
-            return ()
-        more = reshaped_forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
-        return plain + more
+        return every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
 
     def block_forms(
         self,
@@ -83,12 +78,7 @@ class HostNpu:
         activation: Activation,  # noqa: ARG002
     ) -> tuple[Form, ...]:
         """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        plain: tuple[Form, ...] = ("ffn", "ffn_weight_first")
-        if weight.quantized:
-            plain = ("ffn_int8",) if integer_inputs else ("ffn",)
-        elif integer_inputs:
-            return ()
-        return plain + chunked_block_forms(weight, width=width, integer_inputs=integer_inputs)
+        return every_block_form(weight, width=width, integer_inputs=integer_inputs)
 
     def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
         """Return a graph of the part's session; see :class:`heterollm.kernels.npu.NpuBackend`."""

@@ -27,9 +27,8 @@ from heterollm.kernels.npu import (
     TimeKind,
     check_form,
     check_prepare,
-    chunked_block_forms,
-    reshaped_forms,
 )
+from heterollm.kernels.npu_forms import chunked_block_forms, reshaped_forms
 from heterollm.kernels.npu_graphs import GRAPH_VERSION, slice_digest, write_graph
 from heterollm.kernels.npu_parts import NpuBlock, PartKey
 from heterollm.kernels.npu_session import SessionGraph

@@ -21,17 +21,18 @@ from heterollm.kernels.npu import (
     TimeKind,
     check_array,
     check_prepare,
-    chunked_block_forms,
-    reshaped_forms,
 )
+from heterollm.kernels.npu_forms import every_block_form, every_form
 from heterollm.kernels.npu_parts import NpuBlock, NpuPart, PartKey
 from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.simulated_clock import Job, SimulatedClock
 from heterollm.kernels.soc.npu_model import NpuWork, npu_time
-from heterollm.kernels.soc.parameters import SocParameters
 from heterollm.kernels.soc.power_model import build_us
+from heterollm.kernels.soc.quantities import SocParameters
 
 __all__ = ["SimulatedNpu", "npu_work"]
+
+FLOAT_FORMS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
 
 BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
 """The forms that HeteroLLM has; the others are this project's own."""
@@ -79,13 +80,8 @@ class SimulatedNpu:
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
     ) -> tuple[Form, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        plain: tuple[Form, ...] = ("weight_first", "activation_first")
-        if weight.quantized:
-            plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
-        elif integer_inputs:
-            return ()
-        more = reshaped_forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
-        return self._offered(plain + more)
+        found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        return self._offered(found)
 
     def block_forms(
         self,
@@ -98,12 +94,7 @@ class SimulatedNpu:
         activation: Activation,  # noqa: ARG002
     ) -> tuple[Form, ...]:
         """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        plain: tuple[Form, ...] = ("ffn", "ffn_weight_first")
-        if weight.quantized:
-            plain = ("ffn_int8",) if integer_inputs else ("ffn",)
-        elif integer_inputs:
-            return ()
-        return self._offered(plain + chunked_block_forms(weight, width=width, integer_inputs=integer_inputs))
+        return self._offered(every_block_form(weight, width=width, integer_inputs=integer_inputs))
 
     def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SimulatedGraph:
         """Return a part's graph; building one of a new shape takes virtual time.

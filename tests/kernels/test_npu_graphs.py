@@ -7,7 +7,8 @@ import onnxruntime
 import pytest
 
 from heterollm.errors import GraphError
-from heterollm.kernels.npu import NpuSlice, reshaped_forms
+from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu_forms import reshaped_forms
 from heterollm.kernels.npu_graphs import slice_digest, write_graph
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.tolerances import linear_errors
