@@ -9,19 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from heterollm.errors import CacheError, PlanError
-from heterollm.kernels.cache import atomic_path, cache_root
+from heterollm.errors import PlanError
+from heterollm.kernels.cache import cache_root, kept
 from heterollm.kernels.ops import Group
+from heterollm.kernels.sources import source_hash
 from heterollm.kernels.strict_json import parse_json
-from heterollm.profiler.fitted import PREDICTOR_VERSION
-from heterollm.profiler.record_json import record_line
+from heterollm.profiler.fitted import profile_digest
 from heterollm.solver.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from heterollm.solver.slices import Slices
 
 __all__ = ["Solution", "kept_solution", "solution_path"]
-
-logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 
@@ -83,19 +79,7 @@ def kept_solution(path: Path, solve: Callable[[], Solution]) -> Solution:
         path: The file, such as :func:`solution_path`.
         solve: Returns a new solution.
     """
-    try:
-        return Solution.from_json(path.read_bytes())
-    except FileNotFoundError:
-        pass
-    except (OSError, PlanError) as error:
-        logger.warning("The kept plan %s is not used (%s); solving again", path, error)
-    solution = solve()
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(solution.to_json(), "utf-8")
-    except CacheError as error:
-        logger.warning("The solved plan is not kept: %s", error)
-    return solution
+    return kept(path, "solving again", read=Solution.from_json, make=solve, text=Solution.to_json)
 
 
 def solution_path(profile: Profile, inputs: Mapping[str, object]) -> Path:
@@ -105,23 +89,15 @@ def solution_path(profile: Profile, inputs: Mapping[str, object]) -> Path:
         profile: The profile: what was measured decides, whenever it was.
         inputs: All else, by name; their representations must tell different ones apart.
     """
-    digest = hashlib.sha256(f"{PREDICTOR_VERSION} {profile.fingerprint} {solver_hash()}\n".encode())
-    for name, value in sorted(inputs.items()):
-        digest.update(f"{name} {value!r}\n".encode())
-    for line in sorted(map(record_line, profile.records.values())):
-        digest.update(line.encode())
-    return cache_root() / "plans" / f"{digest.hexdigest()[:32]}.json"
+    named = "".join(f"{name} {value!r}\n" for name, value in sorted(inputs.items()))
+    key = profile_digest(profile, f" {solver_hash()}\n{named}")
+    return cache_root() / "plans" / f"{key}.json"
 
 
 @functools.cache
 def solver_hash() -> str:
     """Return a short hash of the solver's sources: other ones may find other plans."""
-    digest = hashlib.sha256()
-    for entry in sorted(resources.files("heterollm.solver").iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(".py"):
-            content = entry.read_bytes().replace(b"\r\n", b"\n")
-            digest.update(f"{entry.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+    return source_hash("heterollm.solver", (".py",))
 
 
 def _hash(content: Mapping[str, Any]) -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import platformdirs
 from filelock import FileLock, Timeout
 
-from heterollm.errors import CacheError
+from heterollm.errors import CacheError, HeteroLLMError
 
-__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_root", "locked"]
+__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_root", "kept", "locked"]
+
+logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "HETEROLLM_CACHE"
 """Environment variable that moves the cache folder."""
@@ -74,6 +78,38 @@ def locked(target: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+T = TypeVar("T")
+
+
+def kept(
+    path: Path, again: str, *, read: Callable[[bytes], T], make: Callable[[], T], text: Callable[[T], str]
+) -> T:
+    """Return what a file keeps; what is missing or damaged is made anew, and then kept.
+
+    A cache that cannot be read or written costs time and is no error.
+
+    Args:
+        path: The file.
+        again: What making it anew is, for the log, such as ``solving again``.
+        read: Returns it from the file's content, or raises an error of this package.
+        make: Returns a new one.
+        text: Returns the content of its file.
+    """
+    try:
+        return read(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except (OSError, HeteroLLMError) as error:
+        logger.warning("The kept file %s is not used (%s); %s", path, error, again)
+    made = make()
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_text(text(made), "utf-8")
+    except CacheError as error:
+        logger.warning("What was made is not kept: %s", error)
+    return made
 
 
 def cache_error(target: Path, error: OSError) -> CacheError:

@@ -1,4 +1,4 @@
-"""Which kernel sources these are: what was measured or tuned with others says nothing about them."""
+"""Which sources these are: what was measured, tuned or solved with others says nothing about them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 from importlib import resources
 
-__all__ = ["kernel_source_hash"]
+__all__ = ["kernel_source_hash", "source_hash"]
 
 
 @functools.cache
@@ -15,10 +15,19 @@ def kernel_source_hash() -> str:
 
     It is part of the key of whatever depends on the kernels: tuned parameters and measured samples.
     """
+    return source_hash("heterollm.kernels.opencl", (".cl", ".h"))
+
+
+def source_hash(package: str, endings: tuple[str, ...]) -> str:
+    """Return a short hash of the files of a package, names and contents.
+
+    Args:
+        package: Its dotted name.
+        endings: Of the names of the files that count.
+    """
     digest = hashlib.sha256()
-    folder = resources.files("heterollm.kernels.opencl")
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith((".cl", ".h")):
+    for entry in sorted(resources.files(package).iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(endings):
             content = entry.read_bytes().replace(b"\r\n", b"\n")
             digest.update(f"{entry.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]

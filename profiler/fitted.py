@@ -6,19 +6,14 @@ Fitting judges every model on shapes kept out of it, which takes a second or two
 from __future__ import annotations
 
 import hashlib
-import logging
-from pathlib import Path
 from typing import Final
 
-from heterollm.errors import CacheError, ProfileError
-from heterollm.kernels.cache import atomic_path, cache_root
+from heterollm.kernels.cache import cache_root, kept
 from heterollm.profiler.predictor import Predictor
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.record_json import record_line
 
-__all__ = ["PREDICTOR_VERSION", "fitted_predictor"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["fitted_predictor", "profile_digest"]
 
 PREDICTOR_VERSION: Final = 3
 """Raise when fitting the same profile gives another predictor: kept ones are then fitted anew."""
@@ -30,25 +25,22 @@ def fitted_predictor(profile: Profile) -> Predictor:
     Raises:
         ProfileError: There is too little to fit.
     """
-    path = _path(profile)
-    try:
-        return Predictor.from_json(path.read_bytes())
-    except FileNotFoundError:
-        pass
-    except (OSError, ProfileError) as error:
-        logger.warning("The kept predictor %s is not used (%s); fitting it again", path, error)
-    predictor = Predictor.fit(profile)
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(predictor.to_json(), "utf-8")
-    except CacheError as error:
-        logger.warning("The predictor is not kept: %s", error)
-    return predictor
+    path = cache_root() / "predictors" / f"{profile_digest(profile)}.json"
+
+    def fit() -> Predictor:
+        return Predictor.fit(profile)
+
+    return kept(path, "fitting it again", read=Predictor.from_json, make=fit, text=Predictor.to_json)
 
 
-def _path(profile: Profile) -> Path:
-    """Return the file of a profile's predictor: what was measured decides, whenever it was."""
-    digest = hashlib.sha256(f"{PREDICTOR_VERSION} {profile.fingerprint}".encode())
+def profile_digest(profile: Profile, inputs: str = "") -> str:
+    """Return what files are named by that follow from a profile: what was measured decides, whenever it was.
+
+    Args:
+        profile: The profile.
+        inputs: What else they follow from.
+    """
+    digest = hashlib.sha256(f"{PREDICTOR_VERSION} {profile.fingerprint}{inputs}".encode())
     for line in sorted(map(record_line, profile.records.values())):
         digest.update(line.encode())
-    return cache_root() / "predictors" / f"{digest.hexdigest()[:32]}.json"
+    return digest.hexdigest()[:32]
