@@ -16,8 +16,8 @@ from typing import Final, Literal
 from heterollm.kernels.soc.gpu_model import GpuTime, GpuWork, gpu_time, linear_work
 from heterollm.kernels.soc.memory_model import shared_rates
 from heterollm.kernels.soc.npu_model import NpuTime, NpuWork, npu_time
-from heterollm.kernels.soc.parameters import SocParameters
 from heterollm.kernels.soc.power_model import Usage
+from heterollm.kernels.soc.quantities import SocParameters
 
 Level = Literal["gpu", "layer", "tensor"]
 Sync = Literal["fast", "driver"]

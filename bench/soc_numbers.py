@@ -17,7 +17,7 @@ from soc_chain import BLOCK, LLAMA_3_8B, run
 from heterollm.kernels.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.soc.memory_model import granted_gbps
 from heterollm.kernels.soc.npu_model import NpuWork, npu_time
-from heterollm.kernels.soc.parameters import SocParameters
+from heterollm.kernels.soc.quantities import SocParameters
 
 __all__ = ["NUMBERS", "Number", "Residual", "markdown", "residuals"]
 

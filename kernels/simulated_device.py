@@ -12,7 +12,8 @@ from heterollm.kernels.simulated_npu import SimulatedNpu
 from heterollm.kernels.simulated_runtime import SimulatedRuntime
 from heterollm.kernels.simulation import Simulation
 from heterollm.kernels.soc.memory_model import shared_rates
-from heterollm.kernels.soc.parameters import SocParameters, load_soc
+from heterollm.kernels.soc.parameters import load_soc
+from heterollm.kernels.soc.quantities import SocParameters
 from heterollm.kernels.threads import ThreadSplit
 
 __all__ = ["clock_costs", "clock_of", "open_simulated", "soc_of"]

@@ -19,7 +19,7 @@ from heterollm.kernels.opencl_memory import SharedArray, aligned_zeros
 from heterollm.kernels.opencl_runtime import KernelKind, OpenClRuntime
 from heterollm.kernels.simulated_clock import Job, SimulatedClock
 from heterollm.kernels.soc.gpu_model import gpu_time
-from heterollm.kernels.soc.parameters import SocParameters
+from heterollm.kernels.soc.quantities import SocParameters
 from heterollm.kernels.tuning import DeviceTuning
 from heterollm.kernels.variants import VariantRecord
 from heterollm.kernels.waiting import HostClock

@@ -10,8 +10,8 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.simulated_clock import SimulatedClock, Totals
 from heterollm.kernels.simulated_device import clock_of
 from heterollm.kernels.simulated_runtime import SimulatedRuntime
-from heterollm.kernels.soc.parameters import SocParameters
 from heterollm.kernels.soc.power_model import Usage, energy
+from heterollm.kernels.soc.quantities import SocParameters
 
 __all__ = ["SimulatedMeter", "simulated_meters", "usage_between"]
 

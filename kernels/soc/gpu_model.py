@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from heterollm.errors import OptionError
-from heterollm.kernels.soc.parameters import SocParameters
+from heterollm.kernels.soc.quantities import SocParameters
 
 __all__ = ["GpuBound", "GpuKind", "GpuTime", "GpuWork", "gpu_time", "linear_work"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from heterollm.errors import OptionError
 from heterollm.kernels.soc.gpu_model import GpuTime
 from heterollm.kernels.soc.npu_model import NpuTime
-from heterollm.kernels.soc.parameters import SocParameters
+from heterollm.kernels.soc.quantities import SocParameters
 
 __all__ = ["granted_gbps", "shared_rates", "together_us"]
 

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from heterollm.errors import OptionError
 from heterollm.kernels.npu import CHUNK_COLUMNS
-from heterollm.kernels.soc.parameters import SocParameters
+from heterollm.kernels.soc.quantities import SocParameters
 
 __all__ = ["NpuBound", "NpuTime", "NpuWork", "npu_time"]
 

@@ -18,15 +18,6 @@ import yaml
 from heterollm.errors import OptionError
 from heterollm.kernels.soc.quantities import (
     SOURCES,
-    BuildParameters,
-    CpuParameters,
-    GpuParameters,
-    HandOverParameters,
-    MemoryParameters,
-    NpuParameters,
-    PowerParameters,
-    PowerSplit,
-    Quantity,
     SocParameters,
     Source,
     check_value,
@@ -34,26 +25,7 @@ from heterollm.kernels.soc.quantities import (
     sections,
 )
 
-__all__ = [
-    "SOURCES",
-    "TEMPLATE",
-    "BuildParameters",
-    "CpuParameters",
-    "GpuParameters",
-    "HandOverParameters",
-    "MemoryParameters",
-    "NpuParameters",
-    "PowerParameters",
-    "PowerSplit",
-    "Quantity",
-    "SocParameters",
-    "Source",
-    "file_text",
-    "load_soc",
-    "parse_soc",
-    "quantities",
-    "soc_names",
-]
+__all__ = ["TEMPLATE", "file_text", "load_soc", "parse_soc", "soc_names"]
 
 VERSION: Final = 1
 TEMPLATE: Final = "template"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterollm.errors import OptionError
-from heterollm.kernels.soc.parameters import PowerSplit, SocParameters
+from heterollm.kernels.soc.quantities import PowerSplit, SocParameters
 
 __all__ = ["EnergyRange", "Usage", "build_us", "energy", "split_joules"]
 

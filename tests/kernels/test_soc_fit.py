@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from heterollm.kernels.soc.parameters import SocParameters, load_soc
+from heterollm.kernels.soc.parameters import load_soc
 from heterollm.kernels.soc.power_model import split_joules
+from heterollm.kernels.soc.quantities import SocParameters
 
 ROOT = Path(__file__).resolve().parents[2]
 SOC = load_soc("snapdragon-8gen3")

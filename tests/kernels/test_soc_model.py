@@ -16,8 +16,9 @@ from heterollm.kernels.npu import Form
 from heterollm.kernels.soc.gpu_model import GpuWork, gpu_time, linear_work
 from heterollm.kernels.soc.memory_model import granted_gbps, shared_rates, together_us
 from heterollm.kernels.soc.npu_model import BLOCK_FORMS, SLICE_FORMS, NpuWork, npu_time
-from heterollm.kernels.soc.parameters import SocParameters, load_soc, soc_names
+from heterollm.kernels.soc.parameters import load_soc, soc_names
 from heterollm.kernels.soc.power_model import Usage, build_us, energy
+from heterollm.kernels.soc.quantities import SocParameters
 
 SOC = load_soc("snapdragon-8gen3")
 EVERY = [load_soc(name) for name in soc_names()]

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.errors import HeteroLLMError, OptionError
-from heterollm.kernels.soc.parameters import TEMPLATE, file_text, load_soc, parse_soc, quantities, soc_names
+from heterollm.kernels.soc.parameters import TEMPLATE, file_text, load_soc, parse_soc, soc_names
+from heterollm.kernels.soc.quantities import quantities
 
 FOLDER = resources.files("heterollm.kernels.soc")
 TEXT = (FOLDER / "snapdragon-8gen3.yaml").read_text("utf-8")
