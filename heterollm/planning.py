@@ -303,13 +303,6 @@ class Planner:
             for length in lengths
         )
 
-    def prompt_us(self, tokens: int) -> float:
-        """Return the predicted time of a prompt of any length, in chunks."""
-        chunk = self.solver.chunk_length
-        whole, rest = divmod(tokens, chunk)
-        total = whole * self.one_pass("prefill", chunk).time_us if whole else 0.0
-        return total + (self.one_pass("prefill", rest).time_us if rest else 0.0)
-
     def missing(self) -> frozenset[str]:
         """Return the operators that the profile has no times of: predictions leave them out."""
         from heterollm.solver.profile_costs import ProfileCosts
