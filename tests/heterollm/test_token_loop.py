@@ -18,7 +18,7 @@ from heterollm.solver.plan import Plan
 PACKAGE = Path(__file__).resolve().parents[2]
 LEVELS = ("gpu", "npu", "layer")
 SYNCS = [sync for sync in SYNC_OPTIONS if sync != "auto"]
-STEPS = 200
+ROUNDS, STEPS = 3, 70
 PAGES = Path("/proc/self/statm")
 
 
@@ -61,18 +61,21 @@ def check_decode_steps(llm: LLM) -> None:
     tracemalloc.start(1)
     try:
         before = tracemalloc.take_snapshot().filter_traces(ours)
-        tracemalloc.reset_peak()
-        start, _ = tracemalloc.get_traced_memory()
-        llm._thread.run(lambda: decode(STEPS))
-        _, peak = tracemalloc.get_traced_memory()
+        rises = []
+        for _ in range(ROUNDS):
+            tracemalloc.reset_peak()
+            start, _ = tracemalloc.get_traced_memory()
+            llm._thread.run(lambda: decode(STEPS))
+            rises.append(tracemalloc.get_traced_memory()[1] - start)
         after = tracemalloc.take_snapshot().filter_traces(ours)
     finally:
         tracemalloc.stop()
     grown = sum(difference.size_diff for difference in after.compare_to(before, "lineno"))
     assert grown < 2048
-    # Not even for a moment: a single copy of the logits has 8 KB.
-    assert peak - start < 8 * 1024
-    assert session.position == 280 + STEPS
+    # Not even for a moment: a single copy of the logits has 8 KB. What each step makes shows in every round;
+    # memory is counted over all threads, and another one's, or the interpreter's own, shows once in a while.
+    assert min(rises) < 6 * 1024
+    assert session.position == 280 + ROUNDS * STEPS
 
 
 @pytest.mark.skipif(not PAGES.exists(), reason="needs /proc")
