@@ -27,8 +27,9 @@ from heterollm.layout import op_specs
 from heterollm.passes import Placements
 from heterollm.progress import Progress, silent
 from heterollm.shape_weights import shape_only_weights
-from heterollm.simulated_plan import Planned, planned
-from heterollm.simulated_result import PhaseUse, SimulationResult, padding_us, used
+from heterollm.simulated_plan import Planned, planned, profile_of
+from heterollm.simulated_result import PhaseUse, SimulationResult, cuts_of, padding_us, used
+from heterollm.solver.levels import SOLVED_LEVELS
 from heterollm.trace import Trace
 from heterollm.traced_engine import TracedEngine
 from heterollm.weights import load_weights
@@ -40,6 +41,8 @@ __all__ = [
     "LengthChoice",
     "SimulatedSync",
     "SimulationRequest",
+    "needs_profile",
+    "profile_ahead",
     "simulate",
 ]
 
@@ -165,9 +168,30 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         quiet = replace(request, load=None, trace=False)
         without = _Run(_open(alone), found.config, specs, how, quiet).measured(report)
     model = found.name, found.note
+    first = next(length for _, length in how.plan.chunks(request.prompt))
+    cuts = cuts_of(how.placements or how.plan, specs, first)
     return SimulationResult.of(
-        request, device, model, how.plan, phases, without, tuple(run.tokens), run.trace
+        request, device, model, how.plan, phases, without, tuple(run.tokens), run.trace, cuts
     )
+
+
+def profile_ahead(request: SimulationRequest) -> None:
+    """Make the profile that the plan of a request is solved from, where it needs one and none is kept.
+
+    Raises:
+        HeteroLLMError: What is asked for cannot be simulated.
+    """
+    if not needs_profile(request):
+        return
+    found = find_model(request.model)
+    device = _open(replace(request, load=None, numerics=False))
+    profile_of(device, found.name, found.config, _specs(found.config, request.head_bits), silent)
+
+
+def needs_profile(request: SimulationRequest) -> bool:
+    """Return whether the plan of a request follows from a profile, and from no rule alone."""
+    by_time = request.length_policy == "auto" and request.level != "gpu"
+    return request.level in SOLVED_LEVELS or by_time
 
 
 def _open(request: SimulationRequest) -> Device:

@@ -13,12 +13,13 @@ from heterollm.kernels.soc.power_model import EnergyRange, energy
 from heterollm.passes import Placements
 from heterollm.profiler.simulated_power import usage_between
 from heterollm.solver import Plan
+from heterollm.solver.describe import notation
 from heterollm.trace import Trace
 
 if TYPE_CHECKING:
     from heterollm.simulate import SimulationRequest
 
-__all__ = ["Frames", "PhaseUse", "SimulationResult", "padding_us", "used"]
+__all__ = ["Frames", "PhaseUse", "SimulationResult", "cuts_of", "padding_us", "used"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class SimulationResult:
         tokens: Likeliest tokens, where they were computed.
         alone: Prefill and decode without the game that ran beside these, if one did.
         trace: Every pass, where it was recorded.
+        cuts: By phase and group who computed it, as :func:`heterollm.solver.describe.notation` writes it.
     """
 
     device: str
@@ -121,6 +123,7 @@ class SimulationResult:
     tokens: tuple[int, ...] = ()
     alone: tuple[PhaseUse, PhaseUse | None] | None = None
     trace: Trace | None = None
+    cuts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -133,6 +136,7 @@ class SimulationResult:
         alone: tuple[PhaseUse, PhaseUse | None] | None,
         tokens: tuple[int, ...],
         trace: Trace | None,
+        cuts: Mapping[str, Mapping[str, str]],
     ) -> SimulationResult:
         """Return the result of a request.
 
@@ -145,6 +149,7 @@ class SimulationResult:
             alone: The same without a game beside them.
             tokens: What was chosen.
             trace: What was recorded, if anything was.
+            cuts: By phase and group who computed it.
         """
         prefill, decode = phases
         return cls(
@@ -160,6 +165,7 @@ class SimulationResult:
             tokens if request.numerics else (),
             alone,
             trace,
+            cuts,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -288,3 +294,26 @@ def padding_us(
         for span in spans
         if span.part == "npu" and (shares := wasted.get(span.name.split(" of layer")[0]))
     )
+
+
+def cuts_of(placements: Placements, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:
+    """Return who computes each group of a layer, and the head, by phase.
+
+    Args:
+        placements: Who computes what.
+        specs: Every group of the model.
+        prompt: Tokens of the prefill pass; the head sees one of them.
+    """
+    found: dict[str, dict[str, str]] = {}
+    blocks = feed_forward_blocks(specs)
+    passes: tuple[tuple[Phase, int], ...] = (("prefill", prompt), ("decode", 1))
+    for phase, tokens in passes:
+        cuts = found.setdefault(phase, {})
+        whole = placements.block_placement(phase, tokens, blocks[0]) if blocks else None
+        for spec in (spec for spec in specs if spec.layer <= 0):
+            if whole is not None and spec.group in ("gate_up", "down"):
+                cuts["ffn"] = notation(whole, blocks[0], tokens)
+                continue
+            rows = 1 if spec.group == "head" else tokens
+            cuts[spec.group] = notation(placements.placement(phase, rows, spec), spec, rows)
+    return found

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.plan import Placement
 
-__all__ = ["describe"]
+__all__ = ["describe", "notation"]
+
+PLAIN_FORMS: Final = (None, "matmul_nbits", "matmul_nbits_int8")
+"""What a linear layer of 4-bit weights is written as unless something else was measured to be faster."""
 
 
 def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
@@ -27,3 +32,25 @@ def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
             f"{'multi-' if len(placement.npu_lengths) > 1 else ''}sequence: NPU {lengths}, GPU {left}{form}"
         )
     return f"{kind}: NPU {sum(placement.npu_rows)} of {spec.rows} rows at {lengths}{form}"
+
+
+def notation(placement: Placement, spec: OpSpec, tokens: int) -> str:
+    """Return a placement in the fewest signs, for tables with a column for each group.
+
+    ``G`` is the GPU and ``N`` the NPU alone. Cuts are ``NPU:GPU``: of rows in percent (``r75:25``), of tokens
+    in numbers (``s512+32:56``), of a block's width in percent (``b66:34``). What follows an ``@`` are the
+    lengths of the NPU's graphs where they are not that of the pass, and what stands in brackets is the form
+    of the graphs where it is another than the plain one.
+    """
+    kind = placement.kind(spec, tokens)
+    if kind == "gpu":
+        return "G"
+    lengths = "+".join(map(str, placement.npu_lengths))
+    form = "" if placement.form in PLAIN_FORMS else f"({placement.form})"
+    if kind == "sequence":
+        return f"s{lengths}:{tokens - sum(placement.npu_lengths)}{form}"
+    at = "" if placement.npu_lengths == (tokens,) else f"@{lengths}"
+    if kind == "npu":
+        return f"{'b100' if spec.then is not None else 'N'}{at}{form}"
+    percent = round(100 * sum(placement.npu_rows) / spec.rows)
+    return f"{'b' if kind == 'block' else 'r'}{percent}:{100 - percent}{at}{form}"

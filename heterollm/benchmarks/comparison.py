@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
+from heterollm.errors import InputError
 
 __all__ = ["Compared", "Comparison", "compare_row_sets"]
 
@@ -70,7 +71,16 @@ def compare_row_sets(before: Sequence[BenchRow], after: Sequence[BenchRow]) -> C
     Args:
         before: The rows that are compared with.
         after: The rows that are judged.
+
+    Raises:
+        InputError: They have times of different kinds, such as measured and simulated ones.
     """
+    kinds = sorted({row.time_kind for row in (*before, *after) if row.usable and row.time_kind})
+    if len(kinds) > 1:
+        raise InputError(
+            f"The rows have times of different kinds ({', '.join(kinds)}), which are not compared.",
+            fix="Compare files with times of one kind.",
+        )
     first, second = _by_key(before), _by_key(after)
     compared = []
     for key, rows in first.items():

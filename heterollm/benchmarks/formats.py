@@ -5,21 +5,40 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow
 from heterollm.errors import CacheError, InputError
 from heterollm.units import format_bytes
 
-__all__ = ["FORMATS", "append_jsonl", "read_rows", "to_csv", "to_json", "to_jsonl", "to_markdown"]
+__all__ = [
+    "FORMATS",
+    "Row",
+    "append_jsonl",
+    "markdown_table",
+    "read_json_items",
+    "read_rows",
+    "to_csv",
+    "to_json",
+    "to_jsonl",
+    "to_markdown",
+]
 
 COLUMNS: Final = (
     "model", "size", "params", "engine", "level", "lengths", "sync", "precision", "threads", "test", "t/s",
 )  # fmt: skip
 RIGHT: Final = {"size", "params", "threads", "test", "t/s"}
 NEVER_LEFT_OUT: Final = {"model", "engine", "level", "precision", "threads", "test", "t/s"}
+
+
+class Row(Protocol):
+    """A row of any kind of result."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold, in the order of the fields."""
+        ...
 
 
 def to_markdown(rows: Sequence[BenchRow]) -> str:
@@ -32,27 +51,47 @@ def to_markdown(rows: Sequence[BenchRow]) -> str:
         or name in ("size", "params")
         or {line[name] for line in cells} - {"", "auto"}
     ]
-    lines = [" | ".join(columns), " | ".join("---:" if name in RIGHT else "---" for name in columns)]
-    lines += [" | ".join(line[name] for name in columns) for line in cells]
-    return "".join(f"| {line} |\n" for line in lines)
+    return markdown_table(
+        columns, [[line[name] for name in columns] for line in cells], right=RIGHT & set(columns)
+    )
 
 
-def to_csv(rows: Sequence[BenchRow]) -> str:
-    """Return one header and one line a row; what is a list or a table there is JSON in its cell."""
+def markdown_table(
+    columns: Sequence[str], lines: Sequence[Sequence[str]], *, right: Collection[str] = ()
+) -> str:
+    """Return a table in Markdown.
+
+    Args:
+        columns: Their names.
+        lines: Their cells, which must hold no line's end.
+        right: Names of the columns that are aligned to the right.
+    """
+    rows = [columns, ["---:" if name in right else "---" for name in columns]]
+    rows += [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def to_csv(rows: Sequence[Row], names: Sequence[str] = FIELD_NAMES) -> str:
+    """Return one header and one line a row; what is a list or a table there is JSON in its cell.
+
+    Args:
+        rows: The rows.
+        names: What their fields are called.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(FIELD_NAMES)
+    writer.writerow(names)
     for row in rows:
         writer.writerow([_plain(value) for value in row.to_dict().values()])
     return buffer.getvalue()
 
 
-def to_json(rows: Sequence[BenchRow]) -> str:
+def to_json(rows: Sequence[Row]) -> str:
     """Return one JSON list."""
     return json.dumps([row.to_dict() for row in rows], indent=2, allow_nan=False) + "\n"
 
 
-def to_jsonl(rows: Sequence[BenchRow]) -> str:
+def to_jsonl(rows: Sequence[Row]) -> str:
     """Return one JSON object a line."""
     return "".join(json.dumps(row.to_dict(), allow_nan=False) + "\n" for row in rows)
 
@@ -66,7 +105,7 @@ FORMATS: Final[dict[str, Callable[[Sequence[BenchRow]], str]]] = {
 """How rows can be written, by the names of ``-o``."""
 
 
-def append_jsonl(path: Path, rows: Sequence[BenchRow]) -> None:
+def append_jsonl(path: Path, rows: Sequence[Row]) -> None:
     """Append rows to a file of JSON lines.
 
     Raises:
@@ -81,10 +120,25 @@ def append_jsonl(path: Path, rows: Sequence[BenchRow]) -> None:
 
 
 def read_rows(path: Path) -> list[BenchRow]:
-    """Read a file of JSON lines, or of one JSON list.
+    """Read rows of ``heterollm bench``.
 
     Raises:
-        InputError: It cannot be read, or a line is no row.
+        InputError: It cannot be read, or a line is no row, such as one of a simulation.
+    """
+    items = read_json_items(path)
+    if any(isinstance(item, dict) and item.get("simulated") for item in items):
+        raise InputError(
+            f"{path} has rows of simulations: modelled times are never read as measured ones.",
+            fix="Give a file that `heterollm bench --out` wrote.",
+        )
+    return [BenchRow.from_dict(item) for item in items]
+
+
+def read_json_items(path: Path) -> list[object]:
+    """Read a file of JSON lines, or of one JSON list; at least one.
+
+    Raises:
+        InputError: It cannot be read, or has nothing.
     """
     try:
         text = path.read_text("utf-8")
@@ -92,15 +146,14 @@ def read_rows(path: Path) -> list[BenchRow]:
         raise InputError(f"Cannot read {path}: {error}.") from error
     try:
         if text.lstrip().startswith("["):
-            found = json.loads(text)
+            found: list[object] = json.loads(text)
         else:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise InputError(f"{path} is neither JSON nor JSON lines: {error}.") from error
-    rows = [BenchRow.from_dict(item) for item in found]
-    if not rows:
+    if not found:
         raise InputError(f"{path} has no rows.")
-    return rows
+    return found
 
 
 def _cells(row: BenchRow) -> dict[str, str]:
