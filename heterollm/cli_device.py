@@ -22,14 +22,15 @@ commands = command_group()
 
 @commands.command()
 def devices(as_json: JsonOption = False) -> None:
-    """List the devices; for those that are not usable, why and what to install."""
+    """List the devices, simulated ones too; for those that are not usable, why and what to install."""
     import dataclasses
 
     from heterollm import report
     from heterollm.kernels.device import list_devices
+    from heterollm.kernels.simulated_device import simulated_devices
     from heterollm.terminal import write, write_json
 
-    statuses = list_devices()
+    statuses = [*list_devices(), *simulated_devices()]
     if as_json:
         write_json([dataclasses.asdict(status) for status in statuses])
         return

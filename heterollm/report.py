@@ -160,7 +160,8 @@ def statistics_lines(
 
 def table(*columns: str, title: str = "") -> Table:
     """Return an empty table in the project's style; columns that begin with ``>`` are right-aligned."""
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    heading = Text(title) if title else None  # text, since names of models and files are no markup
+    made = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         right = column.startswith(">")
         made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
@@ -171,7 +172,8 @@ def devices_table(statuses: Sequence[DeviceStatus]) -> Table:
     """Return what devices there are, and for the others why not and what to install."""
     made = table("device", "usable", "GPU part", "NPU part", "why not, and what to do")
     for status in statuses:
-        usable = Text("yes", "green") if status.usable else Text("no", "red")
+        yes = "yes" if status.time == "real" else status.time
+        usable = Text(yes, "green") if status.usable else Text("no", "red")
         advice = Text(status.reason)
         if status.fix:
             advice.append(f" {status.fix}", "bold")

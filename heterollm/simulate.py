@@ -17,6 +17,7 @@ from heterollm.config import ModelConfig
 from heterollm.engine import Engine
 from heterollm.errors import OptionError
 from heterollm.kernels.device import SIMULATED, Device, open_device
+from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
 from heterollm.kernels.simulated_clock import GpuLoad, SimulatedClock, Span
 from heterollm.kernels.simulated_device import clock_of
@@ -240,7 +241,8 @@ class _Run:
         cache = engine.new_cache()
         lengths = tuple(dict.fromkeys(length for _, length in self.how.plan.chunks(request.prompt)))
         # Graphs are there beforehand, except those that are built online.
-        engine.compile_ahead(cache, () if request.length_policy == "online" else lengths, progress)
+        online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
+        engine.compile_ahead(cache, () if online else lengths, progress)
         if isinstance(engine, TracedEngine):
             engine.take_trace()
         ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size

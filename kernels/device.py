@@ -127,7 +127,7 @@ def fingerprint_of(description: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """Whether a device can be opened here; if not, why and what to install."""
+    """Whether a device can be opened here; if not, why and what to install; and what its times are."""
 
     name: str
     usable: bool
@@ -135,6 +135,7 @@ class DeviceStatus:
     npu: str
     reason: str
     fix: str
+    time: TimeKind = "real"
 
 
 def open_device(
@@ -203,7 +204,8 @@ def list_devices() -> list[DeviceStatus]:
                 reasons.append(error.message)
                 fixes.append(error.fix)
         reason, fix = " ".join(reasons), " ".join(dict.fromkeys(filter(None, fixes)))
-        statuses.append(DeviceStatus(name, not reasons, texts[0], texts[1], reason, fix))
+        time: TimeKind = "emulated" if name == "emulator" else "real"
+        statuses.append(DeviceStatus(name, not reasons, texts[0], texts[1], reason, fix, time))
     return statuses
 
 

@@ -5,18 +5,34 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.errors import OptionError
-from heterollm.kernels.device import SIMULATED, Device, open_device
+from heterollm.kernels.device import SIMULATED, Device, DeviceStatus, open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.simulated_clock import ClockCosts, Rates, SimulatedClock
 from heterollm.kernels.simulated_npu import SimulatedNpu
 from heterollm.kernels.simulated_runtime import SimulatedRuntime
 from heterollm.kernels.simulation import Simulation
 from heterollm.kernels.soc.memory_model import shared_rates
-from heterollm.kernels.soc.parameters import load_soc
+from heterollm.kernels.soc.parameters import load_soc, soc_names
 from heterollm.kernels.soc.quantities import SocParameters
 from heterollm.kernels.threads import ThreadSplit
 
-__all__ = ["clock_costs", "clock_of", "open_simulated", "soc_of"]
+__all__ = ["clock_costs", "clock_of", "open_simulated", "simulated_devices", "soc_of"]
+
+
+def simulated_devices() -> list[DeviceStatus]:
+    """Return the SoCs that can be simulated by name, everywhere; ``auto`` never picks one."""
+    return [
+        DeviceStatus(
+            f"{SIMULATED}{name}",
+            True,
+            "modelled",
+            "modelled",
+            "Its times are simulated, none is measured; auto never picks it.",
+            "",
+            "simulated",
+        )
+        for name in soc_names()
+    ]
 
 
 def open_simulated(

@@ -286,7 +286,15 @@ def test_devices_where_nothing_is_installed(run, monkeypatch):
     )
     code, out, _ = run("devices", "--json")
     assert code == 0
-    for status in json.loads(out):
+    statuses = {status["name"]: status for status in json.loads(out)}
+    simulated = {name for name in statuses if name.startswith("sim:")}
+    assert {"sim:snapdragon-8gen3", "sim:snapdragon-8elite"} <= simulated
+    for name in simulated:
+        status = statuses.pop(name)
+        assert status["usable"]  # they need nothing
+        assert status["time"] == "simulated"
+    assert set(statuses) == {"snapdragon", "host", "emulator"}
+    for status in statuses.values():
         assert not status["usable"]
         assert status["reason"]
         assert "pip install" in status["fix"]
