@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.row_types import fits, neutral
 from heterollm.errors import InputError
 
 __all__ = ["FIELD_NAMES", "BenchRow", "Sample", "timings"]
@@ -111,6 +111,8 @@ class BenchRow:
     notes: tuple[str, ...]
     reasons: Mapping[str, str]
     error: str | None
+    interrupted: str | None
+    """Why fewer samples are here than were asked for; None where all are, or an error is why."""
 
     @property
     def times_us(self) -> tuple[float, ...]:
@@ -146,30 +148,53 @@ class BenchRow:
     def from_dict(cls, data: object) -> BenchRow:
         """Read a row of a result file; fields that a later version added may be missing.
 
+        Rates and means are computed again from the samples.
+
         Raises:
             InputError: It is no row.
         """
         if not isinstance(data, dict) or not data.keys() >= REQUIRED:
             raise InputError("A line is no row of `heterollm bench`.", fix="Give a file that --out wrote.")
-        known = {name: data.get(name, _absent(name)) for name in FIELD_NAMES}
-        for name in TUPLES:
-            known[name] = None if known[name] is None else tuple(known[name])
-        numbers = known["samples_ns"]
-        if not all(isinstance(value, int | float) and 0 < value < math.inf for value in numbers):
-            raise InputError("A row has samples that are no times.", fix="Give a file that --out wrote.")
-        return cls(**known)
+        hints = get_type_hints(cls)
+        known = {}
+        for name in FIELD_NAMES:
+            value = data.get(name, neutral(hints[name]))
+            if not fits(value, hints[name]):
+                raise InputError(
+                    f"A row of `heterollm bench` has {name} {value!r:.60}.",
+                    fix="Give a file that --out wrote.",
+                )
+            known[name] = tuple(value) if name in TUPLES and value is not None else value
+        _check(known)
+        disturbed = (*known["samples_disturbed"], *(None for _ in known["samples_ns"]))
+        pairs = zip(known["samples_ns"], disturbed, strict=False)
+        samples = [Sample(time_ns / 1e3, own) for time_ns, own in pairs]
+        return cls(**known | timings(samples, known["n_prompt"] + known["n_gen"]))
 
 
 FIELD_NAMES: Final = tuple(field.name for field in fields(BenchRow))
 TUPLES: Final = ("samples_ns", "samples_ts", "samples_disturbed", "cut_groups", "operators", "notes")
-MAY_LACK: Final = ("cut_groups", "operators")
+BEHIND_A_BOUND: Final = ("achieved_gbps", "ceiling_gbps", "achieved_gflops", "ceiling_gflops")
 REQUIRED: Final = {"engine", "label", "test", "n_prompt", "n_gen", "n_depth", "samples_ns", "precision"}
 
 
-def _absent(name: str) -> Any:  # noqa: ANN401 - whatever stands for nothing in a field
-    if name in ("versions", "description", "reasons"):
-        return {}
-    return () if name in TUPLES and name not in MAY_LACK else None
+def _check(known: Mapping[str, Any]) -> None:
+    """Check what fields must be together.
+
+    Raises:
+        InputError: They are not.
+    """
+    wrong = ""
+    if not all(value > 0 for value in known["samples_ns"]) or known["n_prompt"] + known["n_gen"] < 1:
+        wrong = "samples that are no times"
+    elif known["bound"] is not None and None in [known[name] for name in BEHIND_A_BOUND]:
+        wrong = f"the bound {known['bound']!r:.40} and no rates behind it"
+    elif known["quality_passed"] is False and known["quality_gate_db"] is None:
+        wrong = "quality_passed false without quality_gate_db"
+    elif not all({"part", "operator", "time_ms"} <= item.keys() for item in known["operators"] or ()):
+        wrong = "operators without a part, a name or a time"
+    if wrong:
+        raise InputError(f"A row has {wrong}.", fix="Give a file that --out wrote.")
 
 
 def timings(samples: Sequence[Sample], tokens: int) -> dict[str, Any]:

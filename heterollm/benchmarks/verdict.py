@@ -13,7 +13,7 @@ from heterollm.benchmarks.cases import ENGINES_THAT_ROUND
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
 
-__all__ = ["best_of", "compare_rows", "groups_of", "is_split", "verdicts", "whole_device"]
+__all__ = ["COMPARED", "best_of", "compare_rows", "groups_of", "is_split", "verdicts", "whole_device"]
 
 
 COMPARED: Final = ("real", "simulated")

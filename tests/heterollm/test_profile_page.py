@@ -137,7 +137,11 @@ def test_the_page_needs_nothing_but_itself(sample_profile):
     assert page.links
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     plain = re.sub(r"data:image/png;base64,[\w+/=]+", "", text)
-    assert "http" not in plain
+    assert "http:" not in plain
+    assert "https:" not in plain
+    assert "default-src 'none'" in text
+    assert page.tags.count("caption") == page.tags.count("table")
+    assert "".join(page.words).count("measured") > page.tags.count("table")
     assert "url(" not in plain
     assert "script" not in page.tags
     assert page.tags.count("table") >= 10

@@ -18,8 +18,12 @@ from heterollm.benchmarks.formats import (
     to_jsonl,
     to_markdown,
 )
-from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow
+from heterollm.benchmarks.rows import FIELD_NAMES, REQUIRED, BenchRow, timings
+from heterollm.benchmarks.run import BenchResult
 from heterollm.errors import InputError
+from heterollm.html_bench import bench_page
+from heterollm.report import render
+from heterollm.report_bench import bench_report
 
 LLAMA_BENCH = (
     "build_commit", "cpu_info", "model_filename", "model_type", "model_size", "model_n_params", "n_threads",
@@ -61,7 +65,12 @@ def test_what_is_missing_has_a_reason(make_rows):
 
 @pytest.mark.parametrize("write", [to_json, to_jsonl])
 def test_rows_survive_a_file(make_rows, tmp_path, write):
-    fields = {"operators": [{"part": "gpu"}], "cut_groups": ["qkv"], "read_bytes": 1e9, "flops": 2e9}
+    fields = {
+        "operators": [{"part": "gpu", "operator": "norm", "time_ms": 1}],
+        "cut_groups": ["qkv"],
+        "read_bytes": 1e9,
+        "flops": 2e9,
+    }
     rows = [make_rows([1.0, 2.0], fields=fields), make_rows([], error="It failed.")]
     path = tmp_path / "rows"
     path.write_text(write(rows), "utf-8")
@@ -88,8 +97,35 @@ def test_other_files_are_refused(tmp_path, text):
 
 @pytest.mark.parametrize("samples", [[-1], [0], ["a"], [None], [float("inf")]])
 def test_samples_that_are_no_times_are_refused(make_rows, samples):
-    with pytest.raises(InputError, match="no times"):
+    with pytest.raises(InputError, match=r"no times|samples_ns"):
         BenchRow.from_dict(make_rows([1.0]).to_dict() | {"samples_ns": samples})
+
+
+WRONG = (None, "a", -1.5, float("nan"), 10**400, True, [], [None], [[]], {}, {"a": {}}, [{"a": object()}])
+
+
+@pytest.mark.parametrize("name", FIELD_NAMES)
+def test_fields_of_other_types_are_refused_by_name(make_rows, name):
+    """Whatever is let through can be shown: a file of rows comes from anywhere."""
+    row = make_rows([1.0, 2.0]).to_dict()
+    refused = 0
+    for value in WRONG:
+        try:
+            read = BenchRow.from_dict(row | {name: value})
+        except InputError:
+            refused += 1
+        else:
+            render(bench_report(BenchResult((read,), ())))
+            assert bench_page([(read,)])
+    assert refused >= len(WRONG) - 6
+
+
+def test_fields_that_a_later_version_added_are_empty(make_rows):
+    row = make_rows([1.0]).to_dict()
+    computed = timings([], 1)
+    for name in set(FIELD_NAMES) - REQUIRED - set(computed):
+        short = {key: value for key, value in row.items() if key != name}
+        assert not getattr(BenchRow.from_dict(short), name)
 
 
 def test_csv_has_every_field_of_every_row(make_rows):
