@@ -6,6 +6,7 @@ that are built of such steps rise with tokens (within a stage), rows and columns
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,7 +15,15 @@ from numpy.typing import NDArray
 
 from heterollm.profiler.features import stage
 
-__all__ = ["at_tokens", "between", "common_floor", "isotonic", "isotonic_within_stages", "nonnegative_fit"]
+__all__ = [
+    "at_tokens",
+    "between",
+    "common_floor",
+    "isotonic",
+    "isotonic_median",
+    "isotonic_within_stages",
+    "nonnegative_fit",
+]
 
 REWEIGHTINGS: Final = 6
 SMALLEST_RESIDUAL: Final = 0.01
@@ -35,6 +44,17 @@ def isotonic(values: Sequence[float]) -> list[float]:
             size += others
         pools.append((pool, size))
     return [pool for pool, size in pools for _ in range(size)]
+
+
+def isotonic_median(values: Sequence[float]) -> list[float]:
+    """Return a rising sequence with the least absolute distance: one value far off moves no other."""
+    pools: list[list[float]] = []
+    for value in values:
+        pool = [value]
+        while pools and statistics.median(pools[-1]) > statistics.median(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    return [statistics.median(pool) for pool in pools for _ in pool]
 
 
 def isotonic_within_stages(tokens: Sequence[int], values: Sequence[float]) -> list[float]:

@@ -1,7 +1,8 @@
 """Times of linear layers and other operators on a profiled device, measured or predicted (design, section 8).
 
-A measured time wins. Else the model answers that loses least, on weight shapes kept out of its fit, by
-choosing cuts with predicted times; every model's score is kept for reports.
+A measured time wins, and between two measured widths of a weight a straight line. Else the model answers that
+loses least, on weight shapes kept out of its fit, by choosing cuts with predicted times, within bounds that
+the measured times set; every model's score is kept for reports.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Final, get_args
 from heterollm.errors import ProfileError
 from heterollm.kernels.strict_json import parse_json
 from heterollm.profiler.baselines import ConstantRate, Nearest
-from heterollm.profiler.block_widths import BlockWidths
 from heterollm.profiler.interpolation import Interpolation
 from heterollm.profiler.json_values import mapping, number, numbers, positive, sequence, whole, word
 from heterollm.profiler.layer_predictor import LayerPredictor
 from heterollm.profiler.measure import Measurement
+from heterollm.profiler.neighbours import Neighbours
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Part, Record
 from heterollm.profiler.roofline import Roofline
@@ -59,14 +60,15 @@ class PartPredictor:
     model: TimeModel
     scores: tuple[Score, ...]
     measured: Mapping[LinearPoint, Prediction]
-    _widths: BlockWidths = field(init=False, repr=False, compare=False)
+    _neighbours: Neighbours = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_widths", BlockWidths(self.measured))
+        times_us = {point: prediction.us for point, prediction in self.measured.items()}
+        object.__setattr__(self, "_neighbours", Neighbours(times_us))
 
     def predict(self, point: LinearPoint) -> Prediction:
-        """Return the measured time of a slice, or the predicted one; of a block, by its measured widths."""
-        return self.measured.get(point) or self._widths.predict(point) or self.model.predict(point)
+        """Return the measured time of a slice, or the predicted one within what its neighbours allow."""
+        return self.measured.get(point) or self._neighbours.predict(point, self.model)
 
 
 @dataclass(slots=True)
@@ -208,7 +210,8 @@ def _fit_part(
             fix=FIX,
         )
     candidates = CANDIDATES[part]
-    scores = [score(model, part, times, other) for model in (*candidates, *BASELINES)]
+    scores = [score(model, part, times, other) for model in candidates]
+    scores += [score(model, part, times, other, bounded=False) for model in BASELINES]
     found = [entry for entry in scores if entry is not None]
     usable = [entry for entry in found if entry.model in {model.name for model in candidates}]
     best = min(usable, key=lambda entry: entry.rank, default=None)

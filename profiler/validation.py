@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from heterollm.profiler.neighbours import Neighbours
 from heterollm.profiler.records import LinearPoint, Part
 from heterollm.profiler.time_model import ShapeModel, TimeModel
 
@@ -62,11 +63,17 @@ def weight_shape(point: LinearPoint) -> tuple[int, int, bool]:
 
 
 def held_out_predictions(
-    model: type[ShapeModel], times: Times, *, most_folds: int = MOST_FOLDS
+    model: type[ShapeModel], times: Times, *, most_folds: int = MOST_FOLDS, bounded: bool = True
 ) -> dict[LinearPoint, float]:
     """Return the predicted time of each slice by a model that saw no slice of its weight shape.
 
     Without those of which there is but one shape, counting plain linear layers and feed-forward blocks apart.
+
+    Args:
+        model: How kinds of slices are modelled.
+        times: Measured times.
+        most_folds: At most so many fits.
+        bounded: Whether slices of other shapes bound what the model says, as they do where it is used.
     """
     shapes = sorted({weight_shape(point) for point in times})
     folds = min(len(shapes), most_folds)
@@ -78,10 +85,11 @@ def held_out_predictions(
     for fold in range(folds):
         seen = [point for point in times if fold_of[weight_shape(point)] != fold]
         fitted = TimeModel(model).fit(seen, [times[point] for point in seen])
+        neighbours = Neighbours({point: times[point] for point in seen} if bounded else {})
         can_be = {point.is_block for point in seen}
         for point in times:
             if fold_of[weight_shape(point)] == fold and point.is_block in can_be:
-                predicted[point] = fitted.predict(point).us
+                predicted[point] = neighbours.predict(point, fitted).us
     return predicted
 
 
@@ -144,7 +152,13 @@ def _forms(times: Times) -> Iterator[list[tuple[LinearPoint | None, float]]]:
 
 
 def score(
-    model: type[ShapeModel], part: Part, times: Times, other: Times, *, most_folds: int = MOST_FOLDS
+    model: type[ShapeModel],
+    part: Part,
+    times: Times,
+    other: Times,
+    *,
+    most_folds: int = MOST_FOLDS,
+    bounded: bool = True,
 ) -> Score | None:
     """Return how a model does on shapes kept out of its fit; None where there is but one shape.
 
@@ -154,8 +168,9 @@ def score(
         times: Its measured times.
         other: The other part's measured times.
         most_folds: At most so many fits.
+        bounded: As of :func:`held_out_predictions`.
     """
-    predicted = held_out_predictions(model, times, most_folds=most_folds)
+    predicted = held_out_predictions(model, times, most_folds=most_folds, bounded=bounded)
     if not predicted:
         return None
     errors = [abs(found - times[point]) / times[point] for point, found in predicted.items()]

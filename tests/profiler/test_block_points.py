@@ -21,7 +21,6 @@ from heterollm.plots import PLOTS
 from heterollm.profile_tables import sections
 from heterollm.profiler import gpu_timer as timer_module
 from heterollm.profiler import linear_bench
-from heterollm.profiler.block_widths import BlockWidths
 from heterollm.profiler.comparison import describe
 from heterollm.profiler.held_out import held_out
 from heterollm.profiler.judge import Judge
@@ -32,7 +31,7 @@ from heterollm.profiler.profile import Profile
 from heterollm.profiler.record_json import record_from_dict, record_line
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Record
 from heterollm.profiler.summary import summarize
-from heterollm.profiler.time_model import Kind, Prediction, TimeModel, point_from_dict
+from heterollm.profiler.time_model import Kind, TimeModel, point_from_dict
 from heterollm.profiler.validation import choices, held_out_predictions
 from heterollm.profiler.workload import (
     DEFAULT_SHAPES,
@@ -435,28 +434,3 @@ def test_a_block_is_described_by_its_width():
 def test_held_out_points_include_blocks():
     points = held_out(summarize(mixed_profile()))
     assert {found.point.is_block for found in points if found.part == "npu"} == {True, False}
-
-
-def test_a_width_between_measured_ones_takes_a_time_between_theirs():
-    measured = {
-        block_point(width, 32): Prediction(us, 0.9 * us, 1.1 * us, True, "measured")
-        for width, us in ((256, 50.0), (512, 90.0), (1024, 200.0))
-    }
-    widths = BlockWidths(measured)
-    found = widths.predict(block_point(768, 32))
-    assert (found.us, found.low_us, found.high_us) == pytest.approx((145.0, 130.5, 159.5))
-    assert found.known
-    assert widths.predict(block_point(512, 32)).us == 90.0
-    assert widths.predict(block_point(128, 32)).us == pytest.approx(25.0)
-    assert widths.predict(block_point(2048, 32)).us == pytest.approx(400.0)
-    assert not widths.predict(block_point(64, 32)).known
-    times = [widths.predict(block_point(width, 32)).us for width in range(64, 2112, 64)]
-    assert times == sorted(times)
-    # Another length, form or format has no neighbours here, and a linear layer never.
-    for other in (
-        block_point(768, 64),
-        block_point(768, 32, form="ffn_int8"),
-        block_point(768, 32, columns=512),
-    ):
-        assert widths.predict(other) is None
-    assert widths.predict(LinearPoint("o", (768,), 1024, 32, 4, 32, form="ffn")) is None

@@ -38,8 +38,11 @@ def cycles(bench) -> dict[LinearPoint, float]:
 
 @pytest.fixture(scope="module")
 def scores(cycles) -> dict[str, Score]:
-    models = (Tree, StageLinear, Interpolation, ConstantRate, Nearest)
-    return {model.name: score(model, "npu", cycles, {}, most_folds=16) for model in models}
+    used, baselines = (Tree, StageLinear, Interpolation), (ConstantRate, Nearest)
+    return {
+        model.name: score(model, "npu", cycles, {}, most_folds=16, bounded=model in used)
+        for model in (*used, *baselines)
+    }
 
 
 def point(columns: int, rows: int, tokens: int, form: str) -> LinearPoint:
