@@ -1,0 +1,106 @@
+"""Writes docs/commands.md from the program: every command, its arguments and its options.
+
+    python docs/generate.py          writes the page
+    python docs/generate.py --check  exit code 1 if the page is out of date
+
+``tests/test_docs.py`` checks the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+
+from heterollm.cli import app
+
+__all__ = ["PAGE", "commands", "reference"]
+
+PAGE: Final = Path(__file__).parent / "commands.md"
+NAME: Final = "heterollm"
+
+HEAD: Final = """\
+# Commands
+
+Written by `python docs/generate.py` from the program; a test fails where this page is out of date.
+
+Results go to stdout, everything else to stderr: progress, notes, statistics and errors. `--json` prints one
+JSON value. `--debug`, before or after the command, shows tracebacks and the warnings of libraries. Errors and
+what to do about them: [troubleshooting.md](troubleshooting.md).
+"""
+
+
+def commands(command: Any, words: tuple[str, ...] = (NAME,)) -> Iterator[tuple[tuple[str, ...], Any]]:  # noqa: ANN401
+    """Yield the words and the command of a group and of everything under it, in the order of the help.
+
+    Args:
+        command: A command of typer's own click.
+        words: What is typed to run it.
+    """
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        if not below.hidden:
+            yield from commands(below, (*words, name))
+
+
+def reference() -> str:
+    """Return the page."""
+    parts = [HEAD]
+    for words, command in commands(typer.main.get_command(app)):
+        level = "##" if len(words) < 3 else "###"
+        parts.append(f"{level} `{' '.join(words)}`\n")
+        parts += [f"{_plain(text)}\n" for text in (command.help, command.epilog) if text]
+        shown = [param for param in command.params if not getattr(param, "hidden", False)]
+        parts += _table("argument", [param for param in shown if param.param_type_name == "argument"])
+        parts += _table("option", [param for param in shown if param.param_type_name != "argument"])
+    return "\n".join(parts)
+
+
+def _plain(text: str) -> str:
+    """Return a help text as Markdown; click's mark of lines that are not wrapped says nothing here."""
+    lines = (line.rstrip() for line in inspect.cleandoc(text).replace("\f", "").splitlines())
+    return "\n".join(line for line in lines if line != "\b").strip()
+
+
+def _table(kind: str, params: list[Any]) -> list[str]:
+    if not params:
+        return []
+    rows = [f"| {kind} | meaning | default |", "|---|---|---|"]
+    for param in params:
+        help_text = " ".join((param.help or "").split()).replace("|", "\\|")
+        rows.append(f"| `{_spelling(param)}` | {help_text} | {_default(param)} |")
+    return ["\n".join(rows) + "\n"]
+
+
+def _spelling(param: Any) -> str:  # noqa: ANN401 - a parameter of typer's own click
+    if param.param_type_name == "argument":
+        return (param.metavar or param.name.upper()).replace("|", "\\|")
+    names = ", ".join(sorted(param.opts, key=len))
+    if param.is_flag:
+        return names
+    value = param.metavar or "VALUE"
+    return f"{names} {value}".replace("|", "\\|")
+
+
+def _default(param: Any) -> str:  # noqa: ANN401 - a parameter of typer's own click
+    if param.required:
+        return "required"
+    default = param.default
+    return "" if default is None or default is False or callable(default) else f"`{default}`"
+
+
+def main() -> int:
+    """Write or check the page; return the exit code."""
+    text = reference()
+    if "--check" in sys.argv[1:]:
+        return int(not PAGE.exists() or PAGE.read_text("utf-8") != text)
+    PAGE.write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
