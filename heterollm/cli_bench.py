@@ -64,20 +64,32 @@ def bench(
     profile_first: Annotated[
         bool, typer.Option("--profile-first", help="Profile the device quickly for each split of the cores.")
     ] = False,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Take no further sample after this time, such as 90s or 10m.")
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows as JSON lines.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append each row as a JSON line.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the report into this file.")
+    ] = None,
 ) -> None:
     """Measure prefill and decode as llama-bench does, at any plan level and beside other engines.
 
     Options that take lists make a grid. On host a row of gpu on all cores is always added: splitting one
-    processor in two is only worth something if it beats that.
+    processor in two is only worth something if it beats that. Ctrl-C ends the run
+    and keeps what was measured.
     """
     from heterollm import report
     from heterollm.benchmarks.cases import cases_of, expand, with_baseline
-    from heterollm.benchmarks.formats import FORMATS, append_jsonl
+    from heterollm.benchmarks.formats import FORMATS
+    from heterollm.benchmarks.options import BenchOptions
     from heterollm.benchmarks.profile_first import profile_splits
-    from heterollm.benchmarks.run import BenchOptions, run_bench
+    from heterollm.benchmarks.row_file import RowFile
+    from heterollm.benchmarks.run import run_bench
+    from heterollm.benchmarks.stopping import signals_interrupt
+    from heterollm.durations import parse_duration
     from heterollm.report_bench import bench_report
+    from heterollm.report_picture import check_picture, write_picture
     from heterollm.terminal import write
 
     if output not in OUTPUTS:
@@ -108,20 +120,31 @@ def bench(
         patience_s=patience,
         memory_gib=memory_gib,
         trace=not no_trace,
+        time_limit_s=None if time_limit is None else parse_duration(time_limit, "--time-limit"),
     )
-    if profile_first:
-        for text in profile_splits(model, configurations):
-            report.show(report.note(text))
-    with report.progress_bars() as progress:
-        result = run_bench(options, progress=progress)
-    if out is not None:
-        append_jsonl(out, result.rows)
-    if output == "table":
-        write(report.render(bench_report(result), like=sys.stdout))
+    if picture is not None:
+        check_picture(picture)
+    file = None if out is None else RowFile(out)
+    with signals_interrupt():
+        if profile_first:
+            for text in profile_splits(model, configurations):
+                report.show(report.note(text))
+        with report.progress_bars() as progress:
+            result = run_bench(options, progress=progress, on_row=None if file is None else file.add)
+    shown = bench_report(result) if result.rows else None
+    if output == "table" and shown is not None:
+        write(report.render(shown, like=sys.stdout))
     else:
-        write(FORMATS[output](result.rows))
+        write(FORMATS[output](result.rows) if output != "table" else "")
         for text in result.notes:
             report.show(report.note(text))
+    if picture is not None and shown is not None:
+        write_picture(picture, shown, title=f"heterollm bench {Path(model).name}")
+        report.show(report.note(f"Wrote {picture}."))
+    if result.stop is not None and result.stop.exit_code:
+        raise typer.Exit(result.stop.exit_code)
+    if file is not None and file.error is not None:
+        raise typer.Exit(FAILED)
     if not any(row.usable for row in result.rows):
         raise typer.Exit(FAILED)
 

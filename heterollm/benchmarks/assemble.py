@@ -36,7 +36,8 @@ class State:
 
     Args:
         samples: In the order of the rounds.
-        fields: What the engine says that a sample does, and what its trace shows.
+        fields: What the engine says that a sample does.
+        traced: What its trace shows.
         error: Why there are no more samples.
         test_time: When the first was taken.
     """
@@ -45,6 +46,7 @@ class State:
     fields: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     test_time: str = ""
+    traced: dict[str, Any] = field(default_factory=dict)
 
 
 def common_fields(model: Path, seed: int, repetitions: int) -> dict[str, Any]:
@@ -100,6 +102,9 @@ def make_row(
         "error": state.error,
         "test_time": state.test_time,
     }
+    if found["interrupted"] is not None:
+        count = f"{len(state.samples)} of {found['repetitions']} samples"
+        found["notes"] += (f"{case.name} has {count}: interrupted by {found['interrupted']}",)
     if facts is not None and not facts.computes:
         found["reasons"]["logits_sqnr_db"] = "This simulated device computes no values."
     if quality is not None:
@@ -127,7 +132,7 @@ def _of_engine(configuration: Configuration, facts: Facts | None) -> dict[str, A
 
 
 def _of_account(state: State) -> dict[str, Any]:
-    given = state.fields
+    given = state.fields | state.traced
     reasons: dict[str, str] = dict(given.get("reasons", {}))
     found: dict[str, Any] = {name: given.get(name) for name in (*COUNTED, *TRACED)}
     for name in ("cut_groups", "operators"):

@@ -1,18 +1,25 @@
 """A process that holds models and runs tests on request: one JSON line in, one out, until its input ends.
 
-Started by :mod:`heterollm.benchmarks.children` as ``python -m heterollm.benchmarks.child``.
+Started by :mod:`heterollm.benchmarks.children` as ``python -m heterollm.benchmarks.child``. With arguments it
+runs that command of heterollm instead. Either way it ends with its parent, however that ends: an input that
+ends while something is computed means that nobody waits for the result any more.
 """
 
 from __future__ import annotations
 
+import _thread
 import base64
 import json
+import os
+import queue
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import numpy as np
 
@@ -21,11 +28,17 @@ from heterollm.benchmarks.engine import BenchEngine, Ids, Job, open_engine
 from heterollm.errors import HeteroLLMError
 from heterollm.terminal import private_stdout, quiet_libraries
 
-__all__ = ["decode_floats", "encode_floats", "main", "private_bytes", "random_ids", "serve"]
+__all__ = ["Requests", "decode_floats", "encode_floats", "main", "private_bytes", "random_ids", "serve"]
 
 STATUS = Path("/proc/self/status")
 PRIVATE = ("RssAnon", "RssShmem")
 """Memory that only swapping could take back; files that are mapped can be dropped at any time."""
+
+READ_BYTES: Final = 1 << 16
+ABANDONED: Final = 1
+"""Exit code of a process whose parent is gone."""
+GRACE_S: Final = 5.0
+"""A profile keeps what it measured in that time."""
 
 
 def random_ids(seed: int, vocabulary: int, count: int) -> Ids:
@@ -109,7 +122,54 @@ class _Models:
         self._engines.clear()
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
+class Requests(Iterable[str]):
+    """The lines of a file descriptor, read on a thread of its own, which ends the process when nobody waits.
+
+    When the input ends while a line is being worked on, the process is ended at once: whoever wrote it is
+    gone, or wants no answer. When it ends in between, so do the lines.
+
+    Args:
+        descriptor: Where lines come from.
+        busy: Whether something is being worked on from the beginning, so that any end of the input ends the
+            process.
+        grace_s: How long it may take to end as by Ctrl-C before it is ended.
+    """
+
+    def __init__(self, descriptor: int, *, busy: bool = False, grace_s: float = 0.0) -> None:
+        self._descriptor = descriptor
+        self._grace_s = grace_s
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # Lines that were read and not yet answered.
+        self._open = 1 if busy else 0
+        threading.Thread(target=self._read, name="heterollm-requests", daemon=True).start()
+
+    def __iter__(self) -> Iterator[str]:
+        while (line := self._lines.get()) is not None:
+            yield line
+            with self._lock:
+                self._open -= 1
+
+    def _read(self) -> None:
+        # Not through sys.stdin: its lock would be held by this thread when the interpreter ends.
+        rest = b""
+        while data := os.read(self._descriptor, READ_BYTES):
+            *whole, rest = (rest + data).split(b"\n")
+            with self._lock:
+                self._open += len(whole)
+            for line in whole:
+                self._lines.put(line.decode("utf-8"))
+        with self._lock:
+            if not self._open:
+                self._lines.put(None)
+                return
+            if self._grace_s:
+                _thread.interrupt_main()
+                time.sleep(self._grace_s)
+            os._exit(ABANDONED)
+
+
+def serve(requests: Iterable[str], answers: TextIO) -> None:
     """Answer requests until there are no more.
 
     What goes wrong on purpose is answered with ``error`` and ``fix``; anything else ends the process, which
@@ -131,11 +191,16 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve the standard streams."""
+    """Serve the standard streams, or run a command for as long as somebody holds the input."""
+    if sys.argv[1:]:
+        from heterollm.cli import main as command
+
+        Requests(0, busy=True, grace_s=GRACE_S)
+        sys.exit(command(sys.argv[1:]))
     # Ctrl-C reaches the whole terminal; the parent decides what it means and closes the input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with private_stdout(), quiet_libraries(lambda _text: None, debug=False):
-        serve(sys.stdin, sys.stdout)
+        serve(Requests(0), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -129,7 +130,7 @@ class Child:
         self._errors.seek(0)
         words = self._errors.read().decode("utf-8", "replace").strip()[-TAIL:]
         self.close()
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        how = f"by signal {_signal_name(-code)}" if code < 0 else f"with exit code {code}"
         said = f" Its last words: {words}" if words else ""
         return ChildDiedError(
             f"The process of {self._name} ended {how}.{said}",
@@ -137,3 +138,10 @@ class Child:
             if code == -9
             else "",
         )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:  # one of the nameless real-time signals
+        return str(number)

@@ -40,9 +40,11 @@ def profile_splits(model: str | Path, configurations: Sequence[Configuration]) -
     for arguments in commands:
         shown = f"heterollm {' '.join(arguments)}"
         yield f"Running `{shown}`"
-        command = [sys.executable, "-P", "-m", "heterollm", *arguments]
-        done = subprocess.run(  # noqa: S603 - our own interpreter
-            command, stdout=subprocess.DEVNULL, env=environment(), check=False
-        )
-        if done.returncode:
-            raise ProfileError(f"`{shown}` failed with exit code {done.returncode}.", fix="Run it by itself.")
+        # It ends with this process, as it watches its input.
+        command = [sys.executable, "-P", "-m", "heterollm.benchmarks.child", *arguments]
+        with subprocess.Popen(  # noqa: S603 - our own interpreter
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment()
+        ) as process:
+            code = process.wait()
+        if code:
+            raise ProfileError(f"`{shown}` failed with exit code {code}.", fix="Run it by itself.")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from heterollm.benchmarks.assemble import State, common_fields, make_row
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.child import decode_floats
 from heterollm.benchmarks.children import Child, ChildDiedError, Worker
 from heterollm.benchmarks.crew import Crew, Loading, Process
+from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
 from heterollm.benchmarks.rows import BenchRow
+from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import Watch, schedule
 from heterollm.checkpoint import checkpoint_folder
 from heterollm.config import ModelConfig
@@ -25,7 +29,10 @@ from heterollm.memory import available_bytes
 from heterollm.progress import Progress, silent
 from heterollm.units import GIB, round_up
 
-__all__ = ["BenchOptions", "BenchResult", "run_bench"]
+__all__ = ["BenchOptions", "BenchResult", "OnRow", "run_bench"]
+
+Test: TypeAlias = tuple[Configuration, Case]
+OnRow: TypeAlias = Callable[[BenchRow], None]
 
 logger = logging.getLogger(__name__)
 
@@ -33,45 +40,11 @@ MEMORY_FRACTION: Final = 0.8
 """Of what is available, what all models may take together by default."""
 UNKNOWN_MEMORY: Final = 8 * GIB
 CONTEXT_STEP: Final = 64
+DEATHS_ALLOWED: Final = 1
+"""Of a configuration's process: the test that it died at is given up, after one more the configuration is."""
+
 PROFILE_COMMAND: Final = "heterollm profile"
 """In errors of what cannot run without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """What to run, and how.
-
-    Args:
-        model: A local folder or a hub name.
-        configurations: What the tests are run with.
-        cases: The tests.
-        repetitions: Samples of each.
-        seed: Of the token ids.
-        patience_s: How long to wait for an idle machine before each sample, and to take it again.
-        memory_gib: What all models may take together; by default 0.8 of what is available.
-        trace: Whether to run every test once more in a traced model, for overlap and hand-overs.
-    """
-
-    model: str | Path
-    configurations: tuple[Configuration, ...]
-    cases: tuple[Case, ...]
-    repetitions: int = 5
-    seed: int = 0
-    patience_s: float = 0.0
-    memory_gib: float | None = None
-    trace: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.configurations or not self.cases:
-            raise OptionError("There is nothing to measure.", fix="Give configurations and tests.")
-        if self.repetitions < 1 or self.seed < 0 or not self.patience_s >= 0:
-            raise OptionError(
-                f"Cannot repeat {self.repetitions} times with seed {self.seed} and {self.patience_s} s "
-                "of patience.",
-                fix="Repeat at least once; seed and patience are not negative.",
-            )
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise OptionError(f"A limit of {self.memory_gib} GiB holds no model.", fix="Raise --memory-gib.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,62 +52,136 @@ class BenchResult:
     """What a bench found.
 
     Args:
-        rows: One for each test and configuration, tests first.
+        rows: One for each test and configuration, tests first; of a run that was stopped those that have a
+            sample or an error.
         notes: What to know about all of them.
+        stop: Why it ended before all samples were taken.
     """
 
     rows: tuple[BenchRow, ...]
     notes: tuple[str, ...]
+    stop: Stop | None = None
 
 
 class _Bench:
     """One run."""
 
-    def __init__(self, options: BenchOptions, crew: Crew, watch: Watch, progress: Progress) -> None:
+    def __init__(
+        self, options: BenchOptions, crew: Crew, watch: Watch, progress: Progress, on_row: OnRow, model: Path
+    ) -> None:
         self._options = options
         self._crew = crew
         self._watch = watch
         self._progress = progress
+        self._on_row = on_row
+        self._common = common_fields(model, options.seed, options.repetitions)
         self.states = {
             (configuration, case): State()
             for case in options.cases
             for configuration in options.configurations
+            if (configuration, case) not in options.left_out
         }
         self.quality: dict[Configuration, Quality] = {}
         self.loads: dict[Configuration, int] = dict.fromkeys(options.configurations, 0)
         self.always_resident = True
-        self._warm: set[tuple[Configuration, Case]] = set()
+        self.stop: Stop | None = None
+        self._warm: set[Test] = set()
+        self._handed_on: set[Test] = set()
+        self._deaths: Counter[Configuration] = Counter()
+        limit_s = options.time_limit_s
+        self._deadline = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def run(self) -> None:
-        """Do everything, in order."""
-        self._check_quality()
-        done, total = 0, self._options.repetitions * len(self.states)
-        for turn in range(self._options.repetitions):
-            alive = [one for one in self._options.configurations if self._alive(one)]
-            resident = all(map(self._crew.is_resident, alive))
-            self.always_resident &= resident
-            for configuration, case in schedule(alive, self._options.cases, turn, all_resident=resident):
-                self._progress("Taking samples", done, total)
-                done += 1
-                if self.states[configuration, case].error is None:
-                    self._guarded(configuration, case, self._sample)
-        self._progress("Taking samples", total, total)
-        if self._options.trace:
-            self._trace()
+        """Do everything, in order; what stops it early is noted, and what was measured stays."""
+        try:
+            self._check_quality()
+            for turn in range(self._options.repetitions):
+                # Before the last round, so that a row is whole with its last sample.
+                if self._options.trace and turn == self._options.repetitions - 1:
+                    self._trace()
+                self._round(turn)
+        except (KeyboardInterrupt, TimeUpError) as error:
+            self.stop = Stop.of(error)
+        for test in self.states:
+            self._hand_on(test)
+
+    def rows(self) -> tuple[BenchRow, ...]:
+        """Return what there is: of a run that was stopped the rows with a sample or an error."""
+        return tuple(
+            self._row(test)
+            for test, state in self.states.items()
+            if self.stop is None or state.samples or state.error is not None
+        )
+
+    def _round(self, turn: int) -> None:
+        options = self._options
+        total = sum(options.wanted(case) for _, case in self.states)
+        alive = [one for one in options.configurations if self._alive(one)]
+        cases = [case for case in options.cases if turn >= options.repetitions - options.wanted(case)]
+        resident = all(map(self._crew.is_resident, alive))
+        self.always_resident &= resident
+        for test in schedule(alive, cases, turn, all_resident=resident):
+            if test not in self.states:
+                continue
+            self._progress("Taking samples", sum(len(one.samples) for one in self.states.values()), total)
+            self._check_time()
+            if self.states[test].error is None:
+                self._guarded(*test, self._sample)
+            for other in self.states:
+                if self._is_whole(other):
+                    self._hand_on(other)
+        if turn == options.repetitions - 1:
+            self._progress("Taking samples", total, total)
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise TimeUpError(f"the time limit of {self._options.time_limit_s:.0f} s")
+
+    def _is_whole(self, test: Test) -> bool:
+        state = self.states[test]
+        return state.error is not None or len(state.samples) >= self._options.wanted(test[1])
+
+    def _hand_on(self, test: Test) -> None:
+        """Give a row to whoever keeps it, once, if there is anything in it."""
+        state = self.states[test]
+        if test not in self._handed_on and (state.samples or state.error is not None):
+            self._handed_on.add(test)
+            self._on_row(self._row(test))
+
+    def _row(self, test: Test) -> BenchRow:
+        configuration, case = test
+        others: dict[str, Any] = {
+            "loads": self.loads[configuration],
+            "memory_bytes": self._crew.need_bytes.get(configuration),
+            "repetitions": self._options.wanted(case),
+        }
+        if self.stop is not None and not self._is_whole(test):
+            others["interrupted"] = self.stop.reason
+        return make_row(
+            configuration,
+            case,
+            self.states[test],
+            self._common,
+            facts=self._crew.facts.get(configuration),
+            quality=self.quality.get(configuration),
+            others=others,
+        )
 
     def _trace(self) -> None:
         """Run each test of heterollm's own configurations once more, in a model loaded to be traced."""
         own = [one for one in self._options.configurations if one.engine == "self" and self._alive(one)]
         for done, configuration in enumerate(own):
             self._progress("Tracing", done, len(own))
-            cases = [case for case in self._options.cases if self.states[configuration, case].error is None]
+            self._check_time()
+            cases = [case for case in self._cases(configuration) if case not in self._options.light]
+            cases = [case for case in cases if self.states[configuration, case].error is None]
             try:
-                found = self._crew.trace(configuration, cases)
+                found = self._crew.trace(configuration, cases) if cases else []
             except HeteroLLMError as error:
                 logger.warning("%s is not traced: %s", configuration.label, error)
                 continue
             for case, fields in zip(cases, found, strict=True):
-                self.states[configuration, case].fields |= fields
+                self.states[configuration, case].traced = fields
         self._progress("Tracing", len(own), len(own))
 
     def _check_quality(self) -> None:
@@ -142,6 +189,7 @@ class _Bench:
         configurations = self._options.configurations
         for done, configuration in enumerate(configurations):
             self._progress("Loading and comparing logits", done, len(configurations))
+            self._check_time()
             try:
                 self._load(configuration)
                 if not self._crew.facts[configuration].computes:
@@ -165,7 +213,8 @@ class _Bench:
             return self._crew.ask(configuration, "sample", case=test)
 
         if (configuration, case) not in self._warm:
-            ask()
+            if self._expected_s(configuration, case) <= self._options.warm_up_s:
+                ask()
             self._warm.add((configuration, case))
         if not state.fields:
             state.fields = self._crew.ask(configuration, "account", case=test)["fields"]
@@ -183,25 +232,46 @@ class _Bench:
             self._warm = {pair for pair in self._warm if self._crew.is_resident(pair[0])}
             self._warm = {pair for pair in self._warm if pair[0] != configuration}
 
+    def _expected_s(self, configuration: Configuration, case: Case) -> float:
+        """Return how long a sample will take, by the tokens of the same kind of test; 0 if none has run."""
+        alike = [
+            (other, state.samples[-1].time_us)
+            for (one, other), state in self.states.items()
+            if one == configuration and state.samples and bool(other.n_gen) == bool(case.n_gen)
+        ]
+        return max((case.tokens * time_us / other.tokens / 1e6 for other, time_us in alike), default=0.0)
+
     def _guarded(
         self, configuration: Configuration, case: Case, call: Callable[[Configuration, Case], None]
     ) -> None:
         try:
             call(configuration, case)
         except ChildDiedError as error:
-            # Whatever else the process held is loaded again by another one; this one is not tried again.
-            self._fail(configuration, error)
+            # Whatever else the process held is loaded again by another one.
+            self._deaths[configuration] += 1
+            told = HeteroLLMError(
+                f"While {configuration.label} ran {case.name}: {error.message}", fix=error.fix
+            )
+            if self._deaths[configuration] > DEATHS_ALLOWED:
+                self._fail(configuration, told)
+            else:
+                logger.warning("%s", told)
+                self.states[configuration, case].error = str(told)
         except HeteroLLMError as error:
             self.states[configuration, case].error = str(error)
 
     def _fail(self, configuration: Configuration, error: HeteroLLMError) -> None:
         logger.warning("%s: %s", configuration.label, error)
-        for case in self._options.cases:
+        for case in self._cases(configuration):
             state = self.states[configuration, case]
-            state.error = state.error or str(error)
+            if not self._is_whole((configuration, case)):
+                state.error = str(error)
+
+    def _cases(self, configuration: Configuration) -> list[Case]:
+        return [case for one, case in self.states if one == configuration]
 
     def _alive(self, configuration: Configuration) -> bool:
-        return any(self.states[configuration, case].error is None for case in self._options.cases)
+        return any(self.states[configuration, case].error is None for case in self._cases(configuration))
 
 
 def run_bench(
@@ -210,16 +280,20 @@ def run_bench(
     progress: Progress | None = None,
     start: Callable[[Process], Worker] | None = None,
     watch: Watch | None = None,
+    on_row: OnRow | None = None,
 ) -> BenchResult:
     """Run every test with every configuration, in turns.
 
-    A configuration that fails has its error in its rows; the others go on.
+    A configuration that fails has its error in its rows; the others go on. Ctrl-C, a limit of time, or what
+    :func:`heterollm.benchmarks.stopping.signals_interrupt` turns into an interrupt ends the run, and the rows
+    that have samples are the result.
 
     Args:
         options: What to run.
         progress: Called with a stage's name, steps done and steps in all.
         start: Makes a process; a child of this one by default.
         watch: Takes samples; by default one with the options' patience.
+        on_row: Called with each row as soon as it is whole, and with the others that have samples at the end.
 
     Raises:
         HeteroLLMError: The model or an option is not usable at all.
@@ -245,26 +319,10 @@ def run_bench(
     )
     crew = Crew(start or (lambda process: Child(_process_name(process))), loading)
     watch = watch or Watch(options.patience_s)
-    bench = _Bench(options, crew, watch, progress or silent)
+    bench = _Bench(options, crew, watch, progress or silent, on_row or (lambda _row: None), folder)
     try:
         bench.run()
-        common = common_fields(folder, options.seed, options.repetitions)
-        rows = tuple(
-            make_row(
-                configuration,
-                case,
-                state,
-                common,
-                facts=crew.facts.get(configuration),
-                quality=bench.quality.get(configuration),
-                others={
-                    "loads": bench.loads[configuration],
-                    "memory_bytes": crew.need_bytes.get(configuration),
-                },
-            )
-            for (configuration, case), state in bench.states.items()
-        )
-        return BenchResult(rows, _notes(options, bench, crew, loading))
+        return BenchResult(bench.rows(), _notes(options, bench, crew, loading), bench.stop)
     finally:
         crew.close()
 
@@ -284,8 +342,8 @@ def _notes(options: BenchOptions, bench: _Bench, crew: Crew, loading: Loading) -
     if not bench.always_resident:
         notes.append("Not all models fit into it at once, so they were loaded again in turns.")
     for configuration in options.configurations:
-        error = bench.states[configuration, options.cases[0]].error or ""
-        if PROFILE_COMMAND in error:
+        errors = [state.error or "" for (one, _), state in bench.states.items() if one == configuration]
+        if any(PROFILE_COMMAND in error for error in errors):
             command = " ".join(("heterollm", *profile_command(loading.model, configuration)))
             notes.append(f"{configuration.label} needs a profile: add --profile-first, or run `{command}`.")
     fractions = [
@@ -294,6 +352,9 @@ def _notes(options: BenchOptions, bench: _Bench, crew: Crew, loading: Loading) -
         for sample in state.samples
         if sample.disturbed is not None
     ]
+    if bench.stop is not None:
+        whole = sum(len(state.samples) for state in bench.states.values())
+        notes.append(f"Interrupted by {bench.stop.reason} after {whole} samples; what lacks some is marked.")
     if any(fractions):
         notes.append(
             f"Other processes computed during {sum(fractions)} of {len(fractions)} samples; they are marked."

@@ -73,6 +73,8 @@ class FakeWorker:
         if do == "trace":
             return {"fields": [{"traced_ms": 1.0, "overlap_fraction": 0.5} for _ in request["cases"]]}
         crew.taken += 1
+        if crew.taken in crew.after:
+            raise crew.after[crew.taken]
         return {"us": crew.times.get(label, 1000.0) + crew.taken % 3, "own_s": 0.0}
 
     @property
@@ -90,6 +92,8 @@ class FakeCrew:
     def __init__(self):
         self.log, self.trouble, self.times, self.noise, self.held = [], {}, {}, {}, {}
         self.need, self.taken = 100, 0
+        # What is raised instead of the answer of a sample, counted from 1, warm-ups included.
+        self.after = {}
         self.workers = []
 
     def start(self, process):

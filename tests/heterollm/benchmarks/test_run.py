@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 from heterollm.benchmarks.cases import Case, Configuration, expand
-from heterollm.benchmarks.run import BenchOptions, run_bench
+from heterollm.benchmarks.options import BenchOptions
+from heterollm.benchmarks.run import run_bench
+from heterollm.benchmarks.stopping import TerminatedInterrupt
 from heterollm.benchmarks.turns import EnergyMeter, Watch, schedule
 from heterollm.demo import bundled_model
 from heterollm.errors import OptionError
@@ -24,11 +26,12 @@ class CalmWatch(Watch):
         super().__init__(meter=EnergyMeter([]))
 
 
-def run(fake_crew, configurations=LEVELS, cases=CASES, repetitions=3, **options):
+def run(fake_crew, configurations=LEVELS, cases=CASES, repetitions=3, on_row=None, **options):
     return run_bench(
         BenchOptions(bundled_model(), tuple(configurations), cases, repetitions=repetitions, **options),
         start=fake_crew.start,
         watch=CalmWatch(),
+        on_row=on_row,
     )
 
 
@@ -73,16 +76,25 @@ def test_a_death_costs_its_own_rows_only(fake_crew, died):
     fake_crew.trouble[("sample", NPU, "tg4")] = died()
     result = run(fake_crew)
     by_row = {(row.label, row.test): row for row in result.rows}
-    assert "signal 9" in by_row[NPU, "tg4"].error
-    assert "signal 9" in by_row[NPU, "pp16"].error
-    for label in (GPU, LAYER):
-        for case in CASES:
-            row = by_row[label, case.name]
-            assert row.error is None
-            assert len(row.samples_ns) == 3
-    assert not by_row[NPU, "tg4"].usable
+    dead = by_row.pop((NPU, "tg4"))
+    assert dead.error.startswith(f"While {NPU} ran tg4: ")
+    assert "signal 9" in dead.error
+    assert not dead.usable
+    for row in by_row.values():
+        assert row.error is None
+        assert len(row.samples_ns) == 3
     # The others shared its process and were loaded again in a new one.
     assert len(fake_crew.asked("start")) == 2
+
+
+def test_a_second_death_ends_a_configuration(fake_crew, died):
+    fake_crew.trouble[("sample", NPU, "tg4")] = died()
+    fake_crew.trouble[("sample", NPU, "pp16")] = died()
+    rows = {(row.label, row.test): row for row in run(fake_crew, cases=(*CASES, Case(8, 0))).rows}
+    for case in ("pp16", "tg4", "pp8"):
+        assert "signal 9" in rows[NPU, case].error
+        assert len(rows[GPU, case].samples_ns) == len(rows[LAYER, case].samples_ns) == 3
+    assert (NPU, "pp8") not in fake_crew.asked("sample")
 
 
 def test_what_cannot_be_loaded_is_an_error_in_its_rows(fake_crew, failed):
@@ -124,10 +136,87 @@ def test_traces_fill_their_fields_and_may_be_left_out(fake_crew):
     assert all(row.overlap_fraction is None and row.reasons["overlap_fraction"] for row in rows)
 
 
+def test_a_row_is_handed_on_as_soon_as_it_is_whole(fake_crew):
+    seen = []
+    result = run(fake_crew, on_row=lambda row: seen.append((row, fake_crew.taken)))
+    assert sorted(row.label + row.test for row, _ in seen) == sorted(
+        row.label + row.test for row in result.rows
+    )
+    for row, _ in seen:
+        assert len(row.samples_ns) == 3
+        assert row.overlap_fraction == 0.5
+        assert row.interrupted is None
+    # 6 warm-ups and 12 samples of the first two rounds come first, then one row a sample.
+    assert [taken for _, taken in seen] == list(range(19, 25))
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason", "code"),
+    [(KeyboardInterrupt(), "Ctrl-C", 130), (TerminatedInterrupt(15), "SIGTERM", 143)],
+)
+def test_an_interrupted_bench_keeps_what_it_has(fake_crew, raised, reason, code):
+    # In the second round, behind twelve runs of the first: all have two samples of pp16, one of tg4.
+    fake_crew.after[12 + 5] = raised
+    seen = []
+    result = run(fake_crew, on_row=seen.append)
+    assert (result.stop.reason, result.stop.exit_code) == (reason, code)
+    assert [(row.test, len(row.samples_ns)) for row in result.rows] == [("pp16", 2)] * 3 + [
+        ("tg4", 1), ("tg4", 1), ("tg4", 2),
+    ]  # fmt: skip
+    assert all(row.interrupted == reason and row.error is None and row.usable for row in result.rows)
+    assert all(row.repetitions == 3 for row in result.rows)
+    assert [row.to_dict() for row in seen] == [row.to_dict() for row in result.rows]
+    assert all(worker.closed for worker in fake_crew.workers)
+    assert "samples: interrupted by" in result.rows[0].notes[-1]
+    assert any(f"Interrupted by {reason} after 10 samples" in note for note in result.notes)
+
+
+def test_an_interrupt_before_any_sample_leaves_nothing(fake_crew):
+    fake_crew.trouble[("logits", NPU)] = KeyboardInterrupt()
+    result = run(fake_crew)
+    assert result.rows == ()
+    assert result.stop.exit_code == 130
+    assert all(worker.closed for worker in fake_crew.workers)
+
+
+def test_a_time_limit_ends_a_bench_as_ctrl_c_does(fake_crew, monkeypatch):
+    from heterollm.benchmarks import run as run_module
+
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: float(fake_crew.taken))
+    result = run(fake_crew, time_limit_s=10.0)
+    assert (result.stop.reason, result.stop.exit_code) == ("the time limit of 10 s", 0)
+    assert sum(len(row.samples_ns) for row in result.rows) == 5
+    assert all(row.interrupted for row in result.rows)
+
+
+def test_light_tests_get_one_sample_and_no_trace(fake_crew):
+    light = Case(20, 0)
+    result = run(fake_crew, cases=(*CASES, light), light=frozenset([light]))
+    for row in result.rows:
+        assert len(row.samples_ns) == row.repetitions == (1 if row.test == "pp20" else 3)
+        assert (row.overlap_fraction is None) is (row.test == "pp20")
+        assert row.interrupted is None
+
+
+def test_what_is_left_out_is_not_run(fake_crew):
+    result = run(fake_crew, left_out=frozenset([(LEVELS[1], CASES[1])]))
+    assert len(result.rows) == 5
+    assert (NPU, "tg4") not in fake_crew.asked("sample")
+
+
+def test_long_tests_are_not_warmed_up_once_their_model_has_run(fake_crew):
+    run(fake_crew, cases=(Case(16, 0), Case(64, 0), Case(20, 0)), repetitions=1, warm_up_s=0.003)
+    # 16 tokens take about a millisecond; 64 would take four.
+    for label in (GPU, NPU, LAYER):
+        asked = fake_crew.asked("sample")
+        assert [asked.count((label, case)) for case in ("pp16", "pp64", "pp20")] == [2, 1, 2]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"repetitions": 0},
+        {"time_limit_s": 0.0},
         {"seed": -1},
         {"patience_s": float("nan")},
         {"memory_gib": 0.0},

@@ -1,0 +1,64 @@
+"""What a bench is asked to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.errors import OptionError
+
+__all__ = ["BenchOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to run, and how.
+
+    Args:
+        model: A local folder or a hub name.
+        configurations: What the tests are run with.
+        cases: The tests.
+        repetitions: Samples of each.
+        seed: Of the token ids.
+        patience_s: How long to wait for an idle machine before each sample, and to take it again.
+        memory_gib: What all models may take together; by default 0.8 of what is available.
+        trace: Whether to run every test once more in a traced model, for overlap and hand-overs.
+        light: Tests of which one sample without a trace is enough; taken in the last round.
+        left_out: What is not run: a configuration and a test each.
+        warm_up_s: Tests that are expected to take longer are not warmed up, if their model has run another:
+            what a first run costs more, a list of calls that is compiled, is then too little to see.
+        time_limit_s: After so many seconds no further sample is taken, and the rows so far are the result.
+    """
+
+    model: str | Path
+    configurations: tuple[Configuration, ...]
+    cases: tuple[Case, ...]
+    repetitions: int = 5
+    seed: int = 0
+    patience_s: float = 0.0
+    memory_gib: float | None = None
+    trace: bool = True
+    light: frozenset[Case] = frozenset()
+    left_out: frozenset[tuple[Configuration, Case]] = frozenset()
+    warm_up_s: float = math.inf
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.configurations or not self.cases:
+            raise OptionError("There is nothing to measure.", fix="Give configurations and tests.")
+        if self.repetitions < 1 or self.seed < 0 or not self.patience_s >= 0:
+            raise OptionError(
+                f"Cannot repeat {self.repetitions} times with seed {self.seed} and {self.patience_s} s "
+                "of patience.",
+                fix="Repeat at least once; seed and patience are not negative.",
+            )
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise OptionError(f"A limit of {self.memory_gib} GiB holds no model.", fix="Raise --memory-gib.")
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise OptionError(f"Nothing runs in {self.time_limit_s} s.", fix="Raise --time-limit.")
+
+    def wanted(self, case: Case) -> int:
+        """Return how many samples a test gets."""
+        return 1 if case in self.light else self.repetitions

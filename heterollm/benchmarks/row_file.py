@@ -1,0 +1,73 @@
+"""The file that rows are appended to while a bench runs, each as soon as it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from heterollm.benchmarks.formats import to_jsonl
+from heterollm.benchmarks.rows import BenchRow
+from heterollm.errors import CacheError
+
+__all__ = ["RowFile"]
+
+logger = logging.getLogger(__name__)
+
+
+class RowFile:
+    """Appends rows to a file of JSON lines; a row that cannot be written leaves no half of it.
+
+    Args:
+        path: The file; made if missing.
+        replace: Whether the rows that it has are dropped, once the first new one is there.
+
+    Attributes:
+        error: Why some rows are not in the file; None if all are.
+
+    Raises:
+        CacheError: It cannot be written at all: said before anything is measured.
+    """
+
+    def __init__(self, path: Path, *, replace: bool = False) -> None:
+        self._path = path
+        self._replace = replace
+        self.error: CacheError | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab"):
+                pass
+        except OSError as error:
+            raise _error(path, error) from error
+
+    def add(self, row: BenchRow) -> None:
+        """Append a row. What cannot be written is noted and said once: the bench goes on without it."""
+        try:
+            self._append(to_jsonl([row]).encode("utf-8"))
+        except OSError as error:
+            if self.error is None:
+                self.error = _error(self._path, error)
+                logger.warning("%s The rows are in the report alone.", self.error.message)
+
+    def _append(self, line: bytes) -> None:
+        if self._replace:
+            self._path.unlink(missing_ok=True)
+            self._replace = False
+        with self._path.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(-1, os.SEEK_END)
+                # Somebody's last line may have no end.
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            try:
+                if file.write(line) != len(line):
+                    raise OSError("the disk is full")
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
+
+
+def _error(path: Path, error: OSError) -> CacheError:
+    return CacheError(f"Cannot write {path}: {error.strerror or error}.", fix="Name another file.")
