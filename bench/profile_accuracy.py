@@ -62,7 +62,10 @@ def report(device: str, times: Mapping[Part, Times]) -> None:
             continue
         models = [*CANDIDATES[part], *((FreeTree,) if part == "npu" else ()), *BASELINES]
         other = times["npu" if part == "gpu" else "gpu"]
-        scores = [score(model, part, times[part], other, most_folds=ALL_FOLDS) for model in models]
+        scores = [
+            score(model, part, times[part], other, most_folds=ALL_FOLDS, bounded=model not in BASELINES)
+            for model in models
+        ]
         found = [entry for entry in scores if entry is not None]
         if not found:
             print(f"{part}: one weight shape only, so that none can be kept out of the fit.\n")

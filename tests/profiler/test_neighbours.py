@@ -19,7 +19,7 @@ from heterollm.profiler.time_model import Prediction, TimeModel
 from heterollm.profiler.tree import Tree
 from heterollm.profiler.validation import held_out_predictions
 
-quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+quickly = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 COLUMNS = (1024, 2048, 5632)
 LENGTHS = (1, 32, 64, 128, 256, 512)
 
@@ -71,7 +71,7 @@ def thin(law: Law, seed: int, part: str) -> dict[LinearPoint, float]:
     return found
 
 
-@settings(quickly, max_examples=15)
+@settings(quickly, max_examples=8)
 @given(st.integers(0, 10**6), st.sampled_from(["gpu", "npu"]), st.sampled_from(COLUMNS))
 def test_thin_profiles_predict_times_that_rise_and_are_near_the_truth(seed, part, columns):
     """Every model that may be used, with few rows and lengths of which half are not measured."""
@@ -81,8 +81,8 @@ def test_thin_profiles_predict_times_that_rise_and_are_near_the_truth(seed, part
     form = "matmul_nbits" if part == "npu" else ""
     for model in CANDIDATES[part]:
         fitted = TimeModel(model).fit(list(times), list(times.values()))
-        for tokens in (1, 64, 128, 256):
-            points = [linear(rows, columns, tokens, form) for rows in range(256, 11520, 512)]
+        for tokens in (1, 128, 256):
+            points = [linear(rows, columns, tokens, form) for rows in range(256, 11520, 1024)]
             found = [neighbours.predict(point, fitted).us for point in points]
             assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(found))
             widths = [point.rows for point in times if (point.columns, point.tokens) == (columns, tokens)]
