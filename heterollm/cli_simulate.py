@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
-from heterollm.cli_options import JsonOption, command_group
+from heterollm.cli_options import FAILED, JsonOption, command_group, whole_numbers
 from heterollm.errors import OptionError
 
 if TYPE_CHECKING:
     from heterollm.kernels.simulated_clock import GpuLoad
+    from heterollm.simulate import SimulationRequest
     from heterollm.simulated_result import SimulationResult
 
-__all__ = ["commands", "parse_load", "parse_overrides"]
+__all__ = ["commands", "default_jobs", "parse_load", "parse_overrides"]
 
 commands = command_group()
+
+OUTPUTS: Final = ("table", "md", "csv", "json", "jsonl")
+MOST_JOBS: Final = 1024
 
 
 @commands.command("simulate")
@@ -28,8 +33,8 @@ def simulate_model(
     soc: Annotated[
         str, typer.Option(help="snapdragon-8gen3, snapdragon-8elite, or the path of a YAML file.")
     ] = "snapdragon-8gen3",
-    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 256,
-    decode: Annotated[int, typer.Option(help="Tokens made after the first.")] = 64,
+    prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256",
+    decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64",
     plan_level: Annotated[str, typer.Option(help="gpu, npu, layer, tensor or block.")] = "tensor",
     length_policy: Annotated[
         str,
@@ -61,34 +66,64 @@ def simulate_model(
         Path | None,
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and FILE.png beside it."),
     ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append rows as JSON lines; the name must say simulated."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a model's shapes on a simulated SoC, on a virtual clock: no time it prints was measured."""
-    from heterollm import report
-    from heterollm.report_simulate import simulation_report
-    from heterollm.simulate import SimulationRequest, simulate
-    from heterollm.terminal import write, write_json
+    """Run a model's shapes on a simulated SoC, on a virtual clock: no time it prints was measured.
 
-    if timeline is not None:
-        from heterollm.trace_file import check_target
+    Lists with commas between their values (models, SoCs, prompts, decode, plan levels, length policies,
+    syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
+    """
+    from heterollm.simulate import SimulationRequest
+    from heterollm.sweep import expand
 
-        check_target(timeline)
-    choices: dict[str, Any] = {"length_policy": length_policy, "sync": sync}
-    request = SimulationRequest(
-        model,
-        soc,
-        prompt,
-        decode,
-        plan_level,
+    _check_output(output, out, timeline)
+    names = _names(model, "--model")
+    prompts, decodes = whole_numbers(prompt, "--prompt"), whole_numbers(decode, "--decode")
+    choices: dict[str, Any] = {
+        "policies": _words(length_policy, "--length-policy"),
+        "syncs": _words(sync, "--sync"),
+    }
+    base = SimulationRequest(
+        names[0],
+        prompt=prompts[0],
+        decode=decodes[0],
         resolve=resolve,
-        load=None if gpu_load is None else parse_load(gpu_load),
         overrides=parse_overrides(what_if or []),
         head_bits=(8 if numerics else 4) if head_bits is None else head_bits,
         every_form=True if every_form else None,
         numerics=numerics,
         trace=timeline is not None,
+    )
+    requests = expand(
+        base,
+        models=names,
+        socs=_names(soc, "--soc"),
+        prompts=prompts,
+        decodes=decodes,
+        levels=_words(plan_level, "--plan-level"),
+        loads=[None] if gpu_load is None else [parse_load(load) for load in _words(gpu_load, "--gpu-load")],
         **choices,
     )
+    form = "json" if as_json and output == "table" else output
+    if len(requests) == 1 and form in ("table", "json") and out is None:
+        _one(requests[0], timeline, as_json=form == "json")
+    else:
+        _several(requests, jobs, form, out)
+
+
+def _one(request: SimulationRequest, timeline: Path | None, *, as_json: bool) -> None:
+    """Simulate one case and print all that is known of it."""
+    from heterollm import report
+    from heterollm.report_simulate import simulation_report
+    from heterollm.simulate import simulate
+    from heterollm.terminal import write, write_json
+
     with report.progress_bars() as progress:
         result = simulate(request, progress)
     if timeline is not None:
@@ -97,6 +132,74 @@ def simulate_model(
         write_json(result.to_dict())
         return
     write(report.render(simulation_report(result), like=sys.stdout))
+
+
+def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: str, out: Path | None) -> None:
+    """Simulate a grid and print a row for each case."""
+    from heterollm import report
+    from heterollm.report_simulate import sweep_report
+    from heterollm.sweep import run_sweep
+    from heterollm.sweep_tables import SWEEP_FORMATS, append_simulated
+    from heterollm.terminal import write
+
+    with report.progress_bars() as progress:
+        rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress)
+    if out is not None:
+        append_simulated(out, rows)
+    if form == "table":
+        write(report.render(sweep_report(rows), like=sys.stdout))
+    else:
+        write(SWEEP_FORMATS[form](rows))
+    failed = sum(row.error is not None for row in rows)
+    if failed:
+        report.show(report.note(f"{failed} of {len(rows)} cases failed; their rows say why."))
+        raise typer.Exit(FAILED)
+
+
+def default_jobs(jobs: int | None, cases: int) -> int:
+    """Return how many processes simulate: what was asked for, or one a core, and none without a case.
+
+    Raises:
+        OptionError: The number is not legal.
+    """
+    from heterollm.kernels.threads import allowed_cores
+
+    if jobs is None:
+        return max(1, min(cases, len(allowed_cores())))
+    if not 1 <= jobs <= MOST_JOBS:
+        raise OptionError(f"--jobs is {jobs}.", fix=f"Give 1 to {MOST_JOBS} processes.")
+    return jobs
+
+
+def _check_output(output: str, out: Path | None, timeline: Path | None) -> None:
+    """Check where results go, before the work."""
+    if output not in OUTPUTS:
+        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    if out is not None:
+        from heterollm.sweep_tables import check_name
+
+        check_name(out)
+    if timeline is not None:
+        from heterollm.trace_file import check_target
+
+        check_target(timeline)
+
+
+def _words(text: str, option: str) -> list[str]:
+    """Return the values of an option that takes several.
+
+    Raises:
+        OptionError: There is none.
+    """
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise OptionError(f"{option} is {text!r:.80}.", fix="Give a value, or several with commas between.")
+    return found
+
+
+def _names(text: str, option: str) -> list[str]:
+    """Return names or paths; a text that is a path as a whole is one, commas and all."""
+    return [text] if "," in text and Path(text).expanduser().exists() else _words(text, option)
 
 
 def parse_load(text: str) -> GpuLoad:

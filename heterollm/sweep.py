@@ -12,6 +12,7 @@ virtual. Profiles and plans are kept in the cache, which processes of one machin
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -71,7 +72,7 @@ def expand(
         OptionError: A value is not legal, or there are too many cases.
     """
     policies, syncs = policies or (base.length_policy,), syncs or (base.sync,)
-    grid = itertools.product(
+    lists: tuple[Sequence[Any], ...] = (
         models or (base.model,),
         socs or (base.soc,),
         prompts or (base.prompt,),
@@ -81,13 +82,13 @@ def expand(
         syncs,
         loads or (base.load,),
     )
+    if (cases := math.prod(map(len, lists))) > LARGEST_SWEEP:
+        raise OptionError(
+            f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
+            fix="Give shorter lists, or several sweeps.",
+        )
     found: dict[Any, SimulationRequest] = {}
-    for number, (model, soc, prompt, decode, level, policy, sync, load) in enumerate(grid):
-        if number == LARGEST_SWEEP:
-            raise OptionError(
-                f"The sweep has more than {LARGEST_SWEEP} cases.",
-                fix="Give shorter lists, or several sweeps.",
-            )
+    for model, soc, prompt, decode, level, policy, sync, load in itertools.product(*lists):
         kept_policy = policy if level in COVERED else policies[0]
         kept_sync = sync if level != "gpu" else syncs[0]
         key = model, soc, prompt, decode, level, kept_policy, kept_sync, load
