@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterollm.cli_options import FAILED, DeviceOption, GroupSize, Model, command_group, whole_numbers
+from heterollm.cli_options import FAILED, DeviceOption, GroupSize, command_group, whole_numbers
 from heterollm.errors import OptionError
 
 if TYPE_CHECKING:
     from heterollm.benchmarks.cases import Configuration
+    from heterollm.benchmarks.run import BenchResult
 
 __all__ = ["commands"]
 
 commands = command_group()
 
 OUTPUTS = ("table", "md", "csv", "json", "jsonl")
+OF_SAVED = ("saved", "output", "picture", "html")
+"""Parameters that say how rows are shown."""
 
 
 @commands.command("bench")
 def bench(
-    model: Model,
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its hub name.")
+    ] = None,
     prompt: Annotated[
         str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")
     ] = "512",
@@ -72,6 +79,13 @@ def bench(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the report into this file.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and charts.")
+    ] = None,
+    saved: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="ROWS", help="Show what --out wrote, and measure nothing."),
+    ] = None,
 ) -> None:
     """Measure prefill and decode as llama-bench does, at any plan level and beside other engines.
 
@@ -81,19 +95,20 @@ def bench(
     """
     from heterollm import report
     from heterollm.benchmarks.cases import cases_of, expand, with_baseline
-    from heterollm.benchmarks.formats import FORMATS
     from heterollm.benchmarks.options import BenchOptions
     from heterollm.benchmarks.profile_first import profile_splits
     from heterollm.benchmarks.row_file import RowFile
     from heterollm.benchmarks.run import run_bench
     from heterollm.benchmarks.stopping import signals_interrupt
     from heterollm.durations import parse_duration
-    from heterollm.report_bench import bench_report
-    from heterollm.report_picture import check_picture, write_picture
-    from heterollm.terminal import write
 
-    if output not in OUTPUTS:
-        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    _check_outputs(output, picture, html)
+    if saved is not None:
+        _refuse_others(context)
+        _show(_saved_results(saved), saved.stem, output, picture, html)
+        return
+    if model is None:
+        raise typer.BadParameter("Name a model, or rows with --from.", ctx=context, param_hint="MODEL")
     configurations: tuple[Configuration, ...] = with_baseline(
         expand(
             engines=_words(engine),
@@ -122,8 +137,6 @@ def bench(
         trace=not no_trace,
         time_limit_s=None if time_limit is None else parse_duration(time_limit, "--time-limit"),
     )
-    if picture is not None:
-        check_picture(picture)
     file = None if out is None else RowFile(out)
     with signals_interrupt():
         if profile_first:
@@ -131,22 +144,72 @@ def bench(
                 report.show(report.note(text))
         with report.progress_bars() as progress:
             result = run_bench(options, progress=progress, on_row=None if file is None else file.add)
-    shown = bench_report(result) if result.rows else None
-    if output == "table" and shown is not None:
-        write(report.render(shown, like=sys.stdout))
-    else:
-        write(FORMATS[output](result.rows) if output != "table" else "")
-        for text in result.notes:
-            report.show(report.note(text))
-    if picture is not None and shown is not None:
-        write_picture(picture, shown, title=f"heterollm bench {Path(model).name}")
-        report.show(report.note(f"Wrote {picture}."))
+    _show([result], Path(model).name, output, picture, html)
     if result.stop is not None and result.stop.exit_code:
         raise typer.Exit(result.stop.exit_code)
     if file is not None and file.error is not None:
         raise typer.Exit(FAILED)
     if not any(row.usable for row in result.rows):
         raise typer.Exit(FAILED)
+
+
+def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None:
+    from heterollm.bench_output import check_page
+    from heterollm.report_picture import check_picture
+
+    if output not in OUTPUTS:
+        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    if picture is not None:
+        check_picture(picture)
+    if html is not None:
+        check_page(html)
+
+
+def _refuse_others(context: typer.Context) -> None:
+    """What says how to measure means nothing for rows that are there, and is not dropped in silence."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name not in OF_SAVED and source is not None and source.name == "COMMANDLINE":
+            raise OptionError(
+                f"{max(param.opts, key=len)} says what to measure, and --from measures nothing.",
+                fix="Leave out one of the two.",
+            )
+
+
+def _saved_results(path: Path) -> list[BenchResult]:
+    from heterollm.bench_tables import runs_of
+    from heterollm.benchmarks.formats import read_rows
+    from heterollm.benchmarks.run import BenchResult
+
+    return [BenchResult(tuple(rows), ()) for rows in runs_of(read_rows(path))]
+
+
+def _show(
+    results: Sequence[BenchResult], name: str, output: str, picture: Path | None, html: Path | None
+) -> None:
+    """Write what was found, run by run, to stdout and into files."""
+    from heterollm import report
+    from heterollm.bench_output import write_page
+    from heterollm.benchmarks.formats import FORMATS
+    from heterollm.report_bench import bench_reports
+    from heterollm.report_picture import write_picture
+    from heterollm.terminal import write
+
+    rows = [row for result in results for row in result.rows]
+    notes = [text for result in results for text in result.notes]
+    shown = bench_reports([result for result in results if result.rows])
+    if output == "table" and rows:
+        write(report.render(shown, like=sys.stdout))
+    else:
+        write(FORMATS[output](rows) if output != "table" else "")
+        for text in notes:
+            report.show(report.note(text))
+    if picture is not None and rows:
+        write_picture(picture, shown, title=f"heterollm bench {name}")
+        report.show(report.note(f"Wrote {picture}."))
+    if html is not None and rows:
+        text = write_page(html, [result.rows for result in results if result.rows], notes)
+        report.show(report.note(text))
 
 
 def _words(text: str) -> list[str]:

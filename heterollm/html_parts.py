@@ -49,6 +49,9 @@ table { border-collapse: collapse; width: 100%; font-size: 0.85rem; font-variant
 th, td { padding: 0.3rem 0.6rem; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
 caption { text-align: left; padding: 0.3rem 0.6rem; color: var(--dim); font-size: 0.8rem; }
 thead th { background: var(--head); }
+thead + tbody td:first-child { position: sticky; left: 0; background: var(--back); white-space: normal;
+  min-width: 7rem; }
+thead th:first-child { position: sticky; left: 0; }
 td.words { white-space: normal; min-width: 11rem; overflow-wrap: anywhere; }
 .right { text-align: right; }
 .pictures { display: grid; gap: 1rem;
@@ -63,9 +66,10 @@ img { display: block; width: 100%; height: auto; background: #fff; border: 1px s
 .bars .number { text-align: right; }
 .bars .best { font-weight: 600; }
 .bars svg { display: block; width: 100%; height: 0.9rem; background: var(--track); border-radius: 3px; }
-.key { display: inline-block; width: 0.8rem; height: 0.8rem; border-radius: 2px; margin: 0 0.3rem 0 0.8rem;
+.key { display: inline-block; margin-right: 0.9rem; }
+.key > span { display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.3rem; border-radius: 2px;
   vertical-align: -0.05rem; }
-.key:first-child { margin-left: 0; }
+figure + .box { margin-top: 0.8rem; }
 .gpu { fill: #0072b2; background: #0072b2; }
 .npu { fill: #d55e00; background: #d55e00; }
 .both { fill: #009e73; background: #009e73; }
@@ -191,7 +195,9 @@ def bars_html(bars: Sequence[Bar], caption: str, keys: Sequence[tuple[str, str]]
             f"{''.join(_rectangles(bar, longest))}</svg>"
             f'<span class="number{best}">{text_html(bar.number)}</span></div>'
         )
-    legend = "".join(f'<span class="key {style}"></span>{text_html(words)}' for style, words in keys)
+    legend = "".join(
+        f'<span class="key"><span class="{style}"></span>{text_html(words)}</span>' for style, words in keys
+    )
     yield f"</div><figcaption>{text_html(caption)}{'<br>' if legend else ''}{legend}</figcaption></figure>"
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from heterollm.benchmarks.run import BenchResult
     from heterollm.profile_tables import Section
 
-__all__ = ["bars", "bench_report", "rows_table", "section_table"]
+__all__ = ["bars", "bench_report", "bench_reports", "rows_table", "section_table"]
 
 BAR_WIDTH: Final = 40
 
@@ -61,6 +61,16 @@ def bench_report(result: BenchResult) -> RenderableType:
         parts += [Text(f"• {line}") for line in failed]
     remarks = (LEGEND, energy_words(rows), *lacking_words(rows))
     parts += [Text()] + [note(text) for text in dict.fromkeys([*result.notes, *remarks])]
+    return Group(*parts)
+
+
+def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
+    """Return everything that some runs found, each by itself: they did not take turns."""
+    parts: list[RenderableType] = []
+    for place, result in enumerate(results):
+        if len(results) > 1:
+            parts += [Text(), Text(f"Run {place + 1} of {len(results)}", "bold underline")]
+        parts.append(bench_report(result))
     return Group(*parts)
 
 
