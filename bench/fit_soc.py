@@ -26,6 +26,7 @@ from heterollm.kernels.soc.parameters import load_soc
 STARTS: Final = 4
 MECHANISMS: Final[Mapping[str, Mapping[str, float]]] = {
     "spill of long rows": {"npu.spill_gbps": 61.9, "npu.row_limit_columns": 1 << 24},
+    "a cache for spilled rows (DRAM instead)": {"npu.spill_dram_fraction": 1.0},
     "unpacking of weights": {"npu.dequantize_gweights_per_s": 1e5},
     "loading of tiles (order)": {"npu.tile_load_rows": 0.0},
     "GPU kernel for few tokens": {"gpu.small_tflops": 1e-3},

@@ -87,6 +87,12 @@ KNOWN: Final[Mapping[str, Known]] = {
         "HeteroLLM ran, the shortest being 8192, so below that; the smallest such value is assumed.",
     ),
     "npu.spill_gbps": Known(50.0, "fitted", "By the rows of 14336 inputs."),
+    "npu.spill_dram_fraction": Known(
+        0.0,
+        "prior",
+        "A tile of unpacked rows (32 x 14336 x 2 bytes = 0.9 MB) fits a cache before DRAM. With 1 no cut of "
+        "FFN-down pays in decode; with 0 it does, and both published gains in decode come out.",
+    ),
     "npu.vector_gbps": Known(
         50.0, "prior", "As spilled rows; sums of chunks and activations inside a block."
     ),

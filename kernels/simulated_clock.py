@@ -197,6 +197,7 @@ class SimulatedClock:
         self._gpu_free_us = 0.0
         self._waited = False
         self._by_driver = False
+        self._copies_back = False
         self._frame_due_us = 0.0 if load is not None else NEVER
         self._frame_end_us = NEVER
 
@@ -221,12 +222,13 @@ class SimulatedClock:
 
     def submit(self, job: Job) -> Job:
         """Enqueue a kernel."""
+        self._take_back()
         self._settle()
         job.queued_us = self.now_us
-        idle = not self._queue
         self.work(self.costs.submit_us, "submit")
+        self._settle()
         job.ready_us = self.now_us
-        if idle:
+        if not self._queue:
             job.ready_us += self.costs.refill_us
             self._count("refill", self.costs.refill_us)
         self._queue.append(job)
@@ -265,6 +267,7 @@ class SimulatedClock:
 
     def wait_idle(self) -> None:
         """Block in the driver until the queue is done; where it is, this is a mere look."""
+        self._take_back()
         self.wait_for(self.last_job())
 
     def copy(self) -> None:
@@ -275,7 +278,7 @@ class SimulatedClock:
         self.work(self.costs.write_us, "copy", "copy")
 
     def hand_over_by_driver(self) -> None:
-        """Copy the NPU's input through the driver, and its output back once it has run."""
+        """Copy the NPU's input through the driver, and its output back before the next kernel."""
         self.work(self.costs.write_us, "copy", "copy")
         self._by_driver = True
 
@@ -292,10 +295,8 @@ class SimulatedClock:
         self.now_us = job.end_us
         self._waited = False
         self._keep(Span("host", "wait", job.begin_us, job.end_us))
-        if self._by_driver:
-            self._by_driver = False
-            self.work(self.costs.finish_us, "driver", "driver")
-            self.work(self.costs.write_us, "copy", "copy")
+        self._copies_back |= self._by_driver
+        self._by_driver = False
 
     # -- the devices ---------------------------------------------------------------------------------
 
@@ -303,6 +304,16 @@ class SimulatedClock:
         """Let the devices come up to the control thread's time."""
         if self._at_us < self.now_us:
             self._run(self.now_us, None)
+
+    def _take_back(self) -> None:
+        """Copy the NPU's output back, if it is owed: the queue is in order, so behind the GPU's own part."""
+        if self._copies_back:
+            self._copies_back = False
+            last = self.last_job()
+            if last is not None:
+                self._block(last)
+            self.work(self.costs.finish_us, "driver", "driver")
+            self.work(self.costs.write_us, "copy", "copy")
 
     def _block(self, job: Job) -> None:
         begin_us = self.now_us

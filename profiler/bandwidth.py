@@ -5,7 +5,8 @@ all reading; the one bound by arithmetic computes a linear layer at 256 tokens. 
 with units of its own reads 4-bit weights instead, as decode does: it unpacks them more slowly than memory
 could bring them, and leaves the other part more. A part's job is timed alone,
 and again and again while the other part is at one of its own (HeteroLLM, sections 3 and 4.3: decode gains by
-the bandwidth of both).
+the bandwidth of both). An NPU with units of its own has a third job, rows too long for its chip: whose
+bandwidth these take differs from device to device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ EMULATED_READ_BYTES: Final = 4 * MIB
 """An emulator takes a second for more."""
 
 READ_COLUMNS: Final = 4096
+LONG_COLUMNS: Final = 4 * READ_COLUMNS
 COMPUTE_ROWS: Final = 2048
+COMPUTE_ROWS_FACTOR: Final = 8
+"""Of an NPU with units of its own, so fast that starting a graph would be much of the time."""
 COMPUTE_COLUMNS: Final = 2048
 COMPUTE_TOKENS: Final = 256
 EMULATED_COMPUTE_ROWS: Final = 256
@@ -52,10 +56,10 @@ PACKED: Final = WeightFormat(4, 32)
 ROUNDS: Final = 3
 """Runs of the slower part, at least, in one measurement of both."""
 
-Job: TypeAlias = Bound | Literal["packed"]
-"""A job of a part; ``packed`` reads 4-bit weights."""
+Job: TypeAlias = Bound | Literal["packed", "spill_compute"]
+"""A job of a part; ``packed`` reads 4-bit weights, ``spill_compute`` has the tokens of ``compute``."""
 
-BOUNDS: Final[tuple[Bound, ...]] = get_args(Bound)
+GPU_BOUNDS: Final[tuple[Bound, ...]] = ("compute", "memory")
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 
@@ -92,9 +96,20 @@ class SharedLoad:
         once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
         return take_samples(once)
 
-    def beside(self, npu: Bound) -> Job:
-        """Return the NPU's job of a kind beside the GPU; see the head of this module."""
-        return "packed" if npu == "memory" and not self._device.gpu.traits.is_cpu else npu
+    @property
+    def npu_bounds(self) -> tuple[Bound, ...]:
+        """The kinds of jobs that the NPU has beside the GPU; see the head of this module."""
+        return get_args(Bound) if self._has_own_units else GPU_BOUNDS
+
+    @property
+    def _has_own_units(self) -> bool:
+        return not self._device.gpu.traits.is_cpu
+
+    def beside(self, gpu: Bound, npu: Bound) -> Job:
+        """Return the NPU's job of a kind beside one of the GPU."""
+        if npu == "spill" and gpu == "compute":
+            return "spill_compute"
+        return "packed" if npu == "memory" and self._has_own_units else npu
 
     def together_us(self, gpu: Bound, npu: Job) -> dict[Part, tuple[float, ...]]:
         """Return samples of both parts' jobs while the other part was at work all the time.
@@ -176,15 +191,20 @@ class SharedLoad:
         npu = self._device.npu
         if npu is None:
             raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
+        if bound == "spill_compute":
+            return self._graph(npu, COMPUTE_ROWS, LONG_COLUMNS, PACKED, COMPUTE_TOKENS)
         if bound != "compute":
             weight = next(
                 item
-                for item in ((PACKED,) if bound == "packed" else (WeightFormat(32), WeightFormat(16), PACKED))
+                for item in ((WeightFormat(32), WeightFormat(16), PACKED) if bound == "memory" else (PACKED,))
                 if npu.forms(item, columns=READ_COLUMNS, length=1)
             )
-            rows = self.read_bytes("npu") // weight.weight_bytes(1, READ_COLUMNS)
-            return self._graph(npu, rows, READ_COLUMNS, weight, 1)
+            columns = LONG_COLUMNS if bound == "spill" else READ_COLUMNS
+            rows = self.read_bytes("npu") // weight.weight_bytes(1, columns)
+            return self._graph(npu, rows, columns, weight, 1)
         rows = EMULATED_COMPUTE_ROWS if npu.time_kind == "emulated" else COMPUTE_ROWS
+        if self._has_own_units:
+            rows *= COMPUTE_ROWS_FACTOR
         return self._graph(npu, rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS)
 
     def _graph(
@@ -230,8 +250,8 @@ def bandwidth_tasks(load: SharedLoad) -> list[Task]:
         return tasks
     keys = tuple(BandwidthKey(part, load.read_bytes(part), together=True) for part in parts)
     tasks.append(Task(STAGE, keys, partial(_both, load), 1.5, essential=True))
-    for gpu in BOUNDS:
-        for npu in BOUNDS:
+    for gpu in GPU_BOUNDS:
+        for npu in load.npu_bounds:
             pair = (ContentionKey("gpu", gpu, npu), ContentionKey("npu", npu, gpu))
             tasks.append(Task(STAGE, pair, partial(_contention, load, gpu, npu), 1.0, essential=True))
     return tasks
@@ -256,7 +276,7 @@ def _bandwidth(
 
 
 def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
-    job = load.beside(npu)
+    job = load.beside(gpu, npu)
     jobs: dict[Part, Job] = {"gpu": gpu, "npu": job}
     # Right before and right after: the clocks of a processor move more within minutes than parts slow.
     before = {part: load.alone_now_us(part, bound)[0] for part, bound in jobs.items()}

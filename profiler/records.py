@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 Part = Literal["gpu", "npu"]
-Bound = Literal["compute", "memory"]
+Bound = Literal["compute", "memory", "spill"]
+"""What bounds a job; ``spill`` is an NPU's whose rows are too long to stay on its chip."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -105,7 +105,7 @@ class NpuTime:
         spill_us: Writing and reading again of rows that do not stay on the chip.
         vector_us: Element-wise work and sums inside the graph.
         spill_bytes: Moved for spilled rows.
-        dram_bytes: All that is moved.
+        dram_bytes: All that DRAM moves.
         bound: What takes longest.
     """
 
@@ -243,7 +243,7 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
         spill_us,
         vector_us,
         spill_bytes,
-        first_bytes + spill_bytes + vector_bytes,
+        first_bytes + spill_bytes * npu.spill_dram_fraction + vector_bytes,
     )
 
 

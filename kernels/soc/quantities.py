@@ -114,6 +114,9 @@ class NpuParameters:
     spill_gbps: Annotated[
         float, Quantity("GB/s", "bandwidth at which spilled rows are written and read again", 0.1, 10_000)
     ]
+    spill_dram_fraction: Annotated[
+        float, Quantity("1", "share of those bytes that goes to DRAM, and not to a cache before it", 0, 1)
+    ]
     vector_gbps: Annotated[float, Quantity("GB/s", "operands of element-wise work inside a graph", 0.1, 1e5)]
     execute_us: Annotated[
         float, Quantity("us", "running a graph, whatever its size, from the call to its return", 0, 1e6)

@@ -95,9 +95,25 @@ def test_the_driver_hands_over_with_copies_both_ways():
     clock = make_clock()
     clock.hand_over_by_driver()
     clock.run_npu(Job("graph", 100.0))
-    assert clock.now_us == COSTS.write_us + 100.0 + COSTS.finish_us + COSTS.write_us
+    clock.run_npu(Job("the rest of a pipe", 50.0))
+    assert clock.now_us == pytest.approx(COSTS.write_us + 150.0)
+    # The next kernel needs the output.
+    clock.submit(Job("kernel", 1.0))
+    back_us = COSTS.finish_us + COSTS.write_us
+    assert clock.now_us == pytest.approx(COSTS.write_us + 150.0 + back_us + COSTS.submit_us)
     clock.run_npu(Job("graph", 100.0))
-    assert clock.now_us == pytest.approx(2 * 100.0 + 2 * COSTS.write_us + COSTS.finish_us)
+    before_us = clock.now_us
+    clock.submit(Job("kernel", 1.0))
+    assert clock.now_us == pytest.approx(before_us + COSTS.submit_us)
+
+
+def test_the_driver_copies_back_behind_the_gpus_own_part():
+    clock = make_clock()
+    clock.hand_over_by_driver()
+    own = clock.submit(Job("own part", 1000.0))
+    clock.run_npu(Job("graph", 200.0))
+    clock.submit(Job("kernel", 1.0))
+    assert clock.now_us == pytest.approx(own.end_us + COSTS.finish_us + COSTS.write_us + COSTS.submit_us)
 
 
 def test_a_game_takes_the_gpu_for_its_frames():

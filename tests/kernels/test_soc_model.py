@@ -99,6 +99,15 @@ def test_long_rows_are_slow_only_beyond_the_limit(tokens: int) -> None:
     assert npu_time(SOC, NpuWork(14336, 4096, tokens, 4, 128)).spill_bytes == 0
 
 
+def test_spilled_rows_burden_the_dram_as_far_as_no_cache_holds_them() -> None:
+    work = NpuWork(4096, 14336, 1, 4, 128)
+    cached, spilled = (
+        npu_time(load_soc("snapdragon-8gen3", {"npu.spill_dram_fraction": share}), work) for share in (0, 1)
+    )
+    assert spilled.alone_us == cached.alone_us
+    assert spilled.dram_bytes == pytest.approx(cached.dram_bytes + cached.spill_bytes)
+
+
 def test_no_spill_no_shape_effect() -> None:
     soc = load_soc("snapdragon-8gen3", {"npu.row_limit_columns": 1 << 24})
     times = [npu_us(*shape, 1, soc=soc) - soc.npu.execute_us for shape in ((4096, 14336), (14336, 4096))]
@@ -154,7 +163,7 @@ def test_npu_times_are_numbers_at_any_shape(
         numbers = [value for value in astuple(time) if isinstance(value, float | int)]
         assert all(math.isfinite(value) and value >= 0 for value in numbers)
         assert time.alone_us >= time.fixed_us + time.array_us
-        assert time.dram_bytes >= time.spill_bytes
+        assert time.dram_bytes >= time.spill_bytes * soc.npu.spill_dram_fraction
         assert time.demand_gbps <= soc.memory.limit_gbps * 1.001
         assert npu_time(soc, work) == time
 
