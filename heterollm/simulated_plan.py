@@ -20,6 +20,7 @@ from heterollm.profiler.session import SessionOptions, profile_device, profile_f
 from heterollm.progress import Progress
 from heterollm.solver import Plan, level_plan
 from heterollm.solver.levels import SOLVED_LEVELS, LengthPolicy, PlanLevel, SolvedLevel
+from heterollm.solver.profile_costs import RETURN_VALUE
 
 if TYPE_CHECKING:
     from heterollm.kernels.waiting import Strategy
@@ -142,6 +143,5 @@ def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> P
         if not isinstance(key, HandOverKey):
             records[key] = record
         elif key.strategy == strategy:
-            samples_us = tuple(sample + back_us for sample in record.samples_us)
-            records[key] = replace(record, samples_us=samples_us)
+            records[key] = replace(record, values={**record.values, RETURN_VALUE: back_us})
     return Profile(profile.description, records, profile.runs)

@@ -36,11 +36,16 @@ class Overheads:
             where more of the graph's start is hidden by the wait for the kernel than the hand-over takes.
         refill_us: More than in a busy queue until a kernel runs that is submitted to an empty one.
         map_us: To make a buffer visible to the other part, where memory is not coherent; paid twice.
+        return_us: From the end of an NPU graph until its output may be read, beside waking up.
+        empties_queue: Whether the wait is for all that is enqueued, so that the GPU's part begins when the
+            NPU's does, in an empty queue; otherwise it follows the operator before.
     """
 
     hand_over_us: float = 0.0
     refill_us: float = 0.0
     map_us: float = 0.0
+    return_us: float = 0.0
+    empties_queue: bool = False
 
 
 class Costs(Protocol):

@@ -33,7 +33,7 @@ from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
 
-__all__ = ["ProfileCosts", "best_hand_over", "limits_of", "overheads_of", "power_of"]
+__all__ = ["RETURN_VALUE", "ProfileCosts", "best_hand_over", "limits_of", "overheads_of", "power_of"]
 
 BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
     "qkv": ("rms_norm",),
@@ -54,6 +54,9 @@ _Size: TypeAlias = tuple[int, int, bool]
 """Inputs, tokens, and whether the last linear of a block has more inputs than one of its pieces."""
 
 MAPPED_BYTES: Final = 256 << 10
+
+RETURN_VALUE: Final = "return_us"
+"""Name of a hand-over's value that says what the way back costs by it, where it costs anything."""
 
 SPILL_FACTOR: Final = 2.0
 
@@ -243,13 +246,18 @@ def best_hand_over(profile: Profile) -> Strategy | None:
 def overheads_of(profile: Profile) -> Overheads:
     """Return what handing over costs on the profiled device, with its best strategy."""
     best = best_hand_over(profile)
-    latencies = [record.median_us for key, record in profile.of_kind(HandOverKey) if key.strategy == best]
+    records = [record for key, record in profile.of_kind(HandOverKey) if key.strategy == best]
+    latencies = [record.median_us for record in records]
+    returns = [record.values.get(RETURN_VALUE, 0.0) for record in records]
     refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))
     map_us = sum(_median(profile, CopyKey(method, MAPPED_BYTES)) for method in ("acquire", "release")) / 2
     return Overheads(
         hand_over_us=(statistics.median(latencies) if latencies else 0.0) - _hidden_start_us(profile),
         refill_us=max(0.0, refill_us),
         map_us=map_us,
+        return_us=statistics.median(returns) if returns else 0.0,
+        # The driver's wait is for the whole queue: the executor enqueues the GPU's part behind it.
+        empties_queue=best == "finish",
     )
 
 

@@ -110,12 +110,17 @@ def price(
         # The GPU's part follows the operator before in its queue; the NPU waits to be told.
         hidden_us = max(0.0, -overheads.hand_over_us)
         begin_us = max(0.0, overheads.hand_over_us) + overheads.map_us
+        together_us = 0.0
+        if overheads.empties_queue and left_tokens:
+            # Both wait: what the GPU computes hides nothing of the hand-over.
+            together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
         npu_us = max(0.0, npu_us - hidden_us)
         slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
         # The next kernel is submitted when the NPU ends; what the GPU computes until then hides that.
-        time_us = max(gpu_us, npu_end + overheads.map_us + overheads.refill_us)
+        back_us = overheads.return_us + overheads.map_us + overheads.refill_us
+        time_us = together_us + max(gpu_us, npu_end + back_us)
     cost = goal.cost(time_us, gpu_us, npu_us)
     return Priced(placement, time_us, gpu_us, npu_us, cost, bool(placement.npu_lengths and left_tokens))
 

@@ -82,6 +82,42 @@ def test_a_cut_below_the_margin_is_not_taken(made):
     assert kind(0.04, 2.0) == {"gpu"}
 
 
+def test_a_wait_for_the_whole_queue_delays_the_gpus_part_too(made):
+    class Costs(made.costs):
+        def gpu_us(self, spec, member_rows, tokens):
+            return 1.0 * sum(member_rows)
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 100.0
+
+    spec, rows = made.spec("o", (128,)), (64,)
+    cut = Placement(rows, (32,))
+    ways = {"hand_over_us": 50.0, "refill_us": 7.0, "return_us": 30.0}
+
+    def time_us(**changed):
+        costs = Costs(0, overheads=Overheads(**{**ways, **changed}), slowdown=Slowdown())
+        return price(spec, 32, cut, costs).time_us
+
+    # The GPU's 64 us hide behind the hand-over and the NPU either way; the way back is not hidden.
+    assert time_us() == 50.0 + 100.0 + 30.0 + 7.0
+    assert time_us(empties_queue=True) == time_us()
+    # A GPU's part that takes longer than the NPU's begins with it in an empty queue, not before it.
+    long = price(
+        made.spec("o", (512,)),
+        32,
+        Placement((64,), (32,)),
+        Costs(0, overheads=Overheads(**ways, empties_queue=True), slowdown=Slowdown()),
+    )
+    assert long.time_us == 50.0 + 7.0 + (512.0 - 64.0)
+    # The NPU alone waits as it did.
+    alone = Placement((128,), (32,))
+    costs = [
+        Costs(0, overheads=Overheads(**ways, empties_queue=empty), slowdown=Slowdown())
+        for empty in (False, True)
+    ]
+    assert [price(spec, 32, alone, one).time_us for one in costs] == [187.0, 187.0]
+
+
 PLAN_IN_A_PROCESS = """
 import hashlib, importlib.util, sys
 spec = importlib.util.spec_from_file_location("made", sys.argv[1])
