@@ -1,5 +1,6 @@
 """Small checkpoints with nothing trivial in them, and transformers as the oracle."""
 
+import html.parser
 import itertools
 import re
 import shutil
@@ -250,3 +251,43 @@ def host_llm() -> Iterator[Callable[..., LLM]]:
     yield load
     for llm in loaded:
         llm.close()
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that what is opened is closed, and keeps what refers to somewhere."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.links, self.words, self.tags = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+VOID = {"meta", "img", "br"}
+
+
+@pytest.fixture(scope="session")
+def read_page():
+    """A reader of HTML that fails where something is opened and not closed: its tags, links and words."""
+
+    def read(text):
+        page = Page()
+        page.feed(text)
+        page.close()
+        assert page.open == []
+        return page
+
+    return read

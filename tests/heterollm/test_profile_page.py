@@ -1,6 +1,5 @@
 """Tables, page and pictures of a profile, from data."""
 
-import html.parser
 import io
 import re
 from pathlib import Path
@@ -24,41 +23,12 @@ from heterollm.report_profile import comparison_report, interrupted_note, profil
 
 WIDTH = 80
 PNG = b"\x89PNG\r\n\x1a\n"
-VOID = {"meta", "img"}
 
 
 def text_of(renderable, width=WIDTH):
     text = report.render(renderable, width=width)
     assert max(map(len, text.splitlines())) <= width
     return text
-
-
-class Page(html.parser.HTMLParser):
-    """Checks that what is opened is closed, and keeps what refers to somewhere."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.open, self.links, self.words, self.tags = [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
-def read_page(text):
-    page = Page()
-    page.feed(text)
-    page.close()
-    assert page.open == []
-    return page
 
 
 # -- tables ------------------------------------------------------------------------------------------
@@ -128,7 +98,7 @@ def test_words_of_a_run():
 # -- the page ----------------------------------------------------------------------------------------
 
 
-def test_the_page_needs_nothing_but_itself(sample_profile):
+def test_the_page_needs_nothing_but_itself(sample_profile, read_page):
     summary = summarize(sample_profile())
     pictures = [(title, png) for _, title, png in draw(summary) if png is not None]
     text = profile_page(summary, pictures)
@@ -149,7 +119,7 @@ def test_the_page_needs_nothing_but_itself(sample_profile):
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_page_escapes_what_a_profile_says(sample_profile):
+def test_the_page_escapes_what_a_profile_says(sample_profile, read_page):
     evil = "<script>alert('x')</script>\x00\ud800&"
     profile = sample_profile(gpu=evil)
     profile.add(Record(LinearKey("gpu", LinearPoint("o", (1,), 1, 1, 32, 0), "c"), error=evil))
