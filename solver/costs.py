@@ -36,7 +36,8 @@ class Overheads:
             where more of the graph's start is hidden by the wait for the kernel than the hand-over takes.
         refill_us: More than in a busy queue until a kernel runs that is submitted to an empty one.
         map_us: To make a buffer visible to the other part, where memory is not coherent; paid twice.
-        return_us: From the end of an NPU graph until its output may be read, beside waking up.
+        return_us: A copy of the NPU's output back through the queue, behind the GPU's own part; 0 where the
+            parts share memory.
         empties_queue: Whether the wait is for all that is enqueued, so that the GPU's part begins when the
             NPU's does, in an empty queue; otherwise it follows the operator before.
     """

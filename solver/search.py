@@ -119,8 +119,10 @@ def price(
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
         # The next kernel is submitted when the NPU ends; what the GPU computes until then hides that.
-        back_us = overheads.return_us + overheads.map_us + overheads.refill_us
-        time_us = together_us + max(gpu_us, npu_end + back_us)
+        time_us = together_us + max(gpu_us, npu_end + overheads.map_us + overheads.refill_us)
+        if overheads.return_us:
+            both_us = together_us + max(gpu_us, npu_end + overheads.map_us)
+            time_us = both_us + overheads.return_us + overheads.refill_us
     cost = goal.cost(time_us, gpu_us, npu_us)
     return Priced(placement, time_us, gpu_us, npu_us, cost, bool(placement.npu_lengths and left_tokens))
 

@@ -98,7 +98,7 @@ def test_a_wait_for_the_whole_queue_delays_the_gpus_part_too(made):
         costs = Costs(0, overheads=Overheads(**{**ways, **changed}), slowdown=Slowdown())
         return price(spec, 32, cut, costs).time_us
 
-    # The GPU's 64 us hide behind the hand-over and the NPU either way; the way back is not hidden.
+    # The GPU's 64 us hide behind the hand-over and the NPU either way; the copy back is behind both.
     assert time_us() == 50.0 + 100.0 + 30.0 + 7.0
     assert time_us(empties_queue=True) == time_us()
     # A GPU's part that takes longer than the NPU's begins with it in an empty queue, not before it.
@@ -108,7 +108,7 @@ def test_a_wait_for_the_whole_queue_delays_the_gpus_part_too(made):
         Placement((64,), (32,)),
         Costs(0, overheads=Overheads(**ways, empties_queue=True), slowdown=Slowdown()),
     )
-    assert long.time_us == 50.0 + 7.0 + (512.0 - 64.0)
+    assert long.time_us == 50.0 + 7.0 + (512.0 - 64.0) + 30.0 + 7.0
     # The NPU alone waits as it did.
     alone = Placement((128,), (32,))
     costs = [
