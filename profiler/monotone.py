@@ -6,6 +6,7 @@ that are built of such steps rise with tokens (within a stage), rows and columns
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Sequence
 from typing import Any, Final
@@ -80,7 +81,7 @@ def at_tokens(levels: Sequence[int], values: Sequence[float], tokens: int, floor
     if tokens <= levels[0] or tokens >= levels[-1]:
         end = 0 if tokens <= levels[0] else -1
         return _scaled(values[end], stage(tokens) / stage(levels[end]), floor)
-    place = next(place for place, level in enumerate(levels) if level >= tokens)
+    place = bisect.bisect_left(levels, tokens)
     before, after = values[place - 1], values[place]
     low, high = levels[place - 1], levels[place]
     time = before + (after - before) * (tokens - low) / (high - low)
@@ -103,7 +104,7 @@ def between(sizes: Sequence[int], values: Sequence[float], size: int, floor: flo
     if size <= sizes[0] or size >= sizes[-1]:
         end = 0 if size <= sizes[0] else -1
         return _scaled(values[end], size / sizes[end], floor)
-    place = next(place for place, known in enumerate(sizes) if known >= size)
+    place = bisect.bisect_left(sizes, size)
     share = (size - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
     return values[place - 1] + (values[place] - values[place - 1]) * share
 

@@ -24,6 +24,8 @@ __all__ = [
     "Rows",
     "aligned_cuts",
     "candidates",
+    "cut_stride",
+    "cuts_near",
     "npu_lengths_for",
     "sequence_lengths_for",
 ]
@@ -35,7 +37,7 @@ Cuts: TypeAlias = Iterable[Rows] | Mapping[Rows, Sequence[int]]
 """Rows that the NPU may use, whole groups included: at every standard length, or each at its own lengths."""
 
 MAX_CUTS: Final = 24
-"""Row cuts of a group that are tried: more positions than this differ by less than the profile's error."""
+"""Row cuts of a group that are tried first; of more positions, those beside what is chosen come later."""
 
 MAX_PIECES: Final = 32
 """Graphs of less than this fraction of a pass are left out of sequence cuts, for the same reason."""
@@ -71,15 +73,39 @@ def aligned_cuts(spec: OpSpec, alignment: int) -> list[Rows]:
     """Return the legal row cuts of a group in ascending order: the NPU's rows of each member.
 
     All members are cut at the same fraction, so that row ``i`` of the gate stays with row ``i`` of up. Of
-    many positions at most :data:`MAX_CUTS` are returned, evenly spaced.
+    many positions at most :data:`MAX_CUTS` are returned, evenly spaced: see :func:`cuts_near`.
     """
-    alignment = cut_alignment(spec, alignment)
+    alignment, stride = cut_alignment(spec, alignment), cut_stride(spec, alignment)
+    return _cuts_at(spec, alignment, range(stride, max(spec.member_rows) // alignment + 1, stride))
+
+
+def cut_stride(spec: OpSpec, alignment: int) -> int:
+    """Return how many of a group's positions lie from one cut of :func:`aligned_cuts` to the next."""
+    steps = max(spec.member_rows) // cut_alignment(spec, alignment)
+    return max(1, -(-steps // MAX_CUTS))
+
+
+def cuts_near(spec: OpSpec, alignment: int, held: Iterable[Rows], stride: int) -> list[Rows]:
+    """Return some cuts of a group with those so many positions to either side, in ascending order.
+
+    Args:
+        spec: The group.
+        alignment: The NPU's multiple.
+        held: The cuts. All and nothing, which are none, have cuts on one side as well.
+        stride: How many positions.
+    """
+    alignment, longest = cut_alignment(spec, alignment), max(spec.member_rows)
+    place = spec.member_rows.index(longest)
+    steps = {0, longest // alignment, *(rows[place] // alignment for rows in held if rows)}
+    return _cuts_at(spec, alignment, {step + side for step in steps for side in (-stride, 0, stride)})
+
+
+def _cuts_at(spec: OpSpec, alignment: int, steps: Iterable[int]) -> list[Rows]:
     longest = max(spec.member_rows)
-    steps = longest // alignment
-    stride = -(-steps // MAX_CUTS)
     found = (
         cut_rows(spec.member_rows, step * alignment / longest, alignment)
-        for step in range(stride, steps + 1, max(1, stride))
+        for step in steps
+        if 0 < step <= longest // alignment
     )
     return sorted({rows for rows in found if any(rows) and rows != spec.member_rows})
 

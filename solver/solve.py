@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
-from heterollm.solver.candidates import Cuts, NpuLimits
+from heterollm.solver.candidates import Cuts, NpuLimits, cut_stride, cuts_near
 from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
 from heterollm.solver.entries import merged, placed
@@ -17,6 +17,7 @@ from heterollm.solver.feed_forward import FeedForwardCosts
 from heterollm.solver.levels import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Alternative, Plan, PlanEntry, model_shape
+from heterollm.solver.rounds import PricedCandidates, joined, only
 from heterollm.solver.search import (
     Chain,
     Choice,
@@ -31,8 +32,6 @@ from heterollm.solver.slices import (
     Budget,
     GroupCosts,
     Holdings,
-    Rows,
-    SliceCost,
     Slices,
     choose_slices,
     pass_weights,
@@ -43,8 +42,6 @@ __all__ = ["Solver"]
 
 RANGE_TOKENS: Final = 32
 """Between standard lengths a plan is solved in steps of this; a length in between is padded to its step."""
-
-_Candidates: TypeAlias = Mapping[Group, Mapping[int, list[Priced]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class Solver:
             OptionError: A length or a weight is out of range.
             PlanError: A group can be computed by nobody, or the budget does not hold what only the NPU may.
         """
-        return self._slices(self._every_candidate(), weights)
+        return self._solved(weights)[1]
 
     def plan(
         self,
@@ -151,8 +148,7 @@ class Solver:
         weights: Mapping[int, float] | None = None,
     ) -> tuple[Plan, Slices]:
         """Return the plan of every length and what the NPU holds for it; as :meth:`plan`."""
-        found = self._every_candidate()
-        slices = self._slices(found, weights)
+        found, slices = self._solved(weights)
         entries: list[PlanEntry] = []
         for low, high in self._ranges():
             own = list(self._entries("prefill", low, high, slices, found))
@@ -244,42 +240,79 @@ class Solver:
             specs, layers, tokens, self.limits, self.costs, self.objective, cuts, shortest, block
         )
 
-    def _every_candidate(self) -> _Candidates:
-        """Return the candidates of each group in each range of lengths, by its last one, cheapest first."""
+    def _solved(self, weights: Mapping[int, float] | None) -> tuple[PricedCandidates, Slices]:
+        """Return every candidate that was priced, and what the NPU holds.
+
+        Where a group has more positions of a cut than are tried at once, those halfway between what was
+        chosen and what was not are tried beside it, until they lie on the alignment.
+        """
         costs = RememberedCosts(self.costs)
-        found: dict[Group, dict[int, list[Priced]]] = {spec.group: {} for spec in (*self.layer, self.head)}
+        groups = {spec.group: spec for spec in (*self.layer, self.head, self.block) if spec is not None}
+        found = self._every_candidate(costs, dict.fromkeys(groups))
+        if self.limits is None:
+            return found, {group: {} for group in groups}
+        alignment = self.limits.row_alignment
+        counts = self._counts(found, weights)
+        slices = self._slices(found, counts)
+        strides = {group: cut_stride(spec, alignment) for group, spec in groups.items()}
+        while max(strides.values()) > 1:
+            wide = [group for group, stride in strides.items() if stride > 1]
+            strides = {group: -(-stride // 2) for group, stride in strides.items()}
+            near: dict[Group, Cuts | None] = {
+                group: cuts_near(groups[group], alignment, slices[group], strides[group]) for group in wide
+            }
+            found = joined(found, self._every_candidate(costs, near))
+            held = {
+                group: {*slices[group], *near.get(group, ()), groups[group].member_rows, ()}
+                for group in groups
+            }
+            slices = self._slices(only(found, held), counts)
+        return found, slices
+
+    def _every_candidate(self, costs: Costs, cuts: Mapping[Group, Cuts | None]) -> PricedCandidates:
+        """Return candidates of some groups in each range of lengths, by its last one, cheapest first.
+
+        Args:
+            costs: Times of the parts.
+            cuts: By group, what the NPU may use; None is every cut that is tried at first.
+        """
+        found: dict[Group, dict[int, list[Priced]]] = {group: {} for group in cuts}
         block = self.block
-        if block is not None:
-            found[block.group] = {}
         for low, high in self._ranges():
-            groups = [(spec, high) for spec in self.layer]
-            if low <= self.head_rows:
+            groups = [(spec, high) for spec in self.layer if spec.group in cuts]
+            if low <= self.head_rows and self.head.group in cuts:
                 groups.append((self.head, min(high, self.head_rows)))
             for spec, tokens in groups:
-                items = priced_candidates(spec, tokens, self.limits, costs, self.objective, shortest=low)
+                items = priced_candidates(
+                    spec, tokens, self.limits, costs, self.objective, cuts[spec.group], shortest=low
+                )
                 found[spec.group][tokens] = [*items[0], *items[1]]
-            if block is not None:
-                items = priced_block(block, high, self.limits, costs, self.objective, shortest=low)
+            if block is not None and block.group in cuts:
+                items = priced_block(
+                    block, high, self.limits, costs, self.objective, cuts[block.group], shortest=low
+                )
                 found[block.group][high] = [*items[0], *items[1]]
         return found
 
-    def _slices(self, found: _Candidates, weights: Mapping[int, float] | None) -> Slices:
-        if self.limits is None:
-            return {group: {} for group in found}
+    def _counts(self, found: PricedCandidates, weights: Mapping[int, float] | None) -> dict[int, float]:
+        """Return how much each range of lengths counts, by its last one."""
+        if weights is None:
+            return self._equal_weights(found)
+        counts: dict[int, float] = {}
+        tops = [top for _, top in self._ranges()]
+        for length, weight in pass_weights(weights, self.chunk_length).items():
+            # Planned like the longest pass of its range.
+            top = tops[bisect.bisect_left(tops, length)]
+            counts[top] = counts.get(top, 0.0) + weight
+        return counts
+
+    def _slices(self, found: PricedCandidates, counts: Mapping[int, float]) -> Slices:
+        assert self.limits is not None
         tables = {
             group: {length: slice_costs(items, self.objective) for length, items in by_length.items()}
             for group, by_length in found.items()
         }
         head, own_block = tables.pop("head"), tables.pop("ffn", None)
-        counts: dict[int, float] = {}
-        if weights is None:
-            counts = self._equal_weights(tables)
-        else:
-            tops = [top for _, top in self._ranges()]
-            for length, weight in pass_weights(weights, self.chunk_length).items():
-                # Planned like the longest pass of its range.
-                top = tops[bisect.bisect_left(tops, length)]
-                counts[top] = counts.get(top, 0.0) + weight
         margin = self.objective.margin_fraction
         groups = {
             spec.group: GroupCosts(spec, self.layers, tables[spec.group], counts, margin)
@@ -303,14 +336,13 @@ class Solver:
             group: dict.fromkeys(slices, self.limits.standard_lengths) for group, slices in chosen.items()
         }
 
-    def _equal_weights(
-        self, tables: Mapping[Group, Mapping[int, Mapping[Rows, SliceCost]]]
-    ) -> dict[int, float]:
+    def _equal_weights(self, found: PricedCandidates) -> dict[int, float]:
         """Return weights by which every length counts alike, and decode as much as all others."""
         totals: dict[int, float] = {}
-        for table in tables.values():
-            for length, slices in table.items():
-                best = min(min(item.whole, item.cut) for item in slices.values())
+        for spec in self.layer:
+            for length, items in found[spec.group].items():
+                costs = slice_costs(items, self.objective).values()
+                best = min(min(item.whole, item.cut) for item in costs)
                 totals[length] = totals.get(length, 0.0) + best
         weights = {length: 1.0 / (self.layers * total) if total else 0.0 for length, total in totals.items()}
         weights[1] *= max(1, len(weights) - 1)
@@ -329,7 +361,7 @@ class Solver:
             low = top + 1
 
     def _entries(
-        self, phase: Phase, low: int, high: int, slices: Slices, found: _Candidates
+        self, phase: Phase, low: int, high: int, slices: Slices, found: PricedCandidates
     ) -> Iterator[PlanEntry]:
         chain = self._chain(self.layer, self.layers, high, low, slices, self.block)
         other_way = self.other_way(chain, high)

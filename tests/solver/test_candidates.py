@@ -12,17 +12,22 @@ from hypothesis import strategies as st
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import Phase
+from heterollm.profiler.workload import cut_rows
 from heterollm.solver.candidates import (
     MAX_CUTS,
     NpuLimits,
     aligned_cuts,
     candidates,
+    cuts_near,
     npu_lengths_for,
     sequence_lengths_for,
 )
 from heterollm.solver.check import check_plan
+from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.describe import describe
+from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
+from heterollm.solver.search import priced_candidates
 from heterollm.solver.solve import Solver
 
 KINDS = {"gpu", "npu", "pipe", "row", "row pipe", "hybrid", "sequence", "multi-sequence"}
@@ -187,6 +192,52 @@ def test_cuts_are_on_the_alignment_and_few(made, member_rows, alignment):
         )
     if max(member_rows) > alignment:
         assert cuts
+
+
+@quickly
+@given(rows, alignments, st.integers(1, 20), st.integers(0, 10**6))
+def test_cuts_beside_others_are_so_many_positions_away(made, member_rows, alignment, stride, seed):
+    spec = made.spec("qkv", member_rows)
+    draw = random.Random(seed)
+    cuts = aligned_cuts(spec, alignment)
+    held = draw.sample(cuts, min(2, len(cuts)))
+    near = cuts_near(spec, alignment, [*held, member_rows, ()], stride)
+    assert near == sorted(set(near))
+    assert set(held) <= set(near)
+    assert member_rows not in near
+    assert len(near) <= 3 * (len(held) + 2)
+    longest = member_rows.index(max(member_rows))
+    for rows in near:
+        assert any(rows)
+        assert all(own % alignment == 0 or own == whole for own, whole in zip(rows, member_rows, strict=True))
+        steps = (own[longest] // alignment for own in (*held, member_rows, (0,) * len(member_rows)))
+        assert any(abs(rows[longest] // alignment - step) in (0, stride) for step in steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tokens", [1, 128])
+def test_wide_groups_are_cut_at_the_best_of_all_positions(made, seed, tokens):
+    """Of 56 and 501 positions 24 are tried at first: the others come beside the best of them."""
+    shapes = {"o": ((4096,), 4096), "gate_up": ((14336, 14336), 4096), "head": ((128256,), 4096)}
+    specs = tuple(
+        made.spec(group, rows, columns, -1 if group == "head" else 0)
+        for group, (rows, columns) in shapes.items()
+    )
+    costs = made.proportional(seed, overheads=Overheads(), slowdown=Slowdown())
+    solver = Solver(
+        specs, made.limits((1, 128), 256), costs, Objective(margin_fraction=0.0), chunk_length=128
+    )
+    slices = solver.slices({tokens: 1.0})
+    places = []
+    for choice in (*solver.length(tokens, slices).choices, solver.head_choice(1, slices)):
+        spec, chosen = choice.spec, choice.chosen
+        steps = max(spec.member_rows) // 256
+        every = [cut_rows(spec.member_rows, step / steps, 256) for step in range(1, steps + 1)]
+        count = 1 if spec.group == "head" else tokens
+        taken, _ = priced_candidates(spec, count, solver.limits, costs, solver.objective, every)
+        assert chosen.cost == pytest.approx(taken[0].cost)
+        places.append(chosen.placement.npu_rows in aligned_cuts(spec, 256) or not chosen.is_cut)
+    assert not all(places)
 
 
 @pytest.mark.parametrize("seed", range(12))
