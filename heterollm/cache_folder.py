@@ -29,7 +29,7 @@ CLEARED: Final = tuple(kind for kind in KINDS if kind != "profiles")
 """What is cleared where no kind is named: profiles take minutes of measuring."""
 
 OWN_NAME: Final = re.compile(
-    r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z][\w-]*-)?[0-9a-f]{16}\.json.*"
+    r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z0-9][\w-]*-)?[0-9a-f]{16}\.json.*"
 )
 """Names that heterollm gives: the variable may point at a folder with files of somebody else."""
 

@@ -6,17 +6,18 @@ import contextlib
 import errno
 import logging
 import os
-import tempfile
+import re
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import platformdirs
 from filelock import FileLock, Timeout
 
-from heterollm.errors import CacheError, HeteroLLMError
+from heterollm.errors import CacheError, HeteroLLMError, see
 
-__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_root", "kept", "locked"]
+__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_name", "cache_root", "kept", "locked"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,33 @@ CACHE_VARIABLE = "HETEROLLM_CACHE"
 
 LOCK_TIMEOUT_S = 1800.0
 """How long to wait for another process that builds the same file: a large model's graphs take minutes."""
+
+
+LONGEST_WORDS: Final = 60
+"""Characters of a file's name that people read; Windows gives whole paths 260 by default."""
+
+LONGEST_PREFIX: Final = 100
+"""Characters of a file's name that are in the name of the one beside it that becomes it."""
+
+
+def cache_name(words: str, key: str) -> str:
+    """Return the name of a cache file without its ending, legal and distinct on every system.
+
+    Windows allows neither ``:`` nor most other punctuation, no dot or blank at the end, no ``con``, ``nul``
+    or ``com1``, and does not tell capitals from small letters. So the words keep their letters and digits of
+    ASCII, small, and the key, which tells files apart, ends the name.
+
+    Args:
+        words: What people recognise the file by, such as the name of a device; may be anything.
+        key: A hash in small hexadecimal digits.
+
+    Raises:
+        ValueError: The key is none.
+    """
+    if not re.fullmatch(r"[0-9a-f]{8,64}", key):
+        raise ValueError(f"{key!r:.80} is no key of a file name")
+    plain = re.sub(r"[^a-z0-9_]+", "-", words.lower())[:LONGEST_WORDS].strip("-_")
+    return f"{plain}-{key}" if plain else key
 
 
 def cache_root() -> Path:
@@ -43,9 +71,10 @@ def atomic_path(target: Path) -> Iterator[Path]:
     temporary: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
-        os.close(handle)
-        temporary = Path(name)
+        name = f".{target.name[:LONGEST_PREFIX]}.{secrets.token_hex(8)}.partial"
+        # With the rights that the user's files have: pages and plans are for others to read, too.
+        os.close(os.open(target.with_name(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        temporary = target.with_name(name)
         yield temporary
         temporary.replace(target)
     except OSError as error:
@@ -70,7 +99,8 @@ def locked(target: Path) -> Iterator[None]:
     except Timeout as error:
         raise CacheError(
             f"{lock_path} has been held by another process for {LOCK_TIMEOUT_S:.0f} s.",
-            fix="Stop that process, or delete the lock file if it is gone.",
+            fix="Stop that process, or delete the lock file if it is gone. "
+            + see("the-cache-cannot-be-written"),
         ) from error
     except OSError as error:
         raise cache_error(target, error) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from heterollm.errors import ProfileError
-from heterollm.kernels.cache import atomic_path, cache_root, locked
+from heterollm.kernels.cache import atomic_path, cache_name, cache_root, locked
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.strict_json import parse_json
 from heterollm.profiler.record_json import KIND_NAMES, record_from_dict, record_line
@@ -213,7 +213,7 @@ class Profile:
 
 def profile_path(device: str, fingerprint: str) -> Path:
     """Return where the profile of a device is kept."""
-    return cache_root() / "profiles" / f"{device.replace(':', '-')}-{fingerprint}.json"
+    return cache_root() / "profiles" / f"{cache_name(device, fingerprint)}.json"
 
 
 def stored_profiles() -> list[Path]:

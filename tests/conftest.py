@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import tempfile
 
 import pytest
@@ -24,6 +25,9 @@ def session_cache(tmp_path_factory):
         del os.environ["HETEROLLM_CACHE"]
     else:
         os.environ["HETEROLLM_CACHE"] = previous
+    # Windows shall take them all, too. PoCL names its own.
+    names = {path.name for path in folder.rglob("*") if "opencl" not in path.relative_to(folder).parts[:-1]}
+    assert not {name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}(?<!\.)", name)}
 
 
 @pytest.fixture(scope="session")
