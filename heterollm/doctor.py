@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from heterollm.errors import DeviceError
+from heterollm.errors import DeviceError, see
 from heterollm.kernels.cache import cache_root
 from heterollm.kernels.device import Device, list_devices, open_device
 from heterollm.kernels.threads import allowed_cores
@@ -113,7 +113,10 @@ def diagnose(
         report("Checking operators", len(cases), len(cases))
     finally:
         device.close()
-    passed_over = tuple(Problem(note, "Update the OpenCL driver.") for note in device.gpu.variants.notes)
+    passed_over = tuple(
+        Problem(note, f"Update the OpenCL driver. {see('a-part-computes-wrong-numbers')}")
+        for note in device.gpu.variants.notes
+    )
     return Diagnosis(device.name, facts, tuple(checks), (), (*passed_over, *_vendor_warnings()))
 
 
@@ -140,7 +143,7 @@ def _vendor_warnings() -> tuple[Problem, ...]:
             f"{library} is listed in {VENDORS}, but the OpenCL loader in use does not offer it.",
             f"Set OCL_ICD_VENDORS={VENDORS}; if that does not help, preload the system's loader "
             "(LD_PRELOAD=libOpenCL.so.1) or build pyopencl from source "
-            "(pip install --no-binary pyopencl pyopencl).",
+            "(pip install --no-binary pyopencl pyopencl). " + see("no-adreno-among-the-opencl-devices"),
         )
         for library in unlisted_vendors()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.errors import OptionError
+from heterollm.errors import OptionError, see
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.solver.plan import Plan
@@ -45,5 +45,6 @@ def check_emulation(device: Device, weights: ModelWeights, plan: Plan, allow_slo
     if estimate_s > LIMIT_S:
         raise OptionError(
             f"One pass of this model through the emulated NPU takes about {estimate_s:.0f} s.",
-            fix="Pass --allow-slow (allow_slow=True) to run it all the same, or use device host.",
+            fix="Pass --allow-slow (allow_slow=True) to run it all the same, or use device host. "
+            + see("the-emulator-is-slow"),
         )

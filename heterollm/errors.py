@@ -6,6 +6,8 @@ next; the command line shows it as one panel, without a traceback.
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = [
     "CacheError",
     "CheckpointError",
@@ -21,7 +23,20 @@ __all__ = [
     "ProfileError",
     "TraceError",
     "UnsupportedModelError",
+    "see",
 ]
+
+TROUBLESHOOTING: Final = "docs/troubleshooting.md"
+
+
+def see(section: str) -> str:
+    """Return the end of an advice: where the project's documents say more.
+
+    Args:
+        section: A heading of the troubleshooting page as an anchor, such as ``the-emulator-is-slow``; a test
+            checks that each one that a message names is there.
+    """
+    return f"See {TROUBLESHOOTING}#{section}."
 
 
 class HeteroLLMError(Exception):

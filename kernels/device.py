@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
-from heterollm.errors import DeviceError, OptionError
+from heterollm.errors import DeviceError, OptionError, see
 from heterollm.kernels.cache import CACHE_VARIABLE, cache_root
 from heterollm.kernels.npu import NpuBackend, TimeKind
 from heterollm.kernels.pocl_target import target_for_this_machine
@@ -259,7 +259,7 @@ def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None)
         raise DeviceError(
             f"OpenCL runs {runtime.traits.compute_units} thread(s) in this process, not "
             f"{len(split.gpu_cores)}: it was opened before heterollm could set the number.",
-            fix="Open the device first, or set POCL_MAX_PTHREAD_COUNT before anything uses OpenCL.",
+            fix="Open the device first. " + see("the-thread-split-cannot-change"),
         )
     return runtime
 
@@ -284,7 +284,7 @@ def _self_test_gpu(runtime: OpenClRuntime) -> None:
     if not errors.within("fp16"):
         raise DeviceError(
             f"{runtime.traits.name!r} computes a linear layer wrongly (NMSE {errors.nmse:.1e}).",
-            fix="Run `heterollm doctor --device snapdragon` and update the GPU driver.",
+            fix="Update the GPU driver. " + see("a-part-computes-wrong-numbers"),
         )
 
 
@@ -302,7 +302,8 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
         if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
             raise DeviceError(
                 "pyopencl is not installed, and has no wheel for Windows on Arm.",
-                fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`.",
+                fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`. "
+                + see("pyopencl-on-windows-on-arm"),
             )
         raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
     try:
@@ -318,7 +319,7 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
             raise DeviceError(
                 f"OpenCL is already open in this process with {len(_process_split.gpu_cores)} thread(s), "
                 f"not {len(split.gpu_cores)}.",
-                fix="Its thread count is fixed at the first use: start another process for another split.",
+                fix="Start another process for another split. " + see("the-thread-split-cannot-change"),
             )
         return list_opencl_devices()
     split = split or split_threads()
@@ -345,7 +346,8 @@ def _make_pocl_cache() -> None:
     except OSError as error:
         raise DeviceError(
             f"The folder of compiled OpenCL programs, {folder}, cannot be made: {error.strerror}.",
-            fix=f"Point {CACHE_VARIABLE} (or POCL_CACHE_DIR) at another folder.",
+            fix=f"Point {CACHE_VARIABLE} (or POCL_CACHE_DIR) at another folder. "
+            + see("the-cache-cannot-be-written"),
         ) from error
     os.environ["POCL_CACHE_DIR"] = str(folder)
 
@@ -373,7 +375,8 @@ def _find_adreno(split: ThreadSplit | None = None) -> str:
     seen = ", ".join(f"{device.name.strip()}" for _, device in devices) or "none"
     raise DeviceError(
         f"No Adreno among the OpenCL devices ({seen}).",
-        fix="If `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder.",
+        fix="If `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder. "
+        + see("no-adreno-among-the-opencl-devices"),
     )
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
-from heterollm.errors import HandOverError, KernelError, OptionError
+from heterollm.errors import HandOverError, KernelError, OptionError, see
 from heterollm.kernels.litmus import LITMUS_QUICK_ROUNDS, flag_litmus
 from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
@@ -382,5 +382,6 @@ class PollingHandOver:
     def _raise(self, waited_ns: int) -> None:
         raise HandOverError(
             f"The hand-over of {self.label!r} by {self.strategy!r} got no signal in {waited_ns / 1e9:.3g} s.",
-            fix="Run `heterollm doctor`; the strategy 'finish' waits without a flag and without a limit.",
+            fix="Run `heterollm doctor`; the strategy 'finish' waits without a flag and without a limit. "
+            + see("a-hand-over-gets-no-signal"),
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from heterollm.errors import DeviceError, GraphError, OptionError
+from heterollm.errors import DeviceError, GraphError, OptionError, see
 from heterollm.kernels.cache import locked
 from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
@@ -289,7 +289,7 @@ class QnnNpu:
         if not errors.within("fp16"):
             raise DeviceError(
                 f"{self.name} computes wrong numbers: NMSE {errors.nmse:.1e} on the self-test.",
-                fix="Update the NPU driver and onnxruntime-qnn.",
+                fix=f"Update the NPU driver and onnxruntime-qnn. {see('a-part-computes-wrong-numbers')}",
             )
 
     def _open(self, part: NpuPart, form: Form, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types

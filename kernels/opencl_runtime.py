@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.errors import CacheError, DeviceError, KernelError
+from heterollm.errors import CacheError, DeviceError, KernelError, see
 from heterollm.kernels.cache import atomic_path, cache_root
 from heterollm.kernels.device_traits import DeviceTraits
 from heterollm.kernels.gpu_work import Demand
@@ -175,7 +175,8 @@ class OpenClRuntime(HostTime):
                 raise BuildError(
                     f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
                     f"with kernel {name!r} and options {' '.join(options)}: {error}",
-                    fix="Run `heterollm doctor` and report its table.",
+                    fix="Run `heterollm doctor` and report its table. "
+                    + see("the-opencl-compiler-refuses-a-program"),
                 ) from error
         if own_cache:
             self._keep_binary(path, program)
@@ -259,7 +260,7 @@ class OpenClRuntime(HostTime):
             raise KernelError(
                 f"One buffer of {format_bytes(size_bytes)} exceeds the limit of {self.traits.name!r}, "
                 f"{format_bytes(self.traits.max_buffer_bytes)}.",
-                fix="Use a smaller model or context.",
+                fix="Use a smaller model or context. " + see("one-buffer-is-too-large"),
             )
 
     # -- queue ---------------------------------------------------------------------------------------
@@ -334,11 +335,12 @@ def is_cpu(device: cl.Device) -> bool:
 def runtime_advice() -> str:
     """Return the command that installs an OpenCL runtime for the CPU on this platform."""
     system, machine = platform.system(), platform.machine()
+    advice = "Install the OpenCL driver of the machine's vendor."
     if (system, machine) in {("Linux", "x86_64"), ("Windows", "AMD64")}:
-        return "Install one with `pip install 'heterollm[host]'`."
-    if system == "Linux":
-        return "Install the distribution's PoCL, such as `apt install pocl-opencl-icd`."
-    return "Install the OpenCL driver of the machine's vendor."
+        advice = "Install one with `pip install 'heterollm[host]'`."
+    elif system == "Linux":
+        advice = "Install the distribution's PoCL, such as `apt install pocl-opencl-icd`."
+    return f"{advice} {see('no-opencl-runtime-for-the-cpu')}"
 
 
 def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
@@ -370,6 +372,6 @@ def _mend_pocl(device: cl.Device) -> str | None:
         raise DeviceError(
             f"{TARGET_VARIABLE} names {chosen}, which only PoCL 3 on Linux x86-64 can be told, not "
             f"{device.platform.name.strip()} {device.driver_version.strip()}.",
-            fix=f"Unset {TARGET_VARIABLE}.",
+            fix=f"Unset {TARGET_VARIABLE}. {see('pocl-and-new-processors')}",
         )
     return None

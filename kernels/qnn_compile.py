@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from heterollm.errors import DeviceError, GraphError, HeteroLLMError
+from heterollm.errors import DeviceError, GraphError, HeteroLLMError, see
 from heterollm.kernels.qnn_runtime import UNPLACED, QnnTarget, open_session
 
 __all__ = ["compile_graph"]
@@ -41,7 +41,8 @@ def compile_graph(model: Path, context: Path, target: QnnTarget, label: str, *, 
             raise
         raise GraphError(
             f"{label} does not run on the NPU as a whole: {_reasons(model, target, label)}",
-            fix="Choose another precision or form for it.",
+            fix="Choose another precision or form for it. "
+            + see("a-graph-does-not-run-on-the-npu-as-a-whole"),
         ) from error
     finally:
         if not in_child:
@@ -99,7 +100,8 @@ def _run_child(model: Path, context: Path | None, target: QnnTarget, label: str,
     if child.returncode != 0 or not answer.exists():
         raise _ChildError(
             f"The compiler of {label} crashed ({_exit_text(child.returncode)}). {log.strip()[-300:]}".strip(),
-            fix="QNN cannot compile this graph: choose another precision or form for it.",
+            fix="QNN cannot compile this graph: choose another precision or form for it. "
+            + see("the-graph-compiler-crashes"),
             log=log,
         )
     reply = json.loads(answer.read_bytes())

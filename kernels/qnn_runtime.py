@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterollm.errors import DeviceError, GraphError
+from heterollm.errors import DeviceError, GraphError, see
 from heterollm.kernels.npu_session import runtime_errors, session_options
 
 __all__ = ["PROVIDER", "QnnTarget", "open_session", "qnn_available", "qnn_versions"]
@@ -124,10 +124,14 @@ def open_session(
 
 def _session_error(label: str, text: str) -> GraphError:
     if UNPLACED in text:
-        return GraphError(f"{label} does not run on the NPU as a whole: {text}")
+        return GraphError(
+            f"{label} does not run on the NPU as a whole: {text}",
+            fix=see("a-graph-does-not-run-on-the-npu-as-a-whole"),
+        )
     return GraphError(
         f"QNN refused {label}: {text}",
-        fix="Run `heterollm doctor`; a context binary must come from the same SDK and SoC.",
+        fix="Run `heterollm doctor`; a context binary must come from the same SDK and SoC. "
+        + see("qnn-refuses-a-context-binary"),
     )
 
 
@@ -145,7 +149,8 @@ def _provider_device(*, emulator: bool) -> Any:  # noqa: ANN401 - onnxruntime sh
     except runtime_errors() as error:
         raise DeviceError(
             f"The QNN library does not load: {error}",
-            fix="Reinstall onnxruntime-qnn, or install the libraries that it names.",
+            fix="Reinstall onnxruntime-qnn, or install the libraries that it names. "
+            + see("the-hexagon-is-not-found"),
         ) from error
     kinds = onnxruntime.OrtHardwareDeviceType
     wanted = kinds.CPU if emulator else kinds.NPU
@@ -154,7 +159,9 @@ def _provider_device(*, emulator: bool) -> Any:  # noqa: ANN401 - onnxruntime sh
             return device
     raise DeviceError(
         f"QNN offers {len(devices)} device(s), but no {'emulator' if emulator else 'Hexagon NPU'}.",
-        fix="Install or update Qualcomm's NPU driver." if not emulator else "Use the host device.",
+        fix="Use the host device."
+        if emulator
+        else f"Install or update Qualcomm's NPU driver. {see('the-hexagon-is-not-found')}",
     )
 
 
