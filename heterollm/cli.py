@@ -23,6 +23,7 @@ from heterollm import (
     cli_demo,
     cli_device,
     cli_generate,
+    cli_paper,
     cli_plan,
     cli_profile,
     cli_simulate,
@@ -74,6 +75,7 @@ for group in (
     cli_bench.commands,
     cli_trace.commands,
     cli_simulate.commands,
+    cli_paper.commands,
     cli_cache.commands,
 ):
     app.add_typer(group)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from heterollm.simulate import SimulationRequest
     from heterollm.simulated_result import SimulationResult
 
-__all__ = ["commands", "default_jobs", "parse_load", "parse_overrides"]
+__all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_overrides", "words"]
 
 commands = command_group()
 
@@ -82,12 +82,16 @@ def simulate_model(
     from heterollm.simulate import SimulationRequest
     from heterollm.sweep import expand
 
-    _check_output(output, out, timeline)
+    check_output(output, out)
+    if timeline is not None:
+        from heterollm.trace_file import check_target
+
+        check_target(timeline)
     names = _names(model, "--model")
     prompts, decodes = whole_numbers(prompt, "--prompt"), whole_numbers(decode, "--decode")
     choices: dict[str, Any] = {
-        "policies": _words(length_policy, "--length-policy"),
-        "syncs": _words(sync, "--sync"),
+        "policies": words(length_policy, "--length-policy"),
+        "syncs": words(sync, "--sync"),
     }
     base = SimulationRequest(
         names[0],
@@ -106,8 +110,8 @@ def simulate_model(
         socs=_names(soc, "--soc"),
         prompts=prompts,
         decodes=decodes,
-        levels=_words(plan_level, "--plan-level"),
-        loads=[None] if gpu_load is None else [parse_load(load) for load in _words(gpu_load, "--gpu-load")],
+        levels=words(plan_level, "--plan-level"),
+        loads=[None] if gpu_load is None else [parse_load(load) for load in words(gpu_load, "--gpu-load")],
         **choices,
     )
     form = "json" if as_json and output == "table" else output
@@ -171,21 +175,21 @@ def default_jobs(jobs: int | None, cases: int) -> int:
     return jobs
 
 
-def _check_output(output: str, out: Path | None, timeline: Path | None) -> None:
-    """Check where results go, before the work."""
+def check_output(output: str, out: Path | None) -> None:
+    """Check how and where results go, before the work.
+
+    Raises:
+        OptionError: There is no such form, or the file's name does not say that it is simulated.
+    """
     if output not in OUTPUTS:
         raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
     if out is not None:
         from heterollm.sweep_tables import check_name
 
         check_name(out)
-    if timeline is not None:
-        from heterollm.trace_file import check_target
-
-        check_target(timeline)
 
 
-def _words(text: str, option: str) -> list[str]:
+def words(text: str, option: str) -> list[str]:
     """Return the values of an option that takes several.
 
     Raises:
@@ -199,7 +203,7 @@ def _words(text: str, option: str) -> list[str]:
 
 def _names(text: str, option: str) -> list[str]:
     """Return names or paths; a text that is a path as a whole is one, commas and all."""
-    return [text] if "," in text and Path(text).expanduser().exists() else _words(text, option)
+    return [text] if "," in text and Path(text).expanduser().exists() else words(text, option)
 
 
 def parse_load(text: str) -> GpuLoad:

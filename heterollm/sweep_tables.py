@@ -8,10 +8,19 @@ from typing import Final
 
 from heterollm.benchmarks.formats import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
 from heterollm.errors import InputError, OptionError
+from heterollm.kernels.cache import atomic_path
 from heterollm.plain_table import PlainTable
 from heterollm.simulated_row import ROW_FIELDS, SimulatedRow
 
-__all__ = ["SWEEP_FORMATS", "append_simulated", "check_name", "read_simulated", "sweep_table"]
+__all__ = [
+    "SWEEP_FORMATS",
+    "append_simulated",
+    "check_name",
+    "number",
+    "read_simulated",
+    "sweep_table",
+    "write_simulated",
+]
 
 LABEL: Final = "simulated"
 CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
@@ -75,6 +84,18 @@ def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
     """
     check_name(path)
     append_jsonl(path, rows)
+
+
+def write_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
+    """Write rows to a file of JSON lines, in place of what was there.
+
+    Raises:
+        OptionError: Its name does not say that it is simulated.
+        CacheError: It cannot be written.
+    """
+    check_name(path)
+    with atomic_path(path) as temporary:
+        temporary.write_text(to_jsonl(rows), "utf-8")
 
 
 def read_simulated(path: Path) -> list[SimulatedRow]:

@@ -1,0 +1,93 @@
+"""The command ``paper``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from heterollm.cli_options import FAILED, JsonOption, command_group
+from heterollm.cli_simulate import check_output, default_jobs, words
+
+if TYPE_CHECKING:
+    from heterollm.simulated_row import SimulatedRow
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+MODELS: Final = "llama-3-8b,llama-2-7b,llama-3.2-3b,internlm2-1.8b"
+
+
+@commands.command("paper")
+def paper(
+    model: Annotated[str, typer.Option(help="Models, with commas between them.")] = MODELS,
+    soc: Annotated[
+        str, typer.Option(help="snapdragon-8gen3, or another simulated SoC.")
+    ] = "snapdragon-8gen3",
+    jobs: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,
+    read: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Show the rows of this file; simulate nothing."),
+    ] = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the rows as JSON lines; the name must say simulated."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate HeteroLLM's evaluation, with published numbers beside it: no time it prints was measured.
+
+    Takes minutes: prefill at every level, odd lengths, decode, synchronisation, a game beside it, energy,
+    what this project adds, and the plans that were chosen.
+    """
+    from heterollm import report
+    from heterollm.paper_cases import paper_cases
+    from heterollm.sweep import run_sweep
+    from heterollm.sweep_tables import read_simulated, write_simulated
+    from heterollm.terminal import write
+
+    check_output(output, out)
+    if read is not None:
+        rows = read_simulated(read)
+    else:
+        cases = paper_cases(words(model, "--model"), soc)
+        with report.progress_bars() as progress:
+            rows = run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
+    if out is not None:
+        write_simulated(out, rows)
+    write(_text(rows, "json" if as_json and output == "table" else output))
+    failed = [row for row in rows if row.error is not None]
+    for reason in dict.fromkeys(row.error for row in failed):
+        report.show(report.note(f"{sum(row.error == reason for row in failed)} failed: {reason}"))
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _text(rows: list[SimulatedRow], form: str) -> str:
+    """Return everything in one of the forms of ``-o``."""
+    import json
+
+    from heterollm import report
+    from heterollm.paper_cases import PaperRows
+    from heterollm.paper_published import comparisons
+    from heterollm.paper_tables import paper_page, paper_tables
+    from heterollm.report_simulate import plain_tables
+    from heterollm.sweep_tables import SWEEP_FORMATS
+
+    if form == "table":
+        return report.render(plain_tables(list(paper_tables(PaperRows(rows)))), like=sys.stdout)
+    if form == "md":
+        return paper_page(rows)
+    if form == "json":
+        found = {
+            "simulated": True,
+            "time": "simulated",
+            "comparisons": [one.to_dict() for one in comparisons(PaperRows(rows))],
+            "rows": [row.to_dict() for row in rows],
+        }
+        return json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return SWEEP_FORMATS[form](rows)
