@@ -111,7 +111,12 @@ class Planner:
 
     @cached_property
     def solver(self) -> Solver:
-        """The solver with the profile's costs."""
+        """The solver with the profile's costs, of passes as long as the plan's."""
+        return replace(self._solver, chunk_length=self.plan.chunk_length)
+
+    @cached_property
+    def _solver(self) -> Solver:
+        """The solver of passes as long as the device allows."""
         from heterollm.profiler.caches import last_level_cache_bytes
         from heterollm.solver.profile_costs import ProfileCosts
         from heterollm.solver.slices import Budget
@@ -182,14 +187,30 @@ class Planner:
         }
 
         def solve() -> Solution:
-            plan, slices = self.solver.solve(
-                device=self.profile.device, precision=self.precision, weights=histogram
-            )
+            solver, labels = self._solver, {"device": self.profile.device, "precision": self.precision}
+            plan, slices = solver.solve(**labels, weights=histogram)
+            chunk_length = self._chunk_length(slices)
+            if chunk_length != solver.chunk_length:
+                plan, slices = replace(solver, chunk_length=chunk_length).solve(**labels, weights=histogram)
             if request.level == "auto" and not plan.has_blocks:
                 plan = replace(plan, level="tensor")
             return Solution(plan, slices)
 
         return kept_solution(solution_path(self.profile, inputs), solve)
+
+    def _chunk_length(self, slices: Slices) -> int:
+        """Return how long the passes are that long prompts run in: as they come, or as long as a session."""
+        from heterollm.solver.profile_costs import ProfileCosts
+
+        solver, request = self._solver, self.request
+        prompts = {
+            tokens: weight
+            for tokens, weight in (request.histogram or {request.context: 1.0}).items()
+            if tokens > 1
+        }
+        if max(prompts, default=0) <= solver.chunk_length or not isinstance(solver.costs, ProfileCosts):
+            return solver.chunk_length
+        return solver.best_chunk(prompts, solver.costs.at, slices)
 
     @cached_property
     def _shape(self) -> ModelShape:
@@ -292,7 +313,7 @@ class Planner:
 
     def length_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
         """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
-        costs, limits = self.solver.costs, self.solver.limits
+        costs, limits = self._solver.costs, self.limits
         if limits is None:
             return math.inf
         return sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from dataclasses import replace
@@ -111,6 +112,12 @@ class ProfileCosts:
 
         self._limits = limits_of(profile)
         self._beside_floats = _beside_floats(profile)
+
+    def at(self, position: int) -> ProfileCosts:
+        """Return the costs of passes that begin at another position; what is missing is noted in both."""
+        moved = copy.copy(self)
+        moved.position = position
+        return moved
 
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
         """Return the GPU's time; see :class:`heterollm.solver.costs.Costs`."""

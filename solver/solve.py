@@ -181,37 +181,50 @@ class Solver:
         return self._chain((self.head,), 1, rows, rows, slices).choices[0]
 
     def best_chunk(
-        self, prompt_tokens: int, costs_at: Callable[[int], Costs], slices: Mapping[Group, Cuts] | None = None
+        self,
+        prompts: Mapping[int, float],
+        costs_at: Callable[[int], Costs],
+        slices: Mapping[Group, Cuts] | None = None,
     ) -> int:
-        """Return the chunk length that a long prompt is predicted to run fastest in.
+        """Return the chunk length that long prompts are predicted to run fastest in.
 
-        Standard lengths up to :attr:`chunk_length` and that length itself are tried; of equal ones the
-        shortest wins, for it needs the least memory.
+        :attr:`chunk_length` and the standard lengths below it are tried. A shorter one must make the prompts
+        faster by the margin of a cut: what it saves in one chunk may be the error of a prediction.
 
         Args:
-            prompt_tokens: Tokens of the prompt.
+            prompts: How often prompts of each length come.
             costs_at: Returns costs of passes that begin at a position, which attention depends on.
             slices: As of :meth:`length`.
 
         Raises:
-            OptionError: There are no tokens.
+            OptionError: There are no tokens in a prompt.
             PlanError: A group can be computed by nobody.
         """
-        if prompt_tokens < 1:
+        if any(tokens < 1 for tokens in prompts):
             raise OptionError(
-                f"A prompt of {prompt_tokens} tokens cannot be planned.", fix="Give at least 1."
+                f"Prompts of {sorted(prompts)} tokens cannot be planned.", fix="Give at least 1."
             )
-        offered = {self.chunk_length, *(self.limits.standard_lengths if self.limits else ())}
-        found: dict[int, float] = {}
-        for chunk in sorted(length for length in offered if 1 < length <= self.chunk_length):
-            count, left = divmod(prompt_tokens, chunk)
-            found[chunk] = 0.0
-            # Attention is linear in the position, so full chunks are priced at their mean one.
-            for tokens, times, first in ((chunk, count, (count - 1) * chunk // 2), (left, 1, count * chunk)):
-                if tokens and times:
-                    solver = replace(self, costs=costs_at(first))
-                    found[chunk] += times * solver.length(tokens, slices).time_us
-        return min(found, key=lambda chunk: found[chunk], default=self.chunk_length)
+        offered = self.limits.standard_lengths if self.limits else ()
+
+        def total_us(chunk: int) -> float:
+            found = 0.0
+            for prompt, weight in prompts.items():
+                count, left = divmod(prompt, chunk)
+                # Attention is linear in the position, so full chunks are priced at their mean one.
+                passes = (chunk, count, (count - 1) * chunk // 2), (left, 1, count * chunk)
+                for tokens, times, first in passes:
+                    if tokens and times:
+                        solver = replace(self, costs=costs_at(first))
+                        found += weight * times * solver.length(tokens, slices).time_us
+            return found
+
+        best, best_us = self.chunk_length, total_us(self.chunk_length)
+        best_us *= 1.0 - self.objective.margin_fraction
+        for chunk in sorted(length for length in offered if 1 < length < self.chunk_length):
+            chunk_us = total_us(chunk)
+            if chunk_us < best_us:
+                best, best_us = chunk, chunk_us
+        return best
 
     def other_way(self, chain: Chain, tokens: int) -> Alternative | None:
         """Return the way through the feed-forward network that a chain does not take; None without one."""

@@ -105,19 +105,42 @@ def chunked(made, floor_us, penalty_us):
 
 
 @pytest.mark.parametrize(
-    ("floor_us", "penalty_us", "best"), [(50.0, 0.0, 128), (50.0, 5.0, 64), (0.0, 0.0, 32)]
+    ("floor_us", "penalty_us", "best"), [(50.0, 0.0, 128), (50.0, 5.0, 64), (0.0, 0.0, 128)]
 )
 @pytest.mark.parametrize("tokens", [1024, 1000])
 def test_the_fastest_chunk_is_chosen(made, floor_us, penalty_us, best, tokens):
-    """Attention does not decide, for it takes the same in all chunks; of equal chunks the shortest wins."""
+    """Attention does not decide, for it takes the same in all chunks; of equal chunks the longest wins."""
     solver, costs_at = chunked(made, floor_us, penalty_us)
     # Only the GPU: the NPU's lengths are what is offered.
     solver = replace(solver, limits=made.limits((1, 32, 64), forms=()))
-    assert solver.best_chunk(tokens, costs_at) == best
+    assert solver.best_chunk({tokens: 1.0}, costs_at) == best
+    # Prompts that hardly ever come decide nothing.
+    assert solver.best_chunk({tokens: 1.0, 65: 0.001}, costs_at) == best
+
+
+@pytest.mark.parametrize("tokens", [1024, 1000])
+def test_no_chunk_that_was_tried_is_faster_by_the_margin(made, tokens):
+    for seed in range(6):
+        solver = Solver(made.model(), made.limits((1, 32, 64)), made.costs(seed), chunk_length=128)
+        prompts = {tokens: 1.0, 300: 2.0}
+
+        def total_us(chunk, solver=solver, prompts=prompts):
+            passes = [
+                (weight, min(chunk, prompt - first))
+                for prompt, weight in prompts.items()
+                for first in range(0, prompt, chunk)
+            ]
+            return sum(weight * solver.length(own).time_us for weight, own in passes)
+
+        found = solver.best_chunk(prompts, lambda position, solver=solver: solver.costs)
+        times = {chunk: total_us(chunk) for chunk in (32, 64, 128)}
+        margin = solver.objective.margin_fraction
+        assert times[found] == min(times.values()) or times[128] * (1 - margin) <= min(times.values())
+        assert found == 128 or times[found] < (1 - margin) * times[128]
 
 
 def test_chunks_of_no_prompt_are_refused(made):
     solver, costs_at = chunked(made, 1.0, 0.0)
     with pytest.raises(OptionError):
-        solver.best_chunk(0, costs_at)
-    assert solver.best_chunk(5, costs_at) == 128
+        solver.best_chunk({0: 1.0}, costs_at)
+    assert solver.best_chunk({5: 1.0}, costs_at) == 128
