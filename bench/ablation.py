@@ -1,68 +1,70 @@
 """What does each step of the split gain on `host`: parts alone, layers, operators, fast waits, blocks?
 
-TinyLlama-1.1B's shape with random weights (made where told, 2.2 GB), one core a part, everything in turns in
-processes of its own: `gpu` on one core and on both, `npu` with padding and as a pipe, `layer`, `tensor` with
-clFinish after every operator and with fast waits, `block`; llama.cpp on both cores where it is installed; at
-`w4a16` and at `w4a8`. Prefill of 256 tokens and of lengths without a graph, decode behind 256 others. Then
-decode of the bundled model with and without fast waits. The ratios are held against the aims of the project.
+TinyLlama-1.1B's shape with random weights (2.2 GB, written where told unless a checkpoint is there), one core
+a part, everything of a precision in turns in processes of its own: `gpu` on one core and on both, `npu` with
+padding and as a pipe, `layer`, `tensor` with clFinish after every operator and with fast waits, `block`;
+llama.cpp on both cores where it is installed; at `w4a16` and at `w4a8`. Prefill of 256 tokens and of lengths
+without a graph, decode behind 256 others. Then decode of the bundled model with and without fast waits. The
+ratios are held against the aims of the project.
+
+The time that it will take is printed first; `--time-limit` ends it with what there is. What decodes very
+slowly gets fewer tokens, lengths without a graph one sample and no trace, and both are said. `--out` has each
+row as soon as it is whole: appended, or with `--replace` in place of the file's rows. Of rows of one test,
+configuration and precision the last one counts.
 
     pip install -e '.[host,bench]'
-    python bench/ablation.py /tmp/tinyllama --profile-first --out bench/results/ablation.jsonl
-    python bench/ablation.py --from bench/results/ablation.jsonl    # the same tables, from the file
+    python bench/ablation.py /tmp/tinyllama --profile-first --replace --out bench/results/ablation.jsonl
+    python bench/ablation.py --from bench/results/ablation.jsonl    # table and verdicts, from the file
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from aims import judge_aims
+from ablation_plan import (
+    ALIGNED,
+    ODD,
+    SPLIT,
+    WARM_UP_S,
+    Part,
+    checkpoint_scale,
+    estimate_s,
+    part,
+    waits,
+)
+from ablation_table import by_runs, latest, table
+from aims import is_of_waits, judge_aims
 from random_model import write_checkpoint
 
 from heterollm import report
-from heterollm.benchmarks.cases import Case, Configuration, Threads, expand
-from heterollm.benchmarks.formats import append_jsonl, read_rows
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.formats import read_rows
+from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_splits
+from heterollm.benchmarks.row_file import RowFile
 from heterollm.benchmarks.rows import BenchRow
-from heterollm.benchmarks.run import BenchOptions, BenchResult, run_bench
+from heterollm.benchmarks.run import BenchResult, run_bench
+from heterollm.benchmarks.stopping import Stop, signals_interrupt
 from heterollm.demo import bundled_model
+from heterollm.durations import format_duration, parse_duration
 from heterollm.errors import HeteroLLMError
 from heterollm.report_bench import bench_report
+from heterollm.report_picture import check_picture, write_picture
 
-SPLIT: Final[Threads] = (1, 1)
-WHOLE: Final[Threads] = (2, 0)
-PROMPTS: Final = (256, 135, 300, 525, 600, 1000)
-DEPTH: Final = 256
 DECODED: Final = 32
-WAITS_DECODED: Final = 64
+WAITS_CASE: Final = Case(0, 64, 32)
+WAITS_S: Final = 25.0
 PRECISIONS: Final = ("w4a16", "w4a8")
 
 
-def configurations(precision: str, *, llama_cpp: bool) -> tuple[Configuration, ...]:
-    """Return the rows of the table of one precision, in its order."""
-    common = {"precisions": [precision], "device": "host"}
-    found = expand(levels=["gpu"], threads=[SPLIT, WHOLE], **common)
-    found += expand(levels=["npu"], policies=["padding", "pipe"], threads=[SPLIT], **common)
-    found += expand(levels=["layer"], threads=[SPLIT], **common)
-    found += expand(levels=["tensor"], syncs=["operator", "auto"], threads=[SPLIT], **common)
-    found += expand(levels=["block"], threads=[SPLIT], **common)
-    if llama_cpp:
-        found += expand(engines=["llama.cpp"], threads=[WHOLE], **common)
-    return found
-
-
-def cases(prompts: Sequence[int], decoded: int) -> tuple[Case, ...]:
-    """Return the tests."""
-    return (*(Case(prompt, 0) for prompt in prompts), Case(0, decoded, DEPTH))
-
-
-def waits(precision: str) -> tuple[Configuration, ...]:
-    """Return the configurations of the bundled model that differ in how they wait."""
-    common = {"precisions": [precision], "threads": [SPLIT], "device": "host"}
-    return expand(levels=["npu"], syncs=["operator", "auto"], **common)
+def checkpoint(folder: Path, seed: int) -> Path:
+    """Return a folder with a checkpoint: what is in it, else random weights that are written there."""
+    return folder if (folder / "config.json").is_file() else write_checkpoint(folder, seed)
 
 
 def has_llama_cpp() -> bool:
@@ -75,83 +77,214 @@ def has_llama_cpp() -> bool:
     return True
 
 
-def measure(options: argparse.Namespace) -> list[BenchRow]:
-    """Take all samples, show the report of each precision, and append the rows to the file."""
-    model = bundled_model() if options.tiny else write_checkpoint(options.folder, options.seed)
-    rows: list[BenchRow] = []
-    llama_cpp = not options.no_llama_cpp and has_llama_cpp()
-    if not llama_cpp:
-        report.show(report.note("llama.cpp is left out: `pip install -e '.[bench]'` installs it."))
-    runs = [
-        (model, configurations(precision, llama_cpp=llama_cpp), cases(options.prompts, options.decoded))
-        for precision in options.precisions
-    ]
-    runs.append((bundled_model(), waits("w4a16"), (Case(0, WAITS_DECODED, 32),)))
-    for folder, wanted, tests in runs:
-        if options.profile_first and folder == model:
-            for text in profile_splits(folder, wanted):
-                report.show(report.note(text))
+class Measuring:
+    """One run of everything.
+
+    Args:
+        options: What was asked for.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._begin_s = time.monotonic()
+        self._model = bundled_model() if options.tiny else checkpoint(options.folder, options.seed)
+        self._scale = checkpoint_scale(self._model)
+        self._file = None if options.out is None else RowFile(options.out, replace=options.replace)
+        llama_cpp = not options.no_llama_cpp and has_llama_cpp()
+        if not llama_cpp:
+            say("llama.cpp is left out: `pip install -e '.[bench]'` installs it.")
+        self._parts = [
+            part(
+                precision, options.prompts, options.odd, options.decoded,
+                llama_cpp=llama_cpp, scale=self._scale,
+            )
+            for precision in options.precisions
+        ]  # fmt: skip
+        budget = parse_duration(options.profile_budget, "--profile-budget")
+        self._profile_s = (budget or 0.0) if options.profile_first else 0.0
+
+    def announce(self) -> None:
+        """Say what will run, what is shortened, and how long it should take."""
+        for this in self._parts:
+            tests = ", ".join(case.name for case in this.cases)
+            say(f"{this.precision}: {len(this.configurations)} configurations, {tests}")
+            for remark in this.remarks:
+                say(f"  {remark}")
+        total_s = sum(map(self._estimate_s, self._parts)) + WAITS_S
+        say(
+            f"About {total_s / 60:.0f} minutes on two cores such as those of earlier runs"
+            + (
+                f", of these {len(self._parts) * self._profile_s / 60:.0f} for profiles."
+                if self._profile_s
+                else "."
+            )
+        )
+
+    def run(self) -> tuple[list[BenchRow], Stop | None]:
+        """Profile, take all samples, and show the report of each precision."""
+        rows: list[BenchRow] = []
+        for place, this in enumerate(self._parts):
+            left = self._parts[place:]
+            own_s = self._estimate_s(this) / (sum(map(self._estimate_s, left)) + WAITS_S)
+            deadline_s = time.monotonic() + self._left_s() * own_s
+            self._profile(this, max(10.0, deadline_s - time.monotonic()))
+            result = self._bench(this, max(1.0, deadline_s - time.monotonic()))
+            rows += result.rows
+            if result.stop is not None and result.stop.exit_code:
+                return rows, result.stop
+        result = self._waits()
+        return rows + list(result.rows), result.stop
+
+    def _estimate_s(self, this: Part) -> float:
+        options = self._options
+        trace = not options.no_trace
+        return self._profile_s + estimate_s(this, options.repetitions, trace=trace, scale=self._scale)
+
+    def _left_s(self) -> float:
+        limit_s = parse_duration(self._options.time_limit, "--time-limit")
+        return float("inf") if limit_s is None else limit_s - (time.monotonic() - self._begin_s)
+
+    def _profile(self, this: Part, most_s: float) -> None:
+        if not self._profile_s:
+            return
+        wanted = [one for one in this.configurations if one.threads == SPLIT]
+        for text in profile_splits(self._model, wanted, budget_s=min(self._profile_s, most_s)):
+            say(text)
+
+    def _bench(self, this: Part, limit_s: float) -> BenchResult:
+        options = self._options
         bench = BenchOptions(
-            folder,
-            wanted,
-            tests,
+            self._model,
+            this.configurations,
+            this.cases,
             repetitions=options.repetitions,
             seed=options.seed,
             patience_s=options.patience,
             memory_gib=options.memory_gib,
             trace=not options.no_trace,
+            light=this.light,
+            left_out=this.left_out,
+            warm_up_s=WARM_UP_S,
+            time_limit_s=None if limit_s == float("inf") else limit_s,
         )
+        return self._shown(bench)
+
+    def _waits(self) -> BenchResult:
+        options = self._options
+        bench = BenchOptions(
+            bundled_model(),
+            waits("w4a16"),
+            (WAITS_CASE,),
+            repetitions=max(5, options.repetitions),
+            seed=options.seed,
+            patience_s=options.patience,
+            trace=not options.no_trace,
+        )
+        return self._shown(bench)
+
+    def _shown(self, bench: BenchOptions) -> BenchResult:
         with report.progress_bars() as progress:
-            result = run_bench(bench, progress=progress)
+            result = run_bench(
+                bench, progress=progress, on_row=None if self._file is None else self._file.add
+            )
         show(result)
-        rows += result.rows
-        if options.out:
-            append_jsonl(options.out, result.rows)
-    return rows
+        return result
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    report.show(report.note(text))
 
 
 def show(result: BenchResult) -> None:
     """Print what one run found."""
-    print(report.render(bench_report(result), like=sys.stdout), flush=True)
+    if result.rows:
+        print(report.render(bench_report(result), like=sys.stdout), flush=True)
+
+
+def summary(rows: Sequence[BenchRow]) -> Iterator[str]:
+    """Yield the lines of the table and of the aims."""
+    large = [row for row in rows if not is_of_waits(row)]
+    for model in dict.fromkeys(row.model_filename for row in large):
+        yield f"\n{Path(model).name}\n"
+        yield from table([row for row in large if row.model_filename == model])
+    yield from judge_aims(rows)
+
+
+def from_file(options: argparse.Namespace) -> list[BenchRow]:
+    """Return the rows of a file that are wanted, and show or draw their reports."""
+    rows = [
+        row
+        for row in latest(read_rows(options.file))
+        if not options.only or row.test in options.only
+    ]  # fmt: skip
+    results = [BenchResult(tuple(run), ()) for run in by_runs(rows)]
+    results = [one for one in results if {row.precision for row in one.rows} & set(options.precisions)]
+    for result in results:
+        show(result)
+    if options.picture:
+        from rich.console import Group
+
+        write_picture(options.picture, Group(*map(bench_report, results)), title="bench/ablation.py")
+        say(f"Wrote {options.picture}.")
+    return [row for result in results for row in result.rows]
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", help="where a checkpoint is, or is written")
+    add("--from", dest="file", type=Path, help="judge the rows of this file; measure nothing")
+    add("--only", nargs="+", metavar="TEST", help="with --from: these tests alone, such as pp256")
+    add("--picture", type=Path, metavar="FILE.svg", help="with --from: draw the reports into this file")
+    add("--out", type=Path, help="each row is appended here as a JSON line")
+    add("--replace", action="store_true", help="drop the rows that --out has once there is a new one")
+    add("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    add("--prompts", type=int, nargs="*", default=ALIGNED, help="lengths of full repetitions")
+    add("--odd", type=int, nargs="*", default=ODD, help="lengths of one sample each")
+    add("--decoded", type=int, default=DECODED, help="tokens of a sample of decode; 0 for none")
+    add("--repetitions", type=int, default=3)
+    add("--patience", type=float, default=0.0, help="seconds to wait for an idle machine a sample")
+    add("--memory-gib", type=float, help="what all models of a run may take together")
+    add("--seed", type=int, default=0)
+    add("--time-limit", default="none", help="such as 35m: then the rows so far are the result")
+    add("--profile-first", action="store_true", help="profile the split anew for each precision")
+    add("--profile-budget", default="4m", help="for each profile")
+    add("--no-llama-cpp", action="store_true")
+    add("--no-trace", action="store_true")
+    add("--tiny", action="store_true", help="the bundled model instead: a check of this script")
+    options = parser.parse_args()
+    if options.folder is None and options.file is None and not options.tiny:
+        parser.error("name a folder, or a file with --from")
+    return options
 
 
 def main() -> int:
     """Measure, or read what was measured, and judge."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, nargs="?", help="where the checkpoint is, or is written")
-    parser.add_argument("--from", dest="file", type=Path, help="judge the rows of this file; measure nothing")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
-    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS)
-    parser.add_argument("--decoded", type=int, default=DECODED, help="tokens of a sample of decode")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument(
-        "--patience", type=float, default=0.0, help="seconds to wait for an idle machine a sample"
-    )
-    parser.add_argument("--memory-gib", type=float, help="what all models of a run may take together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--profile-first", action="store_true", help="profile the device quickly for both splits"
-    )
-    parser.add_argument("--no-llama-cpp", action="store_true")
-    parser.add_argument("--no-trace", action="store_true")
-    parser.add_argument(
-        "--tiny", action="store_true", help="the bundled model instead: a check of this script"
-    )
-    options = parser.parse_args()
-    if options.folder is None and options.file is None and not options.tiny:
-        parser.error("name a folder, or a file with --from")
+    options = parse_options()
+    stop: Stop | None = None
     try:
-        rows = measure(options) if options.file is None else read_rows(options.file)
+        if options.picture:
+            check_picture(options.picture)
         if options.file is not None:
-            show(BenchResult(tuple(rows), ()))
+            rows = from_file(options)
+        else:
+            measuring = Measuring(options)
+            measuring.announce()
+            begin_s = time.monotonic()
+            with signals_interrupt():
+                rows, stop = measuring.run()
+            say(f"It took {format_duration(time.monotonic() - begin_s)}.")
     except HeteroLLMError as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n".join(judge_aims(rows)))
-    return 0
+    except KeyboardInterrupt as error:
+        return Stop.of(error).exit_code
+    print("\n".join(summary(rows)))
+    return 0 if stop is None else stop.exit_code
 
 
 if __name__ == "__main__":

@@ -119,10 +119,10 @@ def aims() -> Iterator[Aim]:
 
 def judge_aims(rows: Sequence[BenchRow]) -> list[str]:
     """Return a line for each aim, reached or missed, with the numbers, and the rows that splits must beat."""
-    large = [row for row in rows if row.usable and not _of_waits(row)]
+    large = [row for row in rows if row.usable and not is_of_waits(row)]
     lines = ["", "Aims", "----"]
     lines += [_line(aim, large) for aim in aims()]
-    lines += _waits([row for row in rows if row.usable and _of_waits(row)])
+    lines += _waits([row for row in rows if row.usable and is_of_waits(row)])
     lines += list(_predictions(large))
     lines += [
         "",
@@ -139,12 +139,13 @@ def judge_aims(rows: Sequence[BenchRow]) -> list[str]:
 
 def _line(aim: Aim, rows: Sequence[BenchRow]) -> str:
     name = f"{aim.precision} {aim.test}: {aim.text}"
+    own = {row.run for row in rows if row.engine == "self" and row.precision == aim.precision}
     alike = [
         row
         for row in rows
         if row.phase != "both"
         and (row.test == aim.test or (aim.test == "tg" and row.phase == "decode"))
-        and (row.precision == aim.precision or row.engine != "self")
+        and (row.precision == aim.precision if row.engine == "self" else row.run in own)
     ]
     ours, theirs = (best_of([row for row in alike if chosen(row)]) for chosen in (aim.ours, aim.theirs))
     if ours is None or theirs is None:
@@ -152,15 +153,16 @@ def _line(aim: Aim, rows: Sequence[BenchRow]) -> str:
     change = compare_rows(theirs, ours)
     wanted = f"{aim.asked:.2f} asked" + ("" if aim.hoped is None else f", {aim.hoped:.2f} hoped for")
     word = _word(change.ratio, change.low, change.high, aim.asked)
-    return f"{word} | {name}: {change}, {wanted} | {ours.label} / {theirs.label}"
+    rates = " / ".join(f"{row.label} {row.median_ts:.1f}" for row in (ours, theirs))
+    return f"{word} | {name}: {change}, {wanted} | {rates} tokens/s"
 
 
 def _word(ratio: float, low: float, high: float, asked: float) -> str:
-    word = "reached" if ratio >= asked else "missed"
+    word = "reached" if ratio >= asked else f"missed by {1 - ratio / asked:.0%}"
     return f"{word}, within the noise" if low < asked <= high else word
 
 
-def _of_waits(row: BenchRow) -> bool:
+def is_of_waits(row: BenchRow) -> bool:
     """Whether a row belongs to the comparison of waits on the bundled model."""
     return row.test == WAITS_TEST
 
@@ -185,6 +187,10 @@ def _predictions(rows: Sequence[BenchRow]) -> Iterator[str]:
             yield f"not measured | {name}"
             continue
         off = row.predicted_ms / row.measured_ms - 1.0
-        word = "reached" if abs(off) <= PREDICTION_FRACTION else "missed"
+        word = (
+            "reached"
+            if abs(off) <= PREDICTION_FRACTION
+            else f"missed by {abs(off) - PREDICTION_FRACTION:.0%}"
+        )
         times = f"{row.predicted_ms:.1f} ms predicted, {row.measured_ms:.1f} ms measured"
         yield f"{word} | {name}: {times}, {off:+.0%}"

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.config import ModelConfig
+from heterollm.errors import InputError
 from heterollm.layout import expected_tensors
 from heterollm.tensor_file import layout_tensors, write_header
 
@@ -39,6 +40,8 @@ TINYLLAMA: Final[dict[str, Any]] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+SEED: Final = "heterollm_bench_seed"
+"""In the configuration of what was written here, and may be written again."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -51,11 +54,18 @@ def write_checkpoint(folder: Path, seed: int = 0) -> Path:
 
     Returns:
         The folder.
+
+    Raises:
+        InputError: Another checkpoint is there: it is not written over.
     """
-    config = {**TINYLLAMA, "heterollm_bench_seed": seed}
+    config = {**TINYLLAMA, SEED: seed}
     done = folder / "config.json"
-    if done.is_file() and json.loads(done.read_text("utf-8")) == config:
-        return folder
+    if done.is_file():
+        found = json.loads(done.read_text("utf-8"))
+        if found == config:
+            return folder
+        if found.keys() != config.keys():
+            raise InputError(f"{folder} has a checkpoint of its own.", fix="Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     source = resources.files("heterollm.data.tiny_python_lm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from heterollm.kernels.cache import atomic_path
 
 __all__ = ["check_picture", "picture_svg", "write_picture"]
 
+TITLE: Final = "heterollm"
 LEAST_WIDTH: Final = 60
 WIDEST: Final = 240
 
@@ -30,7 +32,7 @@ THEME: Final = TerminalTheme(
 
 FORMAT: Final = """\
 <svg class="heterollm-report" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<title>{chrome_title}</title>
+<title>heterollm</title>
 <style>
 .{unique_id}-matrix {{
     font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, "Liberation Mono", monospace;
@@ -113,7 +115,8 @@ def picture_svg(renderable: RenderableType, *, title: str, width: int = 110) -> 
         legacy_windows=False,
     )
     console.print(renderable)
-    text = console.export_svg(title=title, theme=THEME, code_format=FORMAT, unique_id="report")
+    text = console.export_svg(theme=THEME, code_format=FORMAT, unique_id="report")
+    text = text.replace(f"<title>{TITLE}</title>", f"<title>{html.escape(title)}</title>", 1)
     return _without_head_room(text)
 
 

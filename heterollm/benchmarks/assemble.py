@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -65,6 +66,7 @@ def common_fields(model: Path, seed: int, repetitions: int) -> dict[str, Any]:
         "versions": versions(),
         "seed": seed,
         "repetitions": repetitions,
+        "run": uuid.uuid4().hex[:16],
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
 

@@ -15,9 +15,18 @@ from heterollm.errors import ProfileError
 __all__ = ["profile_command", "profile_splits"]
 
 
-def profile_command(model: str | Path, configuration: Configuration) -> list[str]:
-    """Return the arguments of the command that makes the profile which a configuration needs."""
-    arguments = ["profile", "--quick", "--update", "--device", configuration.device, "--model", str(model)]
+def profile_command(
+    model: str | Path, configuration: Configuration, *, budget_s: float | None = None
+) -> list[str]:
+    """Return the arguments of the command that makes the profile which a configuration needs.
+
+    Args:
+        model: Folder of the checkpoint.
+        configuration: What will run.
+        budget_s: Time to spend, on everything anew; by default it is a quick one of what is not known yet.
+    """
+    how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
+    arguments = ["profile", *how, "--device", configuration.device, "--model", str(model)]
     arguments += ["--precision", configuration.precision, "--group-size", str(configuration.group_size)]
     if configuration.threads is not None:
         gpu, npu = configuration.threads
@@ -25,17 +34,26 @@ def profile_command(model: str | Path, configuration: Configuration) -> list[str
     return arguments
 
 
-def profile_splits(model: str | Path, configurations: Sequence[Configuration]) -> Iterator[str]:
+def profile_splits(
+    model: str | Path, configurations: Sequence[Configuration], *, budget_s: float | None = None
+) -> Iterator[str]:
     """Run the commands one after the other, and yield each before it runs.
 
-    What a profile already has is not measured again.
+    Without a budget, what a profile already has is not measured again.
+
+    Args:
+        model: A folder or a hub name.
+        configurations: What will run.
+        budget_s: Time to spend on each.
 
     Raises:
         ProfileError: One failed.
     """
     folder = checkpoint_folder(model)
     commands = dict.fromkeys(
-        tuple(profile_command(folder, one)) for one in configurations if one.engine == "self"
+        tuple(profile_command(folder, one, budget_s=budget_s))
+        for one in configurations
+        if one.engine == "self"
     )
     for arguments in commands:
         shown = f"heterollm {' '.join(arguments)}"

@@ -113,6 +113,8 @@ class BenchRow:
     error: str | None
     interrupted: str | None
     """Why fewer samples are here than were asked for; None where all are, or an error is why."""
+    run: str | None
+    """The same in all rows whose samples were taken in turns, and in no others."""
 
     @property
     def times_us(self) -> tuple[float, ...]:

@@ -26,9 +26,10 @@ def is_split(row: BenchRow) -> bool:
 
 
 def compare_rows(before: BenchRow, after: BenchRow) -> Change:
-    """Compare two rows of one run; their samples were taken in turns."""
-    paired = len(before.samples_ns) == len(after.samples_ns)
-    return compare_times(before.times_us, after.times_us, paired=paired)
+    """Compare the times for each token of two rows: round by round where they took turns in one run."""
+    paired = before.run == after.run and len(before.samples_ns) == len(after.samples_ns)
+    times = [[time_us / row.tokens for time_us in row.times_us] for row in (before, after)]
+    return compare_times(*times, paired=paired)
 
 
 def best_of(rows: Sequence[BenchRow]) -> BenchRow | None:

@@ -1,0 +1,109 @@
+"""The table of ablation.py from its rows, as Markdown. Used by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
+
+from heterollm.benchmarks.rows import BenchRow
+
+Chosen: TypeAlias = Callable[[BenchRow], bool]
+
+
+def _level(level: str, *, policy: str | None = None, sync: str = "auto", whole: bool = False) -> Chosen:
+    def chosen(row: BenchRow) -> bool:
+        return (
+            row.engine == "self"
+            and row.asked_level == level
+            and row.sync == sync
+            and (row.npu_threads == 0) is whole
+            and (policy is None or row.length_policy == policy)
+        )
+
+    return chosen
+
+
+COLUMNS: Final[dict[str, Chosen]] = {
+    "`gpu`, one core": _level("gpu"),
+    "`npu`, padded": _level("npu", policy="padding"),
+    "`npu`, pipe": _level("npu", policy="pipe"),
+    "`layer`": _level("layer"),
+    "`tensor`, clFinish": _level("tensor", sync="operator"),
+    "`tensor`": _level("tensor"),
+    "`block`": _level("block"),
+    "`gpu`, both cores": _level("gpu", whole=True),
+    "llama.cpp, both cores": lambda row: row.engine == "llama.cpp",
+}
+
+
+def latest(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return of rows of one test, configuration and precision of the run the last one alone."""
+    precisions = precisions_of_runs(rows)
+    found: dict[tuple[object, ...], BenchRow] = {}
+    for row in rows:
+        key = (row.model_filename, row.test, row.label, row.device, precisions.get(row.run, row.precision))
+        found.pop(key, None)
+        found[key] = row
+    return list(found.values())
+
+
+def precisions_of_runs(rows: Iterable[BenchRow]) -> dict[str | None, str]:
+    """Return what heterollm computed in while other engines took turns with it, by runs."""
+    return {row.run: row.precision for row in rows if row.engine == "self" and row.run is not None}
+
+
+def by_runs(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
+    """Return the rows of each run, in the order of the table: a file has them as they became whole."""
+    runs: dict[object, list[BenchRow]] = {}
+    for row in rows:
+        runs.setdefault((row.run, row.model_filename), []).append(row)
+    return [sorted(run, key=_place) for run in runs.values()]
+
+
+def _place(row: BenchRow) -> tuple[object, ...]:
+    column = next((index for index, chosen in enumerate(COLUMNS.values()) if chosen(row)), len(COLUMNS))
+    return row.phase != "prefill", row.n_prompt % 256 != 0, row.n_prompt, row.n_depth, -row.n_gen, column
+
+
+def table(rows: Sequence[BenchRow]) -> list[str]:
+    """Return the lines of a Markdown table: medians in tokens a second, a line for each length and precision.
+
+    Args:
+        rows: Of one model; decode of all configurations stands in one line, however many tokens each wrote.
+    """
+    usable = [row for row in rows if row.usable]
+    precisions = precisions_of_runs(rows)
+    lines: dict[tuple[str, str], dict[str, BenchRow]] = {}
+    for row in sorted(usable, key=_place):
+        precision = precisions.get(row.run, row.precision)
+        what = f"prefill {row.n_prompt}" if row.n_prompt else f"decode behind {row.n_depth}"
+        name = next((name for name, chosen in COLUMNS.items() if chosen(row)), None)
+        if name is not None:
+            lines.setdefault((what, precision), {}).setdefault(name, row)
+    shown = [name for name in COLUMNS if any(name in cells for cells in lines.values())]
+    made = [f"| tokens a second | {' | '.join(shown)} |", f"|---|{'---:|' * len(shown)}"]
+    for (what, precision), cells in sorted(lines.items(), key=lambda item: item[0][1] != "w4a16"):
+        texts = [f"{cells[name].median_ts:.1f}" if name in cells else "" for name in shown]
+        made.append(f"| {what}, `{precision}` | {' | '.join(texts)} |")
+    return [*made, "", *_origin(usable)] if lines else ["No row can be shown."]
+
+
+def _origin(rows: Sequence[BenchRow]) -> list[str]:
+    """Say where the rows are from, how many samples they have, and which others disturbed."""
+    counts = sorted(
+        {(len(row.samples_ns), row.phase == "prefill" and row.n_prompt % 256 != 0) for row in rows}
+    )
+    several = sorted({count for count, odd in counts if not odd})
+    odd = sorted({count for count, is_odd in counts if is_odd})
+    words = f"medians of {_numbers(several)} samples" if several else "samples"
+    words += f", of {_numbers(odd)} at lengths without a graph" if several and odd else ""
+    disturbed = sum(sum(map(bool, row.samples_disturbed)) for row in rows)
+    total = sum(len(row.samples_ns) for row in rows)
+    origin = {f"{row.cpu_info}, commit {row.build_commit}, {row.test_time[:10]}" for row in rows}
+    kinds = "/".join(sorted({row.time_kind or "unknown" for row in rows}))
+    lines = [f"Measured ({kinds} time), {words}; others computed during {disturbed} of {total} samples."]
+    return lines + [f"On {text}." for text in sorted(origin)]
+
+
+def _numbers(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
