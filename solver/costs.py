@@ -40,6 +40,8 @@ class Overheads:
             parts share memory.
         empties_queue: Whether the wait is for all that is enqueued, so that the GPU's part begins when the
             NPU's does, in an empty queue; otherwise it follows the operator before.
+        submit_us: Time of submitting a kernel to a busy queue; infinite where it is not known: then a refill
+            counts however long the queue is still busy.
     """
 
     hand_over_us: float = 0.0
@@ -47,6 +49,7 @@ class Overheads:
     map_us: float = 0.0
     return_us: float = 0.0
     empties_queue: bool = False
+    submit_us: float = math.inf
 
 
 class Costs(Protocol):

@@ -61,6 +61,9 @@ RETURN_VALUE: Final = "return_us"
 
 SPILL_FACTOR: Final = 2.0
 
+FLAT_FACTOR: Final = 1.05
+"""Up to so many times the time of one token the NPU's arrays wait for weights."""
+
 LEAST_HIDDEN_FRACTION: Final = 0.25
 """Of a small graph's time: below it, that a graph is faster behind a wait may be noise."""
 
@@ -111,7 +114,6 @@ class ProfileCosts:
         }
 
         self._limits = limits_of(profile)
-        self._beside_floats = _beside_floats(profile)
 
     def at(self, position: int) -> ProfileCosts:
         """Return the costs of passes that begin at another position; what is missing is noted in both."""
@@ -132,26 +134,28 @@ class ProfileCosts:
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
         """Return how much the parts slow each other, by what bounds each of them; of a block gate and up."""
         linear = spec if spec.then is None else apart(spec)[0]
-        point = LinearPoint.of(linear, tokens, streamed=self._streamed)
-        gpu, npu = self._bound(point, "gpu"), self._bound(point, "npu")
-        if (gpu, npu) == ("memory", "memory") and self._spills(linear, tokens):
-            return self._beside_floats
+        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, tokens)
+        if ("npu", "spill", gpu) in self._factors and self._spills(linear, tokens):
+            npu = "spill"
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
     def _spills(self, spec: OpSpec, tokens: int) -> bool:
         """Whether the NPU takes much longer for each weight of a group than for those of another.
 
-        Rows that are too long to stay on its chip go out and come back, which is as much traffic as that of
-        float weights; contention is measured with packed ones.
+        Rows that are too long to stay on its chip go out and come back; that is measured beside the GPU, too.
         """
         return self._us_for_each_byte(spec, tokens) > SPILL_FACTOR * min(
             self._us_for_each_byte(one, tokens) for one in self._shape.layer
         )
 
     def _us_for_each_byte(self, spec: OpSpec, tokens: int) -> float:
+        return self._whole_us(spec, tokens) / spec.weight_bytes()
+
+    def _whole_us(self, spec: OpSpec, tokens: int) -> float:
+        """Return the NPU's time of a group without that of starting a graph, which no weight causes."""
         forms = () if self._limits is None else self._limits.forms(spec, tokens)
-        whole_us = [self.npu_us(spec, spec.member_rows, tokens, form) for form in forms]
-        return min(whole_us, default=math.inf) / spec.weight_bytes()
+        times_us = [self.npu_us(spec, spec.member_rows, tokens, form) for form in forms]
+        return max(0.0, min(times_us, default=math.inf) - max(0.0, -self.overheads.hand_over_us))
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the GPU's operators before a group."""
@@ -172,13 +176,17 @@ class ProfileCosts:
         except ProfileError:
             return math.inf
 
-    def _bound(self, point: LinearPoint, part: Part) -> Bound:
+    def _gpu_bound(self, spec: OpSpec, tokens: int) -> Bound:
         # What bounds a slice does not depend on how many of its rows a part has.
-        if part == "npu":
-            return "memory" if point.tokens == 1 else "compute"
-        rate = self._gbps.get(part, math.inf)
-        read_us = point.weight_bytes / (rate * 1e3)
-        return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, part) else "compute"
+        point = LinearPoint.of(spec, tokens, streamed=self._streamed)
+        read_us = point.weight_bytes / (self._gbps.get("gpu", math.inf) * 1e3)
+        return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, "gpu") else "compute"
+
+    def _npu_bound(self, spec: OpSpec, tokens: int) -> Bound:
+        # As long as more tokens take no longer, it waits for weights.
+        if tokens == 1 or self._whole_us(spec, tokens) <= FLAT_FACTOR * self._whole_us(spec, 1):
+            return "memory"
+        return "compute"
 
 
 def limits_of(profile: Profile) -> NpuLimits | None:
@@ -258,6 +266,7 @@ def overheads_of(profile: Profile) -> Overheads:
     returns = [record.values.get(RETURN_VALUE, 0.0) for record in records]
     refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))
     map_us = sum(_median(profile, CopyKey(method, MAPPED_BYTES)) for method in ("acquire", "release")) / 2
+    submission = LaunchKey("enqueue_busy")
     return Overheads(
         hand_over_us=(statistics.median(latencies) if latencies else 0.0) - _hidden_start_us(profile),
         refill_us=max(0.0, refill_us),
@@ -265,19 +274,8 @@ def overheads_of(profile: Profile) -> Overheads:
         return_us=statistics.median(returns) if returns else 0.0,
         # The driver's wait is for the whole queue: the executor enqueues the GPU's part behind it.
         empties_queue=best == "finish",
+        submit_us=_median(profile, submission) if submission in profile.records else math.inf,
     )
-
-
-def _beside_floats(profile: Profile) -> Slowdown:
-    """Return how much the parts slow each other while each reads as fast as it can."""
-    gbps = {
-        (key.part, key.together): record.values.get("gbps", 0.0)
-        for key, record in profile.of_kind(BandwidthKey)
-    }
-    parts: tuple[Part, Part] = ("gpu", "npu")
-    if not all(gbps.get((part, together)) for part in parts for together in (False, True)):
-        return Slowdown()
-    return Slowdown(*(max(1.0, gbps[part, False] / gbps[part, True]) for part in parts))
 
 
 def _hidden_start_us(profile: Profile) -> float:

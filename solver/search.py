@@ -37,6 +37,12 @@ __all__ = [
 
 ALONE: Final = Slowdown()
 
+SUBMISSIONS: Final = 2
+"""Kernels to submit until one is long enough to keep the queue busy: a norm and what it feeds."""
+
+UNSURE_FRACTION: Final = 0.02
+"""By how much of its time an NPU graph may end later than predicted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Priced:
@@ -118,10 +124,14 @@ def price(
         slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
-        # The next kernel is submitted when the NPU ends; what the GPU computes until then hides that.
-        time_us = together_us + max(gpu_us, npu_end + overheads.map_us + overheads.refill_us)
+        # The next kernel is submitted when the NPU ends; what the GPU computes until then hides that. A queue
+        # that is surely still busy by then needs no refill.
+        free_us = npu_end + overheads.map_us
+        busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
+        refill_us = overheads.refill_us if gpu_us < free_us + busy_us else 0.0
+        time_us = together_us + max(gpu_us, free_us + refill_us)
         if overheads.return_us:
-            both_us = together_us + max(gpu_us, npu_end + overheads.map_us)
+            both_us = together_us + max(gpu_us, free_us)
             time_us = both_us + overheads.return_us + overheads.refill_us
     cost = goal.cost(time_us, gpu_us, npu_us)
     return Priced(placement, time_us, gpu_us, npu_us, cost, bool(placement.npu_lengths and left_tokens))

@@ -1,6 +1,7 @@
 """Profiling a simulated device: the profiler is a real device's, its times are the model's."""
 
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from heterollm.profiler.records import (
 )
 from heterollm.profiler.session import SessionOptions, profile_device
 from heterollm.profiler.workload import Sizes, shape_of
-from heterollm.solver.profile_costs import ProfileCosts, best_hand_over, overheads_of, power_of
+from heterollm.solver.costs import Slowdown
+from heterollm.solver.profile_costs import ProfileCosts, best_hand_over, limits_of, overheads_of, power_of
 
 NAME = "sim:snapdragon-8gen3"
 SHAPE = shape_of(Sizes("wide", 8, 4096, 32, 8, 128, 14336, 128256, False), block=128)
@@ -109,6 +111,26 @@ def test_costs_are_those_of_the_parameters(found):
     assert power is not None
     assert power.gpu_watts > 0
     assert power.npu_watts > 0
+
+
+def test_parts_slow_each_other_by_what_bounds_them(found, monkeypatch):
+    device, profile = found
+    soc, corun = soc_of(device), soc_of(device).memory.corun_slowdown
+    costs = ProfileCosts(profile, SHAPE, cache_bytes=8 << 20)
+    specs = {spec.group: spec for spec in SHAPE.layer}
+    # What waits for weights slows nobody: one token, and as many as take the NPU no longer.
+    assert costs.slowdown(specs["gate_up"], 1) == Slowdown()
+    assert costs.slowdown(specs["gate_up"], 64).npu == 1.0
+    # Starting a graph is a part of each measured run, and slows nothing.
+    assert costs.slowdown(specs["gate_up"], 64).gpu == pytest.approx(corun, rel=0.02)
+    both = costs.slowdown(specs["gate_up"], 256)
+    assert (both.gpu, both.npu) == pytest.approx((corun, corun), rel=0.02)
+    # Rows that spill wait as well, for a cache; cut into chunks they do not spill.
+    assert specs["down"].columns > soc.npu.row_limit_columns
+    assert costs.slowdown(specs["down"], 256) == both
+    monkeypatch.setattr(costs, "_limits", replace(limits_of(profile), forms=lambda *_: ("matmul_nbits",)))
+    assert costs.slowdown(specs["down"], 1) == Slowdown()
+    assert costs.slowdown(specs["down"], 256).npu == 1.0
 
 
 def test_predictions_hold_between_the_points(found):

@@ -127,6 +127,23 @@ def test_the_refill_is_hidden_as_far_as_the_gpu_is_busy(made):
         assert (item.time_us, item.gpu_us, item.npu_us) == (time_us, gpu_us, 90.0)
 
 
+def test_a_queue_that_is_surely_busy_needs_no_refill(made):
+    """The NPU until 100 us, two submissions of 3 us, and 2 us more as no prediction is exact."""
+
+    class Costs(made.costs):
+        def gpu_us(self, spec, member_rows, tokens):
+            return gpu_us
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 100.0
+
+    overheads = Overheads(refill_us=20.0, submit_us=3.0)
+    spec, costs = made.spec("o", (128,)), Costs(0, overheads=overheads, slowdown=Slowdown())
+    for gpu_us, time_us in ((90.0, 120.0), (107.0, 120.0), (109.0, 109.0), (119.0, 119.0)):
+        item = price(spec, 32, Placement((64,), (32,), "plain"), costs)
+        assert (item.time_us, item.gpu_us) == (time_us, gpu_us)
+
+
 def test_what_a_group_leaves_is_paid_behind_it(made):
     """By the next layer's first kernel, and behind the last layer by the final norm."""
 
