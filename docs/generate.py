@@ -53,7 +53,8 @@ def reference() -> str:
     for words, command in commands(typer.main.get_command(app)):
         level = "##" if len(words) < 3 else "###"
         parts.append(f"{level} `{' '.join(words)}`\n")
-        parts += [f"{_plain(text)}\n" for text in (command.help, command.epilog) if text]
+        parts += [f"{_plain(command.help)}\n"] if command.help else []
+        parts += [f"{block}\n" for block in _blocks(command.epilog or "")]
         shown = [param for param in command.params if not getattr(param, "hidden", False)]
         parts += _table("argument", [param for param in shown if param.param_type_name == "argument"])
         parts += _table("option", [param for param in shown if param.param_type_name != "argument"])
@@ -64,6 +65,14 @@ def _plain(text: str) -> str:
     """Return a help text as Markdown; click's mark of lines that are not wrapped says nothing here."""
     lines = (line.rstrip() for line in inspect.cleandoc(text).replace("\f", "").splitlines())
     return "\n".join(line for line in lines if line != "\b").strip()
+
+
+def _blocks(epilog: str) -> Iterator[str]:
+    """Yield what stands under a help: titles, and lines that stay as they are. Tests parse them there."""
+    for block in filter(None, (part.strip() for part in epilog.split("\b\n"))):
+        title, *lines = block.splitlines()
+        body = inspect.cleandoc("\n".join(["", *lines]))
+        yield f"{title}\n\n```text\n{body}\n```"
 
 
 def _table(kind: str, params: list[Any]) -> list[str]:

@@ -7,11 +7,12 @@ so that help comes at once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -29,37 +30,45 @@ from heterollm import (
     cli_simulate,
     cli_trace,
 )
-from heterollm.cli_options import FAILED
+from heterollm.cli_examples import add_examples
 from heterollm.errors import HeteroLLMError
+from heterollm.exit_codes import BROKEN_PIPE, DONE, FAILED, INTERRUPTED
 
 __all__ = ["app", "main"]
-
-INTERRUPTED: Final = 130
-BROKEN_PIPE: Final = 141
-"""As shells report a process that a signal ended."""
 
 
 class Commands(TyperGroup):
     """The commands, with one answer to Ctrl-C and to a reader that went away."""
 
+    def make_context(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of typer's own click
+        """Read the options before the command; ``--help`` writes here."""
+        with _endings():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's context, from its own copy of click
         """Run the chosen command."""
-        try:
+        with _endings():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            from heterollm.terminal import discard_output
 
-            discard_output()
-            raise typer.Exit(BROKEN_PIPE) from None
+
+@contextlib.contextmanager
+def _endings() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _note("Interrupted.")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        from heterollm.terminal import discard_output
+
+        discard_output()
+        raise typer.Exit(BROKEN_PIPE) from None
 
 
 app = typer.Typer(
     cls=Commands,
     help="Run a language model on a GPU and an NPU, from a Hugging Face checkpoint.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -79,12 +88,11 @@ for group in (
     cli_cache.commands,
 ):
     app.add_typer(group)
+add_examples(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    0 is success, 1 an error (one panel on stderr), 2 wrong usage, 130 Ctrl-C.
+    """Run the command line and return the exit code, one of :data:`heterollm.exit_codes.EXIT_CODES`.
 
     Args:
         arguments: What follows the program's name; by default what the process was started with.
@@ -100,12 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             app(args=rest, prog_name="heterollm")
         except SystemExit as ended:
-            return ended.code if isinstance(ended.code, int) else 0
+            return ended.code if isinstance(ended.code, int) else DONE
         except KeyboardInterrupt:
             return INTERRUPTED
         except Exception as error:  # noqa: BLE001 - the one place where everything ends
             return _show_error(error, debug=debug)
-    return 0
+    return DONE
 
 
 def _show_error(error: Exception, *, debug: bool) -> int:

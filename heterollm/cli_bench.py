@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterollm.cli_options import FAILED, DeviceOption, GroupSize, command_group, whole_numbers
+from heterollm.cli_options import FAILED, DeviceOption, GroupSize, MaybeModel, command_group, whole_numbers
 from heterollm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ OF_SAVED = ("saved", "output", "picture", "html")
 @commands.command("bench")
 def bench(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its hub name.")
-    ] = None,
+    model: MaybeModel = None,
     prompt: Annotated[
         str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")
     ] = "512",

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from heterollm import cli_complete
 from heterollm.cli_options import JsonOption, command_group
 
 __all__ = ["commands"]
@@ -33,7 +34,11 @@ def cache_list(as_json: JsonOption = False) -> None:
 def cache_clear(
     kinds: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KIND]...", help="weights, graphs, opencl, tuning, predictors or profiles."),
+        typer.Argument(
+            metavar="[KIND]...",
+            help="weights, graphs, opencl, tuning, predictors, plans or profiles.",
+            autocompletion=cli_complete.cache_kinds,
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

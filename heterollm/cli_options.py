@@ -6,11 +6,13 @@ under ``@commands.command()``, and joins the others in :mod:`heterollm.cli`.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
+from heterollm import cli_complete
 from heterollm.errors import OptionError
+from heterollm.exit_codes import FAILED
 
 __all__ = [
     "FAILED",
@@ -22,6 +24,7 @@ __all__ = [
     "GpuThreads",
     "GroupSize",
     "JsonOption",
+    "MaybeModel",
     "MinP",
     "Model",
     "NpuThreads",
@@ -37,13 +40,26 @@ __all__ = [
     "whole_numbers",
 ]
 
-FAILED: Final = 1
-"""The exit code of every error but wrong usage."""
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its hub name.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, snapdragon, host, emulator, or sim:SOC (simulated).")]
-PlanOption = Annotated[str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or the file of a plan.")]
-PrecisionOption = Annotated[str, typer.Option(help="w4a16, w4a8 or fp16.")]
+ModelArgument = typer.Argument(
+    metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models
+)
+Model = Annotated[str, ModelArgument]
+MaybeModel = Annotated[str | None, ModelArgument]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, snapdragon, host, emulator, or sim:SOC (simulated).", autocompletion=cli_complete.devices
+    ),
+]
+PlanOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, gpu, npu, layer, tensor, block, or the file of a plan.", autocompletion=cli_complete.plans
+    ),
+]
+PrecisionOption = Annotated[
+    str, typer.Option(help="w4a16, w4a8 or fp16.", autocompletion=cli_complete.precisions)
+]
 GroupSize = Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")]
 Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="Give 4-bit weights zero points.")]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]

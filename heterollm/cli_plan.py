@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from heterollm import cli_complete
 from heterollm.cli_options import (
     Asymmetric,
     Context,
@@ -41,7 +42,10 @@ def plan_model(
     length: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_LENGTHS,
     level: Annotated[
         str,
-        typer.Option(help="tensor, block (whole feed-forward networks too), or auto: the better one."),
+        typer.Option(
+            help="tensor, block (whole feed-forward networks too), or auto: the better one.",
+            autocompletion=cli_complete.levels,
+        ),
     ] = "auto",
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what the other placements would cost.")

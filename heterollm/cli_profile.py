@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from heterollm import cli_complete
 from heterollm.cli_options import (
     FAILED,
     DeviceOption,
@@ -30,7 +31,11 @@ commands = command_group("profile", HELP)
 
 ProfileName = Annotated[
     str | None,
-    typer.Argument(metavar="[PROFILE]", help="A file, or a fingerprint's beginning; by default the newest."),
+    typer.Argument(
+        metavar="[PROFILE]",
+        help="A file, or a fingerprint's beginning; by default the newest.",
+        autocompletion=cli_complete.profiles,
+    ),
 ]
 
 
@@ -159,8 +164,16 @@ def profile_show(
 
 @commands.command("compare")
 def profile_compare(
-    first: Annotated[str, typer.Argument(metavar="A", help="A file, or a fingerprint's beginning.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The one compared with it.")],
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A file, or a fingerprint's beginning.", autocompletion=cli_complete.profiles
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help="The one compared with it.", autocompletion=cli_complete.profiles),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Compare two profiles: what became faster or slower beyond the noise."""

@@ -201,10 +201,11 @@ def test_an_unexpected_error_is_one_panel_that_names_a_bug(run, fake):
     assert "--debug" in err
 
 
-def test_ctrl_c_ends_the_answer_without_a_word(run, fake):
+def test_ctrl_c_ends_the_answer_with_one_line(run, fake):
     fake.stream_arguments = {"fail_at": 2, "error": KeyboardInterrupt()}
     code, out, err = run("generate", "folder", "hello")
     assert (code, out) == (130, "one two ")
+    assert err.splitlines()[-1] == "Interrupted."
     assert "Error" not in err
     assert fake.streams[0].closed
 
@@ -400,6 +401,7 @@ def test_ctrl_c_while_generating(bundled_model, tmp_path):
     finally:
         running.kill()
     assert running.returncode == 130
+    assert err.splitlines()[-1] == b"Interrupted."
     assert b"Traceback" not in err
     assert b"Error" not in err
     assert time.monotonic() - begin < 10

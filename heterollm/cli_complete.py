@@ -1,0 +1,104 @@
+"""What the shell offers behind options and arguments; quick enough to be asked at every press of a key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = [
+    "cache_kinds",
+    "devices",
+    "known_models",
+    "levels",
+    "models",
+    "plans",
+    "precisions",
+    "profiles",
+    "socs",
+]
+
+PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
+PRECISIONS = ("w4a16", "w4a8", "fp16")
+
+
+def devices(incomplete: str) -> list[str]:
+    """Return names of devices, simulated ones too."""
+    from heterollm.kernels.soc.parameters import soc_names
+
+    simulated = (f"sim:{name}" for name in soc_names())
+    return _beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
+
+
+def plans(incomplete: str) -> list[str]:
+    """Return the levels of plans; a shell offers files by itself."""
+    return _beginning(incomplete, PLANS)
+
+
+def levels(incomplete: str) -> list[str]:
+    """Return the levels that a solver finds plans for."""
+    return _beginning(incomplete, ("auto", "tensor", "block"))
+
+
+def precisions(incomplete: str) -> list[str]:
+    """Return the precisions."""
+    return _beginning(incomplete, PRECISIONS)
+
+
+def socs(incomplete: str) -> list[str]:
+    """Return the SoCs that can be simulated by name."""
+    from heterollm.kernels.soc.parameters import soc_names
+
+    return _beginning(incomplete, soc_names())
+
+
+def known_models(incomplete: str) -> list[str]:
+    """Return the models whose sizes are known, and folders."""
+    from heterollm.known_models import KNOWN_MODELS
+
+    return [*_beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Return folders on the way to a checkpoint, checkpoints, and what is in the hub's cache."""
+    return [*_folders(incomplete), *_beginning(incomplete, sorted(_hub_names()))]
+
+
+def profiles(incomplete: str) -> list[str]:
+    """Return the fingerprints of the profiles in the cache."""
+    from heterollm.kernels.cache import cache_root
+
+    found = (path.stem.rpartition("-")[2] for path in (cache_root() / "profiles").glob("*.json"))
+    return _beginning(incomplete, sorted(found))
+
+
+def cache_kinds(incomplete: str) -> list[str]:
+    """Return the kinds of files in the cache."""
+    from heterollm.cache_folder import KINDS
+
+    return _beginning(incomplete, KINDS)
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _folders(incomplete: str) -> Iterator[str]:
+    typed, begun = os.path.split(incomplete)
+    try:
+        entries = sorted(os.scandir(Path(typed or ".").expanduser()), key=lambda entry: entry.name)
+        for entry in entries:
+            hidden = entry.name.startswith(".") and not begun
+            if entry.name.startswith(begun) and not hidden and entry.is_dir():
+                whole = os.path.join(typed, entry.name)  # noqa: PTH118 - what was typed stays as it is
+                yield whole if Path(entry.path, "config.json").is_file() else f"{whole}/"
+    except OSError:
+        return  # a folder that is not there, or not ours to read, has nothing to offer
+
+
+def _hub_names() -> Iterator[str]:
+    """Yield names of repositories; the layout of the hub's cache is documented by huggingface_hub."""
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    for path in hub.glob("models--*"):
+        yield path.name.removeprefix("models--").replace("--", "/")

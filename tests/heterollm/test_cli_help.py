@@ -1,0 +1,230 @@
+"""What the command line teaches and promises: examples, exit codes, completion, colours, pipes, odd paths."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+import typer
+
+from heterollm import cli_complete
+from heterollm.cache_folder import KINDS
+from heterollm.cli import app, main
+from heterollm.cli_examples import EXAMPLES, SUMMARIES, command_names
+from heterollm.exit_codes import EXIT_CODES
+from heterollm.kernels.device import DEVICE_NAMES
+
+NAMES = [name for name, _ in command_names(app)]
+ODD = "Modèle ünd 模型 x"
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+# -- help --------------------------------------------------------------------------------------------
+
+
+def test_every_command_has_examples_and_a_summary():
+    assert set(EXAMPLES) == {"", *NAMES}
+    assert set(SUMMARIES) == {name for name in NAMES if " " not in name}
+    assert all(len(text) <= 60 for text in SUMMARIES.values())
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_examples_parse(line):
+    """Words, options and values are taken by the command's own parser; nothing runs."""
+    program, *words = shlex.split(line.partition(" < ")[0])
+    assert program == "heterollm"
+    command = typer.main.get_command(app)
+    context = command.make_context("heterollm", words)
+    while hasattr(command, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        if not rest:
+            break
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+    assert not context.args
+
+
+def test_an_example_that_is_wrong_would_not_parse():
+    with pytest.raises(Exception, match="No such option"):
+        test_examples_parse("heterollm generate MODEL hello --max-tokens 3")
+
+
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_help_shows_the_examples(run, name):
+    code, out, err = run(*name.split(), "-h")
+    assert (code, err) == (0, "")
+    assert all(f"    {line}\n" in out for line in EXAMPLES[name])
+
+
+def test_help_lists_every_command_in_a_line_and_every_exit_code(run):
+    out = run("--help")[1]
+    for name, text in SUMMARIES.items():
+        assert re.search(rf"^  {name} +{re.escape(text)}$", out, re.MULTILINE), name
+    for code, meaning in EXIT_CODES.items():
+        assert re.search(rf"^ +{code}  {re.escape(meaning)}$", out, re.MULTILINE), code
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("genrate", "generate"), ("benhc", "bench")])
+def test_an_unknown_command_suggests_one(run, typed, meant):
+    code, out, err = run(typed)
+    assert (code, out) == (2, "")
+    assert f"Did you mean '{meant}'?" in err
+
+
+# -- completion --------------------------------------------------------------------------------------
+
+
+SHELLS = {
+    "bash": lambda words, last: {"COMP_WORDS": f"{words} {last}", "COMP_CWORD": str(len(words.split()))},
+    "zsh": lambda words, last: {"_TYPER_COMPLETE_ARGS": f"{words} {last}"},
+    "fish": lambda words, last: {
+        "_TYPER_COMPLETE_ARGS": f"{words} {last}",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    },
+    "powershell": lambda words, last: {
+        "_TYPER_COMPLETE_ARGS": f"{words} {last}",
+        "_TYPER_COMPLETE_WORD_TO_COMPLETE": last,
+    },
+}
+
+
+@pytest.fixture
+def complete(run, monkeypatch):
+    def ask(shell, words, last=""):
+        for name, value in SHELLS[shell](words, last).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("_HETEROLLM_COMPLETE", f"complete_{shell}")
+        return run()[1]
+
+    return ask
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_commands_options_and_values(complete, run, monkeypatch, shell):
+    assert "generate" in complete(shell, "heterollm", "gen")
+    assert "--max-new-tokens" in complete(shell, "heterollm generate", "--max")
+    # zsh asks for a backslash before a colon.
+    assert "sim:snapdragon-8gen3" in complete(shell, "heterollm generate --device").replace("\\", "")
+    assert "tensor" in complete(shell, "heterollm plan --level")
+    monkeypatch.setenv("_HETEROLLM_COMPLETE", f"source_{shell}")
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert "heterollm" in out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None or os.name == "nt", reason="no bash to try it with")
+def test_bash_itself_completes(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("_HETEROLLM_COMPLETE", "source_bash")
+    script = tmp_path / "completion.bash"
+    script.write_text(run()[1])
+    ask = f'source "{script}"; COMP_WORDS=(heterollm cac); COMP_CWORD=1; '
+    ask += f'heterollm() {{ "{sys.executable}" -m heterollm "$@"; }}; export -f heterollm; '
+    ask += f'PATH="{tmp_path}:$PATH"; _heterollm_completion heterollm; echo "${{COMPREPLY[@]}}"'
+    program = tmp_path / "heterollm"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m heterollm "$@"\n')
+    program.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if name != "_HETEROLLM_COMPLETE"}
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, cwd=tmp_path, env=clean)
+    assert done.stdout.split() == ["cache"], done.stderr
+
+
+def test_what_is_offered_is_what_there_is(tmp_path, monkeypatch, bundled_model):
+    assert set(DEVICE_NAMES) <= set(cli_complete.devices(""))
+    assert cli_complete.cache_kinds("") == list(KINDS)
+    assert "llama-3-8b" in cli_complete.known_models("llama-3-8b")
+    assert str(bundled_model) in cli_complete.models(f"{bundled_model.parent}{os.sep}")
+    assert cli_complete.models(f"{tmp_path}/none/x") == []
+    (tmp_path / "models--some--model").mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert cli_complete.models("some/") == ["some/model"]
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "sim-phone-0123456789abcdef.json").touch()
+    assert cli_complete.profiles("01") == ["0123456789abcdef"]
+
+
+# -- streams -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo terminals here")
+@pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_for_terminals_that_want_them(variables, coloured, tmp_path):
+    import pty
+
+    ours, theirs = pty.openpty()
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
+    }
+    command = [sys.executable, "-m", "heterollm", "cache", "clear", "nonsense"]
+    subprocess.run(
+        command,
+        cwd=tmp_path,
+        stderr=theirs,
+        env=environment | {"TERM": "xterm-256color"} | variables,
+        check=False,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "nonsense" in shown
+    assert bool(re.search(r"\x1b\[[\d;]*3[0-7]", shown)) is coloured
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
+@pytest.mark.parametrize("words", ["--help", "--version", "cache list", "simulate -h"])
+def test_nobody_reads_to_the_end(words, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "heterollm", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# -- odd paths ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch, bundled_model, session_cache):
+    """A folder with blanks and letters of three scripts: the model, the cache and all files lie in it."""
+    folder = tmp_path / ODD
+    shutil.copytree(bundled_model, folder / ODD)
+    cache = folder / f"{ODD} cache"
+    if (session_cache / "opencl").exists():  # what other tests compiled
+        shutil.copytree(session_cache / "opencl", cache / "opencl")
+    monkeypatch.setenv("HETEROLLM_CACHE", str(cache))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_paths_with_blanks_and_other_letters(run, odd):
+    simulated = ("--device", "sim:snapdragon-8gen3")
+    code, out, err = run("profile", *simulated, "--model", ODD, "--quick", "--no-tune", "--json")
+    assert code == 0, err
+    assert json.loads(out)["device"] == "sim:snapdragon-8gen3"
+    code, _, err = run("profile", "export", f"{ODD}.json")
+    assert code == 0, err
+    code, out, err = run("plan", ODD, *simulated, "-o", f"{ODD} plan.json", "--json")
+    assert code == 0, err
+    words = ("--device", "host", "--max-new-tokens", 2, "--plan", "layer", "--trace", f"{ODD} trace.json")
+    code, out, err = run("generate", ODD, "import é", *words)
+    assert code == 0, err
+    assert out.strip("\n")
+    code, out, err = run("trace", f"{ODD} trace.json", "--json")
+    assert code == 0, err
+    assert unicodedata.normalize("NFC", json.loads(out)["path"]) == f"{ODD} trace.json"
+    assert {f"{ODD}.json", f"{ODD} plan.json", f"{ODD} trace.json"} <= {path.name for path in odd.iterdir()}
