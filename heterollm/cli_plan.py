@@ -64,7 +64,18 @@ def plan_model(
     forbid: Annotated[str | None, typer.Option(help="gpu or npu: it computes no linear layer.")] = None,
     npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None,
     histogram: Annotated[
-        str | None, typer.Option(help="How often prompts of a length come: 64:10,256:3.")
+        str | None,
+        typer.Option(
+            help="How often prompts of a length come, 64:10,256:3 (decoded tokens count under 1), or a file "
+            "of such pairs."
+        ),
+    ] = None,
+    build_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest that building the NPU's graphs may take, such as 30s: chooses the standard lengths "
+            "for --histogram."
+        ),
     ] = None,
     gpu_threads: GpuThreads = None,
     npu_threads: NpuThreads = None,
@@ -72,6 +83,7 @@ def plan_model(
 ) -> None:
     """Solve for the best cut of every operator, and show what was chosen and why."""
     from heterollm import report
+    from heterollm.durations import parse_duration
     from heterollm.plan_command import solve_for
     from heterollm.planning import PlanRequest
     from heterollm.report_plan import plan_report
@@ -92,6 +104,7 @@ def plan_model(
             forbidden=forbid,
             npu_gib=npu_gib,
             histogram=None if histogram is None else _histogram(histogram),
+            build_budget_s=None if build_budget is None else parse_duration(build_budget, "--build-budget"),
             level=cast("RequestedLevel", level),
         ),
         context=context,
@@ -113,15 +126,23 @@ def plan_model(
 
 
 def _histogram(text: str) -> dict[int, float]:
+    """Return the counts of pairs, or of a file that holds such, separated by commas or white space."""
     from heterollm.errors import OptionError
 
+    fix = "Give lengths with weights, 64:10,256:3, or a file of such pairs."
+    pairs = text
+    try:
+        if Path(text).is_file():
+            pairs = Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--histogram is {text!r:.80}, which cannot be read: {error}.", fix=fix) from error
     counts: dict[int, float] = {}
-    for part in text.split(","):
-        tokens, _, weight = part.partition(":")
+    for pair in pairs.replace(",", " ").split():
+        tokens, _, weight = pair.partition(":")
         try:
-            counts[int(tokens)] = float(weight or 1)
+            counts[int(tokens)] = counts.get(int(tokens), 0.0) + float(weight or 1)
         except ValueError:
             counts[0] = 0.0
-    if min(counts) < 1:
-        raise OptionError(f"--histogram is {text!r:.80}.", fix="Give lengths with weights: 64:10,256:3.")
+    if min(counts, default=0) < 1:
+        raise OptionError(f"--histogram is {pairs!r:.80}.", fix=fix)
     return counts

@@ -22,6 +22,7 @@ from heterollm.units import GIB
 if TYPE_CHECKING:
     from heterollm.kept_plans import Solution
     from heterollm.kernels.device import Device
+    from heterollm.length_choice import LengthChoice
     from heterollm.profiler.profile import Profile
     from heterollm.profiler.workload import ModelShape
     from heterollm.solver.candidates import NpuLimits
@@ -47,7 +48,9 @@ class PlanRequest:
         energy_weight: 0 counts time alone, 1 energy alone.
         forbidden: ``gpu`` or ``npu``: a part that must not compute linear layers.
         npu_gib: What the NPU's slices may take together; None is no limit.
-        histogram: How often prompts of each length come; None counts all lengths alike.
+        histogram: How often prompts of each length come, and decode under length 1; None counts all alike.
+        build_budget_s: What building the NPU's graphs may take: the standard lengths are then chosen for the
+            histogram. None uses all that the device offers.
         level: What the solver may place as one.
     """
 
@@ -57,6 +60,7 @@ class PlanRequest:
     forbidden: str | None = None
     npu_gib: float | None = None
     histogram: Mapping[int, float] | None = None
+    build_budget_s: float | None = None
     level: RequestedLevel = "auto"
 
 
@@ -117,6 +121,32 @@ class Planner:
     @cached_property
     def _solver(self) -> Solver:
         """The solver of passes as long as the device allows."""
+        if self.length_choice is None or self._of_all_lengths.limits is None:
+            return self._of_all_lengths
+        limits = replace(self._of_all_lengths.limits, standard_lengths=self.length_choice.chosen.lengths)
+        return replace(self._of_all_lengths, limits=limits)
+
+    @cached_property
+    def length_choice(self) -> LengthChoice | None:
+        """Which standard lengths are worth building; None where all are, or there is nothing to build."""
+        from heterollm.length_choice import BuildCosts, choose
+
+        budget_s, histogram = self.request.build_budget_s, self.request.histogram
+        if budget_s is None or self.limits is None:
+            return None
+        if histogram is None:
+            raise OptionError(
+                "Standard lengths are chosen for the prompts that come, and none were named.",
+                fix="Name them with --histogram, such as 1:200,64:10,256:3.",
+            )
+        solver = self._of_all_lengths
+        builds = BuildCosts.of(self.profile, free=not solver.budget.copies_by_length)
+        labels = {"device": self.profile.device, "precision": self.precision}
+        return choose(solver, histogram, builds, budget_s * 1e6, **labels)
+
+    @cached_property
+    def _of_all_lengths(self) -> Solver:
+        """The solver of all standard lengths that the device offers."""
         from heterollm.profiler.caches import last_level_cache_bytes
         from heterollm.solver.profile_costs import ProfileCosts
         from heterollm.solver.slices import Budget

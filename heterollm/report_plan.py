@@ -9,14 +9,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from heterollm.durations import format_duration
 from heterollm.report import table
 from heterollm.solver.describe import describe
+from heterollm.units import format_bytes
 
 if TYPE_CHECKING:
+    from heterollm.length_choice import LengthChoice
     from heterollm.planning import PassPlan, Planner
     from heterollm.solver.search import Choice, Priced
 
-__all__ = ["pass_table", "plan_report"]
+__all__ = ["lengths_table", "pass_table", "plan_report"]
 
 RUNNERS_UP: Final = 3
 
@@ -32,19 +35,36 @@ def plan_report(planner: Planner, passes: Sequence[PassPlan], *, explain: bool) 
     ]
     for solved in passes:
         parts += [Text(), pass_table(solved, explain=explain)]
-    solver = planner.solver
-    blocks = [] if solver.block is None else [solver.block]
-    held = sum(
-        spec.slice_bytes(rows) * (1 if spec.group == "head" else solver.layers)
-        for spec in (*solver.layer, *blocks, solver.head)
-        for rows in planner.slices.get(spec.group, ())
-    )
-    parts.append(Text(f"\nThe NPU holds slices of {held / 2**20:.0f} MiB."))
+    copies = planner.solver.budget.copies_by_length
+    held = planner.plan.npu_bytes(planner.specs, copies_by_length=copies)
+    words = ", one for each length that they run at" if copies else ""
+    parts.append(Text(f"\nThe NPU holds slices of {format_bytes(held)} in all layers{words}."))
     parts.append(Text(verdict(passes)))
+    if planner.length_choice is not None:
+        parts += [Text(), lengths_table(planner.length_choice)]
+        if not planner.length_choice.chosen.lengths:
+            parts.append(Text("No graph that pays can be built in that time: the GPU computes everything."))
     parts += [Text(note) for note in planner.notes]
     if missing := planner.missing():
         parts.append(Text(f"Not in the profile, and left out of the times: {', '.join(sorted(missing))}."))
     return Group(*parts)
+
+
+def lengths_table(choice: LengthChoice) -> Table:
+    """Return which standard lengths were chosen, and what they mean beside all that there are."""
+    columns = ["standard lengths", "lengths", ">graphs", ">to build", ">mean pass ms", ">padding on the NPU"]
+    title = f"Standard lengths within {format_duration(choice.budget_us / 1e6)} of building, by the histogram"
+    result = table(*columns, title=title)
+    for name, use in (("chosen", choice.chosen), ("all", choice.every), ("one for all", choice.single)):
+        result.add_row(
+            name,
+            ", ".join(map(str, use.lengths)) or "none",
+            str(use.graphs),
+            format_duration(use.build_us / 1e6),
+            f"{use.pass_us / 1e3:.2f}",
+            f"{use.padding_fraction:.1%}",
+        )
+    return result
 
 
 def verdict(passes: Sequence[PassPlan]) -> str:
@@ -60,7 +80,9 @@ def verdict(passes: Sequence[PassPlan]) -> str:
 
 
 def _named(passes: Sequence[PassPlan]) -> str:
-    return ", ".join(f"{solved.phase} of {solved.tokens}" for solved in passes)
+    return ", ".join(
+        "decode" if solved.phase == "decode" else f"prefill of {solved.tokens}" for solved in passes
+    )
 
 
 def pass_table(solved: PassPlan, *, explain: bool) -> Table:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 
 from heterollm.errors import PlanError
 from heterollm.kernels.cache import atomic_path
-from heterollm.kernels.ops import GROUPS, Group, OpSpec, Phase
+from heterollm.kernels.ops import GROUPS, Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.kernels.strict_json import parse_json
 
 __all__ = ["SCHEMA_VERSION", "Alternative", "Placement", "PlacementKind", "Plan", "PlanEntry", "model_shape"]
@@ -180,6 +180,23 @@ class Plan:
         """Yield ``(first token, length)`` of the passes that a prompt of ``tokens`` tokens runs in."""
         for first in range(0, tokens, self.chunk_length):
             yield first, min(self.chunk_length, tokens - first)
+
+    def npu_bytes(self, specs: Sequence[OpSpec], *, copies_by_length: bool) -> int:
+        """Return the bytes of weights that the NPU's graphs hold.
+
+        Args:
+            specs: Every group of the model.
+            copies_by_length: Whether every length of a slice holds weights of its own.
+        """
+        groups = [*specs, *feed_forward_blocks(specs)]
+        held = {
+            (spec.layer, entry.group, entry.placement.npu_rows, length if copies_by_length else 0): spec
+            for entry in self.entries
+            for spec in groups
+            if spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
+            for length in entry.placement.npu_lengths
+        }
+        return sum(spec.slice_bytes(rows) for (_, _, rows, _), spec in held.items())
 
     @property
     def has_blocks(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
-from heterollm.solver.candidates import Cuts, NpuLimits, cut_stride, cuts_near
+from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
 from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
 from heterollm.solver.entries import merged, placed
@@ -271,7 +271,7 @@ class Solver:
         while max(strides.values()) > 1:
             wide = [group for group, stride in strides.items() if stride > 1]
             strides = {group: -(-stride // 2) for group, stride in strides.items()}
-            near: dict[Group, Cuts | None] = {
+            near: dict[Group, list[Rows]] = {
                 group: cuts_near(groups[group], alignment, slices[group], strides[group]) for group in wide
             }
             found = joined(found, self._every_candidate(costs, near))

@@ -1,0 +1,183 @@
+"""Standard lengths for a histogram of prompts and a budget for building, and chunks of long prompts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from heterollm.cli import main
+from heterollm.errors import OptionError, PlanError
+from heterollm.known_models import find_model
+from heterollm.layout import op_specs
+from heterollm.length_choice import BuildCosts
+from heterollm.model_shape import shape_of_specs
+from heterollm.planning import Planner, PlanRequest
+from heterollm.profiler.profile import Profile
+from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Record
+from heterollm.profiler.workload import cut_rows, rest_rows
+from heterollm.solver.plan import Plan
+from heterollm.solver.solve import Solver
+
+MODEL = "qwen2.5-0.5b"
+CONFIG = find_model(MODEL).config
+SPECS = op_specs(CONFIG, "w4a16", 32, True, float_bits=16)
+SHAPE = shape_of_specs(CONFIG, SPECS, MODEL)
+LENGTHS = (1, 32, 128, 256)
+HISTOGRAM = {1: 20.0, 40: 4.0, 130: 2.0}
+BUDGET_S = 12.0
+
+
+def graph_us(length: int) -> float:
+    """The facts' builds: affine through 408 ms at 135 tokens and 2050 ms at 1000, a tenth of it here."""
+    return 0.1e3 * (408 + (2050 - 408) * (length - 135) / (1000 - 135))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    """A device with static graphs, whose NPU is fast at prompts and slow at single tokens."""
+    description = {"device": "made", "time": "real", "npu": "an NPU", "activation_dtype": "float16"}
+    made = Profile({**description, "npu_standard_lengths": list(LENGTHS), "npu_row_alignment": 64})
+
+    def add(part, spec, rows, tokens, form=""):
+        point = LinearPoint.of(spec, tokens, member_rows=rows, form=form)
+        weights = sum(rows) * spec.columns
+        time_us = 5.0 + max(weights / 3e4, weights * tokens / 5e5)
+        if part == "npu":
+            time_us = 30.0 + max(weights / 1.5e4, weights * math.ceil(tokens / 32) * 32 / 1e6)
+            made.add(Record(GraphKey(point, "code"), values={"build_us": graph_us(tokens)}))
+        made.add(Record(LinearKey(part, point, "code"), (time_us,), taken_s=1.0))
+
+    for spec in SHAPE.specs:
+        half = cut_rows(spec.member_rows, 0.5, 64)
+        for tokens in (1, 32) if spec.group == "head" else (1, 32, 64, 256):
+            add("gpu", spec, spec.member_rows, tokens)
+            add("gpu", spec, rest_rows(spec.member_rows, half), tokens)
+        for tokens in (1, 32) if spec.group == "head" else LENGTHS:
+            add("npu", spec, spec.member_rows, tokens, "matmul_nbits")
+            add("npu", spec, half, tokens, "matmul_nbits")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    # One for the module, so that the predictor is fitted once.
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.getbasetemp() / "length_choice"))
+
+
+def planner(profile: Profile, **request: object) -> Planner:
+    return Planner(profile, CONFIG, SPECS, "w4a16", PlanRequest(**{"context": 256, **request}))
+
+
+@pytest.fixture(scope="module")
+def built(profile, tmp_path_factory) -> Planner:
+    """The planner of a budget that does not do for all lengths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.getbasetemp() / "length_choice"))
+        made = planner(profile, histogram=HISTOGRAM, build_budget_s=BUDGET_S)
+        assert made.length_choice is not None
+    return made
+
+
+def lengths_of(plan: Plan) -> set[int]:
+    return {length for entry in plan.entries for length in entry.placement.npu_lengths}
+
+
+def test_builds_are_predicted_from_those_measured(profile):
+    builds = BuildCosts.of(profile, free=False)
+    for spec, length in itertools.product(SHAPE.layer, LENGTHS):
+        assert builds.graph_us(spec, spec.member_rows, length) == pytest.approx(graph_us(length), rel=0.05)
+    without = Profile(profile.description, dict(profile.of_kind(LinearKey)))
+    with pytest.raises(PlanError, match="no build of an NPU graph"):
+        BuildCosts.of(without, free=False)
+
+
+def test_the_chosen_lengths_are_built_in_time(built):
+    choice = built.length_choice
+    assert choice.chosen.build_us <= BUDGET_S * 1e6 < choice.every.build_us
+    assert set(choice.chosen.lengths) < set(LENGTHS)
+    assert lengths_of(built.plan) <= set(choice.chosen.lengths)
+    # What is built is what the plan names, layer for layer.
+    entries = {
+        (own.group, own.placement.npu_rows, length, own.layers)
+        for own in built.plan.entries
+        for length in own.placement.npu_lengths
+    }
+    assert choice.chosen.graphs == sum(high - low + 1 for *_, (low, high) in entries)
+    # Nearly as fast as all lengths, and faster than the longest alone.
+    assert choice.every.pass_us <= 1.01 * choice.chosen.pass_us
+    assert choice.chosen.pass_us < 0.97 * choice.single.pass_us
+    assert choice.chosen.padding_fraction < choice.single.padding_fraction
+
+
+def test_hardly_any_time_builds_nothing(profile):
+    made = planner(profile, histogram=HISTOGRAM, build_budget_s=0.01)
+    assert made.length_choice.chosen.lengths == ()
+    assert not made.plan.uses_npu
+
+
+def test_the_command_says_what_is_built_and_writes_a_plan_of_it(profile, built, tmp_path, capsys):
+    file, histogram, target = (tmp_path / name for name in ("profile.json", "prompts.txt", "plan.json"))
+    profile.save(file)
+    histogram.write_text("1:20\n40:4, 130\n130:1\n", encoding="utf-8")
+    words = ["plan", MODEL, "--profile", str(file), "--context", "256", "--histogram", str(histogram)]
+    assert main([*words, "--build-budget", "12s", "--length", "40", "-o", str(target)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Standard lengths within 12 s of building" in shown
+    assert f"chosen {', '.join(map(str, built.length_choice.chosen.lengths))}" in shown
+    assert Plan.load(target) == built.plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--build-budget", "20s"], "--histogram"),
+        (["--build-budget", "x", "--histogram", "64:1"], "--build-budget"),
+        (["--build-budget", "20s", "--histogram", "0:1"], "--histogram"),
+        (["--build-budget", "20s", "--histogram", "64:-1"], "64"),
+        (["--histogram", "FOLDER"], "--histogram"),
+    ],
+)
+def test_nonsense_is_refused(profile, tmp_path, capsys, arguments, said):
+    file = tmp_path / "profile.json"
+    profile.save(file)
+    arguments = [str(tmp_path) if word == "FOLDER" else word for word in arguments]
+    assert main(["plan", MODEL, "--profile", str(file), "--context", "256", *arguments]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_budget_all_lengths_are_offered(profile):
+    made = planner(profile, histogram=HISTOGRAM)
+    assert made.length_choice is None
+    assert made.solver.limits is not None
+    assert made.solver.limits.standard_lengths == LENGTHS
+    with pytest.raises(OptionError, match="none were named"):
+        _ = planner(profile, build_budget_s=1.0).plan
+
+
+# -- chunks -----------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypatch):
+    asked = []
+
+    def best_chunk(self, prompts, costs_at, slices):
+        asked.append((dict(prompts), costs_at(700).position, set(slices)))
+        return 128
+
+    monkeypatch.setattr(Solver, "best_chunk", best_chunk)
+    made = planner(profile, context=1024, level="tensor")
+    assert made.plan.chunk_length == 128
+    assert [length for _, length in made.plan.chunks(300)] == [128, 128, 44]
+    assert max(entry.lengths[1] for entry in made.plan.entries) == 128
+    with pytest.raises(PlanError, match="1 to 128 tokens"):
+        made.one_pass("prefill", 129)
+    assert asked == [({1024: 1.0}, 700, {"qkv", "o", "gate_up", "down", "head"})]
+    # As they come, if that is known; one token is decode.
+    assert planner(profile, context=2048, histogram={1: 5.0, 900: 2.0, 60: 1.0}).plan.chunk_length == 128
+    assert asked[-1][0] == {900: 2.0, 60: 1.0}
+    # Nothing to choose where no prompt is longer than a pass.
+    assert planner(profile, context=256).plan.chunk_length == 256
+    assert planner(profile, context=2048, histogram={1: 5.0, 250: 2.0}).plan.chunk_length == 256
+    assert len(asked) == 2
