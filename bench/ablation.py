@@ -20,6 +20,7 @@ configuration and precision the last one counts.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -100,8 +101,12 @@ class Measuring:
             )
             for precision in options.precisions
         ]  # fmt: skip
-        budget = parse_duration(options.profile_budget, "--profile-budget")
-        self._profile_s = (budget or 0.0) if options.profile_first else 0.0
+        # Those that follow have what precisions share from the first.
+        budgets = [parse_duration(text, "--profile-budget") or 0.0 for text in options.profile_budget]
+        self._profiles_s = {
+            this.precision: budgets[min(place, len(budgets) - 1)] if options.profile_first else 0.0
+            for place, this in enumerate(self._parts)
+        }
 
     def announce(self) -> None:
         """Say what will run, what is shortened, and how long it should take."""
@@ -111,14 +116,9 @@ class Measuring:
             for remark in this.remarks:
                 say(f"  {remark}")
         total_s = sum(map(self._estimate_s, self._parts)) + WAITS_S
-        say(
-            f"About {total_s / 60:.0f} minutes on two cores such as those of earlier runs"
-            + (
-                f", of these {len(self._parts) * self._profile_s / 60:.0f} for profiles."
-                if self._profile_s
-                else "."
-            )
-        )
+        profiles_s = sum(self._profiles_s.values())
+        words = f", of these {profiles_s / 60:.0f} for profiles" if profiles_s else ""
+        say(f"About {total_s / 60:.0f} minutes on two cores such as those of earlier runs{words}.")
 
     def run(self) -> tuple[list[BenchRow], Stop | None]:
         """Profile, take all samples, and show the report of each precision."""
@@ -138,17 +138,20 @@ class Measuring:
     def _estimate_s(self, this: Part) -> float:
         options = self._options
         trace = not options.no_trace
-        return self._profile_s + estimate_s(this, options.repetitions, trace=trace, scale=self._scale)
+        return self._profiles_s[this.precision] + estimate_s(
+            this, options.repetitions, trace=trace, scale=self._scale
+        )
 
     def _left_s(self) -> float:
         limit_s = parse_duration(self._options.time_limit, "--time-limit")
-        return float("inf") if limit_s is None else limit_s - (time.monotonic() - self._begin_s)
+        return math.inf if limit_s is None else limit_s - (time.monotonic() - self._begin_s)
 
     def _profile(self, this: Part, most_s: float) -> None:
-        if not self._profile_s:
+        budget_s = self._profiles_s[this.precision]
+        if not budget_s:
             return
         wanted = [one for one in this.configurations if one.threads == SPLIT]
-        for text in profile_splits(self._model, wanted, budget_s=min(self._profile_s, most_s)):
+        for text in profile_splits(self._model, wanted, budget_s=min(budget_s, most_s)):
             say(text)
 
     def _bench(self, this: Part, limit_s: float) -> BenchResult:
@@ -165,7 +168,7 @@ class Measuring:
             light=this.light,
             left_out=this.left_out,
             warm_up_s=WARM_UP_S,
-            time_limit_s=None if limit_s == float("inf") else limit_s,
+            time_limit_s=_finite(limit_s),
         )
         return self._shown(bench)
 
@@ -179,6 +182,7 @@ class Measuring:
             seed=options.seed,
             patience_s=options.patience,
             trace=not options.no_trace,
+            time_limit_s=_finite(max(1.0, self._left_s())),
         )
         return self._shown(bench)
 
@@ -189,6 +193,10 @@ class Measuring:
             )
         show(result)
         return result
+
+
+def _finite(limit_s: float) -> float | None:
+    return limit_s if math.isfinite(limit_s) else None
 
 
 def say(text: str) -> None:
@@ -252,7 +260,7 @@ def parse_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--time-limit", default="none", help="such as 35m: then the rows so far are the result")
     add("--profile-first", action="store_true", help="profile the split anew for each precision")
-    add("--profile-budget", default="4m", help="for each profile")
+    add("--profile-budget", nargs="+", default=("4m", "3m"), help="of each precision's profile")
     add("--no-llama-cpp", action="store_true")
     add("--no-trace", action="store_true")
     add("--tiny", action="store_true", help="the bundled model instead: a check of this script")

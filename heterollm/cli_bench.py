@@ -66,6 +66,9 @@ def bench(
             "--no-trace", help="Do not run every test once more, traced, for overlap and hand-overs."
         ),
     ] = False,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write these traces there, for `heterollm trace`.")
+    ] = None,
     profile_first: Annotated[
         bool, typer.Option("--profile-first", help="Profile the device quickly for each split of the cores.")
     ] = False,
@@ -133,8 +136,11 @@ def bench(
         patience_s=patience,
         memory_gib=memory_gib,
         trace=not no_trace,
+        traces=traces,
         time_limit_s=None if time_limit is None else parse_duration(time_limit, "--time-limit"),
     )
+    if traces is not None:
+        _check_traces(traces, no_trace)
     file = None if out is None else RowFile(out)
     with signals_interrupt():
         if profile_first:
@@ -161,6 +167,14 @@ def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None
         check_picture(picture)
     if html is not None:
         check_page(html)
+
+
+def _check_traces(folder: Path, no_trace: bool) -> None:
+    from heterollm.trace_file import check_target
+
+    if no_trace:
+        raise OptionError("--traces has nothing to write with --no-trace.", fix="Leave out one of the two.")
+    check_target(folder / "trace.json")
 
 
 def _refuse_others(context: typer.Context) -> None:

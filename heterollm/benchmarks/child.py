@@ -102,7 +102,10 @@ class _Models:
         engine = open_engine(self._job(request, trace=True))
         ids = random_ids(request["seed"], request["vocabulary"], request["context"])
         try:
-            return [engine.trace(Case(**case), ids) for case in request["cases"]]
+            found = []
+            for case, file in zip(request["cases"], request["files"], strict=True):
+                found.append(engine.trace(Case(**case), ids, None if file is None else Path(file)))
+            return found
         finally:
             engine.close()
 

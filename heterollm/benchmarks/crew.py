@@ -104,15 +104,27 @@ class Crew:
         """
         return self._ask(configuration, {"do": do, **arguments})
 
-    def trace(self, configuration: Configuration, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    def trace(
+        self, configuration: Configuration, cases: Sequence[Case], files: Sequence[Path | None]
+    ) -> list[dict[str, Any]]:
         """Return what traces of some tests show, from a model that is loaded for them alone.
+
+        Args:
+            configuration: How they run.
+            cases: The tests.
+            files: Where the trace of each is written, if it is.
 
         Raises:
             ChildDiedError: The process ended; every model that it held is gone.
             HeteroLLMError: It cannot be loaded.
         """
         self._make_room(self._guess(configuration))
-        request = {"do": "trace", "cases": [asdict(case) for case in cases], **self._how(configuration)}
+        request = {
+            "do": "trace",
+            "cases": [asdict(case) for case in cases],
+            "files": [None if file is None else str(file) for file in files],
+            **self._how(configuration),
+        }
         found: list[dict[str, Any]] = self._ask(configuration, request)["fields"]
         return found
 

@@ -99,8 +99,8 @@ class BenchEngine(Protocol):
         """Return what a sample does: fields of a row, and under ``reasons`` why some are missing."""
         ...
 
-    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:
-        """Run a test once and return what its trace shows: fields of a row."""
+    def trace(self, case: Case, ids: Ids, file: Path | None = None) -> dict[str, Any]:
+        """Run a test once and return what its trace shows: fields of a row; write it into a file if asked."""
         ...
 
     def close(self) -> None:

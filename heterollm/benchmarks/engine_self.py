@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from heterollm.load_options import Sync
 from heterollm.planning import Planner, PlanRequest, stored_profile
 from heterollm.session import Session
 from heterollm.solver import SOLVED_LEVELS, LengthPolicy
+from heterollm.trace_file import save_trace
 from heterollm.trace_summary import summarise
 
 __all__ = ["SelfEngine"]
@@ -149,12 +151,15 @@ class SelfEngine:
             found |= {"ceiling_gbps": ceilings.gbps, "ceiling_gflops": ceilings.gflops}
         return found | {"reasons": reasons}
 
-    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:
+    def trace(self, case: Case, ids: Ids, file: Path | None = None) -> dict[str, Any]:
         """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`. Loaded to be traced."""
         self.sample_us(case, ids)  # compiles
         self._llm.take_trace()
         self.sample_us(case, ids)
-        found = summarise(self._llm.take_trace())
+        trace = self._llm.take_trace()
+        if file is not None:
+            save_trace(trace, file)
+        found = summarise(trace)
         return {
             "traced_ms": found.wall_us / 1e3,
             "gpu_busy_ms": found.gpu_busy_us / 1e3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -32,7 +33,12 @@ class ForeignEngine(ABC):
         reasons = dict.fromkeys(UNKNOWN, REASON)
         return {"read_bytes": work.read_bytes, "flops": work.flops, "reasons": reasons}
 
-    def trace(self, case: Case, ids: Ids) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
+    def trace(
+        self,
+        case: Case,  # noqa: ARG002 - the protocol's
+        ids: Ids,  # noqa: ARG002
+        file: Path | None = None,  # noqa: ARG002
+    ) -> dict[str, Any]:
         """Return nothing, as others are not traced."""
         return {}
 

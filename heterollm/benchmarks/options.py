@@ -25,6 +25,7 @@ class BenchOptions:
         patience_s: How long to wait for an idle machine before each sample, and to take it again.
         memory_gib: What all models may take together; by default 0.8 of what is available.
         trace: Whether to run every test once more in a traced model, for overlap and hand-overs.
+        traces: Folder into which the trace of each of these runs is written, for ``heterollm trace``.
         light: Tests of which one sample without a trace is enough; taken in the last round.
         left_out: What is not run: a configuration and a test each.
         warm_up_s: Tests that are expected to take longer are not warmed up, if their model has run another:
@@ -40,6 +41,7 @@ class BenchOptions:
     patience_s: float = 0.0
     memory_gib: float | None = None
     trace: bool = True
+    traces: Path | None = None
     light: frozenset[Case] = frozenset()
     left_out: frozenset[tuple[Configuration, Case]] = frozenset()
     warm_up_s: float = math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +41,7 @@ MEMORY_FRACTION: Final = 0.8
 """Of what is available, what all models may take together by default."""
 UNKNOWN_MEMORY: Final = 8 * GIB
 CONTEXT_STEP: Final = 64
+LONGEST_NAME: Final = 120
 DEATHS_ALLOWED: Final = 1
 """Of a configuration's process: the test that it died at is given up, after one more the configuration is."""
 
@@ -176,13 +178,21 @@ class _Bench:
             cases = [case for case in self._cases(configuration) if case not in self._options.light]
             cases = [case for case in cases if self.states[configuration, case].error is None]
             try:
-                found = self._crew.trace(configuration, cases) if cases else []
+                files = [self._trace_file(configuration, case) for case in cases]
+                found = self._crew.trace(configuration, cases, files) if cases else []
             except HeteroLLMError as error:
                 logger.warning("%s is not traced: %s", configuration.label, error)
                 continue
             for case, fields in zip(cases, found, strict=True):
                 self.states[configuration, case].traced = fields
         self._progress("Tracing", len(own), len(own))
+
+    def _trace_file(self, configuration: Configuration, case: Case) -> Path | None:
+        folder = self._options.traces
+        if folder is None:
+            return None
+        name = re.sub(r"[^A-Za-z0-9+.]+", "-", f"{case.name} {configuration.label}")
+        return folder.resolve() / f"{name[-LONGEST_NAME:].strip('-.')}.json"
 
     def _check_quality(self) -> None:
         logits, dtypes = {}, {}

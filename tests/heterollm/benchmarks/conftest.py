@@ -71,6 +71,7 @@ class FakeWorker:
                 }
             }
         if do == "trace":
+            crew.files += request["files"]
             return {"fields": [{"traced_ms": 1.0, "overlap_fraction": 0.5} for _ in request["cases"]]}
         crew.taken += 1
         if crew.taken in crew.after:
@@ -94,7 +95,7 @@ class FakeCrew:
         self.need, self.taken = 100, 0
         # What is raised instead of the answer of a sample, counted from 1, warm-ups included.
         self.after = {}
-        self.workers = []
+        self.workers, self.files = [], []
 
     def start(self, process):
         self.workers.append(FakeWorker(self, process))
