@@ -1,12 +1,17 @@
 """The wheel holds every module, kernel and model file of the four folders, under one name."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import heterollm
 
 ROOT = Path(__file__).resolve().parents[1]
 HOMES = {
@@ -17,38 +22,70 @@ HOMES = {
 }
 
 
+SOURCES = {*HOMES, "tests", "bench", "docs", ".ci", "pyproject.toml", "MANIFEST.in"}
+SOURCES |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"}
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
+HARMLESS = re.compile("byte-compiling is disabled|no previously-included files matching")
+
+
+def files_below(folder: Path) -> set[str]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in paths}
+
+
 def shipped_files() -> set[str]:
-    expected = set()
-    for folder, home in HOMES.items():
-        for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                expected.add(f"{home}/{path.relative_to(ROOT / folder).as_posix()}")
-    return expected
+    return {f"{home}/{name}" for folder, home in HOMES.items() for name in files_below(ROOT / folder)}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy: setuptools leaves stale files in build/, which it would ship the next time.
-    work = tmp_path_factory.mktemp("wheel")
-    for name in (*HOMES, "pyproject.toml", "README.md", "LICENSE"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, work / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, work / name)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(work / "dist"),
-        ".",
-    ]
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, and with the wheel that is built from it."""
+    # From a copy: setuptools leaves stale files in build/, which it would ship the next time.
+    work = tmp_path_factory.mktemp("release")
+    for source in sorted(ROOT.iterdir()):
+        if source.name in SOURCES:
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, work / source.name, **({"ignore": LEFT_OUT} if source.is_dir() else {}))
+    command = [sys.executable, "-Im", "build", "--no-isolation", "--outdir", str(work / "dist"), "."]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return next((work / "dist").glob("*.whl"))
+    # Files that are named and not there, or there and not named, are what setuptools warns of.
+    warnings = [line for line in (done.stdout + done.stderr).splitlines() if "warning" in line.lower()]
+    assert not [line for line in warnings if not HARMLESS.search(line)]
+    return work / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+def test_the_source_distribution_has_what_tests_and_docs_need(built: Path) -> None:
+    """It is what a distributor builds and tests from."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {f"{folder}/{name}" for folder in HOMES for name in files_below(ROOT / folder)}
+    expected |= {
+        f"{folder}/{name}" for folder in ("tests", "bench", "docs") for name in files_below(ROOT / folder)
+    }
+    expected |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".ci/run"}
+    assert expected <= names
+
+
+def test_the_wheel_holds_the_files_of_the_checkout(wheel: Path) -> None:
+    """Its files went through the source distribution, and came out as they are here."""
+    with zipfile.ZipFile(wheel) as archive:
+        for folder, home in HOMES.items():
+            for name in files_below(ROOT / folder):
+                assert archive.read(f"{home}/{name}") == (ROOT / folder / name).read_bytes(), name
+
+
+def test_the_version_is_in_one_place(wheel: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert wheel.name.split("-")[:2] == ["heterollm", version]
+    assert heterollm.__version__ == version
+    named = [path for path in ROOT.rglob("*.py") if path.parts[len(ROOT.parts)] in HOMES]
+    assert not [path for path in named if f'"{version}"' in path.read_text("utf-8")]
 
 
 def test_the_wheel_has_every_file_and_no_other(wheel: Path) -> None:

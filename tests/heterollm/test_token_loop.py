@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import heterollm.kernels
+import heterollm.profiler
+import heterollm.solver
 from heterollm import LLM
 from heterollm.engine import KEPT_PASSES
 from heterollm.kernels.npu_host import HostNpu
@@ -15,7 +18,7 @@ from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.load_options import SYNC_OPTIONS, Sync
 from heterollm.solver.plan import Plan
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGES = (heterollm, heterollm.kernels, heterollm.solver, heterollm.profiler)
 LEVELS = ("gpu", "npu", "layer")
 SYNCS = [sync for sync in SYNC_OPTIONS if sync != "auto"]
 ROUNDS, STEPS = 3, 70
@@ -54,10 +57,7 @@ def check_decode_steps(llm: LLM) -> None:
 
     llm._thread.run(lambda: decode(20))
     gc.collect()
-    ours = [
-        tracemalloc.Filter(True, str(PACKAGE / folder / "*"))
-        for folder in ("heterollm", "kernels", "solver", "profiler")
-    ]
+    ours = [tracemalloc.Filter(True, str(Path(package.__file__).parent / "*")) for package in PACKAGES]
     tracemalloc.start(1)
     try:
         before = tracemalloc.take_snapshot().filter_traces(ours)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import heterollm.kernels
 from heterollm import LLM
 from heterollm.engine import Engine
 from heterollm.errors import GraphError, KernelError, OptionError
@@ -26,7 +27,7 @@ from heterollm.trace import Span, Trace
 from heterollm.trace_summary import BETWEEN, PYTHON, busy, summarise, summarise_phases
 from heterollm.tracing import Recorder, Site
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGES = (heterollm, heterollm.kernels)
 PROMPT = 60
 NEW = 6
 CUT = ("qkv", "o", "gate_up", "down")
@@ -272,7 +273,7 @@ def test_decode_steps_make_no_lasting_object(split: LLM) -> None:
 
     split._thread.run(lambda: decode(20))
     gc.collect()
-    ours = [tracemalloc.Filter(True, str(PACKAGE / folder / "*")) for folder in ("heterollm", "kernels")]
+    ours = [tracemalloc.Filter(True, str(Path(package.__file__).parent / "*")) for package in PACKAGES]
     tracemalloc.start(1)
     try:
         before = tracemalloc.take_snapshot().filter_traces(ours)
