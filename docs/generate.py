@@ -1,7 +1,9 @@
-"""Writes docs/commands.md from the program: every command, its arguments and its options.
+"""Writes what of the documents follows from the program.
 
-    python docs/generate.py          writes the page
-    python docs/generate.py --check  exit code 1 if the page is out of date
+That is docs/commands.md, and the numbers and the figure of docs/how-the-split-works.md.
+
+    python docs/generate.py          writes them
+    python docs/generate.py --check  exit code 1 if one of them is out of date
 
 ``tests/test_docs.py`` checks the same.
 """
@@ -15,10 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import typer
+import worked_example
 
 from heterollm.cli import app
 
-__all__ = ["PAGE", "commands", "reference"]
+__all__ = ["PAGE", "commands", "example_files", "reference"]
 
 PAGE: Final = Path(__file__).parent / "commands.md"
 NAME: Final = "heterollm"
@@ -102,12 +105,23 @@ def _default(param: Any) -> str:  # noqa: ANN401 - a parameter of typer's own cl
     return "" if default is None or default is False or callable(default) else f"`{default}`"
 
 
+def example_files() -> dict[Path, str]:
+    """Return the page and the figure of the worked example."""
+    example = worked_example.solved()
+    page = worked_example.PAGE.read_text("utf-8")
+    return {
+        worked_example.PAGE: worked_example.with_numbers(page, example),
+        worked_example.FIGURE: worked_example.figure(example),
+    }
+
+
 def main() -> int:
-    """Write or check the page; return the exit code."""
-    text = reference()
+    """Write or check the files; return the exit code."""
+    files = {PAGE: reference(), **example_files()}
     if "--check" in sys.argv[1:]:
-        return int(not PAGE.exists() or PAGE.read_text("utf-8") != text)
-    PAGE.write_text(text, "utf-8")
+        return int(any(not path.exists() or path.read_text("utf-8") != text for path, text in files.items()))
+    for path, text in files.items():
+        path.write_text(text, "utf-8")
     return 0
 
 

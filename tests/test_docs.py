@@ -2,11 +2,12 @@
 
 Commands and snippets of README and docs/ name a checkpoint as ``path/or/hub-name``, ``path/to/checkpoint``,
 ``MODEL``, ``CHECKPOINT`` or ``FOLDER``; here each stands for the bundled model. That is the only change.
+Snippets marked ``python`` run; one that needs what the tests have not is marked ``py`` and does not.
 """
 
 import ast
 import copy
-import importlib.util
+import importlib
 import json
 import re
 import shlex
@@ -257,10 +258,20 @@ def test_snippets_run(snippet, tmp_path, monkeypatch):
 # -- generated pages ---------------------------------------------------------------------------------
 
 
-def test_the_command_reference_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+@pytest.fixture
+def generate(monkeypatch):
+    """The script that writes what follows from the program."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("generate")
+
+
+def test_the_worked_example_is_up_to_date(generate):
+    """It profiles and solves for two seconds: the README shows its figure."""
+    for path, text in generate.example_files().items():
+        assert path.read_text("utf-8") == text, "run `python docs/generate.py`"
+
+
+def test_the_command_reference_is_up_to_date(generate):
     assert generate.PAGE.read_text("utf-8") == generate.reference(), "run `python docs/generate.py`"
 
 
