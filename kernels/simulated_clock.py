@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from heterollm.errors import OptionError
+from heterollm.kernels.simulated_game import GpuLoad
 
 __all__ = ["ClockCosts", "GpuLoad", "Job", "Rates", "SimulatedClock", "Span", "SpanPart", "Totals"]
 
@@ -55,35 +55,6 @@ class ClockCosts:
     npu_start_share: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuLoad:
-    """A game beside the model.
-
-    Args:
-        frames_per_s: Frames that it draws in a second.
-        frame_us: GPU time of a frame.
-
-    Raises:
-        OptionError: The frames alone would fill the GPU.
-    """
-
-    frames_per_s: float
-    frame_us: float
-
-    def __post_init__(self) -> None:
-        if not (self.frames_per_s > 0 and 0 < self.frame_us < 0.95 * self.period_us):
-            raise OptionError(
-                f"{self.frames_per_s:g} frames a second of {self.frame_us / 1e3:g} ms each leave the GPU "
-                "no time.",
-                fix="Give a load such as 60fps:5ms, below 95 % of the GPU.",
-            )
-
-    @property
-    def period_us(self) -> float:
-        """From one frame to the next."""
-        return 1e6 / self.frames_per_s
-
-
 class Span(NamedTuple):
     """Something that a part did.
 
@@ -92,7 +63,7 @@ class Span(NamedTuple):
         name: What.
         begin_us: When it began.
         end_us: When it ended.
-        dram_bytes: What it read and wrote in memory.
+        dram_bytes: What it read and wrote in memory; all of it in its last span where a game interrupted it.
     """
 
     part: SpanPart
@@ -125,10 +96,11 @@ class Job:
     end_us: float = NEVER
     left_us: float = 0.0
     fixed_left_us: float = 0.0
+    resumed_us: float = NEVER
 
     def start(self, at_us: float) -> None:
         """Note that it starts."""
-        self.begin_us = at_us
+        self.begin_us = self.resumed_us = at_us
         self.fixed_left_us = min(self.fixed_us, self.alone_us)
         self.left_us = self.alone_us - self.fixed_left_us
 
@@ -198,7 +170,8 @@ class SimulatedClock:
         self._waited = False
         self._by_driver = False
         self._copies_back = False
-        self._frame_due_us = 0.0 if load is not None else NEVER
+        self._frames = 0
+        self._frame_due_us = NEVER if load is None else load.begin_us(0)
         self._frame_end_us = NEVER
 
     # -- the control thread --------------------------------------------------------------------------
@@ -302,8 +275,12 @@ class SimulatedClock:
 
     def _settle(self) -> None:
         """Let the devices come up to the control thread's time."""
-        if self._at_us < self.now_us:
+        if self._at_us >= self.now_us:
+            return
+        if self._queue or self._npu is not None or self.load is not None:
             self._run(self.now_us, None)
+        else:
+            self._at_us = self.now_us
 
     def _take_back(self) -> None:
         """Copy the NPU's output back, if it is owed: the queue is in order, so behind the GPU's own part."""
@@ -328,53 +305,61 @@ class SimulatedClock:
             self._step(until_us)
 
     def _step(self, until_us: float) -> None:
-        """Go on to the next event."""
-        self._begin_frame()
+        """Go on to the next event; this is where a simulation spends its time."""
+        if self.load is not None:
+            self._begin_frame()
+        at_us, npu = self._at_us, self._npu
         playing = self._frame_end_us < NEVER
-        head = self._queue[0] if self._queue else None
-        start_us = NEVER
-        if head is not None and head.begin_us == NEVER:
-            start_us = max(head.ready_us, self._gpu_free_us)
-            if start_us <= self._at_us and not playing:
-                head.start(self._at_us)
-        gpu = head if head is not None and head.begin_us != NEVER and not playing else None
-        npu = self._npu
-        gpu_gbps, npu_gbps = (0.0 if job is None else job.demand_gbps for job in (gpu, npu))
+        next_us = min(until_us, self._frame_end_us if playing else self._frame_due_us)
+        gpu: Job | None = None
+        if self._queue and not playing:
+            head = self._queue[0]
+            if head.begin_us == NEVER:
+                start_us = max(head.ready_us, self._gpu_free_us)
+                if start_us <= at_us:
+                    head.start(at_us)
+                elif start_us < next_us:
+                    next_us = start_us
+            if head.begin_us != NEVER:
+                gpu = head
+        gpu_gbps = 0.0 if gpu is None else gpu.demand_gbps
+        npu_gbps = 0.0 if npu is None else npu.demand_gbps
         gpu_rate = npu_rate = 1.0
         if gpu is not None and npu is not None and npu.fixed_left_us <= 0:
             gpu_rate, npu_rate = self._rates(gpu_gbps, npu_gbps, gpu.arithmetic_bound, npu.arithmetic_bound)
-        next_us = min(until_us, self._frame_end_us if playing else self._frame_due_us)
-        if start_us > self._at_us and not playing:
-            next_us = min(next_us, start_us)
-        gpu_end_us, npu_end_us = (
-            NEVER if job is None else self._at_us + (job.fixed_left_us or job.left_us) / rate
-            for job, rate in ((gpu, gpu_rate), (npu, npu_rate))
-        )
+        gpu_end_us = NEVER if gpu is None else at_us + (gpu.fixed_left_us or gpu.left_us) / gpu_rate
+        npu_end_us = NEVER if npu is None else at_us + (npu.fixed_left_us or npu.left_us) / npu_rate
         next_us = min(next_us, gpu_end_us, npu_end_us)
-        elapsed_us = max(0.0, next_us - self._at_us)
+        elapsed_us = max(0.0, next_us - at_us)
         traffic_gbps = gpu_gbps * gpu_rate + npu_gbps * npu_rate
-        if elapsed_us > 0:
-            self.totals.peak_gbps = max(self.totals.peak_gbps, traffic_gbps)
+        if traffic_gbps > self.totals.peak_gbps and elapsed_us > 0:
+            self.totals.peak_gbps = traffic_gbps
         self._at_us = next_us
         if playing:
             self._play(elapsed_us)
         if gpu is not None and _go_on(gpu, elapsed_us * gpu_rate, next_us >= gpu_end_us):
             self._queue.popleft()
             self._end(gpu, "gpu")
-            self._gpu_free_us = self._at_us + self.costs.gap_us
+            self._gpu_free_us = next_us + self.costs.gap_us
         if npu is not None and _go_on(npu, elapsed_us * npu_rate, next_us >= npu_end_us):
             self._npu = None
             self._end(npu, "npu")
 
     def _end(self, job: Job, part: SpanPart) -> None:
         job.end_us = self._at_us
-        self.totals.busy_us[part] += job.end_us - job.begin_us
         self.totals.dram_bytes += job.dram_bytes
-        self._keep(Span(part, job.name, job.begin_us, job.end_us, job.dram_bytes))
+        self._worked(job, part, job.dram_bytes)
+
+    def _worked(self, job: Job, part: SpanPart, dram_bytes: float) -> None:
+        """Note that a job ran until now, since it began or went on."""
+        self.totals.busy_us[part] += self._at_us - job.resumed_us
+        self._keep(Span(part, job.name, job.resumed_us, self._at_us, dram_bytes))
 
     def _begin_frame(self) -> None:
         if self.load is not None and self._at_us >= self._frame_due_us and self._frame_end_us == NEVER:
             self._frame_end_us = self._at_us + self.load.frame_us
+            if self._queue and self._queue[0].begin_us != NEVER:
+                self._worked(self._queue[0], "gpu", 0.0)
 
     def _play(self, elapsed_us: float) -> None:
         assert self.load is not None
@@ -382,8 +367,11 @@ class SimulatedClock:
         if self._at_us >= self._frame_end_us:
             self.totals.frame_us.append(self._at_us - self._frame_due_us)
             self._keep(Span("game", "frame", self._at_us - self.load.frame_us, self._at_us))
-            self._frame_due_us += self.load.period_us
+            self._frames += 1
+            self._frame_due_us = self.load.begin_us(self._frames)
             self._frame_end_us = NEVER
+            if self._queue:
+                self._queue[0].resumed_us = self._at_us
 
     def _count(self, overhead: str, duration_us: float) -> None:
         if overhead:

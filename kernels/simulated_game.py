@@ -1,0 +1,58 @@
+"""A game beside the model on a simulated GPU: when it wants the GPU for a frame, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from heterollm.errors import OptionError
+
+__all__ = ["GpuLoad"]
+
+GOLDEN: Final = (5**0.5 - 1) / 2
+"""Its multiples, without their whole parts, spread evenly however many are taken."""
+
+IRREGULAR_FRACTION: Final = 0.5
+"""Of the time that a frame leaves: within so much its beginning varies."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """A game beside the model.
+
+    Args:
+        frames_per_s: Frames that it draws in a second.
+        frame_us: GPU time of a frame.
+
+    Raises:
+        OptionError: The frames alone would fill the GPU.
+    """
+
+    frames_per_s: float
+    frame_us: float
+
+    def __post_init__(self) -> None:
+        if not (self.frames_per_s > 0 and 0 < self.frame_us < 0.95 * self.period_us):
+            raise OptionError(
+                f"{self.frames_per_s:g} frames a second of {self.frame_us / 1e3:g} ms each leave the GPU "
+                "no time.",
+                fix="Give a load such as 60fps:5ms, below 95 % of the GPU.",
+            )
+
+    @property
+    def period_us(self) -> float:
+        """From one frame to the next."""
+        return 1e6 / self.frames_per_s
+
+    def begin_us(self, frame: int) -> float:
+        """Return when a frame wants the GPU, the first one being frame 0.
+
+        What a game computes before it draws differs from frame to frame. Without that its frames would fall
+        into step with the model's layers, which are as regular, and what they slow would depend on the
+        last microsecond of both.
+
+        Args:
+            frame: Number of the frame.
+        """
+        spread_us = IRREGULAR_FRACTION * (self.period_us - self.frame_us)
+        return frame * self.period_us + spread_us * (frame * GOLDEN % 1.0)
