@@ -45,7 +45,7 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
     """
     runs: list[tuple[tuple[object, ...], set[tuple[object, ...]], list[BenchRow]]] = []
     for row in rows:
-        key = (row.model_filename, row.cpu_info, row.build_commit, row.heterollm_version, row.seed)
+        key = (row.run, row.model_filename, row.cpu_info, row.build_commit, row.heterollm_version, row.seed)
         test = (row.test, row.label)
         found = next((run for run in reversed(runs) if run[0] == key), None)
         if found is None or test in found[1]:
@@ -87,7 +87,7 @@ def _rates(row: BenchRow, baseline: BenchRow | None, columns: int) -> tuple[str,
     return (
         short_label(row),
         f"{row.median_ts:.1f}",
-        f"{(row.stddev_ts or 0.0) / row.median_ts:.0%}",
+        "" if len(row.samples_ns) < 2 else f"{(row.stddev_ts or 0.0) / row.median_ts:.0%}",
         ratio,
         _percent(row.gpu_share),
         "" if row.padded_tokens is None else str(row.padded_tokens),

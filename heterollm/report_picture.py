@@ -19,6 +19,8 @@ __all__ = ["check_picture", "picture_svg", "write_picture"]
 TITLE: Final = "heterollm"
 LEAST_WIDTH: Final = 60
 WIDEST: Final = 240
+PICTURE_WIDTH: Final = 118
+"""Columns in which no line of a bench's tables wraps."""
 
 # White paper, and colours of enough contrast on it.
 THEME: Final = TerminalTheme(
@@ -78,7 +80,7 @@ def check_picture(path: Path) -> None:
         )
 
 
-def write_picture(path: Path, renderable: RenderableType, *, title: str, width: int = 110) -> None:
+def write_picture(path: Path, renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> None:
     """Draw a report into a file.
 
     Args:
@@ -97,7 +99,7 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
         raise OptionError(error.message, fix="Name another place for the picture.") from error
 
 
-def picture_svg(renderable: RenderableType, *, title: str, width: int = 110) -> str:
+def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> str:
     """Return a report as one SVG, without anything that is loaded from elsewhere.
 
     Args:

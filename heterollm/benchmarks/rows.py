@@ -158,7 +158,7 @@ class BenchRow:
         if not isinstance(data, dict) or not data.keys() >= REQUIRED:
             raise InputError("A line is no row of `heterollm bench`.", fix="Give a file that --out wrote.")
         hints = get_type_hints(cls)
-        known = {}
+        known: dict[str, Any] = {}
         for name in FIELD_NAMES:
             value = data.get(name, neutral(hints[name]))
             if not fits(value, hints[name]):

@@ -131,6 +131,8 @@ def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
             elif change.verdict == "slower":
                 back = compare_rows(split, whole)
                 yield f"Splitting does not pay here: {names[1]} is {back} as fast as {names[0]}.{beside}"
+            elif change.verdict == "too few samples":
+                yield f"{names[0]} is {change} as fast as {names[1].rstrip(',')}.{beside}"
             else:
                 yield f"{names[0]} and {names[1]} do not differ beyond the noise, {change}.{beside}"
         elif split.device == "host":
