@@ -275,6 +275,43 @@ def test_the_command_reference_is_up_to_date(generate):
     assert generate.PAGE.read_text("utf-8") == generate.reference(), "run `python docs/generate.py`"
 
 
+# -- figures -----------------------------------------------------------------------------------------
+
+
+def rows_of(name):
+    path = ROOT / "bench" / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def llama_cpp_row(row):
+    rates = " | ".join(f"{row[name]['tokens_per_s']:.0f}" for name in ("w4a16", "w4a8", "llama.cpp"))
+    ratios = " | ".join(f"{row['ratios'][name]:.2f}" for name in ("w4a16", "w4a8"))
+    return f"| {row['phase']} {row['tokens']} | {row['depth']} | {rates} | {ratios} |"
+
+
+def memory_row(row):
+    other = next(
+        one
+        for one in rows_of("memory")
+        if one["precision"] == "w4a8" and (one["level"], one["cached"]) == (row["level"], row["cached"])
+    )
+    mib = [
+        f"{one[f'{name}_bytes'] / 2**20:.0f} / {one[f'{name}_limit_bytes'] / 2**20:.0f}"
+        for one in (row, other)
+        for name in ("peak", "resident")
+    ]
+    return f"| `{row['level']}` | {'cached' if row['cached'] else 'quantises'} | {' | '.join(mib)} |"
+
+
+def test_figures_are_those_of_the_result_files():
+    """Tables that follow from a file row by row; the others say which command made them."""
+    page = (ROOT / "docs" / "measured.md").read_text("utf-8")
+    expected = [llama_cpp_row(row) for name in ("llama_cpp", "llama_cpp_avx2") for row in rows_of(name)]
+    expected += [memory_row(row) for row in rows_of("memory") if row["precision"] == "w4a16"]
+    assert [row for row in expected if row not in page] == []
+    assert all(f"{row['perplexity']:.3f}" in page for row in rows_of("perplexity"))
+
+
 # -- what the program prints -------------------------------------------------------------------------
 
 
