@@ -28,8 +28,10 @@ __all__ = [
     "Choice",
     "Priced",
     "activation_cost",
+    "check_any",
     "network_us",
     "price",
+    "priced_all",
     "priced_block",
     "priced_candidates",
     "solve_chain",
@@ -180,12 +182,8 @@ def priced_candidates(
     Raises:
         PlanError: None may be taken.
     """
-    priced = _priced(spec, tokens, limits, costs, objective, cuts, shortest)
-    if not priced:
-        raise PlanError(
-            f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
-            fix="Allow both parts, or choose another precision.",
-        )
+    priced = priced_all(spec, tokens, limits, costs, objective, cuts, shortest)
+    check_any(spec, tokens, priced)
     allowed = [item for item in priced if objective.allows(item)]
     if not allowed:
         # Nothing keeps the cap on the GPU's share: what comes nearest.
@@ -216,7 +214,7 @@ def priced_block(
         whole_cost: What its two groups cost where neither is cut, the activation included: a cut must beat
             that by the margin, too.
     """
-    priced = _priced(block, tokens, limits, costs, objective, cuts, shortest)
+    priced = priced_all(block, tokens, limits, costs, objective, cuts, shortest)
     allowed = [item for item in priced if objective.allows(item)]
     return _parted(priced, allowed, min(whole_cost, _whole_cost(allowed)), objective)
 
@@ -234,7 +232,20 @@ def network_us(choices: Sequence[Choice], tokens: int, costs: Costs) -> float:
     return between_us + sum(choice.chosen.time_us for choice in own)
 
 
-def _priced(
+def check_any(spec: OpSpec, tokens: int, priced: Sequence[Priced]) -> None:
+    """Refuse a group that nobody can compute.
+
+    Raises:
+        PlanError: It has no candidate.
+    """
+    if not priced:
+        raise PlanError(
+            f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
+            fix="Allow both parts, or choose another precision.",
+        )
+
+
+def priced_all(
     spec: OpSpec,
     tokens: int,
     limits: NpuLimits | None,
@@ -243,7 +254,17 @@ def _priced(
     cuts: Cuts | None,
     shortest: int | None,
 ) -> list[Priced]:
-    """Return every candidate that the parts can and may compute, cheapest first."""
+    """Return every candidate that the parts can and may compute, cheapest first.
+
+    Args:
+        spec: The group or block.
+        tokens: Tokens of the pass.
+        limits: The NPU; None where there is none.
+        costs: Times of the parts.
+        objective: What is to be small.
+        cuts: What the NPU may use; None is every cut that is tried at first.
+        shortest: Tokens of the shortest pass that each must be legal for as well; None is ``tokens``.
+    """
     priced = [
         item
         for placement in candidates(spec, tokens, limits, cuts=cuts, shortest=shortest)

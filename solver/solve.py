@@ -23,9 +23,9 @@ from heterollm.solver.search import (
     Choice,
     Priced,
     activation_cost,
+    check_any,
     network_us,
-    priced_block,
-    priced_candidates,
+    priced_all,
     solve_chain,
 )
 from heterollm.solver.slices import (
@@ -262,6 +262,9 @@ class Solver:
         costs = RememberedCosts(self.costs)
         groups = {spec.group: spec for spec in (*self.layer, self.head, self.block) if spec is not None}
         found = self._every_candidate(costs, dict.fromkeys(groups))
+        for spec in (*self.layer, self.head):
+            for tokens, items in found[spec.group].items():
+                check_any(spec, tokens, items)
         if self.limits is None:
             return found, {group: {} for group in groups}
         alignment = self.limits.row_alignment
@@ -295,16 +298,12 @@ class Solver:
             groups = [(spec, high) for spec in self.layer if spec.group in cuts]
             if low <= self.head_rows and self.head.group in cuts:
                 groups.append((self.head, min(high, self.head_rows)))
-            for spec, tokens in groups:
-                items = priced_candidates(
-                    spec, tokens, self.limits, costs, self.objective, cuts[spec.group], shortest=low
-                )
-                found[spec.group][tokens] = [*items[0], *items[1]]
             if block is not None and block.group in cuts:
-                items = priced_block(
-                    block, high, self.limits, costs, self.objective, cuts[block.group], shortest=low
+                groups.append((block, high))
+            for spec, tokens in groups:
+                found[spec.group][tokens] = priced_all(
+                    spec, tokens, self.limits, costs, self.objective, cuts[spec.group], low
                 )
-                found[block.group][high] = [*items[0], *items[1]]
         return found
 
     def _counts(self, found: PricedCandidates, weights: Mapping[int, float] | None) -> dict[int, float]:

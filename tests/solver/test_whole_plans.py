@@ -119,7 +119,7 @@ def test_a_form_that_is_fast_changes_the_plan():
         down = {choice.spec.group: choice.chosen.placement for choice in chain.choices}["down"]
         assert down.form == "k_chunked"
         share = sum(down.npu_rows) * min(tokens, sum(down.npu_lengths)) / (4096 * tokens)
-        assert share > 0.75
+        assert share > 0.7
     assert both.plan(device="d", precision="w4a16").placement("prefill", 256, layers[3]).form == "k_chunked"
 
 

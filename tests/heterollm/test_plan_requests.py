@@ -1,4 +1,4 @@
-"""Standard lengths for a histogram of prompts and a budget for building, and chunks of long prompts."""
+"""What `heterollm plan` can be asked for: standard lengths within a time for building, chunks, options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heterollm.length_choice import BuildCosts
 from heterollm.model_shape import shape_of_specs
 from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Record
+from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, PowerKey, Record
 from heterollm.profiler.workload import cut_rows, rest_rows
 from heterollm.solver.plan import Plan
 from heterollm.solver.solve import Solver
@@ -57,6 +57,8 @@ def profile() -> Profile:
         for tokens in (1, 32) if spec.group == "head" else LENGTHS:
             add("npu", spec, spec.member_rows, tokens, "matmul_nbits")
             add("npu", spec, half, tokens, "matmul_nbits")
+    for load, watts in {"idle": 1.0, "gpu": 6.0, "npu": 2.0}.items():
+        made.add(Record(PowerKey("gauge", load), values={"watts": watts}))
     return made
 
 
@@ -181,3 +183,35 @@ def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypat
     assert planner(profile, context=256).plan.chunk_length == 256
     assert planner(profile, context=2048, histogram={1: 5.0, 250: 2.0}).plan.chunk_length == 256
     assert len(asked) == 2
+
+
+# -- options ----------------------------------------------------------------------------------------------
+
+
+def test_options_of_the_command_reach_the_solver(profile, tmp_path, capsys):
+    """By the plan that is written: who computes how much of a prompt's layers."""
+    file, target = tmp_path / "profile.json", tmp_path / "plan.json"
+    profile.save(file)
+
+    def npu_shares(*options: str) -> dict[str, float]:
+        words = ["plan", MODEL, "--profile", str(file), "--context", "128", "--length", "128"]
+        assert main([*words, "-o", str(target), *options]) == 0
+        plan = Plan.load(target)
+        placed = {spec.group: plan.placement("prefill", 128, spec) for spec in SHAPE.layer}
+        return {spec.group: sum(placed[spec.group].npu_rows) / spec.rows for spec in SHAPE.layer}
+
+    free = npu_shares()
+    assert any(0.0 < share < 1.0 for share in free.values())
+    assert set(npu_shares("--forbid", "npu").values()) == {0.0}
+    assert set(npu_shares("--forbid", "gpu").values()) == {1.0}
+    assert set(npu_shares("--npu-gib", "0").values()) == {0.0}
+    # With hardly any of the GPU all is the NPU's, and so it is where energy alone counts: the GPU takes six
+    # times as much power.
+    assert set(npu_shares("--gpu-share", "0.01").values()) == {1.0}
+    assert set(npu_shares("--energy-weight", "1").values()) == {1.0}
+    between = npu_shares("--gpu-share", "0.9")
+    assert all(between[group] >= share for group, share in free.items())
+    capsys.readouterr()
+    words = ["plan", MODEL, "--profile", str(file), "--context", "128", "--energy-weight", "2"]
+    assert main(words) == 1
+    assert "energy weight" in capsys.readouterr().err
