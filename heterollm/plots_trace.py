@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from heterollm.errors import OptionError
 from heterollm.plots import require_matplotlib, save_png
 from heterollm.trace import TRACKS, Category, Pass, Span, Trace, Track
-from heterollm.trace_summary import summarise
+from heterollm.trace_summary import TraceSummary, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +120,7 @@ def _windows(trace: Trace) -> Iterator[_Window]:
         found = [one for one in passes if one.phase == phase and not one.failed]
         if found:
             typical = _typical(found[1:] if phase == "decode" and len(found) > 1 else found)
-            yield _zoom(trace, typical, summarise(trace.select(typical.__eq__)).overlap_fraction)
+            yield _zoom(trace, typical, summarise(trace.select(typical.__eq__)))
 
 
 def _run_of(passes: Sequence[Pass]) -> list[Pass]:
@@ -153,12 +153,14 @@ def _typical(passes: Sequence[Pass]) -> Pass:
     return found[(len(found) - 1) // 2]
 
 
-def _zoom(trace: Trace, one: Pass, overlap_fraction: float) -> _Window:
+def _zoom(trace: Trace, one: Pass, summary: TraceSummary) -> _Window:
     """Return a layer in the middle of a pass, or all of it where its kernels are merged over layers."""
     spans = [span for span in trace.spans if span.number == one.number]
     layers = sorted({span.layer for span in spans if span.layer is not None and span.track != "engine"})
     what = f"{one.phase} of {one.tokens} token{'s' if one.tokens > 1 else ''}"
-    both = f"; both parts at once for {overlap_fraction:.0%} of the shorter one's time"
+    both = f"; both parts at once for {summary.overlap_fraction:.0%} of the shorter one's time"
+    if not (summary.gpu_busy_us and summary.npu_busy_us):
+        both = f"; the {'GPU' if summary.gpu_busy_us else 'NPU'} alone"
     of_layer: list[Span] = []
     if layers:
         of_layer = [

@@ -50,11 +50,11 @@ class State:
     traced: dict[str, Any] = field(default_factory=dict)
 
 
-def common_fields(model: Path, seed: int, repetitions: int) -> dict[str, Any]:
+def common_fields(model: str, seed: int, repetitions: int) -> dict[str, Any]:
     """Return the fields that all rows of a run share: where it ran, and with what.
 
     Args:
-        model: Folder of the checkpoint.
+        model: Name of the checkpoint: rows are published, and where it lay is nobody's concern.
         seed: Of the token ids.
         repetitions: Samples of each test.
     """
@@ -62,7 +62,7 @@ def common_fields(model: Path, seed: int, repetitions: int) -> dict[str, Any]:
         "build_commit": commit_of(Path(__file__).resolve().parent),
         "heterollm_version": heterollm.__version__,
         "cpu_info": processor_name(),
-        "model_filename": str(model),
+        "model_filename": model,
         "versions": versions(),
         "seed": seed,
         "repetitions": repetitions,

@@ -34,6 +34,7 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 LIBRARIES: Final = (
     "numpy",
     "onnxruntime",
+    "onnxruntime-genai",
     "onnxruntime-qnn",
     "pyopencl",
     "pocl-binary-distribution",

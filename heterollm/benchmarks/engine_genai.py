@@ -48,7 +48,7 @@ class GenaiEngine(SteppedEngine):
         except (ImportError, OSError) as error:
             raise DeviceError(
                 f"Engine 'onnxruntime-genai' is not installed: {error}.",
-                fix="Run `pip install onnxruntime-genai`.",
+                fix="Run `pip install 'heterollm[bench]'`.",
             ) from error
         rounded = asked.precision == "w4a8"
         self._threads = asked.n_threads or os.cpu_count() or 1

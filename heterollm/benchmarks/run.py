@@ -69,14 +69,14 @@ class _Bench:
     """One run."""
 
     def __init__(
-        self, options: BenchOptions, crew: Crew, watch: Watch, progress: Progress, on_row: OnRow, model: Path
+        self, options: BenchOptions, crew: Crew, watch: Watch, progress: Progress, on_row: OnRow
     ) -> None:
         self._options = options
         self._crew = crew
         self._watch = watch
         self._progress = progress
         self._on_row = on_row
-        self._common = common_fields(model, options.seed, options.repetitions)
+        self._common = common_fields(_model_name(options.model), options.seed, options.repetitions)
         self.states = {
             (configuration, case): State()
             for case in options.cases
@@ -329,12 +329,17 @@ def run_bench(
     )
     crew = Crew(start or (lambda process: Child(_process_name(process))), loading)
     watch = watch or Watch(options.patience_s)
-    bench = _Bench(options, crew, watch, progress or silent, on_row or (lambda _row: None), folder)
+    bench = _Bench(options, crew, watch, progress or silent, on_row or (lambda _row: None))
     try:
         bench.run()
         return BenchResult(bench.rows(), _notes(options, bench, crew, loading), bench.stop)
     finally:
         crew.close()
+
+
+def _model_name(model: str | Path) -> str:
+    """Return the name of a folder, or of a model on the hub."""
+    return Path(model).resolve().name if Path(model).exists() else str(model)
 
 
 def _process_name(process: Process) -> str:
