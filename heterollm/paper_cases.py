@@ -44,6 +44,7 @@ class Way:
         length_policy: How lengths without a graph run.
         sync: How the parts wait for each other.
         resolve: Whether the plan is solved for ``sync``.
+        left_out: Forms that the plan cannot take.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Way:
     length_policy: Any = "padding"
     sync: Any = "predict"
     resolve: bool = False
+    left_out: tuple[str, ...] = ()
 
     def request(
         self, model: str, prompt: int, decode: int, load: GpuLoad | None, soc: str
@@ -68,6 +70,7 @@ class Way:
             self.resolve,
             load,
             every_form=self.every_form,
+            left_out=self.left_out,
         )
 
 
@@ -78,7 +81,7 @@ TENSOR: Final = Way("tensor", "tensor")
 PAPER_WAYS: Final = (GPU, NPU, LAYER, TENSOR)
 
 PIECES: Final = Way("tensor, k-chunked", "tensor", every_form=True)
-BLOCK: Final = Way("block", "block")
+BLOCK: Final = Way("block", "block", every_form=True, left_out=("k_chunked", "ffn_k_chunked"))
 BOTH: Final = Way("block, k-chunked", "block", every_form=True)
 OWN_WAYS: Final = (PIECES, BLOCK, BOTH)
 """What this project adds: long rows in pieces, the feed-forward network cut as one, and both."""
@@ -134,8 +137,8 @@ class PaperRows:
     def get(self, model: str, prompt: int, way: Way, load: GpuLoad | None = None) -> SimulatedRow | None:
         """Return a row; None where it is missing or failed."""
         text = None if load is None else load_text(load.frames_per_s, load.frame_us)
-        key = model, prompt, way.level, way.every_form, way.length_policy, way.sync, way.resolve, text
-        row = self._found.get(key)
+        key = model, prompt, way.level, way.every_form, way.left_out, way.length_policy, way.sync
+        row = self._found.get((*key, way.resolve, text))
         return None if row is None or row.error is not None else row
 
     def prefill(self, model: str, prompt: int, way: Way) -> float | None:
@@ -160,10 +163,9 @@ class PaperRows:
 
 
 def _key_of(row: SimulatedRow) -> tuple[Any, ...]:
-    policy = row.length_policy
     return (
-        *(row.model, row.prompt_tokens, row.plan_level, row.every_form),
-        *(policy, row.sync, row.resolve, row.gpu_load),
+        *(row.model, row.prompt_tokens, row.plan_level, row.every_form, row.left_out),
+        *(row.length_policy, row.sync, row.resolve, row.gpu_load),
     )
 
 

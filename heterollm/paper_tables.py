@@ -58,9 +58,10 @@ CUT_NOTE: Final = (
 def paper_page(rows: Sequence[SimulatedRow]) -> str:
     """Return the whole page as Markdown."""
     found = PaperRows(rows)
-    socs = ", ".join(dict.fromkeys(f"{row.soc} ({row.fingerprint})" for row in rows if row.fingerprint))
+    socs = ", ".join(dict.fromkeys(row.soc for row in rows))
     failed = sum(row.error is not None for row in rows)
-    head = f"{PAGE_HEAD}\n{len(rows)} cases on {socs}{f', {failed} of which failed' if failed else ''}.\n"
+    cases = f"{len(rows)} cases on {socs or 'nothing'}{f', {failed} of which failed' if failed else ''}."
+    head = f"{PAGE_HEAD}\n{cases}\n"
     return f"{head}\n{markdown_page(list(paper_tables(found)))}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from heterollm.config import ModelConfig
 from heterollm.engine import Engine
 from heterollm.errors import OptionError
 from heterollm.kernels.device import SIMULATED, Device, open_device
-from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.fewer_forms import FewerForms
+from heterollm.kernels.npu import STANDARD_LENGTHS, Form, NpuBackend
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
 from heterollm.kernels.simulated_clock import GpuLoad, SimulatedClock, Span
 from heterollm.kernels.simulated_device import clock_of
@@ -87,6 +88,7 @@ class SimulationRequest:
             have them.
         numerics: Whether everything is computed as well, of a checkpoint with weights; its head has 8 bits.
         trace: Whether every pass is recorded.
+        left_out: Forms of graphs that the NPU does not offer, to see what they bring.
 
     Raises:
         OptionError: One of them is not legal.
@@ -106,6 +108,7 @@ class SimulationRequest:
     every_form: bool | None = None
     numerics: bool = False
     trace: bool = False
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
@@ -113,6 +116,7 @@ class SimulationRequest:
             ("length policy", self.length_policy, LENGTH_CHOICES),
             ("sync", self.sync, tuple(SYNC_CHOICES)),
             ("number of head bits", self.head_bits, (4, 8)),
+            *(("form", form, get_args(Form)) for form in self.left_out),
         )
         for what, given, legal in choices:
             if given not in legal:
@@ -198,7 +202,10 @@ def needs_profile(request: SimulationRequest) -> bool:
 def _open(request: SimulationRequest) -> Device:
     own = (request.prompt,) if request.length_policy == "online" and request.level in ("npu", "layer") else ()
     how = Simulation(request.numerics, request.overrides, request.load, own, request.forms)
-    return open_device(f"{SIMULATED}{request.soc}", simulation=how)
+    device = open_device(f"{SIMULATED}{request.soc}", simulation=how)
+    if request.left_out and device.npu is not None:
+        device.npu = cast("NpuBackend", FewerForms(device.npu, request.left_out))
+    return device
 
 
 def _specs(config: ModelConfig, head_bits: int) -> tuple[OpSpec, ...]:

@@ -35,6 +35,7 @@ class SimulatedRow:
         what_if: Parameters of the SoC that were changed.
         head_bits: Bits of the head and the embedding.
         every_form: Whether graphs could be of forms that HeteroLLM does not have.
+        left_out: Forms that the plan could not take.
         prompt_tokens: Tokens of the prompt.
         decode_tokens: Tokens made after the first.
         error: Why there is nothing else.
@@ -66,6 +67,7 @@ class SimulatedRow:
     what_if: Mapping[str, float]
     head_bits: int
     every_form: bool
+    left_out: tuple[str, ...] = ()
     prompt_tokens: int
     decode_tokens: int
     error: str | None = None
@@ -110,6 +112,7 @@ class SimulatedRow:
             "what_if": dict(request.overrides),
             "head_bits": request.head_bits,
             "every_form": request.forms,
+            "left_out": request.left_out,
             "prompt_tokens": request.prompt,
             "decode_tokens": request.decode,
         }
@@ -121,7 +124,8 @@ class SimulatedRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, in the order of the fields."""
-        return {name: getattr(self, name) for name in ROW_FIELDS}
+        found = {name: getattr(self, name) for name in ROW_FIELDS}
+        return found | {"left_out": list(self.left_out)}
 
     @classmethod
     def from_dict(cls, data: object) -> SimulatedRow:
@@ -143,7 +147,11 @@ class SimulatedRow:
         for name in TABLES:
             if not isinstance(data.get(name), dict | None):
                 raise InputError(f"{name} of a simulated row is no table.", fix="Write the file again.")
-        return cls(**{name: data[name] for name in ROW_FIELDS if name in data})
+        left_out = data.get("left_out", [])
+        if not isinstance(left_out, list) or not all(isinstance(form, str) for form in left_out):
+            raise InputError("left_out of a simulated row is no list of forms.", fix="Write the file again.")
+        known = {name: data[name] for name in ROW_FIELDS if name in data}
+        return cls(**known | {"left_out": tuple(left_out)})
 
 
 ROW_FIELDS: Final = tuple(one.name for one in fields(SimulatedRow))

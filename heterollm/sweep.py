@@ -146,7 +146,8 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
     for request in requests:
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
-            key = request.model, request.soc, request.head_bits, request.forms, overrides
+            how = request.head_bits, request.forms, request.left_out
+            key = request.model, request.soc, how, overrides
             found.setdefault(key, request)
     return list(found.values())
 

@@ -88,6 +88,8 @@ def test_a_grid_has_each_case_once(tiny):
     assert expand(base, levels=["tensor"], policies=["online"])[0].length_policy == "online"
     with pytest.raises(OptionError, match="more than"):
         expand(base, prompts=range(1, 1000), decodes=range(1000))
+    with pytest.raises(OptionError, match="form"):
+        replace(base, left_out=("no-such-form",))
     with pytest.raises(OptionError, match="plan level"):
         expand(base, levels=["gpu", "none"])
 
@@ -166,6 +168,7 @@ def test_files_carry_the_label_and_are_read_strictly(rows, tmp_path):
         ("prefill_ms", float("nan")),
         ("cuts", []),
         ("prefill", 3),
+        ("left_out", "k_chunked"),
     ):
         with pytest.raises(InputError):
             SimulatedRow.from_dict({**good, name: value})
