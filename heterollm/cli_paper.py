@@ -37,6 +37,10 @@ def paper(
         Path | None,
         typer.Option(metavar="FILE", help="Write the rows as JSON lines; the name must say simulated."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write all tables as Markdown; the name must say simulated."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate HeteroLLM's evaluation, with published numbers beside it: no time it prints was measured.
@@ -51,6 +55,7 @@ def paper(
     from heterollm.terminal import write
 
     check_output(output, out)
+    check_output(output, page)
     if read is not None:
         rows = read_simulated(read)
     else:
@@ -59,6 +64,11 @@ def paper(
             rows = run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
     if out is not None:
         write_simulated(out, rows)
+    if page is not None:
+        from heterollm.paper_tables import paper_page
+        from heterollm.sweep_tables import write_text
+
+        write_text(page, paper_page(rows))
     write(_text(rows, "json" if as_json and output == "table" else output))
     failed = [row for row in rows if row.error is not None]
     for reason in dict.fromkeys(row.error for row in failed):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
+from typing import Final
 
 from heterollm.benchmarks.formats import markdown_table
 
-__all__ = ["PlainTable"]
+__all__ = ["PlainTable", "markdown_page"]
+
+LINE: Final = 118
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class PlainTable:
         names = [name.lstrip(">") for name in self.columns]
         right = [name.lstrip(">") for name in self.columns if name.startswith(">")]
         parts = [f"{'#' * level} {self.title}\n", markdown_table(names, self.lines, right=right)]
-        parts += [f"{note}\n" for note in self.notes]
+        # No hyphen ends a line: it would be read as one between words.
+        parts += [f"{fill(note, LINE, break_on_hyphens=False)}\n" for note in self.notes]
         return "\n".join(parts)
 
 

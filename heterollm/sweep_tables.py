@@ -20,6 +20,7 @@ __all__ = [
     "read_simulated",
     "sweep_table",
     "write_simulated",
+    "write_text",
 ]
 
 LABEL: Final = "simulated"
@@ -93,9 +94,19 @@ def write_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
         OptionError: Its name does not say that it is simulated.
         CacheError: It cannot be written.
     """
+    write_text(path, to_jsonl(rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of simulated times, in place of what was there.
+
+    Raises:
+        OptionError: Its name does not say that it is simulated.
+        CacheError: It cannot be written.
+    """
     check_name(path)
     with atomic_path(path) as temporary:
-        temporary.write_text(to_jsonl(rows), "utf-8")
+        temporary.write_text(text, "utf-8", newline="\n")
 
 
 def read_simulated(path: Path) -> list[SimulatedRow]:

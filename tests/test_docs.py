@@ -40,6 +40,7 @@ PARSED_ONLY = {
     "compile": "compiles for minutes; tests/heterollm/test_precompile.py runs it",
     "demo": "takes a minute; .ci/run runs it",
     "doctor": "takes 20 seconds a device; tests/heterollm/test_doctor.py runs it",
+    "paper": "takes minutes; tests/heterollm/test_paper.py runs a part",
     "trace": "reads a file that generate wrote; tests/heterollm/test_tracing.py runs it",
 }
 """Commands that are not run here, and why. Of the others, those on a real device or the emulator are not
