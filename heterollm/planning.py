@@ -229,18 +229,24 @@ class Planner:
         return kept_solution(solution_path(self.profile, inputs), solve)
 
     def _chunk_length(self, slices: Slices) -> int:
-        """Return how long the passes are that long prompts run in: as they come, or as long as a session."""
+        """Return how long the passes are that long prompts run in.
+
+        Without a histogram prompts of every standard length, of half as much again, and as long as a session
+        count alike: a chunk that only the longest gain by is none.
+        """
+        from heterollm.solver.chunks import best_chunk
         from heterollm.solver.profile_costs import ProfileCosts
 
-        solver, request = self._solver, self.request
-        prompts = {
-            tokens: weight
-            for tokens, weight in (request.histogram or {request.context: 1.0}).items()
-            if tokens > 1
-        }
-        if max(prompts, default=0) <= solver.chunk_length or not isinstance(solver.costs, ProfileCosts):
+        solver, request, limits = self._solver, self.request, self.limits
+        prompts = {tokens: weight for tokens, weight in (request.histogram or {}).items() if tokens > 1}
+        if request.histogram is None and limits is not None:
+            lengths = [length for length in limits.standard_lengths if length > 1]
+            every = {*lengths, *(3 * length // 2 for length in lengths), request.context}
+            prompts = {length: 1.0 for length in every if length <= request.context}
+        longest = max(prompts, default=0)
+        if longest <= solver.chunk_length or not isinstance(solver.costs, ProfileCosts):
             return solver.chunk_length
-        return solver.best_chunk(prompts, solver.costs.at, slices)
+        return best_chunk(solver, prompts, solver.costs.at, slices)
 
     @cached_property
     def _shape(self) -> ModelShape:

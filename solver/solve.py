@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -179,52 +179,6 @@ class Solver:
             PlanError: Nobody can compute it.
         """
         return self._chain((self.head,), 1, rows, rows, slices).choices[0]
-
-    def best_chunk(
-        self,
-        prompts: Mapping[int, float],
-        costs_at: Callable[[int], Costs],
-        slices: Mapping[Group, Cuts] | None = None,
-    ) -> int:
-        """Return the chunk length that long prompts are predicted to run fastest in.
-
-        :attr:`chunk_length` and the standard lengths below it are tried. A shorter one must make the prompts
-        faster by the margin of a cut: what it saves in one chunk may be the error of a prediction.
-
-        Args:
-            prompts: How often prompts of each length come.
-            costs_at: Returns costs of passes that begin at a position, which attention depends on.
-            slices: As of :meth:`length`.
-
-        Raises:
-            OptionError: There are no tokens in a prompt.
-            PlanError: A group can be computed by nobody.
-        """
-        if any(tokens < 1 for tokens in prompts):
-            raise OptionError(
-                f"Prompts of {sorted(prompts)} tokens cannot be planned.", fix="Give at least 1."
-            )
-        offered = self.limits.standard_lengths if self.limits else ()
-
-        def total_us(chunk: int) -> float:
-            found = 0.0
-            for prompt, weight in prompts.items():
-                count, left = divmod(prompt, chunk)
-                # Attention is linear in the position, so full chunks are priced at their mean one.
-                passes = (chunk, count, (count - 1) * chunk // 2), (left, 1, count * chunk)
-                for tokens, times, first in passes:
-                    if tokens and times:
-                        solver = replace(self, costs=costs_at(first))
-                        found += weight * times * solver.length(tokens, slices).time_us
-            return found
-
-        best, best_us = self.chunk_length, total_us(self.chunk_length)
-        best_us *= 1.0 - self.objective.margin_fraction
-        for chunk in sorted(length for length in offered if 1 < length < self.chunk_length):
-            chunk_us = total_us(chunk)
-            if chunk_us < best_us:
-                best, best_us = chunk, chunk_us
-        return best
 
     def other_way(self, chain: Chain, tokens: int) -> Alternative | None:
         """Return the way through the feed-forward network that a chain does not take; None without one."""

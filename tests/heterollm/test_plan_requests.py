@@ -17,8 +17,8 @@ from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, PowerKey, Record
 from heterollm.profiler.workload import cut_rows, rest_rows
+from heterollm.solver import chunks
 from heterollm.solver.plan import Plan
-from heterollm.solver.solve import Solver
 
 MODEL = "qwen2.5-0.5b"
 CONFIG = find_model(MODEL).config
@@ -164,23 +164,23 @@ def test_without_a_budget_all_lengths_are_offered(profile):
 def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypatch):
     asked = []
 
-    def best_chunk(self, prompts, costs_at, slices):
+    def best_chunk(solver, prompts, costs_at, slices):
         asked.append((dict(prompts), costs_at(700).position, set(slices)))
         return 128
 
-    monkeypatch.setattr(Solver, "best_chunk", best_chunk)
+    monkeypatch.setattr(chunks, "best_chunk", best_chunk)
     made = planner(profile, context=1024, level="tensor")
     assert made.plan.chunk_length == 128
     assert [length for _, length in made.plan.chunks(300)] == [128, 128, 44]
     assert max(entry.lengths[1] for entry in made.plan.entries) == 128
     with pytest.raises(PlanError, match="1 to 128 tokens"):
         made.one_pass("prefill", 129)
-    assert asked == [({1024: 1.0}, 700, {"qkv", "o", "gate_up", "down", "head"})]
+    lengths = (32, 128, 256, 48, 192, 384, 1024)
+    assert asked == [(dict.fromkeys(lengths, 1.0), 700, {"qkv", "o", "gate_up", "down", "head"})]
     # As they come, if that is known; one token is decode.
     assert planner(profile, context=2048, histogram={1: 5.0, 900: 2.0, 60: 1.0}).plan.chunk_length == 128
     assert asked[-1][0] == {900: 2.0, 60: 1.0}
     # Nothing to choose where no prompt is longer than a pass.
-    assert planner(profile, context=256).plan.chunk_length == 256
     assert planner(profile, context=2048, histogram={1: 5.0, 250: 2.0}).plan.chunk_length == 256
     assert len(asked) == 2
 
@@ -194,10 +194,10 @@ def test_options_of_the_command_reach_the_solver(profile, tmp_path, capsys):
     profile.save(file)
 
     def npu_shares(*options: str) -> dict[str, float]:
-        words = ["plan", MODEL, "--profile", str(file), "--context", "128", "--length", "128"]
+        words = ["plan", MODEL, "--profile", str(file), "--context", "32", "--length", "32"]
         assert main([*words, "-o", str(target), *options]) == 0
         plan = Plan.load(target)
-        placed = {spec.group: plan.placement("prefill", 128, spec) for spec in SHAPE.layer}
+        placed = {spec.group: plan.placement("prefill", 32, spec) for spec in SHAPE.layer}
         return {spec.group: sum(placed[spec.group].npu_rows) / spec.rows for spec in SHAPE.layer}
 
     free = npu_shares()
