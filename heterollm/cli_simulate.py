@@ -203,7 +203,11 @@ def words(text: str, option: str) -> list[str]:
 
 def _names(text: str, option: str) -> list[str]:
     """Return names or paths; a text that is a path as a whole is one, commas and all."""
-    return [text] if "," in text and Path(text).expanduser().exists() else words(text, option)
+    try:
+        whole = "," in text and Path(text).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # no path, or nobody's home
+        whole = False
+    return [text] if whole else words(text, option)
 
 
 def parse_load(text: str) -> GpuLoad:

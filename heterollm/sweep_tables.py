@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -64,16 +65,27 @@ SWEEP_FORMATS: Final[dict[str, Callable[[Sequence[SimulatedRow]], str]]] = {
 
 
 def check_name(path: Path) -> None:
-    """Check that a file of simulated times says so in its name.
+    """Check that a file of simulated times says so in its name, and can be written.
 
     Raises:
-        OptionError: It does not.
+        OptionError: It does not, or cannot.
     """
     if LABEL not in path.name.lower():
         raise OptionError(
             f"{path.name!r:.200} does not say that its times are simulated.",
             fix=f"Name it {LABEL}_{path.name}: files of simulated times carry the word in their names.",
         )
+    try:
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder.", fix="Name a file.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        path.exists()  # raises where the name is too long
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"{str(path)!r:.200} cannot be written: {error}.", fix="Name another place."
+        ) from error
 
 
 def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
