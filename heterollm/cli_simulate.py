@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
+from heterollm import cli_complete
 from heterollm.cli_options import FAILED, JsonOption, command_group, whole_numbers
 from heterollm.errors import OptionError
 
@@ -28,10 +29,18 @@ MOST_JOBS: Final = 1024
 @commands.command("simulate")
 def simulate_model(
     model: Annotated[
-        str, typer.Option(help="llama-3-8b, another known model, a folder, or the path of a config.json.")
+        str,
+        typer.Option(
+            help="llama-3-8b, another known model, a folder, or the path of a config.json.",
+            autocompletion=cli_complete.known_models,
+        ),
     ] = "llama-3-8b",
     soc: Annotated[
-        str, typer.Option(help="snapdragon-8gen3, snapdragon-8elite, or the path of a YAML file.")
+        str,
+        typer.Option(
+            help="snapdragon-8gen3, snapdragon-8elite, or the path of a YAML file.",
+            autocompletion=cli_complete.socs,
+        ),
     ] = "snapdragon-8gen3",
     prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256",
     decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64",

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Stop", "TerminatedInterrupt", "TimeUpError", "signals_interrupt"]
+from heterollm.exit_codes import INTERRUPTED
 
-INTERRUPTED: Final = 130
-"""As shells report a process that Ctrl-C ended."""
+__all__ = ["Stop", "TerminatedInterrupt", "TimeUpError", "signals_interrupt"]
 
 SIGNALS: Final = ("SIGTERM", "SIGHUP")
 """What asks a process to end, as far as the system has them."""

@@ -131,6 +131,8 @@ def test_runs_are_told_apart(rows):
     mixed = [rows[0], other[0], rows[1], other[1], rows[0]]
     assert runs_of(mixed) == [rows[:2], other, [rows[0]]]
     assert "Run 3 of 3" in bench_page(runs_of(mixed))
+    named = [replace(one, run=name) for one, name in zip(rows[:3], "aba", strict=True)]
+    assert runs_of(named) == [[named[0], named[2]], [named[1]]]
 
 
 def test_saved_rows_become_a_page(rows, tmp_path, capsys):
