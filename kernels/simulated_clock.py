@@ -41,8 +41,8 @@ class ClockCosts:
         write_us: A copy through the driver, of any size.
         poll_us: One look at the state of an event.
         sleep_us: By how much a sleep comes back late.
-        npu_start_share: Part of an NPU graph's fixed cost that is paid where the control thread waited for
-            the GPU just before: the graph is started ahead, while the GPU works.
+        npu_start_share: Part of an NPU graph's fixed cost that is paid in any case. Behind a wait for the GPU
+            the rest is hidden as far as the NPU was free for so long: a graph is started ahead.
     """
 
     submit_us: float
@@ -167,7 +167,8 @@ class SimulatedClock:
         self._queue: deque[Job] = deque()
         self._npu: Job | None = None
         self._gpu_free_us = 0.0
-        self._waited = False
+        self._asked = False
+        self._npu_free_us = 0.0
         self._by_driver = False
         self._copies_back = False
         self._frames = 0
@@ -190,7 +191,7 @@ class SimulatedClock:
         """Let the control thread sleep, and come back late."""
         begin_us = self.now_us
         self.now_us += duration_us + self.costs.sleep_us
-        self._waited = True
+        self._asked = True
         self._keep(Span("host", "sleep", begin_us, self.now_us))
 
     def submit(self, job: Job) -> Job:
@@ -208,7 +209,7 @@ class SimulatedClock:
         return job
 
     def last_job(self) -> Job | None:
-        """Return the last job of the queue that is not done; None where all is."""
+        """Return the queue's last job that is not done; None where all is."""
         self._settle()
         return self._queue[-1] if self._queue else None
 
@@ -216,7 +217,8 @@ class SimulatedClock:
         """Look whether a job is done, which takes the time of a poll; None stands for one that is."""
         self.work(self.costs.poll_us, "poll", "poll")
         self._settle()
-        return job is None or job.end_us <= self.now_us
+        self._asked |= (done := job is None or job.end_us <= self.now_us)
+        return done
 
     def poll_on(self) -> None:
         """Look again and again until the GPU comes to the end of a job."""
@@ -225,7 +227,7 @@ class SimulatedClock:
             begin_us = self.now_us
             self._run(NEVER, self._queue[0])
             self.now_us = max(self.now_us, self._at_us)
-            self._waited = True
+            self._asked = True
             self.totals.busy_us["host"] += self.now_us - begin_us
             self._keep(Span("host", "poll", begin_us, self.now_us))
 
@@ -258,15 +260,16 @@ class SimulatedClock:
     def run_npu(self, job: Job) -> None:
         """Run a graph on the NPU and wait for it; the GPU goes on with its queue meanwhile."""
         self._settle()
-        hidden_us = job.fixed_us * (1.0 - self.costs.npu_start_share) if self._waited else 0.0
+        free_us = self.now_us - self._npu_free_us if self._asked else 0.0
+        hidden_us = min(free_us, job.fixed_us * (1.0 - self.costs.npu_start_share))
         job.alone_us -= hidden_us
         job.fixed_us -= hidden_us
         job.queued_us = job.ready_us = self.now_us
         job.start(self._at_us)
         self._npu = job
         self._run(NEVER, job)
-        self.now_us = job.end_us
-        self._waited = False
+        self.now_us = self._npu_free_us = job.end_us
+        self._asked = False
         self._keep(Span("host", "wait", job.begin_us, job.end_us))
         self._copies_back |= self._by_driver
         self._by_driver = False
@@ -296,7 +299,7 @@ class SimulatedClock:
         begin_us = self.now_us
         self._run(NEVER, job)
         self.now_us = max(self.now_us, job.end_us)
-        self._waited = True
+        self._asked = True
         self._keep(Span("host", "wait", begin_us, self.now_us))
 
     def _run(self, until_us: float, stop: Job | None) -> None:

@@ -64,18 +64,25 @@ def test_polling_sees_the_end_one_look_later():
     assert clock.now_us == job.end_us + COSTS.poll_us
 
 
-def test_the_wait_before_a_graph_hides_its_start():
+def test_a_graph_is_started_ahead_as_far_as_the_npu_is_free():
     clock = make_clock()
     clock.run_npu(Job("alone", 500.0, fixed_us=100.0))
     assert clock.now_us == 500.0
     clock.run_npu(Job("again", 500.0, fixed_us=100.0))
     assert clock.now_us == 1000.0
     job = clock.submit(Job("kernel", 300.0))
-    clock.poll_on()  # however short
+    clock.poll_on()
     assert clock.is_done(job)
     begin_us = clock.now_us
     clock.run_npu(Job("behind a kernel", 500.0, fixed_us=100.0))
     assert clock.now_us - begin_us == pytest.approx(425.0)
+    # Of what was done long ago as well, but not for longer than the NPU was free.
+    for pause_us, hidden_us in ((200.0, 75.0), (30.0, 30.0 + COSTS.poll_us)):
+        clock.work(pause_us, "other things")
+        assert clock.is_done(job)
+        begin_us = clock.now_us
+        clock.run_npu(Job("behind a look", 500.0, fixed_us=100.0))
+        assert clock.now_us - begin_us == pytest.approx(500.0 - hidden_us)
 
 
 def test_both_parts_slow_each_other_only_while_both_run():
