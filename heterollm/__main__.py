@@ -1,10 +1,24 @@
-"""The same as the ``heterollm`` command: ``python -m heterollm``."""
+"""The command: as ``heterollm``, and as ``python -m heterollm``."""
 
 from __future__ import annotations
 
 import sys
 
-from heterollm.cli import main
+from heterollm.exit_codes import INTERRUPTED
+
+__all__ = ["run"]
+
+
+def run() -> int:
+    """Run the command line; Ctrl-C ends it with one line from its first import on."""
+    try:
+        from heterollm.cli import main
+
+        return main()
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        return INTERRUPTED
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -109,8 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             app(args=rest, prog_name="heterollm")
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE
-        except KeyboardInterrupt:
-            return INTERRUPTED
         except Exception as error:  # noqa: BLE001 - the one place where everything ends
             return _show_error(error, debug=debug)
     return DONE

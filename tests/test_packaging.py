@@ -98,7 +98,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
         entry = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "heterollm = heterollm.cli:main" in archive.read(entry).decode()
+        assert "heterollm = heterollm.__main__:run" in archive.read(entry).decode()
     assert tops == {"heterollm"}
 
 

@@ -363,11 +363,13 @@ def test_the_bundled_model_answers(bundled_model, tmp_path):
     streamed = process(*arguments, cwd=tmp_path)
     assert streamed.returncode == 0, streamed.stderr
     assert "12 new tokens" in streamed.stderr
+    assert streamed.stderr.count("\n") == 2  # the statistics, and not a word of any library
     assert "\x1b" not in streamed.stdout + streamed.stderr
     whole = process(*arguments, "--json", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     data = json.loads(whole.stdout)
     assert data["text"] + "\n" == streamed.stdout
+    assert whole.stderr == ""
     assert data["generated_tokens"] == 12
     assert data["device"] == "host"
 

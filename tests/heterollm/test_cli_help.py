@@ -195,6 +195,17 @@ def test_nobody_reads_to_the_end(words, tmp_path):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_ctrl_c_before_anything_is_loaded(monkeypatch, capsys):
+    from heterollm.__main__ import run as program
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("heterollm.cli.main", interrupt)
+    assert program() == 130
+    assert capsys.readouterr() == ("", "Interrupted.\n")
+
+
 # -- odd paths ---------------------------------------------------------------------------------------
 
 
