@@ -109,10 +109,10 @@ def plan_model(
         ),
         context=context,
     )
-    longest = planner.solver.chunk_length
-    lengths = [min(tokens, longest) for tokens in whole_numbers(length, "--length")]
+    prompts = whole_numbers(length, "--length")
+    lengths = {tokens for prompt in prompts for _, tokens in planner.plan.chunks(prompt)}
     passes = [planner.one_pass("decode", 1)]
-    passes += [planner.one_pass("prefill", tokens) for tokens in sorted(set(lengths)) if tokens > 1]
+    passes += [planner.one_pass("prefill", tokens) for tokens in sorted(lengths) if tokens > 1]
     if output is not None:
         planner.plan.save(output)
     if as_json:
@@ -120,7 +120,7 @@ def plan_model(
 
         write_json(json.loads(planner.plan.to_json()))
         return
-    write(report.render(plan_report(planner, passes, explain=explain), like=sys.stdout))
+    write(report.render(plan_report(planner, passes, prompts, explain=explain), like=sys.stdout))
     if output is not None:
         report.show(report.note(f"Written to {output}; run it with `heterollm generate --plan {output}`."))
 

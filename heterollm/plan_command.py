@@ -60,7 +60,7 @@ def solve_for(
         opened = open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads)
         found = stored_profile(opened)
         if found is None:
-            raise no_profile(opened.name, model)
+            raise no_profile(opened.name, model, precision, group_size)
     assert found is not None
     half = found.description.get("activation_dtype") == "float16"
     specs = op_specs(config, precision, group_size, symmetric, float_bits=16 if half else 32)
@@ -68,9 +68,13 @@ def solve_for(
     return Planner(found, config, specs, precision, asked)
 
 
-def no_profile(device: str, model: str | Path) -> ProfileError:
-    """Return the error of a device that was never profiled."""
+def no_profile(
+    device: str, model: str | Path, precision: Precision = "w4a16", group_size: int = 32
+) -> ProfileError:
+    """Return the error of a device that was never profiled, for weights of one kind."""
+    kind = "" if precision == "w4a16" else f" --precision {precision}"
+    kind += "" if group_size == 32 else f" --group-size {group_size}"
     return ProfileError(
         f"The device {device!r} has no profile with these threads, and a plan needs one.",
-        fix=f"Run `heterollm profile --device {device} --model {model}`.",
+        fix=f"Run `heterollm profile --device {device} --model {model}{kind}`.",
     )

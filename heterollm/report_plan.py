@@ -24,8 +24,17 @@ __all__ = ["lengths_table", "pass_table", "plan_report"]
 RUNNERS_UP: Final = 3
 
 
-def plan_report(planner: Planner, passes: Sequence[PassPlan], *, explain: bool) -> RenderableType:
-    """Return the tables of some solved passes and what was learnt on the way."""
+def plan_report(
+    planner: Planner, passes: Sequence[PassPlan], prompts: Sequence[int], *, explain: bool
+) -> RenderableType:
+    """Return the tables of some solved passes and what was learnt on the way.
+
+    Args:
+        planner: Solved them.
+        passes: The passes.
+        prompts: Lengths of the prompts that were asked for; long ones run in several passes.
+        explain: Whether to say why others lost.
+    """
     profile = planner.profile
     parts: list[RenderableType] = [
         Text(
@@ -35,10 +44,17 @@ def plan_report(planner: Planner, passes: Sequence[PassPlan], *, explain: bool) 
     ]
     for solved in passes:
         parts += [Text(), pass_table(solved, explain=explain)]
+    parts.append(
+        Text(
+            f"\nTimes of groups are of one of {planner.solver.layers} layers; those of passes count all "
+            "layers and what runs between the groups, in an empty session: attention takes longer later."
+        )
+    )
+    parts += [Text(chunked(planner, prompt)) for prompt in prompts if prompt > planner.plan.chunk_length]
     copies = planner.solver.budget.copies_by_length
     held = planner.plan.npu_bytes(planner.specs, copies_by_length=copies)
-    words = ", one for each length that they run at" if copies else ""
-    parts.append(Text(f"\nThe NPU holds slices of {format_bytes(held)} in all layers{words}."))
+    words = ", each once for every length that it runs at; --npu-gib bounds them" if copies else ""
+    parts.append(Text(f"The NPU holds slices of {format_bytes(held)} in all layers{words}."))
     parts.append(Text(verdict(passes)))
     if planner.length_choice is not None:
         parts += [Text(), lengths_table(planner.length_choice)]
@@ -48,6 +64,15 @@ def plan_report(planner: Planner, passes: Sequence[PassPlan], *, explain: bool) 
     if missing := planner.missing():
         parts.append(Text(f"Not in the profile, and left out of the times: {', '.join(sorted(missing))}."))
     return Group(*parts)
+
+
+def chunked(planner: Planner, prompt: int) -> str:
+    """Say in which passes a long prompt runs."""
+    lengths = [length for _, length in planner.plan.chunks(prompt)]
+    full = lengths.count(planner.plan.chunk_length)
+    words = f"{full} of {planner.plan.chunk_length}" if full > 1 else f"one of {planner.plan.chunk_length}"
+    last = f" and one of {lengths[-1]}" if lengths[-1] != planner.plan.chunk_length else ""
+    return f"A prompt of {prompt} tokens runs in several passes: {words}{last}."
 
 
 def lengths_table(choice: LengthChoice) -> Table:

@@ -17,6 +17,7 @@ from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, PowerKey, Record
 from heterollm.profiler.workload import cut_rows, rest_rows
+from heterollm.report_plan import chunked
 from heterollm.solver import chunks
 from heterollm.solver.plan import Plan
 
@@ -172,6 +173,8 @@ def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypat
     made = planner(profile, context=1024, level="tensor")
     assert made.plan.chunk_length == 128
     assert [length for _, length in made.plan.chunks(300)] == [128, 128, 44]
+    assert chunked(made, 300) == "A prompt of 300 tokens runs in several passes: 2 of 128 and one of 44."
+    assert chunked(made, 256) == "A prompt of 256 tokens runs in several passes: 2 of 128."
     assert max(entry.lengths[1] for entry in made.plan.entries) == 128
     with pytest.raises(PlanError, match="1 to 128 tokens"):
         made.one_pass("prefill", 129)
