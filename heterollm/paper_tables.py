@@ -98,9 +98,11 @@ def _published(rows: PaperRows) -> PlainTable:
         ("published number", "source", ">published", ">simulated", ">ratio", "in the fit", "remark"),
         lines,
         (
-            "Fitted: the parameters were fitted to it, so that its ratio proves nothing. Power only: the "
-            "three "
-            "splits of power were made to meet it.",
+            "Fitted: the parameters were fitted to it, so that its ratio proves little; the fit runs a "
+            "chain of "
+            "operators (`bench/soc_chain.py`), these rows the whole engine, which waits and submits as "
+            "well. "
+            "Power only: the three splits of power were made to meet it.",
         ),
     )
 
