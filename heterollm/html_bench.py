@@ -39,7 +39,7 @@ TRACE_KEYS: Final = (
     ("gpu", "only the GPU works"),
     ("both", "both work"),
     ("npu", "only the NPU works"),
-    ("none", "neither"),
+    ("other", "neither"),
 )
 PART_KEYS: Final = (("gpu", "GPU"), ("npu", "NPU"), ("other", "engine thread"))
 
@@ -139,7 +139,7 @@ def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
             if row.test == test:
                 wall, both = row.traced_ms or 0.0, row.overlap_ms or 0.0
                 gpu, npu = (row.gpu_busy_ms or 0.0) - both, (row.npu_busy_ms or 0.0) - both
-                pieces = ((gpu, "gpu"), (both, "both"), (npu, "npu"), (wall - gpu - both - npu, "none"))
+                pieces = ((gpu, "gpu"), (both, "both"), (npu, "npu"), (wall - gpu - both - npu, "other"))
                 drawn.append(Bar(row.label, pieces, f"{wall:.1f} ms"))
         yield from bars_html(drawn, f"Milliseconds of one traced run of {test}, {kind}", TRACE_KEYS)
 

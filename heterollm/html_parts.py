@@ -45,7 +45,7 @@ h3 { font-size: 1rem; margin: 1.5rem 0 0.4rem; overflow-wrap: anywhere; }
 ul { margin: 0.4rem 0; padding-left: 1.2rem; }
 li { margin: 0.3rem 0; overflow-wrap: anywhere; }
 .box { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; width: 100%; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.3rem 0.6rem; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
 caption { text-align: left; padding: 0.3rem 0.6rem; color: var(--dim); font-size: 0.8rem; }
 thead th { background: var(--head); }
@@ -74,7 +74,6 @@ figure + .box { margin-top: 0.8rem; }
 .npu { fill: #d55e00; background: #d55e00; }
 .both { fill: #009e73; background: #009e73; }
 .other { fill: #8a9299; background: #8a9299; }
-.none { fill: var(--track); background: var(--track); }
 .spread { fill: var(--text); }
 @media (max-width: 36rem) {
   .bars { grid-template-columns: 1fr auto; gap: 0.15rem 0.75rem; }
