@@ -45,7 +45,8 @@ h3 { font-size: 1rem; margin: 1.5rem 0 0.4rem; overflow-wrap: anywhere; }
 ul { margin: 0.4rem 0; padding-left: 1.2rem; }
 li { margin: 0.3rem 0; overflow-wrap: anywhere; }
 .box { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.85rem;
+  font-variant-numeric: tabular-nums; }
 th, td { padding: 0.3rem 0.6rem; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
 caption { text-align: left; padding: 0.3rem 0.6rem; color: var(--dim); font-size: 0.8rem; }
 thead th { background: var(--head); }

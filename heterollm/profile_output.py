@@ -19,16 +19,26 @@ __all__ = ["write_outputs"]
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
     """Write plots and page, and say what was written and what there is nothing to draw for.
 
+    Without matplotlib a page has its tables, and what is missing is said.
+
     Args:
         summary: The profile.
         folder: Where PNG files go; None for nowhere.
         page: The file of the page; None for none.
 
     Raises:
-        OptionError: matplotlib is not installed, or a file cannot be written.
+        OptionError: Plots are asked for and matplotlib is not installed, or a file cannot be written.
     """
-    drawn = list(draw(summary))
-    said = [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
+    try:
+        drawn = list(draw(summary))
+    except OptionError as error:
+        if folder is not None:
+            raise
+        drawn, missing = [], f"The page has no pictures. {error}"
+    else:
+        missing = ""
+    said = [missing] if missing else []
+    said += [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
     if folder is not None:
         count = 0
         for name, _, png in drawn:
