@@ -34,11 +34,9 @@ def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | 
     except OptionError as error:
         if folder is not None:
             raise
-        drawn, missing = [], f"The page has no pictures. {error}"
+        drawn, said = [], [f"The page has no pictures. {error}"]
     else:
-        missing = ""
-    said = [missing] if missing else []
-    said += [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
+        said = [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
     if folder is not None:
         count = 0
         for name, _, png in drawn:

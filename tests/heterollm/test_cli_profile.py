@@ -377,10 +377,15 @@ def test_plots_without_matplotlib(run, stored, tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for option in ("--plots", "--html"):
-        code, out, err = run("show", option, tmp_path / "there")
-        assert (code, out) == (1, "")
-        assert "pip install 'heterollm[plots]'" in panel_of(err)
+    code, out, err = run("show", "--plots", tmp_path / "there")
+    assert (code, out) == (1, "")
+    assert "pip install 'heterollm[plots]'" in panel_of(err)
+    code, _, err = run("show", "--html", tmp_path / "page.html")
+    assert code == 0
+    assert "pip install 'heterollm[plots]'" in err
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "<table>" in page
+    assert "<img" not in page
     assert run("show")[0] == 0
 
 
