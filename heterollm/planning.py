@@ -243,10 +243,10 @@ class Planner:
             lengths = [length for length in limits.standard_lengths if length > 1]
             every = {*lengths, *(3 * length // 2 for length in lengths), request.context}
             prompts = {length: 1.0 for length in every if length <= request.context}
-        longest = max(prompts, default=0)
-        if longest <= solver.chunk_length or not isinstance(solver.costs, ProfileCosts):
+        longest, costs = max(prompts, default=0), solver.costs
+        if longest <= solver.chunk_length or not isinstance(costs, ProfileCosts):
             return solver.chunk_length
-        return best_chunk(solver, prompts, solver.costs.at, slices)
+        return best_chunk(solver, prompts, costs.at, slices)
 
     @cached_property
     def _shape(self) -> ModelShape:

@@ -55,7 +55,8 @@ def plan_report(
     held = planner.plan.npu_bytes(planner.specs, copies_by_length=copies)
     words = ", each once for every length that it runs at; --npu-gib bounds them" if copies else ""
     parts.append(Text(f"The NPU holds slices of {format_bytes(held)} in all layers{words}."))
-    parts.append(Text(verdict(passes)))
+    if not planner.notes:
+        parts.append(Text(verdict(passes)))
     if planner.length_choice is not None:
         parts += [Text(), lengths_table(planner.length_choice)]
         if not planner.length_choice.chosen.lengths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group
@@ -12,6 +13,9 @@ from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.solve import Solver
 
 __all__ = ["best_chunk"]
+
+GAIN_FRACTION: Final = 0.1
+"""A shorter chunk must make prompts this much faster: predictions of different lengths err differently."""
 
 
 def best_chunk(
@@ -23,7 +27,7 @@ def best_chunk(
     """Return the chunk length that long prompts are predicted to run fastest in.
 
     The solver's chunk length and the standard lengths below it are tried. A shorter one must make the prompts
-    faster by the margin of a cut, each counted by what it takes in the longest chunks, so that long ones do
+    faster by :data:`GAIN_FRACTION`, each counted by what it takes in the longest chunks, so that long ones do
     not drown short ones.
 
     Args:
@@ -64,7 +68,7 @@ def best_chunk(
         return sum(weight * prompt_us(prompt, chunk) for prompt, weight in weights.items())
 
     best = solver.chunk_length
-    best_us = (1.0 - solver.objective.margin_fraction) * sum(prompts.values())
+    best_us = (1.0 - GAIN_FRACTION) * sum(prompts.values())
     for chunk in sorted(length for length in offered if 1 < length < solver.chunk_length):
         chunk_us = total_us(chunk)
         if chunk_us < best_us:
