@@ -166,9 +166,13 @@ def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 def energy_words(rows: Sequence[BenchRow]) -> str:
     """Say whether energy was measured."""
-    if any(row.energy == "absent" for row in rows):
-        return "Energy: absent, as this system lets nobody read a counter of it."
-    return "Energy: measured, of the whole processor package."
+    words = {
+        "absent": "absent, as this system lets nobody read a counter of it",
+        "measured": "measured, of the whole processor package",
+        "modelled": "modelled, the middle of the range that the SoC's parameters allow for",
+    }
+    kinds = dict.fromkeys(row.energy for row in rows if row.samples_ns) or {"absent": None}
+    return f"Energy: {'; '.join(words.get(kind, kind) for kind in kinds)}."
 
 
 def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:

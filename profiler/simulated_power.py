@@ -45,6 +45,11 @@ class SimulatedMeter:
         usage = usage_between(before, self.clock.totals, self.clock.now_us - begin_us)
         return energy(self.soc, usage).middle_watts
 
+    def joules_since(self, before: Totals, begin_us: float) -> float:
+        """Return the energy since a moment of the clock at which so much had been used."""
+        usage = usage_between(before, self.clock.totals, self.clock.now_us - begin_us)
+        return energy(self.soc, usage).middle_joules
+
 
 def simulated_meters(device: Device) -> list[SimulatedMeter]:
     """Return the gauge of a simulated device."""

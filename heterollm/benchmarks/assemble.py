@@ -97,9 +97,10 @@ def make_row(
     found |= timings(state.samples, case.tokens)
     found |= _of_engine(configuration, facts)
     found |= _of_account(state)
+    simulated = facts is not None and facts.time_kind == "simulated"
     joules = [sample.energy_j for sample in state.samples if sample.energy_j is not None]
     found |= {
-        "energy": "measured" if joules else "absent",
+        "energy": ("modelled" if simulated else "measured") if joules else "absent",
         "energy_j": statistics.median(joules) if joules else None,
         "error": state.error,
         "test_time": state.test_time,

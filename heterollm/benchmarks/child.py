@@ -87,7 +87,8 @@ class _Models:
                 return {"private_bytes": private_bytes()}
             case "sample":
                 case_ = Case(**request["case"])
-                return {"us": self._engines[name].sample_us(case_, self._ids[name])}
+                time_us = self._engines[name].sample_us(case_, self._ids[name])
+                return {"us": time_us, "modelled_j": self._engines[name].modelled_j}
             case "logits":
                 count, decoded = request["prompt"] + request["decoded"], request["decoded"]
                 return {"logits": encode_floats(self._engines[name].logits(self._ids[name][:count], decoded))}

@@ -67,7 +67,13 @@ class Facts:
 
 
 class BenchEngine(Protocol):
-    """A loaded model that runs tests. All of it happens in the child process."""
+    """A loaded model that runs tests. All of it happens in the child process.
+
+    Attributes:
+        modelled_j: Energy of the latest sample by the model of a simulated device; None of real ones.
+    """
+
+    modelled_j: float | None
 
     @property
     def facts(self) -> Facts:

@@ -19,6 +19,7 @@ from heterollm.layout import op_specs
 from heterollm.llm import LLM
 from heterollm.load_options import Sync
 from heterollm.planning import Planner, PlanRequest, stored_profile
+from heterollm.profiler.simulated_power import simulated_meters
 from heterollm.session import Session
 from heterollm.solver import SOLVED_LEVELS, LengthPolicy
 from heterollm.trace_file import save_trace
@@ -63,6 +64,9 @@ class SelfEngine:
             else cast("LengthPolicy", asked.length_policy),
         )
         self._sessions: dict[int, Session] = {}
+        device = self._llm.device
+        self._meter = simulated_meters(device)[0] if device.gpu.is_simulated else None
+        self.modelled_j: float | None = None
 
     @property
     def facts(self) -> Facts:
@@ -96,12 +100,16 @@ class SelfEngine:
         now_ns = self._llm.device.gpu.now_ns  # a simulated device has a clock of its own
 
         def timed() -> float:
+            used = None if self._meter is None else self._meter.clock.totals.copy()
             before_ns = now_ns()
             if len(prompt):
                 session.prefill_in_place(prompt)
             for token in tokens:
                 session.decode_in_place(token)
-            return (now_ns() - before_ns) / 1e3
+            taken_us = (now_ns() - before_ns) / 1e3
+            if self._meter is not None and used is not None:
+                self.modelled_j = self._meter.joules_since(used, self._meter.clock.now_us - taken_us)
+            return taken_us
 
         try:
             return self._llm.on_engine_thread(timed)

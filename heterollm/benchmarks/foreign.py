@@ -23,6 +23,8 @@ REASON: Final = "Another engine; the profile is of heterollm's parts."
 class ForeignEngine(ABC):
     """An engine of which only speed and answers are known."""
 
+    modelled_j: float | None = None
+
     @abstractmethod
     def work(self, case: Case) -> Work:
         """Return what a sample computes and reads."""

@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import itertools
 import json
 import tracemalloc
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ import pytest
 
 import heterollm.kernels
 from heterollm import LLM
+from heterollm.benchmarks import engine_self
+from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.child import random_ids
+from heterollm.benchmarks.engine import Job
+from heterollm.benchmarks.engine_self import SelfEngine
 from heterollm.engine import Engine
 from heterollm.errors import GraphError, KernelError, OptionError
 from heterollm.kernels.device import open_device
@@ -24,6 +31,7 @@ from heterollm.kernels.waiting import HostClock
 from heterollm.load_options import SYNC_OPTIONS
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 from heterollm.trace import Span, Trace
+from heterollm.trace_file import load_trace
 from heterollm.trace_summary import BETWEEN, PYTHON, busy, summarise, summarise_phases
 from heterollm.tracing import Recorder, Site
 
@@ -559,7 +567,6 @@ def test_a_run_that_fails_half_way_leaves_its_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from heterollm.cli import main
-    from heterollm.trace_file import load_trace
 
     break_graphs(monkeypatch, 17 * 3 + 2)
     plan.save(tmp_path / "plan.json")
@@ -586,3 +593,92 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     assert "no model" not in told
     assert "place" in told or "folder" in told
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+# -- a bench's traced run ----------------------------------------------------------------------------
+
+BENCHED = Case(20, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def benched(
+    split: LLM, bundled_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """Return what the bench says of a traced run in which every operator is cut, and the file of that run."""
+    file = tmp_path_factory.mktemp("traces") / "run.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_self.LLM, "load", lambda *_, **__: split)
+        engine = SelfEngine(Job(bundled_model, Configuration(device="host"), 64, trace=True))
+    return engine.trace(BENCHED, random_ids(0, 2048, BENCHED.end), file), file
+
+
+@pytest.fixture(scope="module")
+def events(benched: tuple[dict[str, Any], Path]) -> list[dict[str, Any]]:
+    data = json.loads(benched[1].read_text(), parse_float=Decimal)
+    assert data["displayTimeUnit"] in ("ms", "ns")
+    found: list[dict[str, Any]] = data["traceEvents"]
+    return found
+
+
+def named(events: list[dict[str, Any]], tid: int) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["tid"] == tid]
+
+
+def test_the_file_sums_up_to_what_the_bench_says(benched: tuple[dict[str, Any], Path]) -> None:
+    fields, file = benched
+    found = summarise(load_trace(file))
+    assert fields["overlap_ms"] > 0
+    assert fields["overlap_fraction"] == found.overlap_fraction
+    for name in ("gpu_busy", "npu_busy", "overlap", "hand_over"):
+        assert fields[f"{name}_ms"] == getattr(found, f"{name}_us") / 1e3
+    assert (fields["traced_ms"], fields["hand_overs"]) == (found.wall_us / 1e3, found.hand_overs)
+    assert found.passes == 1 + BENCHED.n_gen
+
+
+def test_the_overlap_is_that_of_the_events(
+    benched: tuple[dict[str, Any], Path], events: list[dict[str, Any]]
+) -> None:
+    """Counted anew from the file's events, as anybody would who reads the format alone."""
+    windows = [(one["ts"], one["ts"] + one["dur"]) for one in named(events, 3) if one["cat"] == "pass"]
+
+    def inside(tid: int) -> list[tuple[Any, Any]]:
+        found = [(one["ts"], one["ts"] + one["dur"]) for one in named(events, tid)]
+        return [
+            (max(begin, low), min(end, high))
+            for begin, end in found
+            for low, high in windows
+            if max(begin, low) < min(end, high)
+        ]
+
+    both = sum(
+        max(Decimal(0), min(one[1], other[1]) - max(one[0], other[0]))
+        for one, other in itertools.product(inside(1), inside(2))
+    )
+    assert float(both) / 1e3 == pytest.approx(benched[0]["overlap_ms"], rel=1e-9)
+
+
+def test_events_are_of_the_documented_format(events: list[dict[str, Any]]) -> None:
+    """Complete events and metadata alone, on named threads of a named process, nested within each thread."""
+    assert {event["ph"] for event in events} == {"M", "X"}
+    metadata = [event for event in events if event["ph"] == "M"]
+    assert {event["name"] for event in metadata} == {"process_name", "thread_name", "thread_sort_index"}
+    named_threads = {event["tid"] for event in metadata if event["name"] == "thread_name"}
+    assert {event["pid"] for event in events} == {1}
+    for event in events:
+        assert type(event["pid"]) is type(event["tid"]) is int
+        assert isinstance(event["args"], dict)
+        assert isinstance(event["name"], str)
+        assert event["name"]
+    for tid in sorted(named_threads):
+        ends: list[Decimal] = []
+        spans = sorted(named(events, tid), key=lambda event: (event["ts"], -event["dur"]))
+        assert spans
+        for event in spans:
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert event["cat"]
+            while ends and ends[-1] <= event["ts"]:
+                ends.pop()
+            end = event["ts"] + event["dur"]
+            assert not ends or end <= ends[-1], "an event that begins in another ends in it"
+            ends.append(end)

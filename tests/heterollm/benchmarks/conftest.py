@@ -46,7 +46,7 @@ class FakeWorker:
             raise trouble
         if do == "load":
             crew.held[self.process] = crew.held.get(self.process, 0) + crew.need
-            level = replace(FACTS, plan_level=configuration.plan_level)
+            level = replace(FACTS, plan_level=configuration.plan_level, time_kind=crew.time_kind)
             return {
                 "facts": asdict(level),
                 "private_bytes": self.held,
@@ -76,7 +76,8 @@ class FakeWorker:
         crew.taken += 1
         if crew.taken in crew.after:
             raise crew.after[crew.taken]
-        return {"us": crew.times.get(label, 1000.0) + crew.taken % 3, "own_s": 0.0}
+        time_us = crew.times.get(label, 1000.0) + crew.taken % 3
+        return {"us": time_us, "modelled_j": crew.modelled_j, "own_s": 0.0}
 
     @property
     def held(self):
@@ -93,6 +94,7 @@ class FakeCrew:
     def __init__(self):
         self.log, self.trouble, self.times, self.noise, self.held = [], {}, {}, {}, {}
         self.need, self.taken = 100, 0
+        self.time_kind, self.modelled_j = "real", None
         # What is raised instead of the answer of a sample, counted from 1, warm-ups included.
         self.after = {}
         self.workers, self.files = [], []

@@ -269,6 +269,14 @@ def test_energy_is_read_around_a_sample(tmp_path):
     assert Watch(0.0, EnergyMeter([RaplCounter(tmp_path)])).take(ask).energy_j == pytest.approx(2.5)
 
 
+def test_modelled_energy_is_never_this_machines(fake_crew, monkeypatch):
+    fake_crew.time_kind, fake_crew.modelled_j = "simulated", 0.25
+    monkeypatch.setattr(EnergyMeter, "joules_since", lambda self, begin: 100.0)
+    assert {(row.energy, row.energy_j) for row in run(fake_crew).rows} == {("modelled", 0.25)}
+    fake_crew.time_kind = "real"
+    assert {(row.energy, row.energy_j) for row in run(fake_crew).rows} == {("measured", 100.0)}
+
+
 def test_a_schedule_runs_everything_once_a_round():
     a, b = Configuration(plan_level="gpu"), Configuration(plan_level="npu")
     for turn, resident in itertools.product(range(3), (True, False)):
