@@ -313,6 +313,15 @@ def test_figures_are_those_of_the_result_files():
     assert all(f"{row['perplexity']:.3f}" in page for row in rows_of("perplexity"))
 
 
+def test_the_readmes_measured_rates_were_measured():
+    """Every rate of the table under "Measured" is the median of a row of the bench."""
+    section = (ROOT / "README.md").read_text("utf-8").partition("## Measured")[2].partition("\n## ")[0]
+    rates = re.findall(r"\d+\.\d", "".join(line for line in section.splitlines() if line.startswith("|")))
+    rows = [row for name in ("ablation", "host_levels") for row in rows_of(name)]
+    assert len(rates) >= 10
+    assert set(rates) <= {f"{row['median_ts']:.1f}" for row in rows if row["median_ts"] is not None}
+
+
 # -- what the program prints -------------------------------------------------------------------------
 
 
