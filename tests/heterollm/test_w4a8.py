@@ -49,7 +49,14 @@ def logits(bundled_model: Path, host_llm: Callable[..., LLM], bench: ModuleType)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"group_size": 64, "symmetric": False}, {"group_size": 128}], ids=str
+    "options",
+    [
+        {},
+        {"group_size": 128, "symmetric": False},
+        pytest.param({"group_size": 64, "symmetric": False}, marks=pytest.mark.slow),
+        pytest.param({"group_size": 128}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_logits_stay_close_to_those_of_float_activations(
     logits: Callable[..., Any], options: dict[str, Any]
