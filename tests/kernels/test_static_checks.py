@@ -110,7 +110,10 @@ def test_sources_are_portable_opencl_c(clang, files):
             assert compiler_says(clang, source, "-cl-std=CL3.0", *options) == "", options
 
 
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "cascadelake"])
+# The paths of the one in the middle are run in test_gpu_linear_int8.py.
+@pytest.mark.parametrize(
+    "processor", ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.slow), "cascadelake"]
+)
 def test_the_paths_for_x86_compile(clang, processor):
     options = ["-cl-std=CL1.2", "-target", "x86_64", f"-march={processor}", *WITHOUT_EXTENSIONS]
     for files, variants in PROGRAMS.items():
