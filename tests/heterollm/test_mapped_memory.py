@@ -16,7 +16,13 @@ from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
 
 cl = pytest.importorskip("pyopencl")
 
-PLANS = ("gpu", "npu", "layer", "rows", "sequence")
+# The level layer runs the graphs of npu, and the first tokens of a group are an NPU's whole group.
+PLANS = (
+    "gpu",
+    "layer",
+    "rows",
+    *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("npu", "sequence")),
+)
 
 
 def cut_plan(name: str, llm: LLM) -> Plan:
