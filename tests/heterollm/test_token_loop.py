@@ -35,7 +35,14 @@ def test_decode_steps_make_no_lasting_object(llm: LLM) -> None:
     check_decode_steps(llm)
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+# The others are these without sleep, or with it.
+@pytest.mark.parametrize(
+    "sync",
+    [
+        pytest.param(sync, marks=pytest.mark.slow if sync in ("operator", "poll", "sleep_flag") else ())
+        for sync in SYNCS
+    ],
+)
 def test_no_strategy_makes_a_lasting_object(
     sync: Sync,
     bundled_model: Path,
