@@ -15,8 +15,9 @@ from heterollm.kernels.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, s
 from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
 
-LENGTHS = (1, 7, 32, 33, 70, 96)
+# Each small number of tokens has kernels of its own, so that the same one is prefilled and decoded.
 DECODED = 3
+LENGTHS = (1, DECODED, 32, 33, 70, 96)
 CHUNK = 128
 SEEDS = (0, 1)
 # Gated by SiLU, by GELU with norms behind the block, and with biases on gate, up and down.
