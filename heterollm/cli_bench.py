@@ -100,7 +100,7 @@ def bench(
     from heterollm.benchmarks.profile_first import profile_splits
     from heterollm.benchmarks.row_file import RowFile
     from heterollm.benchmarks.run import run_bench
-    from heterollm.benchmarks.stopping import signals_interrupt
+    from heterollm.benchmarks.stopping import Stop, TerminatedInterrupt, signals_interrupt
     from heterollm.durations import parse_duration
 
     _check_outputs(output, picture, html)
@@ -142,12 +142,15 @@ def bench(
     if traces is not None:
         _check_traces(traces, no_trace)
     file = None if out is None else RowFile(out)
-    with signals_interrupt():
-        if profile_first:
-            for text in profile_splits(model, configurations):
-                report.show(report.note(text))
-        with report.progress_bars() as progress:
-            result = run_bench(options, progress=progress, on_row=None if file is None else file.add)
+    try:
+        with signals_interrupt():
+            if profile_first:
+                for text in profile_splits(model, configurations):
+                    report.show(report.note(text))
+            with report.progress_bars() as progress:
+                result = run_bench(options, progress=progress, on_row=None if file is None else file.add)
+    except TerminatedInterrupt as error:  # before there was anything to keep
+        raise typer.Exit(Stop.of(error).exit_code) from None
     _show([result], Path(model).name, output, picture, html)
     if result.stop is not None and result.stop.exit_code:
         raise typer.Exit(result.stop.exit_code)

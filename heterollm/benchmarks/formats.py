@@ -162,6 +162,8 @@ def _cells(row: BenchRow) -> dict[str, str]:
         rate = f"error: {row.error}".replace("|", "/").replace("\n", " ")
     elif row.quality_passed is False:
         rate += " (wrong logits)"
+    elif row.interrupted is not None:
+        rate += f" ({len(row.samples_ns)} of {row.repetitions} samples)"
     threads = str(row.n_threads) if row.n_threads is not None else ""
     if row.gpu_threads is not None:
         threads = f"{row.gpu_threads}+{row.npu_threads}"

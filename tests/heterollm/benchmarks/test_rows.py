@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -127,6 +128,11 @@ def test_fields_that_a_later_version_added_are_empty(make_rows):
     for name in set(FIELD_NAMES) - REQUIRED - set(computed):
         short = {key: value for key, value in row.items() if key != name}
         assert not getattr(BenchRow.from_dict(short), name)
+
+
+def test_markdown_says_what_an_interrupted_row_lacks(make_rows):
+    row = replace(make_rows([1e6]), repetitions=5, interrupted="Ctrl-C")
+    assert "(1 of 5 samples)" in to_markdown([row])
 
 
 def test_csv_has_every_field_of_every_row(make_rows):
