@@ -27,7 +27,9 @@ def test_a_small_bench_from_end_to_end(bundled_model, capsys, tmp_path):
     out = tmp_path / "rows.jsonl"
     options = ["-p", 20, "-n", 0, "-pg", "5,2", "-r", 2, "--device", "host", "--threads", "1+1"]
     levels = ["--plan-level", "gpu,npu,tensor", "--length-policy", "pipe", "--seed", 7]
-    assert bench(bundled_model, *options, *levels, "-o", "json", "--out", out) == 0
+    page = tmp_path / "page.html"
+    assert bench(bundled_model, *options, *levels, "-o", "json", "--out", out, "--html", page) == 0
+    assert "measured</title>" in page.read_text("utf-8")
     shown = capsys.readouterr()
     rows = json.loads(shown.out)
     # Each as soon as it was whole: what cannot run at once, then in the order of the last round.
