@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from heterollm import LLM
+from heterollm.kernels import opencl_runtime
+from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
 
 torch = pytest.importorskip("torch")
@@ -168,6 +170,38 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled() / name, folder / name)
     return folder
+
+
+CONTEXTS: dict[int, Any] = {}
+PROGRAMS: dict[tuple[object, ...], Any] = {}
+
+
+# Of a module, so that it is not in the way of other folders' tests in the same process.
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs() -> Iterator[None]:
+    """Models share one OpenCL context of a device, and the programs that were built in it.
+
+    PoCL's front end takes 40 ms for a program that its cache has, and a model has about ten. Contexts of
+    their own are what tests/kernels has, and every test that starts a process.
+    """
+    open_context, build = opencl_runtime.cl.Context, OpenClRuntime._build
+
+    def shared_context(devices: list[Any]) -> Any:
+        (device,) = devices
+        if device.int_ptr not in CONTEXTS:
+            CONTEXTS[device.int_ptr] = open_context(devices)
+        return CONTEXTS[device.int_ptr]
+
+    def build_once(runtime: OpenClRuntime, source: str, options: list[str], name: str) -> Any:
+        key = (runtime.context.int_ptr, source, *options)
+        if key not in PROGRAMS:
+            PROGRAMS[key] = build(runtime, source, options, name)
+        return PROGRAMS[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opencl_runtime.cl, "Context", shared_context)
+        patch.setattr(OpenClRuntime, "_build", build_once)
+        yield
 
 
 @pytest.fixture(scope="session")
