@@ -323,7 +323,7 @@ NUMBERS: Final[tuple[Number, ...]] = (
         OVERALL,
         decode_sync_gain,
         0.0,
-        "contradicts the same ratio in prefill",
+        "as many hand-overs as in prefill",
     ),
     Number("tensor over layer level, most", 1.4, "x", "HeteroLLM, abstract", most_gain, 0.0, "8B only here"),
 )

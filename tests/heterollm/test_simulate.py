@@ -12,6 +12,7 @@ from heterollm.errors import CheckpointError, OptionError, ProfileError
 from heterollm.kernels.cache import cache_root
 from heterollm.kernels.device import open_device
 from heterollm.kernels.simulated_clock import GpuLoad
+from heterollm.kernels.soc.parameters import load_soc
 from heterollm.known_models import find_model
 from heterollm.profiler.comparison import compare
 from heterollm.profiler.profile import Profile
@@ -87,6 +88,25 @@ def test_both_parts_run_at_once_where_operators_are_cut(results):
     )
 
 
+def joules_of(spans, polling_us, elapsed_us):
+    """Power times time by each split of the power, from what the parts did, least first."""
+    power, busy_us = load_soc("snapdragon-8gen3").power, {"gpu": 0.0, "npu": 0.0, "host": 0.0}
+    for span in spans:
+        busy_us[span.part] += span.end_us - span.begin_us
+    moved_gbytes = sum(span.dram_bytes for span in spans) / 1e9
+    return sorted(
+        (
+            split.base_watts * elapsed_us
+            + split.gpu_watts * busy_us["gpu"]
+            + split.npu_watts * busy_us["npu"]
+            + split.poll_watts * polling_us
+        )
+        / 1e6
+        + split.dram_joules_per_gbyte * moved_gbytes
+        for split in (power.mostly_base, power.balanced, power.mostly_active)
+    )
+
+
 def test_nothing_is_counted_twice_or_left_out(results):
     for result in results.values():
         for phase in (result.prefill, result.decode):
@@ -103,7 +123,9 @@ def test_nothing_is_counted_twice_or_left_out(results):
             assert phase.peak_gbps <= 61.9 * (1 + 1e-6)
             energy = phase.energy
             assert energy.middle_joules == pytest.approx(energy.middle_watts * phase.elapsed_us / 1e6)
-            assert energy.low_joules <= energy.middle_joules <= energy.high_joules
+            assert [energy.low_joules, energy.middle_joules, energy.high_joules] == pytest.approx(
+                joules_of(phase.spans, phase.busy_fraction["host"] * phase.elapsed_us, phase.elapsed_us)
+            )
 
 
 def test_equal_requests_give_equal_results(results):
@@ -125,6 +147,34 @@ def test_the_driver_costs_what_fast_synchronisation_saves(results):
     # Solved for what it costs, decode is left to the GPU where that is faster.
     assert solved.decode.elapsed_us < slow.decode.elapsed_us
     assert solved.decode.tokens_per_second > 0.8 * results["gpu"].decode.tokens_per_second
+
+
+@pytest.mark.slow
+def test_the_whole_stack_says_what_was_published_of_a_large_model():
+    """The chain that the fit knows has neither plans nor a control thread."""
+    asked = {
+        "gpu": {"level": "gpu"},
+        "layer": {"level": "layer"},
+        "tensor": {"level": "tensor"},
+        "driver": {"level": "tensor", "sync": "finish"},
+    }
+    found = {
+        name: simulate(SimulationRequest("llama-3-8b", prompt=256, decode=16, **how))
+        for name, how in asked.items()
+    }
+    long = simulate(SimulationRequest("llama-3-8b", prompt=1024, decode=0, level="tensor"))
+    prefill = {name: result.prefill.tokens_per_second for name, result in found.items()}
+    decode = {name: result.decode.tokens_per_second for name, result in found.items()}
+    for simulated, published in (
+        (prefill["tensor"], 236.92),
+        (prefill["tensor"] / prefill["driver"], 236.92 / 196.44),
+        (prefill["tensor"] / prefill["layer"], 1.244),
+        (long.prefill.tokens_per_second, 247.9),
+        (decode["tensor"], 14.01),
+        (decode["tensor"] / decode["gpu"], 1.227),
+        (decode["tensor"] / decode["driver"], 4.01),
+    ):
+        assert simulated == pytest.approx(published, rel=0.05)
 
 
 def test_polling_burns_what_sleeping_saves(results):

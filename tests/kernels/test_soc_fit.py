@@ -48,6 +48,10 @@ def test_residuals_are_within_bounds(scripts: dict[str, ModuleType]) -> None:
     for row in used:
         bound = 0.17 if "INT8" in row.number.name else 0.08
         assert abs(row.ratio - 1) < bound, row
+    # What the fit did not see.
+    [driver] = [row for row in rows if row.number.name == "fast over driver hand-over, decode"]
+    assert not driver.number.weight
+    assert abs(driver.ratio - 1) < 0.05
     ends = [row for row in used if "end to end" in row.number.source]
     assert len(ends) == 6
     for row in ends:
