@@ -185,7 +185,7 @@ PUBLISHED: Final = (
         CALIBRATION,
         "not fitted",
         lambda rows: ratio(rows.decode(LLAMA_8B, TENSOR), rows.decode(LLAMA_8B, DRIVER)),
-        "no cost of a hand-over explains it together with prefill's",
+        "follows from the plan: each cut pays the driver four times",
     ),
     Published(
         "tensor over layer level, most",
