@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes, re
 from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.random_data import fill_shared, weight_for
 from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
-from heterollm.profiler.sampling import take_samples
+from heterollm.profiler.sampling import MOST_SAMPLES, take_samples
 from heterollm.profiler.task import Task
 from heterollm.units import MIB, bandwidth_gbps
 
@@ -55,6 +55,13 @@ PACKED: Final = WeightFormat(4, 32)
 
 ROUNDS: Final = 3
 """Runs of the slower part, at least, in one measurement of both."""
+
+TURNS: Final = range(3, 10)
+"""Of alone and together in a measurement of contention: how many at least and at most."""
+TURNS_US: Final = 1.5e6
+"""Time after which those at least are enough."""
+RUNS_ALONE: Final = 3
+"""Runs of each part alone between two measurements of both."""
 
 Job: TypeAlias = Bound | Literal["packed", "spill_compute"]
 """A job of a part; ``packed`` reads 4-bit weights, ``spill_compute`` has the tokens of ``compute``."""
@@ -90,11 +97,17 @@ class SharedLoad:
             self._alone_us[key] = self.alone_now_us(part, bound)
         return self._alone_us[key]
 
-    def alone_now_us(self, part: Part, bound: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def alone_now_us(
+        self, part: Part, bound: Job, *, most: int = MOST_SAMPLES
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """As :meth:`alone_us`, measured anew: what both parts do at once is compared with this."""
         job = self.job(part, bound)
         once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
-        return take_samples(once)
+        return take_samples(once, most=most)
+
+    def now_us(self) -> float:
+        """Return the time of the clock that the jobs are timed by."""
+        return self._timer.runtime.now_ns() / 1e3
 
     @property
     def npu_bounds(self) -> tuple[Bound, ...]:
@@ -278,13 +291,28 @@ def _bandwidth(
 def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
     job = load.beside(gpu, npu)
     jobs: dict[Part, Job] = {"gpu": gpu, "npu": job}
-    # Right before and right after: the clocks of a processor move more within minutes than parts slow.
-    before = {part: load.alone_now_us(part, bound)[0] for part, bound in jobs.items()}
-    together = load.together_us(gpu, job)
-    after = {part: load.alone_now_us(part, bound)[0] for part, bound in jobs.items()}
-    for part, bound, beside in (("gpu", gpu, npu), ("npu", npu, gpu)):
-        own = cast("Part", part)
-        slowdown = statistics.median(together[own]) / statistics.median(before[own] + after[own])
-        yield Record(
-            ContentionKey(own, bound, beside), together[own], values={"slowdown": round(slowdown, 4)}
-        )
+
+    def alone_us() -> dict[Part, float]:
+        return {
+            part: statistics.median(load.alone_now_us(part, bound, most=RUNS_ALONE)[0])
+            for part, bound in jobs.items()
+        }
+
+    # In turns, each compared with right before and right after: clocks of a processor move more within
+    # seconds than parts slow, and one disturbed moment must not decide every plan.
+    together: dict[Part, list[float]] = {part: [] for part in PARTS}
+    slowdowns: dict[Part, list[float]] = {part: [] for part in PARTS}
+    before, begin_us = alone_us(), load.now_us()
+    for turn in range(1, TURNS.stop):
+        both = load.together_us(gpu, job)
+        after = alone_us()
+        for part, samples in both.items():
+            together[part] += samples
+            slowdowns[part].append(2.0 * statistics.median(samples) / (before[part] + after[part]))
+        before = after
+        if turn >= TURNS.start and load.now_us() - begin_us > TURNS_US:
+            break
+    bounds: tuple[tuple[Part, Bound, Bound], ...] = (("gpu", gpu, npu), ("npu", npu, gpu))
+    for part, bound, beside in bounds:
+        slowdown = round(statistics.median(slowdowns[part]), 4)
+        yield Record(ContentionKey(part, bound, beside), tuple(together[part]), values={"slowdown": slowdown})
