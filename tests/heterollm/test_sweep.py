@@ -201,7 +201,7 @@ def test_simulated_rows_are_never_read_as_measured(rows, tmp_path, make_bench_ro
 @pytest.fixture(scope="module")
 def make_bench_row():
     def make(kind):
-        path = BENCH / "results" / "host_levels.jsonl"
+        path = BENCH / "results" / "ablation.jsonl"
         row = next(row for row in read_rows(path) if row.usable)
         return BenchRow.from_dict({**row.to_dict(), "time_kind": kind})
 
