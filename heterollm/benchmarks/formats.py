@@ -143,7 +143,8 @@ def read_json_items(path: Path) -> list[object]:
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as error:  # such as bytes that are no text, or names that are no paths
-        raise InputError(f"Cannot read {str(path)!r}: {error}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"Cannot read {str(path)!r}: {reason}.") from error
     try:
         if text.lstrip().startswith("["):
             found: list[object] = json.loads(text)

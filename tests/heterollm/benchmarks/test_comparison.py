@@ -101,5 +101,5 @@ def test_the_script_prints_a_table_and_fails_if_asked_to(run, tmp_path):
     assert call("after", "before", "--fail-on-slower").returncode == 0
     missing = call("before", "nothing")
     assert missing.returncode == 2
-    assert "Cannot read nothing" in missing.stderr
+    assert "Cannot read 'nothing': No such file" in missing.stderr
     assert "Traceback" not in missing.stderr
