@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.benchmarks.verdict import best_of, groups_of, whole_device
-from heterollm.profile_tables import Section
+from heterollm.section import Section
 
 if TYPE_CHECKING:
     from heterollm.benchmarks.rows import BenchRow

@@ -161,7 +161,7 @@ def bench(
 
 
 def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None:
-    from heterollm.bench_output import check_page
+    from heterollm.output_file import check_folder
     from heterollm.report_picture import check_picture
 
     if output not in OUTPUTS:
@@ -169,11 +169,11 @@ def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None
     if picture is not None:
         check_picture(picture)
     if html is not None:
-        check_page(html)
+        check_folder(html, "page")
 
 
 def _check_traces(folder: Path, no_trace: bool) -> None:
-    from heterollm.trace_file import check_target
+    from heterollm.output_file import check_target
 
     if no_trace:
         raise OptionError("--traces has nothing to write with --no-trace.", fix="Leave out one of the two.")
@@ -204,7 +204,6 @@ def _show(
 ) -> None:
     """Write what was found, run by run, to stdout and into files."""
     from heterollm import report
-    from heterollm.bench_output import write_page
     from heterollm.benchmarks.formats import FORMATS
     from heterollm.report_bench import bench_reports
     from heterollm.report_picture import write_picture
@@ -223,8 +222,12 @@ def _show(
         write_picture(picture, shown, title=f"heterollm bench {name}")
         report.show(report.note(f"Wrote {picture}."))
     if html is not None and rows:
-        text = write_page(html, [result.rows for result in results if result.rows], notes)
-        report.show(report.note(text))
+        from heterollm.html_bench import bench_page
+        from heterollm.output_file import save_file
+
+        page = bench_page([result.rows for result in results if result.rows], notes)
+        save_file(html, page.encode())
+        report.show(report.note(f"Wrote {html}."))
 
 
 def _words(text: str) -> list[str]:

@@ -76,7 +76,7 @@ def generate(
     if not text:
         raise InputError("The prompt is empty.", fix="Give at least one word.")
     if trace is not None:
-        from heterollm.trace_file import check_target
+        from heterollm.output_file import check_target
 
         check_target(trace)
     with _load(

@@ -85,11 +85,11 @@ def _text(rows: list[SimulatedRow], form: str) -> str:
     from heterollm.paper_cases import PaperRows
     from heterollm.paper_published import comparisons
     from heterollm.paper_tables import paper_page, paper_tables
-    from heterollm.report_simulate import plain_tables
+    from heterollm.report_simulate import sections_report
     from heterollm.sweep_tables import SWEEP_FORMATS
 
     if form == "table":
-        return report.render(plain_tables(list(paper_tables(PaperRows(rows)))), like=sys.stdout)
+        return report.render(sections_report(list(paper_tables(PaperRows(rows)))), like=sys.stdout)
     if form == "md":
         return paper_page(rows)
     if form == "json":

@@ -93,7 +93,7 @@ def simulate_model(
 
     check_output(output, out)
     if timeline is not None:
-        from heterollm.trace_file import check_target
+        from heterollm.output_file import check_target
 
         check_target(timeline)
     names = _names(model, "--model")
@@ -258,8 +258,9 @@ def parse_overrides(given: list[str]) -> dict[str, float]:
 
 def _write_timeline(result: SimulationResult, path: Path) -> str:
     """Write the simulated timeline and its picture; return what was written."""
+    from heterollm.output_file import save_file
     from heterollm.plots_trace import trace_png
-    from heterollm.trace_file import save_file, save_trace
+    from heterollm.trace_file import save_trace
 
     trace = cast("Any", result.trace)
     picture = path.with_name(f"{path.name}.png")

@@ -24,11 +24,12 @@ def show_trace(
     """Say where the time of a recorded run went; the file itself opens in ui.perfetto.dev."""
     from heterollm import report, report_trace
     from heterollm.terminal import write, write_json
-    from heterollm.trace_file import load_trace, save_file
+    from heterollm.trace_file import load_trace
     from heterollm.trace_summary import summarise, summarise_phases
 
     trace = load_trace(file)
     if png is not None:
+        from heterollm.output_file import save_file
         from heterollm.plots_trace import trace_png
 
         save_file(png, trace_png(trace))

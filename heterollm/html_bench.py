@@ -18,7 +18,7 @@ from heterollm.bench_tables import (
 )
 from heterollm.benchmarks.verdict import COMPARED, best_of, groups_of, verdicts
 from heterollm.html_parts import Bar, bars_html, kind_word, list_html, page_html, section_html, text_html
-from heterollm.profile_tables import Section
+from heterollm.section import Section
 from heterollm.units import format_bytes
 
 if TYPE_CHECKING:

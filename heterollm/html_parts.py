@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from heterollm.profile_tables import Section
+from heterollm.section import Section
 
 __all__ = [
     "Bar",

@@ -26,7 +26,7 @@ from heterollm.paper_cases import (
     ratio,
 )
 from heterollm.paper_published import comparisons
-from heterollm.plain_table import PlainTable, markdown_page
+from heterollm.section import Section, markdown_page
 from heterollm.simulated_row import SimulatedRow, load_text
 from heterollm.sweep_tables import number
 
@@ -65,7 +65,7 @@ def paper_page(rows: Sequence[SimulatedRow]) -> str:
     return f"{head}\n{markdown_page(list(paper_tables(found)))}"
 
 
-def paper_tables(rows: PaperRows) -> Iterator[PlainTable]:
+def paper_tables(rows: PaperRows) -> Iterator[Section]:
     """Yield every table."""
     yield _published(rows)
     yield _prefill(rows)
@@ -80,7 +80,7 @@ def paper_tables(rows: PaperRows) -> Iterator[PlainTable]:
     yield _plans(rows, (DECODE_AFTER,), "decode")
 
 
-def _published(rows: PaperRows) -> PlainTable:
+def _published(rows: PaperRows) -> Section:
     lines = tuple(
         (
             one.published.name,
@@ -93,7 +93,7 @@ def _published(rows: PaperRows) -> PlainTable:
         )
         for one in comparisons(rows)
     )
-    return PlainTable(
+    return Section(
         "Published and simulated",
         ("published number", "source", ">published", ">simulated", ">ratio", "in the fit", "remark"),
         lines,
@@ -107,7 +107,7 @@ def _published(rows: PaperRows) -> PlainTable:
     )
 
 
-def _prefill(rows: PaperRows) -> PlainTable:
+def _prefill(rows: PaperRows) -> Section:
     ways = (*PAPER_WAYS, *OWN_WAYS)
     lines = []
     for model in rows.models:
@@ -123,7 +123,7 @@ def _prefill(rows: PaperRows) -> PlainTable:
                     times(by_way[OWN_WAYS[-1]], by_way[TENSOR]),
                 )
             )
-    return PlainTable(
+    return Section(
         "Simulated prefill, tokens a second",
         (
             *("model", ">tokens"),
@@ -135,7 +135,7 @@ def _prefill(rows: PaperRows) -> PlainTable:
     )
 
 
-def _odd(rows: PaperRows) -> PlainTable:
+def _odd(rows: PaperRows) -> Section:
     lines = []
     for model in rows.models:
         for length in ODD_LENGTHS:
@@ -149,7 +149,7 @@ def _odd(rows: PaperRows) -> PlainTable:
                     *(times(wait, tensor_ms) for wait in waits[:3]),
                 )
             )
-    return PlainTable(
+    return Section(
         "Simulated time to the first token at odd lengths, ms",
         (
             *("model", ">tokens"),
@@ -167,7 +167,7 @@ def _odd(rows: PaperRows) -> PlainTable:
     )
 
 
-def _decode(rows: PaperRows) -> PlainTable:
+def _decode(rows: PaperRows) -> Section:
     ways = (*PAPER_WAYS, *OWN_WAYS)
     lines = []
     for model in rows.models:
@@ -180,7 +180,7 @@ def _decode(rows: PaperRows) -> PlainTable:
                 times(rates[OWN_WAYS[-1]], rates[TENSOR]),
             )
         )
-    return PlainTable(
+    return Section(
         f"Simulated decode after {DECODE_AFTER} tokens, tokens a second",
         ("model", *(f">{way.name}" for way in ways), ">tensor over gpu", ">all of ours over tensor"),
         tuple(lines),
@@ -188,7 +188,7 @@ def _decode(rows: PaperRows) -> PlainTable:
     )
 
 
-def _sync(rows: PaperRows) -> PlainTable:
+def _sync(rows: PaperRows) -> Section:
     lines = []
     for model in rows.models:
         for length in LENGTHS:
@@ -198,7 +198,7 @@ def _sync(rows: PaperRows) -> PlainTable:
         fast, driver, solved = (rows.decode(model, way) for way in (TENSOR, DRIVER, RESOLVED))
         cells = (number(fast, 2), number(driver, 2), times(fast, driver), number(solved, 2))
         lines.append((model, "decode", *cells))
-    return PlainTable(
+    return Section(
         "Simulated tensor level with and without fast synchronisation, tokens a second",
         (
             "model",
@@ -216,7 +216,7 @@ def _sync(rows: PaperRows) -> PlainTable:
     )
 
 
-def _game(rows: PaperRows) -> PlainTable:
+def _game(rows: PaperRows) -> Section:
     lines = []
     for model in rows.models:
         for load in LOADS:
@@ -226,7 +226,7 @@ def _game(rows: PaperRows) -> PlainTable:
     columns = [
         f">{way.name}: {what}" for way in GAME_WAYS for what in ("prefill slower", "decode slower", "in time")
     ]
-    return PlainTable(
+    return Section(
         "Simulated beside a game: slowdown, and frames in time",
         ("model", "game", *columns),
         tuple(lines),
@@ -250,7 +250,7 @@ def _beside(row: SimulatedRow | None) -> tuple[str, str, str]:
     return first, second, f"{100 * in_time / drawn:.0f} %" if drawn else ""
 
 
-def _energy(rows: PaperRows) -> PlainTable:
+def _energy(rows: PaperRows) -> Section:
     lines = []
     for model in rows.models:
         tensor_joules = rows.prefill_joules(model, TENSOR)
@@ -265,7 +265,7 @@ def _energy(rows: PaperRows) -> PlainTable:
                         *(_joules(row.decode, row.decode_tokens), _watts(row.decode), number(over, 2)),
                     )
                 )
-    return PlainTable(
+    return Section(
         f"Simulated power and energy: prefill of {DECODE_AFTER} tokens, and decode after it",
         (
             *("model", "way", ">prefill J", ">prefill W", ">decode J a token", ">decode W"),
@@ -293,7 +293,7 @@ def _watts(phase: object) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def _levers(rows: PaperRows) -> PlainTable:
+def _levers(rows: PaperRows) -> Section:
     lines = []
     for model in rows.models:
         phases: list[tuple[str, dict[Way, float | None]]] = [
@@ -304,7 +304,7 @@ def _levers(rows: PaperRows) -> PlainTable:
         for name, speeds in phases:
             gains = [times(speeds[way], speeds[TENSOR]) for way in OWN_WAYS]
             lines.append((model, name, *gains))
-    return PlainTable(
+    return Section(
         "Simulated: what each of our additions brings over tensor level",
         ("model", "phase", *(f">{way.name}" for way in OWN_WAYS)),
         tuple(lines),
@@ -320,7 +320,7 @@ def _levers(rows: PaperRows) -> PlainTable:
     )
 
 
-def _plans(rows: PaperRows, lengths: Sequence[int], phase: str) -> PlainTable:
+def _plans(rows: PaperRows, lengths: Sequence[int], phase: str) -> Section:
     groups = ("qkv", "o", "gate_up", "down", "ffn", "head")
     lines = []
     for model in rows.models:
@@ -334,7 +334,7 @@ def _plans(rows: PaperRows, lengths: Sequence[int], phase: str) -> PlainTable:
                 cells = (cuts.get(group, "") for group in groups)
                 lines.append((model, str(length), way.name, *cells, number(speed, 1)))
     odd = "" if phase == "decode" or lengths == LENGTHS else " at odd lengths"
-    return PlainTable(
+    return Section(
         f"Simulated {phase}{odd}: the plans that were chosen",
         ("model", ">tokens", "way", *groups, ">tokens a second"),
         tuple(lines),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heterollm.errors import CacheError, OptionError
+from heterollm.errors import OptionError
 from heterollm.html_page import profile_page
-from heterollm.kernels.cache import atomic_path
+from heterollm.output_file import save_file
 from heterollm.plots import draw
 
 if TYPE_CHECKING:
@@ -41,19 +41,11 @@ def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | 
         count = 0
         for name, _, png in drawn:
             if png is not None:
-                _write(folder / f"{name}.png", png)
+                save_file(folder / f"{name}.png", png)
                 count += 1
         said.append(f"Wrote {count} plots into {folder}.")
     if page is not None:
         pictures = [(title, png) for _, title, png in drawn if png is not None]
-        _write(page, profile_page(summary, pictures).encode())
+        save_file(page, profile_page(summary, pictures).encode())
         said.append(f"Wrote {page}.")
     return said
-
-
-def _write(target: Path, content: bytes) -> None:
-    try:
-        with atomic_path(target) as temporary:
-            temporary.write_bytes(content)
-    except CacheError as error:
-        raise OptionError(error.message, fix="Name another place.") from error

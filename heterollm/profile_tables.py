@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from heterollm.durations import format_duration, format_moment
 from heterollm.kernels.ops import Group
 from heterollm.profiler.records import LinearPoint
 from heterollm.profiler.summary_rows import GraphRow, LinearRow, ProfileSummary, RunRow, Times
+from heterollm.section import Section
 from heterollm.units import format_bytes
 
-__all__ = ["Section", "format_us", "sections"]
+__all__ = ["format_us", "sections"]
 
 MOST_TOKEN_COLUMNS: Final = 8
 TOKEN_COLUMNS: Final = (1, 8, 32, 64, 128, 256, 512, 1024)
@@ -30,23 +30,6 @@ FACTS: Final = {
     "npu_threads": "NPU threads",
     "activation_dtype": "activations",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A heading with a table.
-
-    Args:
-        title: What it is about.
-        columns: Heads; those that begin with ``>`` are right-aligned. Without heads, rows are pairs.
-        rows: Cells.
-        notes: Remarks under it.
-    """
-
-    title: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = field(default=())
 
 
 def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[Section]:

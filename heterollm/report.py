@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from heterollm.generation import GenerationResult
     from heterollm.kernels.device import DeviceStatus
     from heterollm.precompile import Precompiled
+    from heterollm.section import Section
 
 __all__ = [
     "bug_panel",
@@ -35,6 +36,7 @@ __all__ = [
     "precompile_report",
     "progress_bars",
     "render",
+    "section_table",
     "show",
     "statistics_lines",
     "table",
@@ -165,6 +167,14 @@ def table(*columns: str, title: str = "") -> Table:
     for column in columns:
         right = column.startswith(">")
         made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    return made
+
+
+def section_table(section: Section) -> Table:
+    """Return a section's title and table."""
+    made = table(*section.columns, title=section.title)
+    for row in section.rows:
+        made.add_row(*map(Text, row))
     return made
 
 

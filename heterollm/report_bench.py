@@ -23,14 +23,14 @@ from heterollm.bench_tables import (
     traces_section,
 )
 from heterollm.benchmarks.verdict import best_of, groups_of, verdicts
-from heterollm.report import note, table
+from heterollm.report import note, section_table
 
 if TYPE_CHECKING:
     from heterollm.benchmarks.rows import BenchRow
     from heterollm.benchmarks.run import BenchResult
-    from heterollm.profile_tables import Section
+    from heterollm.section import Section
 
-__all__ = ["bars", "bench_report", "bench_reports", "rows_table", "section_table"]
+__all__ = ["bars", "bench_report", "bench_reports", "rows_table"]
 
 BAR_WIDTH: Final = 40
 
@@ -47,8 +47,8 @@ def bench_report(result: BenchResult) -> RenderableType:
                 parts.append(Padding(bars(drawn), (0, 0, 0, 2)))
     traced = [row for row in rows if row.traced_ms is not None]
     if traced:
-        parts += [Text(), section_table(traces_section(traced))]
-        parts += [section_table(operators_section(row)) for row in most_telling(traced)]
+        parts += [Text(), _tightened(traces_section(traced))]
+        parts += [_tightened(operators_section(row)) for row in most_telling(traced)]
     bound = list(bounds(rows))
     if bound:
         parts += [Text(), Text("What bounds each phase", "bold")]
@@ -76,27 +76,20 @@ def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
 
 def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
     """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
-    made = section_table(rates_section(rows, title))
+    made = _tightened(rates_section(rows, title))
     for place, row in enumerate(rows):
         if row.median_ts is None or row.quality_passed is False:
             made.rows[place].style = "red"
     return made
 
 
-def section_table(section: Section) -> Table:
-    """Return a table of few columns of words: they may wrap, numbers may not."""
-    made = table(*section.columns, title=section.title)
-    _tighten(made)
-    for cells in section.rows:
-        made.add_row(*map(Text, cells))
-    return made
-
-
-def _tighten(made: Table) -> None:
-    """Save room: labels may wrap, numbers may not."""
+def _tightened(section: Section) -> Table:
+    """Return a table that saves room: labels may wrap, numbers may not."""
+    made = section_table(section)
     made.pad_edge, made.collapse_padding = False, True
     for column in made.columns:
         column.no_wrap = column.header != "configuration"
+    return made
 
 
 def bars(rows: Sequence[BenchRow]) -> Text:

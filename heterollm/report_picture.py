@@ -11,8 +11,8 @@ from typing import Final
 from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
-from heterollm.errors import CacheError, OptionError
-from heterollm.kernels.cache import atomic_path
+from heterollm.errors import OptionError
+from heterollm.output_file import check_folder, save_file
 
 __all__ = ["check_picture", "picture_svg", "write_picture"]
 
@@ -74,10 +74,7 @@ def check_picture(path: Path) -> None:
         raise OptionError(
             f"{path} is no name of a picture.", fix="Pictures of reports are SVG: name it FILE.svg."
         )
-    if path.is_dir() or not path.parent.is_dir():
-        raise OptionError(
-            f"The picture cannot be written to {path}.", fix="Name a file in a folder that is there."
-        )
+    check_folder(path, "picture")
 
 
 def write_picture(path: Path, renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> None:
@@ -92,11 +89,7 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
     Raises:
         OptionError: It cannot be written.
     """
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(picture_svg(renderable, title=title, width=width), "utf-8")
-    except CacheError as error:
-        raise OptionError(error.message, fix="Name another place for the picture.") from error
+    save_file(path, picture_svg(renderable, title=title, width=width).encode())
 
 
 def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> str:

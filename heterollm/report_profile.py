@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from rich import box
@@ -15,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from heterollm.durations import format_duration, format_moment
-from heterollm.profile_tables import Section, sections
+from heterollm.profile_tables import sections
 from heterollm.progress import Progress
-from heterollm.report import note, stderr_console, table
+from heterollm.report import note, section_table, stderr_console, table
+from heterollm.section import Section
 from heterollm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -195,10 +197,7 @@ def profile_report(summary: ProfileSummary, *, everything: bool = False) -> Grou
 def _section(section: Section) -> Iterator[RenderableType]:
     yield Text(f"\n{section.title}", "bold")
     if section.rows and section.columns:
-        made = table(*section.columns)
-        for row in section.rows:
-            made.add_row(*(Text(cell) for cell in row))
-        yield made
+        yield section_table(replace(section, title=""))
     elif section.rows:
         yield _pairs({row[0]: row[1] for row in section.rows})
     for line in section.notes:

@@ -8,30 +8,27 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from heterollm.report import table
+from heterollm.report import section_table, table
 from heterollm.sweep_tables import sweep_table
 
 if TYPE_CHECKING:
-    from heterollm.plain_table import PlainTable
+    from heterollm.section import Section
     from heterollm.simulated_result import PhaseUse, SimulationResult
     from heterollm.simulated_row import SimulatedRow
 
-__all__ = ["plain_tables", "simulation_report", "sweep_report"]
+__all__ = ["sections_report", "simulation_report", "sweep_report"]
 
 
 def sweep_report(rows: Sequence[SimulatedRow]) -> RenderableType:
     """Return the rows of a sweep, and what failed in it."""
-    return plain_tables([sweep_table(rows)])
+    return sections_report([sweep_table(rows)])
 
 
-def plain_tables(tables: Sequence[PlainTable]) -> RenderableType:
+def sections_report(sections: Sequence[Section]) -> RenderableType:
     """Return tables with their notes, one after the other."""
     parts: list[RenderableType] = []
-    for plain in tables:
-        shown = table(*plain.columns, title=plain.title)
-        for line in plain.lines:
-            shown.add_row(*map(Text, line))
-        parts += [shown, *(Text(note) for note in plain.notes), Text()]
+    for section in sections:
+        parts += [section_table(section), *(Text(note) for note in section.notes), Text()]
     return Group(*parts)
 
 

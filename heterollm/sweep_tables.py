@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -10,7 +9,8 @@ from typing import Final
 from heterollm.benchmarks.formats import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
 from heterollm.errors import InputError, OptionError
 from heterollm.kernels.cache import atomic_path
-from heterollm.plain_table import PlainTable
+from heterollm.output_file import check_target
+from heterollm.section import Section
 from heterollm.simulated_row import ROW_FIELDS, SimulatedRow
 
 __all__ = [
@@ -29,7 +29,7 @@ CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
 """Columns that are left out where nothing differs."""
 
 
-def sweep_table(rows: Sequence[SimulatedRow]) -> PlainTable:
+def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
     """Return the rows as one table; columns in which all are alike are named in the title instead."""
     cells = [_cells(row) for row in rows]
     names = list(cells[0]) if cells else []
@@ -37,7 +37,7 @@ def sweep_table(rows: Sequence[SimulatedRow]) -> PlainTable:
     columns = [name for name in names if name not in alike]
     said = ", ".join(f"{name} {cells[0][name]}" for name in alike if cells[0][name])
     right = {"prompt", "decode", "ttft ms", "prefill t/s", "decode t/s", "prefill J", "J a token", "W"}
-    return PlainTable(
+    return Section(
         f"Simulated, nothing here was measured{f': {said}' if said else ''}",
         tuple(f">{name}" if name in right else name for name in columns),
         tuple(tuple(line[name] for name in columns) for line in cells),
@@ -75,17 +75,7 @@ def check_name(path: Path) -> None:
             f"{path.name!r:.200} does not say that its times are simulated.",
             fix=f"Name it {LABEL}_{path.name}: files of simulated times carry the word in their names.",
         )
-    try:
-        if path.is_dir():
-            raise OptionError(f"{path} is a folder.", fix="Name a file.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-        path.exists()  # raises where the name is too long
-    except (OSError, ValueError) as error:
-        raise OptionError(
-            f"{str(path)!r:.200} cannot be written: {error}.", fix="Name another place."
-        ) from error
+    check_target(path, "file")
 
 
 def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:

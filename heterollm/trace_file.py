@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -32,7 +31,7 @@ from heterollm.trace import (
     Track,
 )
 
-__all__ = ["check_target", "load_trace", "save_file", "save_trace", "trace_from_json", "trace_lines"]
+__all__ = ["load_trace", "save_trace", "trace_from_json", "trace_lines"]
 
 SCHEMA_VERSION: Final = 1
 PROCESS: Final = 1
@@ -51,24 +50,6 @@ T = TypeVar("T")
 # -- writing -----------------------------------------------------------------------------------------
 
 
-def check_target(path: Path) -> None:
-    """Check that a file can be written, before anything is computed for it.
-
-    Raises:
-        OptionError: It cannot; the message says why.
-    """
-    try:
-        if path.is_dir():
-            raise OptionError(f"{path} is a folder.", fix="Name a file for the trace.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise OptionError(
-            f"The trace cannot be written to {path}: {error.strerror or error}.", fix="Name another place."
-        ) from error
-
-
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace; the file is replaced once it is whole.
 
@@ -80,19 +61,6 @@ def save_trace(trace: Trace, path: Path) -> None:
             file.writelines(trace_lines(trace))
     except CacheError as error:
         raise OptionError(error.message, fix="Name another place for the trace.") from error
-
-
-def save_file(path: Path, content: bytes) -> None:
-    """Write a file that was made of a trace.
-
-    Raises:
-        OptionError: It cannot be written.
-    """
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(content)
-    except CacheError as error:
-        raise OptionError(error.message, fix="Name another place.") from error
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow
 from heterollm.errors import CacheError, InputError
+from heterollm.section import markdown_table
 from heterollm.units import format_bytes
 
 __all__ = [
     "FORMATS",
     "Row",
     "append_jsonl",
-    "markdown_table",
     "read_json_items",
     "read_rows",
     "to_csv",
@@ -54,21 +54,6 @@ def to_markdown(rows: Sequence[BenchRow]) -> str:
     return markdown_table(
         columns, [[line[name] for name in columns] for line in cells], right=RIGHT & set(columns)
     )
-
-
-def markdown_table(
-    columns: Sequence[str], lines: Sequence[Sequence[str]], *, right: Collection[str] = ()
-) -> str:
-    """Return a table in Markdown.
-
-    Args:
-        columns: Their names.
-        lines: Their cells, which must hold no line's end.
-        right: Names of the columns that are aligned to the right.
-    """
-    rows = [columns, ["---:" if name in right else "---" for name in columns]]
-    rows += [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def to_csv(rows: Sequence[Row], names: Sequence[str] = FIELD_NAMES) -> str:

@@ -109,8 +109,8 @@ def test_every_table_says_that_it_is_simulated(committed):
     assert len(tables) == 11
     for table in tables:
         assert "simulated" in table.title.lower()
-        assert table.lines
-        assert all(len(line) == len(table.columns) for line in table.lines)
+        assert table.rows
+        assert all(len(line) == len(table.columns) for line in table.rows)
         assert len(set(table.columns)) == len(table.columns)
     assert "Nothing here was measured" in paper_page(committed)
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.errors import HeteroLLMError, OptionError, TraceError
+from heterollm.output_file import check_target, save_file
 from heterollm.plots_trace import trace_png
 from heterollm.report import render
 from heterollm.report_trace import trace_report
 from heterollm.trace import LinearWork, Pass, Span, Trace
-from heterollm.trace_file import check_target, load_trace, save_file, save_trace, trace_from_json, trace_lines
+from heterollm.trace_file import load_trace, save_trace, trace_from_json, trace_lines
 from heterollm.trace_summary import summarise
 
 US = 1000

@@ -9,7 +9,6 @@ from html import escape
 
 import pytest
 
-from heterollm.bench_output import check_page, write_page
 from heterollm.bench_tables import runs_of
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts
@@ -18,6 +17,7 @@ from heterollm.cli import main
 from heterollm.errors import OptionError
 from heterollm.html_bench import bench_page
 from heterollm.html_page import profile_page
+from heterollm.output_file import check_folder, save_file
 from heterollm.plots import draw
 from heterollm.profiler.summary import summarize
 
@@ -156,9 +156,9 @@ def test_saved_rows_become_a_page(rows, tmp_path, capsys):
 def test_where_no_page_can_be(rows, tmp_path):
     for path in (tmp_path, tmp_path / "none" / "page.html"):
         with pytest.raises(OptionError, match="cannot be written"):
-            check_page(path)
+            check_folder(path, "page")
     with pytest.raises(OptionError, match="another place"):
-        write_page(tmp_path, [rows])
+        save_file(tmp_path, bench_page([rows]).encode())
 
 
 # -- both pages, in a browser ------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""Files that a user asks for by name: refused before the work where they cannot be, and written whole."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from heterollm.errors import CacheError, OptionError
+from heterollm.kernels.cache import atomic_path
+
+__all__ = ["check_folder", "check_target", "save_file"]
+
+
+def check_folder(path: Path, what: str) -> None:
+    """Check that a file has a folder to be written into, before anything is measured for it.
+
+    Args:
+        path: The file.
+        what: What it is to be, such as ``page``.
+
+    Raises:
+        OptionError: The path is a folder, or in none.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise OptionError(
+            f"The {what} cannot be written to {path}.", fix="Name a file in a folder that is there."
+        )
+
+
+def check_target(path: Path, what: str = "trace") -> None:
+    """Check that a file can be written, before anything is computed for it; its folder is made.
+
+    Args:
+        path: The file.
+        what: What it is to be.
+
+    Raises:
+        OptionError: It cannot; the message says why.
+    """
+    try:
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder.", fix=f"Name a file for the {what}.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        path.exists()  # raises where the name is too long
+    except (OSError, ValueError) as error:  # such as names that are no paths
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"The {what} cannot be written to {str(path)!r:.200}: {reason}.", fix="Name another place."
+        ) from error
+
+
+def save_file(path: Path, content: bytes) -> None:
+    """Write a file; it is replaced once it is whole.
+
+    Raises:
+        OptionError: It cannot be written.
+    """
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(content)
+    except CacheError as error:
+        raise OptionError(error.message, fix="Name another place.") from error
