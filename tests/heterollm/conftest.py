@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from heterollm import LLM
+from heterollm.cli import main
 from heterollm.kernels import opencl_runtime
 from heterollm.kernels.opencl_runtime import OpenClRuntime
 from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
@@ -285,6 +286,18 @@ def host_llm() -> Iterator[Callable[..., LLM]]:
     yield load
     for llm in loaded:
         llm.close()
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs a command line: its exit code, what it wrote to stdout and to stderr."""
+
+    def call(*arguments):
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
 class Page(html.parser.HTMLParser):

@@ -10,7 +10,6 @@ import pytest
 
 import heterollm.llm
 from heterollm import __version__
-from heterollm.cli import main
 from heterollm.generation import GenerationResult, GenerationStep
 
 TEXT = "one two three"
@@ -85,16 +84,6 @@ def fake(monkeypatch):
     for name, value in {"loads": [], "streams": [], "stream_arguments": {}}.items():
         monkeypatch.setattr(FakeModel, name, value, raising=False)
     return FakeModel
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def process(*arguments, cwd, **options):

@@ -14,23 +14,13 @@ import typer
 
 from heterollm import cli_complete
 from heterollm.cache_folder import KINDS
-from heterollm.cli import app, main
+from heterollm.cli import app
 from heterollm.cli_examples import EXAMPLES, SUMMARIES, command_names
 from heterollm.exit_codes import EXIT_CODES
 from heterollm.kernels.device import DEVICE_NAMES
 
 NAMES = [name for name, _ in command_names(app)]
 ODD = "Modèle ünd 模型 x"
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 # -- help --------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The commands under ``profile``: no device and no long measurement, but the real files and errors."""
 
+import functools
 import json
 import random
 import time
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 import heterollm.profiling
-from heterollm.cli import main
 from heterollm.kernels.device import fingerprint_of
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import BandwidthKey, Record
@@ -89,13 +89,8 @@ def fake(monkeypatch, cache):
 
 
 @pytest.fixture
-def run(capsys):
-    def call(*arguments):
-        code = main(["profile", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def run(run):
+    return functools.partial(run, "profile")
 
 
 @pytest.fixture
