@@ -19,8 +19,8 @@ from heterollm.solver.slices import pass_weights
 from heterollm.solver.standard_lengths import choose_lengths
 
 if TYPE_CHECKING:
+    from heterollm.solver.chain import Choice
     from heterollm.solver.plan import Plan
-    from heterollm.solver.search import Choice
     from heterollm.solver.slices import Slices
     from heterollm.solver.solve import Solver
 

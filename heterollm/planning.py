@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from heterollm.profiler.profile import Profile
     from heterollm.profiler.workload import ModelShape
     from heterollm.solver.candidates import NpuLimits
+    from heterollm.solver.chain import Choice
     from heterollm.solver.objective import Objective
-    from heterollm.solver.search import Choice
     from heterollm.solver.slices import Slices
     from heterollm.solver.solve import Solver
 
@@ -293,7 +293,7 @@ class Planner:
         Raises:
             PlanError: The pass is longer than the plan's chunks.
         """
-        from heterollm.solver.search import network_us
+        from heterollm.solver.chain import network_us
 
         if not 1 <= tokens <= self.solver.chunk_length:
             raise PlanError(

@@ -17,7 +17,8 @@ from heterollm.units import format_bytes
 if TYPE_CHECKING:
     from heterollm.length_choice import LengthChoice
     from heterollm.planning import PassPlan, Planner
-    from heterollm.solver.search import Choice, Priced
+    from heterollm.solver.chain import Choice
+    from heterollm.solver.pricing import Priced
 
 __all__ = ["lengths_table", "pass_table", "plan_report"]
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Final
 
 from heterollm.kernels.ops import Group, Phase
+from heterollm.solver.chain import Choice
 from heterollm.solver.describe import describe
 from heterollm.solver.plan import Alternative, Placement, PlanEntry
-from heterollm.solver.search import Choice, Priced
+from heterollm.solver.pricing import Priced
 
 __all__ = ["merged", "placed"]
 

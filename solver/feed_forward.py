@@ -189,7 +189,7 @@ class _Ways:
         pair = first + self.activation + second
         whole = self.gate_up.whole[gate_up][:, None] + self.activation + self.down.whole[down][None]
         block_whole, block_cut = self.block.whole[block], self.block.cut[block]
-        # As a chain chooses (heterollm.solver.search).
+        # As a chain chooses (heterollm.solver.chain).
         bar = np.minimum(whole, block_whole) * (1.0 - self.costs.block.margin_fraction)
         takes_cut = np.isfinite(block_cut) & (block_cut <= bar) & (block_cut < block_whole)
         own = np.where(takes_cut, block_cut, block_whole)

@@ -11,7 +11,7 @@ from heterollm.kernels.ops import OpSpec
 
 if TYPE_CHECKING:
     from heterollm.solver.plan import Placement
-    from heterollm.solver.search import Priced
+    from heterollm.solver.pricing import Priced
 
 __all__ = ["Objective", "Power"]
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from heterollm.kernels.ops import Group
 from heterollm.solver.candidates import Rows
-from heterollm.solver.search import Priced
+from heterollm.solver.pricing import Priced
 
 __all__ = ["PricedCandidates", "joined", "only"]
 

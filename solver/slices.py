@@ -18,7 +18,7 @@ from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
-from heterollm.solver.search import Priced
+from heterollm.solver.pricing import Priced
 from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, held_bytes, weighed
 
 __all__ = [

@@ -10,6 +10,7 @@ from typing import Final
 from heterollm.errors import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
+from heterollm.solver.chain import Chain, Choice, activation_cost, network_us, solve_chain
 from heterollm.solver.costs import Costs, RememberedCosts
 from heterollm.solver.describe import describe
 from heterollm.solver.entries import merged, placed
@@ -17,17 +18,8 @@ from heterollm.solver.feed_forward import FeedForwardCosts
 from heterollm.solver.levels import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Alternative, Plan, PlanEntry, model_shape
+from heterollm.solver.pricing import Priced, check_any, priced_all
 from heterollm.solver.rounds import PricedCandidates, joined, only
-from heterollm.solver.search import (
-    Chain,
-    Choice,
-    Priced,
-    activation_cost,
-    check_any,
-    network_us,
-    priced_all,
-    solve_chain,
-)
 from heterollm.solver.slices import (
     Budget,
     GroupCosts,

@@ -10,7 +10,7 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.work import passes_of
 from heterollm.kernels.ops import OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.plan import Placement
-from heterollm.solver.search import price
+from heterollm.solver.pricing import price
 
 if TYPE_CHECKING:
     from heterollm.planning import Planner

@@ -12,11 +12,12 @@ from heterollm.errors import OptionError, PlanError
 from heterollm.kernels.ops import WeightFormat, feed_forward_block
 from heterollm.solver.blocks import apart, cut_alignment, narrowed
 from heterollm.solver.candidates import NpuLimits, aligned_cuts, candidates
+from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.describe import describe
 from heterollm.solver.objective import Objective, Power
 from heterollm.solver.plan import Placement
-from heterollm.solver.search import price, solve_chain
+from heterollm.solver.pricing import price
 from heterollm.solver.solve import Solver
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -27,7 +27,7 @@ from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.describe import describe
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
-from heterollm.solver.search import priced_candidates
+from heterollm.solver.pricing import priced_candidates
 from heterollm.solver.solve import Solver
 
 KINDS = {"gpu", "npu", "pipe", "row", "row pipe", "hybrid", "sequence", "multi-sequence"}

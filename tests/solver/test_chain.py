@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.solver.candidates import candidates
+from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
 from heterollm.solver.objective import Objective, Power
 from heterollm.solver.plan import Placement
-from heterollm.solver.search import price, priced_candidates, solve_chain
+from heterollm.solver.pricing import price, priced_candidates
 
 SEEDS = range(60)
 quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)

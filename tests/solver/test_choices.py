@@ -16,7 +16,7 @@ from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Objective, Power
 from heterollm.solver.plan import Placement
-from heterollm.solver.search import price
+from heterollm.solver.pricing import price
 from heterollm.solver.slices import Budget
 from heterollm.solver.solve import Solver
 

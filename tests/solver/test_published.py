@@ -21,7 +21,7 @@ from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Placement
-from heterollm.solver.search import price
+from heterollm.solver.pricing import price
 from heterollm.solver.solve import Solver
 
 W4 = WeightFormat(4, 128)

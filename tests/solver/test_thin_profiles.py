@@ -19,8 +19,8 @@ from heterollm.profiler.tree import Tree
 from heterollm.profiler.workload import Sizes, cut_rows, rest_rows, shape_of
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Objective
+from heterollm.solver.pricing import price
 from heterollm.solver.profile_costs import ProfileCosts, limits_of
-from heterollm.solver.search import price
 from heterollm.solver.solve import Solver
 
 TINY = shape_of(Sizes("tiny", 4, 256, 4, 2, 64, 768, 2048, True))

@@ -12,7 +12,7 @@ from heterollm.profiler.workload import Sizes, shape_of
 from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.costs import Overheads, RememberedCosts, Slowdown
 from heterollm.solver.objective import Objective
-from heterollm.solver.search import price
+from heterollm.solver.pricing import price
 from heterollm.solver.slices import Budget
 from heterollm.solver.solve import Solver
 
