@@ -21,6 +21,7 @@ from heterollm import (
     cli_bench,
     cli_cache,
     cli_compile,
+    cli_complete,
     cli_demo,
     cli_device,
     cli_generate,
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in options
     # The option means the same before and after the command, so it is taken out here.
     rest = [argument for argument in options if argument != "--debug"] + given[len(options) :]
-    with private_stdout(), quiet_libraries(_note, debug=debug):
+    with private_stdout(), quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
             app(args=rest, prog_name="heterollm")
         except SystemExit as ended:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,10 +19,13 @@ __all__ = [
     "precisions",
     "profiles",
     "socs",
+    "whole_words",
 ]
 
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
 PRECISIONS = ("w4a16", "w4a8", "fp16")
+WORD_BREAKS = ":="
+"""Of bash: it hands ``sim:sn`` over as three words, and replaces only the last by what it is offered."""
 
 
 def devices(incomplete: str) -> list[str]:
@@ -77,6 +83,51 @@ def cache_kinds(incomplete: str) -> list[str]:
     from heterollm.cache_folder import KINDS
 
     return _beginning(incomplete, KINDS)
+
+
+@contextlib.contextmanager
+def whole_words() -> Iterator[None]:
+    """Ask with whole words where bash has cut them at a colon, and offer it what stands behind the cut.
+
+    Other shells keep words whole, and so does bash where its ``COMP_WORDBREAKS`` has no colon.
+    """
+    begun = _join_words() if os.environ.get("_HETEROLLM_COMPLETE") == "complete_bash" else ""
+    if not begun:
+        yield
+        return
+    offered = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(offered):
+            yield
+    finally:
+        for line in offered.getvalue().splitlines():
+            sys.stdout.write(f"{line.removeprefix(begun)}\n")
+
+
+def _join_words() -> str:
+    """Join the words that bash has cut, in its own variables; return what of the last one stays as it is."""
+    try:
+        place = int(os.environ["COMP_CWORD"])
+    except (KeyError, ValueError):
+        return ""
+    # Words behind the cursor do not matter.
+    words = os.environ.get("COMP_WORDS", "").split("\n")[: place + 1]
+    if len(words) <= place:
+        return ""
+    joined: list[str] = []
+    begun = ""
+    cut = False
+    for word in words:
+        is_break = bool(word) and not word.strip(WORD_BREAKS)
+        begun = joined.pop() if joined and (cut or is_break) else ""
+        joined.append(begun + word)
+        if is_break:
+            begun += word
+        cut = is_break
+    os.environ["COMP_WORDS"] = "\n".join(joined)
+    os.environ["COMP_CWORD"] = str(len(joined) - 1)
+    # Of `--device=sim:sn` only the value is completed.
+    return begun.partition("=")[2] if begun.startswith("-") else begun
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -116,20 +116,51 @@ def test_shells_complete_commands_options_and_values(complete, run, monkeypatch,
     assert "heterollm" in out
 
 
-@pytest.mark.skipif(shutil.which("bash") is None or os.name == "nt", reason="no bash to try it with")
-def test_bash_itself_completes(run, monkeypatch, tmp_path):
+@pytest.fixture
+def bash(run, monkeypatch, tmp_path):
+    """Ask bash itself, with its words: it cuts lines at colons and equal signs."""
+    if shutil.which("bash") is None or os.name == "nt":
+        pytest.skip("no bash to try it with")
     monkeypatch.setenv("_HETEROLLM_COMPLETE", "source_bash")
-    script = tmp_path / "completion.bash"
-    script.write_text(run()[1])
-    ask = f'source "{script}"; COMP_WORDS=(heterollm cac); COMP_CWORD=1; '
-    ask += f'heterollm() {{ "{sys.executable}" -m heterollm "$@"; }}; export -f heterollm; '
-    ask += f'PATH="{tmp_path}:$PATH"; _heterollm_completion heterollm; echo "${{COMPREPLY[@]}}"'
+    (tmp_path / "completion.bash").write_text(run()[1])
     program = tmp_path / "heterollm"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m heterollm "$@"\n')
     program.chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if name != "_HETEROLLM_COMPLETE"}
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, cwd=tmp_path, env=clean)
-    assert done.stdout.split() == ["cache"], done.stderr
+
+    def ask(*words):
+        lines = f'source completion.bash; COMP_WORDS=("$@"); COMP_CWORD={len(words) - 1}; '
+        lines += f'PATH="{tmp_path}:$PATH"; _heterollm_completion heterollm; echo "${{COMPREPLY[@]}}"'
+        clean = {name: value for name, value in os.environ.items() if name != "_HETEROLLM_COMPLETE"}
+        command = ["bash", "-c", lines, "bash", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean)
+        return done.stdout.split()
+
+    return ask
+
+
+def test_bash_itself_completes(bash):
+    assert bash("heterollm", "cac") == ["cache"]
+    # It replaces the last of its words only.
+    assert bash("heterollm", "profile", "--device", "sim", ":", "snapdragon-8e") == ["snapdragon-8elite"]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["profile", "--device", "sim:snapdragon-8e"], "sim:snapdragon-8elite"),  # a bash that cuts nothing
+        (["profile", "--device", "sim", ":"], "snapdragon-8elite"),
+        (["profile", "--device", "=", "sim", ":", "snap"], "snapdragon-8elite"),
+        (["profile", "--device", "="], "sim:snapdragon-8elite"),
+        (["profile", "--device", "=", "h"], "host"),
+        (["profile", "--device", "sim", ":", "snapdragon-8gen3", "--qui"], "--quick"),
+        (["simulate", "--what-if", "npu.execute_us", "=", "50", "--soc", ""], "snapdragon-8elite"),
+    ],
+)
+def test_words_that_bash_has_cut_are_completed(run, monkeypatch, words, offered):
+    monkeypatch.setenv("_HETEROLLM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(["heterollm", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    assert offered in run()[1].split()
 
 
 def test_what_is_offered_is_what_there_is(tmp_path, monkeypatch, bundled_model):
