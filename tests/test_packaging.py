@@ -1,5 +1,6 @@
 """The wheel holds every module, kernel and model file of the four folders, under one name."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,11 @@ def test_the_source_distribution_has_what_tests_and_docs_need(built: Path) -> No
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {f"{folder}/{name}" for folder in HOMES for name in files_below(ROOT / folder)}
     expected |= {
-        f"{folder}/{name}" for folder in ("tests", "bench", "docs") for name in files_below(ROOT / folder)
+        f"{folder}/{name}"
+        for folder in ("tests", "bench", "docs", ".ci")
+        for name in files_below(ROOT / folder)
     }
-    expected |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".ci/run"}
+    expected |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml"}
     assert expected <= names
 
 
@@ -78,6 +82,21 @@ def test_the_wheel_holds_the_files_of_the_checkout(wheel: Path) -> None:
         for folder, home in HOMES.items():
             for name in files_below(ROOT / folder):
                 assert archive.read(f"{home}/{name}") == (ROOT / folder / name).read_bytes(), name
+
+
+def test_the_tests_run_what_is_installed() -> None:
+    """A wheel's files, and not the folders beside these tests; those only after ``pip install -e``."""
+    package = Path(heterollm.__file__).resolve().parent
+    origin = json.loads(distribution("heterollm").read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        assert package == ROOT / "heterollm"
+        return
+    assert package != ROOT / "heterollm"
+    assert files_below(package) == {name.removeprefix("heterollm/") for name in shipped_files()}
+    for folder, home in HOMES.items():
+        for name in files_below(ROOT / folder):
+            installed = package.parent / home / name
+            assert installed.read_bytes() == (ROOT / folder / name).read_bytes(), f"{name}: install again"
 
 
 def test_the_version_is_in_one_place(wheel: Path) -> None:
