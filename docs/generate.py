@@ -34,6 +34,9 @@ Written by `python docs/generate.py` from the program; a test fails where this p
 Results go to stdout, everything else to stderr: progress, notes, statistics and errors. `--json` prints one
 JSON value. `--debug`, before or after the command, shows tracebacks and the warnings of libraries. Errors and
 what to do about them: [troubleshooting.md](troubleshooting.md).
+
+A file of simulated times has the word in its name: what is asked for as `run.json` is written as
+`run.simulated.json`, and stderr says so.
 """
 
 

@@ -102,6 +102,8 @@ def bench(
     from heterollm.benchmarks.run import run_bench
     from heterollm.benchmarks.stopping import Stop, TerminatedInterrupt, signals_interrupt
     from heterollm.durations import parse_duration
+    from heterollm.kernels.device import SIMULATED
+    from heterollm.output_file import labelled
 
     _check_outputs(output, picture, html)
     if saved is not None:
@@ -141,6 +143,7 @@ def bench(
     )
     if traces is not None:
         _check_traces(traces, no_trace)
+    out = None if out is None else labelled(out, simulated=device.startswith(SIMULATED))
     file = None if out is None else RowFile(out)
     try:
         with signals_interrupt():
@@ -156,6 +159,8 @@ def bench(
         raise typer.Exit(result.stop.exit_code)
     if file is not None and file.error is not None:
         raise typer.Exit(FAILED)
+    if out is not None:
+        report.show(report.note(f"Wrote the rows to {out}."))
     if not any(row.usable for row in result.rows):
         raise typer.Exit(FAILED)
 
@@ -205,12 +210,14 @@ def _show(
     """Write what was found, run by run, to stdout and into files."""
     from heterollm import report
     from heterollm.benchmarks.formats import FORMATS
+    from heterollm.output_file import labelled, save_file
     from heterollm.report_bench import bench_reports
     from heterollm.report_picture import write_picture
     from heterollm.terminal import write
 
     rows = [row for result in results for row in result.rows]
     notes = [text for result in results for text in result.notes]
+    simulated = any(row.time_kind == "simulated" for row in rows)
     shown = bench_reports([result for result in results if result.rows])
     if output == "table" and rows:
         write(report.render(shown, like=sys.stdout))
@@ -219,12 +226,13 @@ def _show(
         for text in notes:
             report.show(report.note(text))
     if picture is not None and rows:
+        picture = labelled(picture, simulated=simulated)
         write_picture(picture, shown, title=f"heterollm bench {name}")
         report.show(report.note(f"Wrote {picture}."))
     if html is not None and rows:
         from heterollm.html_bench import bench_page
-        from heterollm.output_file import save_file
 
+        html = labelled(html, simulated=simulated)
         page = bench_page([result.rows for result in results if result.rows], notes)
         save_file(html, page.encode())
         report.show(report.note(f"Wrote {html}."))

@@ -76,8 +76,10 @@ def generate(
     if not text:
         raise InputError("The prompt is empty.", fix="Give at least one word.")
     if trace is not None:
-        from heterollm.output_file import check_target
+        from heterollm.kernels.device import SIMULATED
+        from heterollm.output_file import check_target, labelled
 
+        trace = labelled(trace, simulated=device.startswith(SIMULATED))
         check_target(trace)
     with _load(
         model,

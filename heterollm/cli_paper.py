@@ -35,18 +35,19 @@ def paper(
     output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the rows as JSON lines; the name must say simulated."),
+        typer.Option(metavar="FILE", help="Write the rows as JSON lines."),
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write all tables as Markdown; the name must say simulated."),
+        typer.Option(metavar="FILE", help="Write all tables as Markdown."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate HeteroLLM's evaluation, with published numbers beside it: no time it prints was measured.
 
     Takes minutes: prefill at every level, odd lengths, decode, synchronisation, a game beside it, energy,
-    what this project adds, and the plans that were chosen.
+    what this project adds, and the plans that were chosen. Names of files get the word simulated where they
+    lack it: rows.jsonl is written as rows.simulated.jsonl.
     """
     from heterollm import report
     from heterollm.paper_cases import paper_cases
@@ -54,8 +55,7 @@ def paper(
     from heterollm.sweep_tables import read_simulated, write_simulated
     from heterollm.terminal import write
 
-    check_output(output, out)
-    check_output(output, page)
+    out, page = check_output(output, out), check_output(output, page)
     if read is not None:
         rows = read_simulated(read)
     else:
@@ -64,11 +64,13 @@ def paper(
             rows = run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
     if out is not None:
         write_simulated(out, rows)
+        report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if page is not None:
         from heterollm.paper_tables import paper_page
         from heterollm.sweep_tables import write_text
 
         write_text(page, paper_page(rows))
+        report.show(report.note(f"Wrote the simulated tables to {page}."))
     write(_text(rows, "json" if as_json and output == "table" else output))
     failed = [row for row in rows if row.error is not None]
     for reason in dict.fromkeys(row.error for row in failed):

@@ -195,11 +195,14 @@ def profile_export(
     name: ProfileName = None,
 ) -> None:
     """Copy a profile out of the cache."""
-    from heterollm.profiler.profile_files import export_profile
+    from heterollm.output_file import labelled
+    from heterollm.profiler.profile_files import export_profile, find_profile
     from heterollm.terminal import write
 
-    profile_, _ = export_profile(name, file)
-    write(f"Wrote {len(profile_.records)} records of {profile_.device} {profile_.fingerprint} to {file}.\n")
+    found, _ = find_profile(name)
+    file = labelled(file, simulated=found.time_kind == "simulated")
+    export_profile(found, file)
+    write(f"Wrote {len(found.records)} records of {found.device} {found.fingerprint} to {file}.\n")
 
 
 @commands.command("import")

@@ -73,13 +73,13 @@ def simulate_model(
     ] = False,
     timeline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and FILE.png beside it."),
+        typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Append rows as JSON lines; the name must say simulated."),
+        typer.Option(metavar="FILE", help="Append rows as JSON lines."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -87,15 +87,13 @@ def simulate_model(
 
     Lists with commas between their values (models, SoCs, prompts, decode, plan levels, length policies,
     syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
+    Names of files get the word simulated where they lack it: game.json is written as game.simulated.json.
     """
     from heterollm.simulate import SimulationRequest
     from heterollm.sweep import expand
 
-    check_output(output, out)
-    if timeline is not None:
-        from heterollm.output_file import check_target
-
-        check_target(timeline)
+    out = check_output(output, out)
+    timeline, picture = _check_timeline(timeline)
     names = _names(model, "--model")
     prompts, decodes = whole_numbers(prompt, "--prompt"), whole_numbers(decode, "--decode")
     choices: dict[str, Any] = {
@@ -125,12 +123,38 @@ def simulate_model(
     )
     form = "json" if as_json and output == "table" else output
     if len(requests) == 1 and form in ("table", "json") and out is None:
-        _one(requests[0], timeline, as_json=form == "json")
+        _one(requests[0], timeline, picture, as_json=form == "json")
     else:
         _several(requests, jobs, form, out)
 
 
-def _one(request: SimulationRequest, timeline: Path | None, *, as_json: bool) -> None:
+def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
+    """Return where a timeline and its picture go, before the work.
+
+    Without matplotlib there is no picture, and a note says so.
+
+    Raises:
+        OptionError: One of them cannot be written.
+    """
+    if path is None:
+        return None, None
+    from heterollm import report
+    from heterollm.output_file import check_target, labelled
+    from heterollm.plots import require_matplotlib
+
+    path = labelled(path)
+    picture = path.with_name(f"{path.name}.png")
+    check_target(path, "timeline")
+    try:
+        require_matplotlib()
+    except OptionError as error:
+        report.show(report.note(f"The timeline gets no picture. {error}"))
+        return path, None
+    check_target(picture, "picture")
+    return path, picture
+
+
+def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool) -> None:
     """Simulate one case and print all that is known of it."""
     from heterollm import report
     from heterollm.report_simulate import simulation_report
@@ -140,7 +164,7 @@ def _one(request: SimulationRequest, timeline: Path | None, *, as_json: bool) ->
     with report.progress_bars() as progress:
         result = simulate(request, progress)
     if timeline is not None:
-        report.show(report.note(_write_timeline(result, timeline)))
+        report.show(report.note(_write_timeline(result, timeline, picture)))
     if as_json:
         write_json(result.to_dict())
         return
@@ -159,6 +183,7 @@ def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: str,
         rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress)
     if out is not None:
         append_simulated(out, rows)
+        report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if form == "table":
         write(report.render(sweep_report(rows), like=sys.stdout))
     else:
@@ -184,18 +209,20 @@ def default_jobs(jobs: int | None, cases: int) -> int:
     return jobs
 
 
-def check_output(output: str, out: Path | None) -> None:
-    """Check how and where results go, before the work.
+def check_output(output: str, out: Path | None) -> Path | None:
+    """Check how results go and return into which file, before the work; its name says that it is simulated.
 
     Raises:
-        OptionError: There is no such form, or the file's name does not say that it is simulated.
+        OptionError: There is no such form, or the file cannot be written.
     """
     if output not in OUTPUTS:
         raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
-    if out is not None:
-        from heterollm.sweep_tables import check_name
+    if out is None:
+        return None
+    from heterollm.output_file import check_target, labelled
 
-        check_name(out)
+    check_target(labelled(out), "file")
+    return labelled(out)
 
 
 def words(text: str, option: str) -> list[str]:
@@ -256,14 +283,16 @@ def parse_overrides(given: list[str]) -> dict[str, float]:
     return found
 
 
-def _write_timeline(result: SimulationResult, path: Path) -> str:
+def _write_timeline(result: SimulationResult, path: Path, picture: Path | None) -> str:
     """Write the simulated timeline and its picture; return what was written."""
-    from heterollm.output_file import save_file
-    from heterollm.plots_trace import trace_png
     from heterollm.trace_file import save_trace
 
     trace = cast("Any", result.trace)
-    picture = path.with_name(f"{path.name}.png")
     save_trace(trace, path)
+    if picture is None:
+        return f"Wrote the simulated timeline to {path}."
+    from heterollm.output_file import save_file
+    from heterollm.plots_trace import trace_png
+
     save_file(picture, trace_png(trace))
     return f"Wrote the simulated timeline to {path} and {picture}."

@@ -29,9 +29,10 @@ def show_trace(
 
     trace = load_trace(file)
     if png is not None:
-        from heterollm.output_file import save_file
+        from heterollm.output_file import labelled, save_file
         from heterollm.plots_trace import trace_png
 
+        png = labelled(png, simulated=trace.time_kind == "simulated")
         save_file(png, trace_png(trace))
         report.show(report.note(f"Wrote {png}."))
     if as_json:

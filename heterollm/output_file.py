@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from heterollm.errors import CacheError, OptionError
 from heterollm.kernels.cache import atomic_path
 
-__all__ = ["check_folder", "check_target", "save_file"]
+__all__ = ["LABEL", "check_folder", "check_target", "labelled", "save_file"]
+
+LABEL: Final = "simulated"
+"""In the name of every file of simulated times."""
+
+
+def labelled(path: Path, *, simulated: bool = True) -> Path:
+    """Return the path under which a file that a user named is written.
+
+    Files of simulated times say so in their names: ``game.json`` is written as ``game.simulated.json``.
+
+    Args:
+        path: What the user named.
+        simulated: Whether its times are.
+    """
+    if not simulated or LABEL in path.name.lower() or not path.name or os.path.isdir(path):  # noqa: PTH112 - no error
+        return path  # a folder is refused under its own name
+    return path.with_name(f"{path.stem}.{LABEL}{path.suffix}")
 
 
 def check_folder(path: Path, what: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from heterollm.errors import OptionError
 from heterollm.html_page import profile_page
-from heterollm.output_file import save_file
+from heterollm.output_file import labelled, save_file
 from heterollm.plots import draw
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ __all__ = ["write_outputs"]
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
     """Write plots and page, and say what was written and what there is nothing to draw for.
 
-    Without matplotlib a page has its tables, and what is missing is said.
+    Without matplotlib a page has its tables, and what is missing is said. Names of files say where times are
+    simulated.
 
     Args:
         summary: The profile.
@@ -37,14 +38,16 @@ def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | 
         drawn, said = [], [f"The page has no pictures. {error}"]
     else:
         said = [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
+    simulated = summary.time_kind == "simulated"
     if folder is not None:
         count = 0
         for name, _, png in drawn:
             if png is not None:
-                save_file(folder / f"{name}.png", png)
+                save_file(labelled(folder / f"{name}.png", simulated=simulated), png)
                 count += 1
         said.append(f"Wrote {count} plots into {folder}.")
     if page is not None:
+        page = labelled(page, simulated=simulated)
         pictures = [(title, png) for _, title, png in drawn if png is not None]
         save_file(page, profile_page(summary, pictures).encode())
         said.append(f"Wrote {page}.")

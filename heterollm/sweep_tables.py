@@ -9,7 +9,7 @@ from typing import Final
 from heterollm.benchmarks.formats import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
 from heterollm.errors import InputError, OptionError
 from heterollm.kernels.cache import atomic_path
-from heterollm.output_file import check_target
+from heterollm.output_file import LABEL, check_target, labelled
 from heterollm.section import Section
 from heterollm.simulated_row import ROW_FIELDS, SimulatedRow
 
@@ -24,7 +24,6 @@ __all__ = [
     "write_text",
 ]
 
-LABEL: Final = "simulated"
 CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
 """Columns that are left out where nothing differs."""
 
@@ -73,7 +72,7 @@ def check_name(path: Path) -> None:
     if LABEL not in path.name.lower():
         raise OptionError(
             f"{path.name!r:.200} does not say that its times are simulated.",
-            fix=f"Name it {LABEL}_{path.name}: files of simulated times carry the word in their names.",
+            fix=f"Name it {labelled(path).name}: files of simulated times carry the word in their names.",
         )
     check_target(path, "file")
 

@@ -139,21 +139,12 @@ def find_profile(name: str | None = None) -> tuple[Profile, Path]:
     return Profile.load(matching[0]), matching[0]
 
 
-def export_profile(name: str | None, target: Path) -> tuple[Profile, Path]:
-    """Write a profile of the cache to a new file.
-
-    Args:
-        name: As for :func:`find_profile`.
-        target: The file.
-
-    Returns:
-        The profile and the file that it was in.
+def export_profile(profile: Profile, target: Path) -> None:
+    """Write a profile to a new file.
 
     Raises:
-        OptionError: There is no such profile, or the file cannot be written or is there already.
-        ProfileError: The profile is damaged.
+        OptionError: The file cannot be written, or is there already.
     """
-    profile, path = find_profile(name)
     if target.exists():
         raise OptionError(f"{target} is there already.", fix="Name another file, or delete that one.")
     try:
@@ -161,7 +152,6 @@ def export_profile(name: str | None, target: Path) -> tuple[Profile, Path]:
             temporary.write_text(profile.to_json(), "utf-8")
     except CacheError as error:
         raise OptionError(error.message, fix="Name another file.") from error
-    return profile, path
 
 
 def import_profile(source: Path) -> Imported:

@@ -27,6 +27,7 @@ from heterollm.checkpoint import checkpoint_folder
 from heterollm.config import ModelConfig
 from heterollm.errors import HeteroLLMError, OptionError
 from heterollm.memory import available_bytes
+from heterollm.output_file import labelled
 from heterollm.progress import Progress, silent
 from heterollm.units import GIB, round_up
 
@@ -192,7 +193,9 @@ class _Bench:
         if folder is None:
             return None
         name = re.sub(r"[^A-Za-z0-9+.]+", "-", f"{case.name} {configuration.label}")
-        return folder.resolve() / f"{name[-LONGEST_NAME:].strip('-.')}.json"
+        path = folder.resolve() / f"{name[-LONGEST_NAME:].strip('-.')}.json"
+        facts = self._crew.facts.get(configuration)
+        return labelled(path, simulated=facts is not None and facts.time_kind == "simulated")
 
     def _check_quality(self) -> None:
         logits, dtypes = {}, {}

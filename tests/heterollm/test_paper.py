@@ -143,8 +143,6 @@ def test_the_command_shows_committed_rows(committed, form, capfd, tmp_path):
     "options",
     [
         ["-o", "xml"],
-        ["--out", "rows.jsonl"],
-        ["--page", "page.md"],
         ["--out", "."],
         ["--out", "/proc/simulated"],
         ["--from", "no-such-file"],

@@ -253,7 +253,6 @@ def test_a_failed_case_is_a_row_and_the_command_fails(tiny, capfd):
         ["--sync", ","],
         ["--jobs", "0"],
         ["-o", "xml"],
-        ["--out", "rows.jsonl"],
         ["--gpu-load", "60fps:5ms,60fps"],
         ["--timeline", "simulated.json"],
     ],

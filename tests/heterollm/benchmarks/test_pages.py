@@ -136,9 +136,10 @@ def test_runs_are_told_apart(rows):
 
 
 def test_saved_rows_become_a_page(rows, tmp_path, capsys):
-    saved, page = tmp_path / "rows é.jsonl", tmp_path / "page é x.html"
+    saved, page = tmp_path / "rows é.jsonl", tmp_path / "page é x.simulated.html"
+    asked = page.with_name("page é x.html")  # one of its rows is of a simulated device
     append_jsonl(saved, rows)
-    assert main(["bench", "--from", str(saved), "--html", str(page), "-o", "json"]) == 0
+    assert main(["bench", "--from", str(saved), "--html", str(asked), "-o", "json"]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(json.dumps(one.to_dict())) for one in rows] == json.loads(out)
     assert "Wrote" in err
