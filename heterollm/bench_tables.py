@@ -22,6 +22,7 @@ __all__ = [
     "rates_section",
     "runs_of",
     "short_label",
+    "telling_row",
     "traces_section",
 ]
 
@@ -58,7 +59,7 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
 
 def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Yield what was measured, on which parts and where."""
-    first = next((row for row in rows if row.engine == "self" and row.device), rows[0])
+    first = telling_row(rows)
     description = first.description
     yield f"{first.model_filename}: {first.model_type or 'not loaded'}"
     if "gpu" in description:
@@ -66,6 +67,12 @@ def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
         yield f"NPU part: {description.get('npu') or 'none'}"
     commit = first.build_commit or "unknown"
     yield f"Device {first.device}, {first.time_kind} time; {first.cpu_info}; commit {commit}"
+
+
+def telling_row(rows: Sequence[BenchRow]) -> BenchRow:
+    """Return the row that says most of where all were measured: one of heterollm's own, with both parts."""
+    own = [row for row in rows if row.engine == "self" and row.device]
+    return next((row for row in own if row.description.get("npu")), (own or rows)[0])
 
 
 def rates_section(rows: Sequence[BenchRow], title: str = "") -> Section:
@@ -185,9 +192,12 @@ def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:
                 lacking.setdefault(reason, {})[row.label] = None
         for reason, labels in lacking.items():
             yield f"No {what} of {', '.join(labels)}: {reason}"
+    remarks: dict[str, dict[str, None]] = {}
     for row in rows:
         for text in row.notes:
-            yield f"{row.label}: {text}"
+            remarks.setdefault(text, {})[row.label] = None
+    for text, labels in remarks.items():
+        yield f"{', '.join(labels)}: {text}"
 
 
 def _is_whole(rows: Sequence[BenchRow], row: BenchRow) -> bool:

@@ -14,10 +14,20 @@ from heterollm.bench_tables import (
     operators_section,
     rates_section,
     short_label,
+    telling_row,
     traces_section,
 )
 from heterollm.benchmarks.verdict import COMPARED, best_of, groups_of, verdicts
-from heterollm.html_parts import Bar, bars_html, kind_word, list_html, page_html, section_html, text_html
+from heterollm.html_parts import (
+    Bar,
+    bars_html,
+    kind_word,
+    list_html,
+    page_html,
+    section_html,
+    sentence_html,
+    text_html,
+)
 from heterollm.section import Section
 from heterollm.units import format_bytes
 
@@ -59,7 +69,7 @@ def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) ->
         if len(runs) > 1:
             body.append(f"<h2>Run {place + 1} of {len(runs)}: {text_html(_name(run))}</h2>")
         body += _run(run, level=3 if len(runs) > 1 else 2)
-    body += [f"<p>{text_html(text)}</p>" for text in notes]
+    body += [f"<p>{sentence_html(text)}</p>" for text in notes]
     return page_html(f"Bench of {', '.join(names)}: {' and '.join(kinds) or 'nothing ran'}", body)
 
 
@@ -163,7 +173,7 @@ def _operators(row: BenchRow, kind: str, level: int) -> Iterator[str]:
 
 def _conditions(rows: Sequence[BenchRow]) -> Section:
     """Return where and with what the rows came about; what differs between them stands side by side."""
-    first = next((row for row in rows if row.engine == "self" and row.device), rows[0])
+    first = telling_row(rows)
     own = [row for row in rows if row.engine == "self"] or rows
     description = first.description
     size = None if first.model_size is None else format_bytes(first.model_size)

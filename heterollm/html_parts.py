@@ -19,6 +19,7 @@ __all__ = [
     "page_html",
     "picture_html",
     "section_html",
+    "sentence_html",
     "text_html",
 ]
 
@@ -50,13 +51,13 @@ table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.
 th, td { padding: 0.3rem 0.6rem; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
 caption { text-align: left; padding: 0.3rem 0.6rem; color: var(--dim); font-size: 0.8rem; }
 thead th { background: var(--head); }
-thead + tbody td:first-child { position: sticky; left: 0; background: var(--back); white-space: normal;
-  min-width: 7rem; }
+thead + tbody td:first-child { position: sticky; left: 0; background: var(--back); }
+td.name { white-space: normal; min-width: 7rem; }
 thead th:first-child { position: sticky; left: 0; }
 td.words { white-space: normal; min-width: 11rem; overflow-wrap: anywhere; }
 .right { text-align: right; }
-.pictures { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+.pictures { columns: 22rem; column-gap: 1rem; }
+.pictures figure { break-inside: avoid; margin-bottom: 1rem; }
 figure { margin: 0; }
 img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
   border-radius: 6px; }
@@ -86,6 +87,10 @@ figcaption { color: var(--dim); font-size: 0.85rem; margin-top: 0.3rem; }
 LONG_CELL: Final = 40
 """Characters from which on a cell may wrap."""
 
+LONG_NAME: Final = 12
+"""The same of a row's name, so that numbers have room beside it on a phone."""
+
+CODE: Final = re.compile(r"`([^`]+)`")
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|[\ud800-\udfff]")
 
 
@@ -142,6 +147,11 @@ def text_html(words: str) -> str:
     return escape(CONTROLS.sub("\N{REPLACEMENT CHARACTER}", words))
 
 
+def sentence_html(words: str) -> str:
+    """Return a sentence as HTML, with the commands that stand between its backticks as code."""
+    return CODE.sub(r"<code>\1</code>", text_html(words))
+
+
 def section_html(section: Section, kind: str, *, level: int = 2) -> Iterator[str]:
     """Yield a section: heading, table and notes.
 
@@ -165,14 +175,14 @@ def section_html(section: Section, kind: str, *, level: int = 2) -> Iterator[str
             yield f"<tr>{''.join(_cells(row, right))}</tr>"
         yield "</tbody></table></div>"
     for line in section.notes:
-        yield f"<p>{text_html(line)}</p>"
+        yield f"<p>{sentence_html(line)}</p>"
 
 
 def list_html(lines: Sequence[str]) -> Iterator[str]:
     """Yield a list of sentences."""
     yield "<ul>"
     for line in lines:
-        yield f"<li>{text_html(line)}</li>"
+        yield f"<li>{sentence_html(line)}</li>"
     yield "</ul>"
 
 
@@ -220,6 +230,8 @@ def _cells(row: Sequence[str], right: Sequence[bool]) -> Iterator[str]:
             yield f"<td{_class(True)}>{text_html(cell)}</td>"
         else:
             words = ' class="words"' if not right or len(cell) > LONG_CELL else ""
+            if place == 0 and len(cell) > LONG_NAME:
+                words = ' class="name"'
             yield f"<td{words}>{text_html(cell)}</td>"
 
 

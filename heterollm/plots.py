@@ -49,6 +49,10 @@ STAGE_TOKENS: Final = 32
 
 LONGEST_LINEAR_AXIS: Final = 300
 MOST_CURVES: Final = 6
+FEW_CURVES: Final = 3
+"""So many names have room beside the curves."""
+
+LEGEND_ROW_IN: Final = 0.17
 WIDE_RANGE: Final = 30.0
 
 
@@ -164,8 +168,13 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
         step_curves(
             axes[1], _few(cut[tokens]), f"ms at {tokens} token{'s' if tokens > 1 else ''}", xlabel="rows"
         )
-        axes[1].set_xlim(left=0)
-        axes[1].set_ylim(bottom=0)
+        if axes[1].get_yscale() == "log":
+            axes[1].set_xscale("log")
+            axes[1].xaxis.set_major_formatter("{x:.0f}")
+        else:
+            axes[1].set_xlim(left=0)
+            axes[1].set_ylim(bottom=0)
+            axes[1].locator_params(axis="x", nbins=5)
     return figure
 
 
@@ -307,7 +316,19 @@ def step_curves(
     axes.set_ylabel(ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
+        _name_curves(axes, len(curves))
+
+
+def _name_curves(axes: Axes, count: int) -> None:
+    """Add the legend: of many curves above the axes, where it hides none, on a higher figure."""
+    if count <= FEW_CURVES:
         axes.legend(fontsize=8)
+        return
+    axes.legend(
+        fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, borderaxespad=0.2
+    )
+    figure = axes.figure
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW_IN * -(-count // 2))
 
 
 def _logarithmic(axes: Axes, values: Sequence[float]) -> None:

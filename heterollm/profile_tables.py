@@ -80,7 +80,8 @@ def _device(summary: ProfileSummary) -> Section:
             rows.append((title, str(value)))
     notes: tuple[str, ...] = ()
     if summary.time_kind != "real":
-        notes = (f"Times are {summary.time_kind}: what they cost here, and no claim about a real device.",)
+        how = "they come from a model" if summary.time_kind == "simulated" else "what they cost here"
+        notes = (f"Times are {summary.time_kind}: {how}, and no claim about a real device.",)
     return Section("Device", rows=tuple(rows), notes=notes)
 
 
@@ -150,9 +151,9 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
         notes.append("One graph each: gate, up, the activation, and down from as many of its inputs.")
     if len(tokens) < len(measured):
         others = ", ".join(str(count) for count in measured if count not in tokens)
-        notes.append(f"Also measured at {others} tokens; `profile show --json` has them.")
+        notes.append(f"Also measured at {others} tokens; `heterollm profile show --json` has them.")
     if cuts:
-        notes.append(f"{cuts} points of cuts are left out; `profile show --all` lists them.")
+        notes.append(f"Points of cuts that are left out: {cuts}. `heterollm profile show --all` lists them.")
     return Section(title, heads, tuple(made), tuple(notes))
 
 
@@ -264,7 +265,7 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
         notes.append("None was built or loaded.")
     elif len(shown) < len(summary.graphs):
         left = len(summary.graphs) - len(shown)
-        notes.append(f"{left} graphs of cuts are left out; `profile show --all` lists them.")
+        notes.append(f"Graphs of cuts that are left out: {left}. `heterollm profile show --all` lists them.")
     if any(row.point.is_block for row in shown):
         notes.append("Of a feed-forward block (ffn) the shape is outputs x width x inputs.")
     heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
@@ -309,5 +310,5 @@ def _failures(summary: ProfileSummary) -> Section:
     more = len(summary.failures) - len(rows)
     notes = [] if rows else ["None."]
     if more:
-        notes.append(f"{more} more errors; `profile show --json` lists all.")
+        notes.append(f"{more} more errors; `heterollm profile show --json` lists all.")
     return Section("Failed measurements", ("kind", ">times", "error"), rows, tuple(notes))

@@ -259,4 +259,5 @@ def test_paths_with_blanks_and_other_letters(run, odd):
     code, out, err = run("trace", f"{ODD} trace.json", "--json")
     assert code == 0, err
     assert unicodedata.normalize("NFC", json.loads(out)["path"]) == f"{ODD} trace.json"
-    assert {f"{ODD}.simulated.json", f"{ODD} plan.json", f"{ODD} trace.json"} <= {path.name for path in odd.iterdir()}
+    written = {f"{ODD}.simulated.json", f"{ODD} plan.json", f"{ODD} trace.json"}
+    assert written <= {path.name for path in odd.iterdir()}

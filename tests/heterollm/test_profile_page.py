@@ -1,6 +1,7 @@
 """Tables, page and pictures of a profile, from data."""
 
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_numbers_of_a_profile_are_in_its_tables(sample_profile):
     assert hand_over == ("sleep poll", "300 us", "41 us", "40.6 us to 41.4 us", "41.7 us", "25%")
     [run] = made["Runs"].rows
     assert run[1:8] == ("2 min 5 s", "70", "1", "2", "3", "42", "gpu 5%, npu 2%")
-    assert "12 points of cuts" in " ".join(
+    assert "cuts that are left out: 12." in " ".join(
         made["Linear layers, GPU, int4 block 32, weights from memory"].notes
     )
 
@@ -181,6 +182,34 @@ def test_the_gpu_s_time_is_drawn_against_rows_where_cuts_were_measured(sample_pr
     [line] = axes.get_lines()
     assert list(line.get_xdata()) == [128, 256, 384, 512]
     assert axes.get_ylabel() == "ms at 64 tokens"
+
+
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_names_of_many_curves_stand_beside_the_axes(count):
+    figure, [axes] = plots.new_figure("Rates")
+    curves = {f"curve {name}": {1: 1.0 + name, 256: 50.0 + name} for name in range(count)}
+    plots.step_curves(axes, curves, "ms")
+    figure.draw_without_rendering()
+    names, within = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert names.overlaps(within) == (count == 3)
+    whole = figure.bbox
+    assert (names.x0 >= 0) & (names.x1 <= whole.x1) & (names.y1 <= whole.y1)
+
+
+def test_rows_far_apart_are_readable(sample_profile):
+    """Of a head with 151936 rows and of a small layer, on one axis."""
+    profile = sample_profile()
+    for rows in (64, 128, 75968, 151936):
+        point = LinearPoint("o", (rows,), 512, 64, 4, 32)
+        profile.add(Record(LinearKey("gpu", point, "kernels"), (20 + 1.6 * rows,), taken_s=1e9))
+    figure = plots.gpu_linearity_plot(summarize(profile, accuracy=False))
+    figure.draw_without_rendering()
+    [_, axes] = figure.get_axes()
+    low, high = axes.get_xlim()
+    places = [label.get_window_extent() for label in axes.get_xticklabels()]
+    shown = [place for place, at in zip(places, axes.get_xticks(), strict=True) if low <= at <= high]
+    assert len(shown) >= 3
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(shown))
 
 
 def test_parts_and_what_is_outside_of_the_known_look_different(sample_profile):
