@@ -286,12 +286,15 @@ class _Run:
         self.tokens.append(int(engine.last_logits.argmax()) if self.request.numerics else 0)
 
     def _phase(self, clock: SimulatedClock, phase: Phase, tokens: int, work: Callable[[], None]) -> PhaseUse:
+        # What the devices did while graphs were built, a game's frames, is no part of the phase.
+        clock.last_job()
         clock.spans.clear()
         clock.recording = True
         clock.totals.peak_gbps = 0.0
         before, begin_us = clock.totals.copy(), clock.now_us
         try:
             work()
+            clock.last_job()
         finally:
             clock.recording = False
         spans: list[Span] = list(clock.spans)

@@ -12,6 +12,9 @@ __all__ = ["GpuLoad"]
 GOLDEN: Final = (5**0.5 - 1) / 2
 """Its multiples, without their whole parts, spread evenly however many are taken."""
 
+MOST_FRAMES_PER_S: Final = 1000.0
+"""No screen shows more, and each frame takes a step of the simulation."""
+
 IRREGULAR_FRACTION: Final = 0.5
 """Of the time that a frame leaves: within so much its beginning varies."""
 
@@ -25,7 +28,7 @@ class GpuLoad:
         frame_us: GPU time of a frame.
 
     Raises:
-        OptionError: The frames alone would fill the GPU.
+        OptionError: The frames alone would fill the GPU, or are more than a screen shows.
     """
 
     frames_per_s: float
@@ -37,6 +40,11 @@ class GpuLoad:
                 f"{self.frames_per_s:g} frames a second of {self.frame_us / 1e3:g} ms each leave the GPU "
                 "no time.",
                 fix="Give a load such as 60fps:5ms, below 95 % of the GPU.",
+            )
+        if self.frames_per_s > MOST_FRAMES_PER_S:
+            raise OptionError(
+                f"A game of {self.frames_per_s:g} frames a second is none.",
+                fix=f"Give at most {MOST_FRAMES_PER_S:g}.",
             )
 
     @property

@@ -203,7 +203,11 @@ def test_a_game_slows_down_what_needs_the_gpu():
     for level in ("gpu", "layer"):
         result = simulate(SimulationRequest(SMALL, prompt=256, decode=4, level=level, load=load))
         slower[level] = result.slowdown()["prefill"]
-        assert result.prefill.frames.in_time == result.prefill.frames.drawn > 0
+        # No frame of the time in which graphs were built counts.
+        due = result.prefill.elapsed_us / load.period_us
+        assert result.prefill.frames.in_time == result.prefill.frames.drawn == pytest.approx(due, abs=2)
+        game_us = result.prefill.busy_fraction["game"] * result.prefill.elapsed_us
+        assert game_us == pytest.approx(due * load.frame_us, abs=2 * load.frame_us)
         assert result.to_dict()["slowdown"]["decode"] > 1
     assert slower["gpu"] == pytest.approx(1 / (1 - 0.3), rel=0.05)
     assert 1.0 <= slower["layer"] < slower["gpu"]
@@ -286,6 +290,7 @@ def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
         ["--gpu-load", "60fps"],
         ["--gpu-load", "60fps:50ms"],
         ["--gpu-load", "nanfps:5ms"],
+        ["--gpu-load", "1e9fps:1e-9ms"],
         ["--what-if", "npu.execute_us"],
         ["--what-if", "npu.execute_us=nan"],
         ["--soc", "no-such-soc"],
