@@ -321,6 +321,8 @@ def step_curves(
 
 def _name_curves(axes: Axes, count: int) -> None:
     """Add the legend: of many curves above the axes, where it hides none, on a higher figure."""
+    from matplotlib.figure import Figure
+
     if count <= FEW_CURVES:
         axes.legend(fontsize=8)
         return
@@ -328,7 +330,8 @@ def _name_curves(axes: Axes, count: int) -> None:
         fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, borderaxespad=0.2
     )
     figure = axes.figure
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW_IN * -(-count // 2))
+    if isinstance(figure, Figure):
+        figure.set_figheight(figure.get_figheight() + LEGEND_ROW_IN * -(-count // 2))
 
 
 def _logarithmic(axes: Axes, values: Sequence[float]) -> None:

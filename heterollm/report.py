@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TextIO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
@@ -160,10 +161,32 @@ def statistics_lines(
 # -- tables ------------------------------------------------------------------------------------------
 
 
+class _WholeWords(Table):
+    """A table that breaks no word and no number while there is room for all; rich narrows columns alike."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield its lines, with columns as wide as their longest words and as the room allows."""
+        cells = [[column.header, *column.cells] for column in self.columns]
+        sizes = [[Measurement.get(console, options, cell) for cell in column] for column in cells]
+        least = [max(size.minimum for size in column) for column in sizes]
+        widths = [max(size.maximum for size in column) for column in sizes]
+        taken = self.__rich_measure__(console, options).minimum - sum(least)
+        if sum(least) + taken > options.max_width:
+            self.collapse_padding, self.pad_edge = True, False
+            taken = self.__rich_measure__(console, options).minimum - sum(least)
+        if sum(least) + taken <= options.max_width:
+            while sum(widths) + taken > options.max_width:
+                slack = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
+                widths[slack.index(max(slack))] -= 1
+            for column, width in zip(self.columns, widths, strict=True):
+                column.width = width
+        yield from super().__rich_console__(console, options)
+
+
 def table(*columns: str, title: str = "") -> Table:
     """Return an empty table in the project's style; columns that begin with ``>`` are right-aligned."""
     heading = Text(title) if title else None  # text, since names of models and files are no markup
-    made = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    made = _WholeWords(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         right = column.startswith(">")
         made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
@@ -178,17 +201,17 @@ def section_table(section: Section) -> Table:
     return made
 
 
-def devices_table(statuses: Sequence[DeviceStatus]) -> Table:
+def devices_table(statuses: Sequence[DeviceStatus]) -> Group:
     """Return what devices there are, and for the others why not and what to install."""
-    made = table("device", "usable", "GPU part", "NPU part", "why not, and what to do")
+    made = table("device", "usable", "GPU part", "NPU part")
+    lines: list[Text] = []
     for status in statuses:
         yes = "yes" if status.time == "real" else status.time
         usable = Text(yes, "green") if status.usable else Text("no", "red")
-        advice = Text(status.reason)
-        if status.fix:
-            advice.append(f" {status.fix}", "bold")
-        made.add_row(status.name, usable, Text(status.gpu), Text(status.npu), advice)
-    return made
+        made.add_row(status.name, usable, Text(status.gpu), Text(status.npu))
+        if status.reason or status.fix:
+            lines.append(Text(f"{status.name}: {status.reason} {status.fix}".rstrip()))
+    return Group(made, *lines)
 
 
 def cache_table(kinds: Sequence[CacheKind]) -> Table:

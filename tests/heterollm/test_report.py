@@ -69,7 +69,21 @@ def test_devices():
         )
     )
     assert "host yes a CPU ONNX Runtime" in words
-    assert "emulator no a CPU missing No library. Install it." in words
+    assert "emulator no a CPU missing" in words
+    assert "emulator: No library. Install it." in words
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_numbers_and_names_stay_whole_where_there_is_room(width):
+    names, number = [f"a-model-{place}b" for place in range(4)], "1,234.5"
+    made = report.table("model", *[f">rate of way {place}" for place in range(6)], "a remark on it")
+    for name in names:
+        made.add_row(name, *[number] * 6, "some words that say more than fits " * 3)
+    lines = report.render(made, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    whole = [line for line in lines if line.split()[:1] in [[name] for name in names]]
+    assert len(whole) == (4 if width >= 80 else 0)
+    assert all(line.split()[1:7] == [number] * 6 for line in whole)
 
 
 def test_the_cache_is_summed_up():
