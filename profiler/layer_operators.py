@@ -41,7 +41,7 @@ from heterollm.profiler.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.task import Task
 from heterollm.profiler.workload import HEAD_TOKENS, ModelShape
 
-__all__ = ["ATTENTION_POSITIONS", "OPERATORS", "Operator", "layer_key", "layer_tasks"]
+__all__ = ["ATTENTION_POSITIONS", "OPERATORS", "SUBMISSIONS", "Operator", "layer_key", "layer_tasks"]
 
 Operator: TypeAlias = Literal[
     "embedding",
@@ -77,6 +77,9 @@ QUICK_TOKENS: Final = (1, 256)
 ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
 TABLE_ROWS: Final = 4096
 """Rows of the embedding that are there to be looked up: the time does not depend on how many."""
+
+SUBMISSIONS: Final = "submissions"
+"""Name of a record's value: kernels of the operator, where a decode pass submits them one by one."""
 
 SMALLEST_BUCKET: Final = 256
 STAGE: Final = "Other operators"
@@ -232,7 +235,13 @@ class _LayerBench:
             launches = self._makers[case.operator](case)
         except HeteroLLMError as error:
             return Record(case.key, error=error.message)
-        return taken(case.key, lambda: timer.time_us(launches, cold=cold), lambda: timer.time_us(launches))
+        separate = {} if self._runtime.merges_launches else {SUBMISSIONS: float(len(launches))}
+        return taken(
+            case.key,
+            lambda: timer.time_us(launches, cold=cold),
+            lambda: timer.time_us(launches),
+            values=lambda: separate,
+        )
 
     # -- memory --------------------------------------------------------------------------------------
 

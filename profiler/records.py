@@ -159,6 +159,8 @@ class LinearKey:
 class LayerKey:
     """The time of another operator of a layer, which runs on the GPU; sizes that it has no use for are 0.
 
+    ``values["submissions"]`` counts its kernels, where a pass of one token submits them one by one.
+
     Args:
         operator: Its name, as in :mod:`heterollm.profiler.layer_operators`.
         tokens: Rows of the pass.

@@ -8,7 +8,7 @@ groups, or one that spans both. All layers share one placement for each group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.blocks import apart
@@ -16,6 +16,7 @@ from heterollm.solver.candidates import Cuts, NpuLimits
 from heterollm.solver.costs import Costs
 from heterollm.solver.objective import Objective
 from heterollm.solver.pricing import Priced, priced_block, priced_candidates, whole_cost_of
+from heterollm.solver.submissions import Place, settled, submits_singly
 
 __all__ = ["Chain", "Choice", "activation_cost", "network_us", "solve_chain"]
 
@@ -92,56 +93,109 @@ def solve_chain(
     Raises:
         PlanError: A group has no candidate.
     """
-    found = [
-        priced_candidates(
-            spec, tokens, limits, costs, objective, None if cuts is None else cuts[spec.group], shortest
+    offers = [
+        _Offer(
+            spec,
+            *priced_candidates(
+                spec, tokens, limits, costs, objective, None if cuts is None else cuts[spec.group], shortest
+            ),
         )
         for spec in specs
     ]
-    choices = [
-        Choice(spec, taken[0], (*taken[1:], *refused))
-        for spec, (taken, refused) in zip(specs, found, strict=True)
-    ]
-    passed_over: list[Choice] = []
-    if block is not None:
-        place = next(place for place, spec in enumerate(specs) if spec.group == "gate_up")
-        both = slice(place, place + 2)
-        activation = activation_cost(block, tokens, costs, objective)
-        whole_cost = activation + sum(whole_cost_of(taken) for taken, _ in found[both])
-        # Whoever chose the slices may have known of no blocks.
-        own_cuts = None if cuts is None else cuts.get(block.group, {})
-        taken, refused = priced_block(block, tokens, limits, costs, objective, own_cuts, shortest, whole_cost)
-        choices[both], passed_over = _cheaper_way(block, choices[both], activation, taken, refused, objective)
-    between_us = (
-        costs.between_us(choice.spec if choice.spec.then is None else apart(choice.spec)[0], tokens)
-        for choice in choices
+    before_us = {spec.group: costs.between_us(spec, tokens) for spec in specs}
+    as_groups = _way(offers, before_us, tokens, costs, objective)
+    if block is None:
+        return Chain(as_groups.choices, layers * as_groups.time_us)
+    place = next(place for place, spec in enumerate(specs) if spec.group == "gate_up")
+    both = slice(place, place + 2)
+    whole_cost = activation_cost(block, tokens, costs, objective)
+    whole_cost += sum(whole_cost_of(offer.taken) for offer in offers[both])
+    # Whoever chose the slices may have known of no blocks.
+    own_cuts = None if cuts is None else cuts.get(block.group, {})
+    own = _Offer(
+        block, *priced_block(block, tokens, limits, costs, objective, own_cuts, shortest, whole_cost)
     )
-    time_us = layers * (sum(between_us) + sum(choice.chosen.time_us for choice in choices))
-    return Chain(tuple(choices), time_us, tuple(passed_over))
+    if not own.taken:
+        refused = (Choice(block, own.refused[0], tuple(own.refused[1:])),) if own.refused else ()
+        return Chain(as_groups.choices, layers * as_groups.time_us, refused)
+    before_us[block.group] = before_us["gate_up"]
+    as_block = _way([*offers[:place], own, *offers[place + 2 :]], before_us, tokens, costs, objective)
+    if as_groups.rank <= as_block.rank:
+        passed_over = as_block.choices[place : place + 1]
+        return Chain(as_groups.choices, layers * as_groups.time_us, passed_over)
+    return Chain(as_block.choices, layers * as_block.time_us, as_groups.choices[both])
 
 
-def _cheaper_way(
-    block: OpSpec,
-    pair: list[Choice],
-    activation: float,
-    taken: Sequence[Priced],
-    refused: Sequence[Priced],
-    objective: Objective,
-) -> tuple[list[Choice], list[Choice]]:
-    """Return the better way through the feed-forward network, and the other.
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """The candidates of a group or a block: those that may be taken, and those that may not."""
+
+    spec: OpSpec
+    taken: Sequence[Priced]
+    refused: Sequence[Priced]
+
+    def choice(self, chosen: Priced) -> Choice:
+        """Return one of them as chosen."""
+        return Choice(
+            self.spec, chosen, (*(item for item in self.taken if item is not chosen), *self.refused)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What is chosen on one way through a layer.
 
     Args:
-        block: The network as a block.
-        pair: The choices of its two groups.
-        activation: What the operator between the two costs.
-        taken: Candidates of the block that may be taken.
-        refused: Those that may not.
-        objective: Its cap on the GPU's share decides before the cost.
+        choices: One for each of its groups.
+        time_us: Of the layer, with the operators between its groups.
+        rank: The smaller the better: groups that exceed the cap on the GPU's share, and the cost.
     """
-    if not taken:
-        return pair, [Choice(block, refused[0], tuple(refused[1:]))] if refused else []
-    as_block = [Choice(block, taken[0], (*taken[1:], *refused))]
-    keeps_cap = all(objective.allows(choice.chosen) for choice in pair)
-    if keeps_cap and activation + sum(choice.chosen.cost for choice in pair) <= taken[0].cost:
-        return pair, as_block
-    return as_block, pair
+
+    choices: tuple[Choice, ...]
+    time_us: float
+    rank: tuple[int, float]
+
+    @classmethod
+    def of(cls, choices: Sequence[Choice], time_us: float, cost: float, objective: Objective) -> _Way:
+        """Return a way that takes so long and costs so much."""
+        over = sum(not objective.allows(choice.chosen) for choice in choices)
+        return cls(tuple(choices), time_us, (over, cost))
+
+
+def _way(
+    offers: Sequence[_Offer],
+    before_us: Mapping[Group, float],
+    tokens: int,
+    costs: Costs,
+    objective: Objective,
+) -> _Way:
+    """Return the cheapest placements of a layer's groups.
+
+    Args:
+        offers: Their candidates.
+        before_us: By group, the time of the operators before it.
+        tokens: Tokens of the pass.
+        costs: Times of the parts.
+        objective: What is to be small.
+    """
+    if submits_singly(tokens, costs.overheads):
+        return _settled_way(offers, before_us, costs, objective)
+    between_us = sum(before_us[offer.spec.group] for offer in offers)
+    choices = tuple(offer.choice(offer.taken[0]) for offer in offers)
+    time_us = between_us + sum(choice.chosen.time_us for choice in choices)
+    cost = objective.cost(between_us, between_us, 0.0) + sum(choice.chosen.cost for choice in choices)
+    return _Way.of(choices, time_us, cost, objective)
+
+
+def _settled_way(
+    offers: Sequence[_Offer], before_us: Mapping[Group, float], costs: Costs, objective: Objective
+) -> _Way:
+    """Return the same where submitting may take longer than computing; the others' prices are beside it."""
+    overheads = costs.overheads
+    places = [Place.of(offer.spec, before_us[offer.spec.group], offer.taken, overheads) for offer in offers]
+    found = settled(places, overheads, objective)
+    choices = []
+    for number, (offer, chosen) in enumerate(zip(offers, found.chosen, strict=True)):
+        choice = offer.choice(chosen)
+        choices.append(replace(choice, others=tuple(found.beside(number, other) for other in choice.others)))
+    return _Way.of(choices, found.time_us, found.cost, objective)

@@ -7,10 +7,11 @@ For one group (HeteroLLM, section 4.3):
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import Group, OpSpec
 
 __all__ = ["Costs", "Overheads", "RememberedCosts", "Slowdown", "joint_time_us"]
 
@@ -42,6 +43,10 @@ class Overheads:
             NPU's does, in an empty queue; otherwise it follows the operator before.
         submit_us: Time of submitting a kernel to a busy queue; infinite where it is not known: then a refill
             counts however long the queue is still busy.
+        hidden_us: What a wait hides of a graph's start, which ``hand_over_us`` counts as less; it does so
+            where the NPU has been free for as long.
+        kernels_before: By group, the GPU's kernels between the group before and it in a pass of one token;
+            empty where they are not submitted one by one, so that submitting costs no more than computing.
     """
 
     hand_over_us: float = 0.0
@@ -50,6 +55,8 @@ class Overheads:
     return_us: float = 0.0
     empties_queue: bool = False
     submit_us: float = math.inf
+    hidden_us: float = 0.0
+    kernels_before: Mapping[Group, int] = field(default_factory=dict)
 
 
 class Costs(Protocol):

@@ -22,6 +22,7 @@ from heterollm.solver.objective import Objective
 from heterollm.solver.plan import Placement
 
 __all__ = [
+    "UNSURE_FRACTION",
     "Priced",
     "check_any",
     "price",

@@ -13,7 +13,7 @@ from heterollm.kernels.handover import STRATEGIES, Strategy
 from heterollm.kernels.npu import CHUNK_COLUMNS, Form
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.profiler.fitted import fitted_predictor
-from heterollm.profiler.layer_operators import Operator, layer_key
+from heterollm.profiler.layer_operators import SUBMISSIONS, Operator, layer_key
 from heterollm.profiler.predictor import Predictor
 from heterollm.profiler.profile import Profile
 from heterollm.profiler.records import (
@@ -23,6 +23,7 @@ from heterollm.profiler.records import (
     CopyKey,
     HandOverKey,
     LaunchKey,
+    LayerKey,
     LinearKey,
     LinearPoint,
     Part,
@@ -96,7 +97,7 @@ class ProfileCosts:
         position: int = 0,
         predictor: Predictor | None = None,
     ) -> None:
-        self.overheads = overheads_of(profile)
+        self.overheads = replace(overheads_of(profile), kernels_before=_kernels_before(profile, shape))
         self.position = position
         self.missing: set[str] = set()
         self._predictor = predictor or fitted_predictor(profile)
@@ -266,16 +267,31 @@ def overheads_of(profile: Profile) -> Overheads:
     returns = [record.values.get(RETURN_VALUE, 0.0) for record in records]
     refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))
     map_us = sum(_median(profile, CopyKey(method, MAPPED_BYTES)) for method in ("acquire", "release")) / 2
-    submission = LaunchKey("enqueue_busy")
+    submission, hidden_us = LaunchKey("enqueue_busy"), _hidden_start_us(profile)
     return Overheads(
-        hand_over_us=(statistics.median(latencies) if latencies else 0.0) - _hidden_start_us(profile),
+        hand_over_us=(statistics.median(latencies) if latencies else 0.0) - hidden_us,
         refill_us=max(0.0, refill_us),
         map_us=map_us,
         return_us=statistics.median(returns) if returns else 0.0,
         # The driver's wait is for the whole queue: the executor enqueues the GPU's part behind it.
         empties_queue=best == "finish",
         submit_us=_median(profile, submission) if submission in profile.records else math.inf,
+        hidden_us=hidden_us,
     )
+
+
+def _kernels_before(profile: Profile, shape: ModelShape) -> dict[Group, int]:
+    """Return how many kernels a pass of one token submits before each group; none where they are merged.
+
+    Of an operator's records the one of the longest context counts: attention is divided where it is long.
+    """
+    counts = {
+        key.operator: int(record.values[SUBMISSIONS])
+        for key, record in profile.of_kind(LayerKey)
+        if key.tokens == 1 and SUBMISSIONS in record.values
+    }
+    names = {group: [layer_key(shape, one, 1).operator for one in before] for group, before in BEFORE.items()}
+    return {group: sum(counts.get(name, 1) for name in names[group]) for group in names} if counts else {}
 
 
 def _hidden_start_us(profile: Profile) -> float:

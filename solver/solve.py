@@ -29,6 +29,7 @@ from heterollm.solver.slices import (
     pass_weights,
     slice_costs,
 )
+from heterollm.solver.submissions import priced_in_chain, submits_singly
 
 __all__ = ["Solver"]
 
@@ -214,6 +215,7 @@ class Solver:
         if self.limits is None:
             return found, {group: {} for group in groups}
         alignment = self.limits.row_alignment
+        alone, found = found, self._in_chain(found, costs)
         counts = self._counts(found, weights)
         slices = self._slices(found, counts)
         strides = {group: cut_stride(spec, alignment) for group, spec in groups.items()}
@@ -223,9 +225,14 @@ class Solver:
             near: dict[Group, list[Rows]] = {
                 group: cuts_near(groups[group], alignment, slices[group], strides[group]) for group in wide
             }
-            found = joined(found, self._every_candidate(costs, near))
+            alone = joined(alone, self._every_candidate(costs, near))
+            found = self._in_chain(alone, costs)
+            decode = {
+                group: min(found[group][1], key=lambda item: item.cost).placement.npu_rows for group in groups
+            }
             held = {
-                group: {*slices[group], *near.get(group, ()), groups[group].member_rows, ()}
+                # In a chain, what decode takes of one group may change with the cuts of another.
+                group: {*slices[group], *near.get(group, ()), groups[group].member_rows, (), decode[group]}
                 for group in groups
             }
             slices = self._slices(only(found, held), counts)
@@ -251,6 +258,17 @@ class Solver:
                     spec, tokens, self.limits, costs, self.objective, cuts[spec.group], low
                 )
         return found
+
+    def _in_chain(self, found: PricedCandidates, costs: Costs) -> PricedCandidates:
+        """Return candidates as a chain of them is priced in a pass of one token."""
+        if not submits_singly(1, costs.overheads):
+            return found
+        groups = (*self.layer, *(() if self.block is None else (self.block,)))
+        decode = {spec.group: found[spec.group][1] for spec in groups}
+        priced = priced_in_chain(decode, self.layer, self.block, costs, self.objective)
+        return {
+            group: {**items, 1: priced[group]} if group in priced else items for group, items in found.items()
+        }
 
     def _counts(self, found: PricedCandidates, weights: Mapping[int, float] | None) -> dict[int, float]:
         """Return how much each range of lengths counts, by its last one."""

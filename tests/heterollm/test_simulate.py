@@ -71,6 +71,20 @@ def test_the_levels_come_in_the_papers_order(results):
     assert decode["layer"] == pytest.approx(decode["gpu"], rel=0.04)
 
 
+def test_small_kernels_make_cuts_too_dear_to_decode_with():
+    """Of half a billion weights a queue that a cut leaves empty costs more than the cut gains."""
+    decode = {
+        level: simulate(SimulationRequest("qwen2.5-0.5b", prompt=32, decode=4, level=level)).decode
+        for level in ("gpu", "layer", "tensor", "block")
+    }
+    rates = {level: use.tokens_per_second for level, use in decode.items()}
+    assert rates["tensor"] > 1.03 * max(rates["gpu"], rates["layer"])
+    assert rates["block"] >= rates["tensor"]
+    # Nothing is cut but the head, whose kernels are long.
+    graphs = [span for span in decode["tensor"].spans if span.part == "npu"]
+    assert len(graphs) == 4
+
+
 def test_both_parts_run_at_once_where_operators_are_cut(results):
     spans = results["tensor"].decode.spans
     gpu, npu = (parts_of(spans, part) for part in ("gpu", "npu"))

@@ -105,6 +105,11 @@ def test_costs_are_those_of_the_parameters(found):
     assert overheads.hand_over_us == pytest.approx(soc.hand_over.poll_us - hidden_us, abs=4.0)
     assert overheads.refill_us == pytest.approx(soc.cpu.submit_us + soc.hand_over.refill_us, abs=4.0)
     assert profile.records[LaunchKey("chained")].median_us == pytest.approx(soc.gpu.kernel_gap_us)
+    # What a pass of one token submits, attention in two kernels: it is long.
+    costs = ProfileCosts(profile, SHAPE, cache_bytes=8 << 20)
+    assert costs.overheads.submit_us == soc.cpu.submit_us
+    assert costs.overheads.hidden_us == pytest.approx(hidden_us, abs=4.0)
+    assert costs.overheads.kernels_before == {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
     # As soon as polling, and asleep meanwhile.
     assert best_hand_over(profile) == "sleep_poll"
     power = power_of(profile)

@@ -1,0 +1,222 @@
+"""Passes of one token: what is taken is what makes a layer shortest, submissions included."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from heterollm.kernels.ops import feed_forward_blocks
+from heterollm.kernels.simulated_clock import ClockCosts, Job, SimulatedClock
+from heterollm.solver.chain import solve_chain
+from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.objective import Objective
+from heterollm.solver.plan import GPU_ONLY, Placement
+from heterollm.solver.pricing import Priced, price, priced_all
+from heterollm.solver.solve import Solver
+from heterollm.solver.submissions import Place, layer_us, priced_in_chain, settled, submits_singly
+
+KERNELS = {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
+BUSY = Overheads(hand_over_us=0.0, refill_us=90.0, submit_us=15.0, kernels_before=KERNELS)
+FREE = Objective(margin_fraction=0.0)
+SEEDS = range(40)
+
+
+def priced(gpu_us=0.0, npu_us=0.0):
+    """Return a placement whose parts take so long; without an NPU's time it is the GPU's."""
+    if not npu_us:
+        return Priced(GPU_ONLY, gpu_us, gpu_us, 0.0, gpu_us, False)
+    placement = Placement(npu_rows=(64,), npu_lengths=(1,), form="plain")
+    time_us = max(gpu_us, npu_us)
+    return Priced(placement, time_us, gpu_us, npu_us, time_us, gpu_us > 0)
+
+
+def random_places(made, draw, low=1.0, high=200.0):
+    """Return a layer's places with a few placements each."""
+    places = []
+    for group, kernels in list(KERNELS.items())[:-1]:
+        items = [priced(draw.uniform(low, high))]
+        items += [priced(draw.uniform(low, high), draw.uniform(low, high)) for _ in range(2)]
+        items.append(priced(0.0, draw.uniform(low, high)))
+        items.sort(key=lambda item: item.cost)
+        places.append(Place(made.spec(group, (128,)), draw.uniform(1, 10), kernels, items, 1))
+    return places
+
+
+def on_the_clock(places, chosen, layers, overheads):
+    """Run layers on the simulated clock and return when each has ended: no traffic, no polls, no gaps."""
+    hidden_share = 0.75 if overheads.hidden_us else 0.0
+    costs = ClockCosts(
+        overheads.submit_us,
+        overheads.refill_us - overheads.submit_us,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        1.0 - hidden_share,
+    )
+    clock = SimulatedClock(costs, lambda *_: (1.0, 1.0))
+    ends_us = []
+    for _ in range(layers):
+        for place, item in zip(places, chosen, strict=True):
+            for number in range(place.before):
+                last = clock.submit(Job(f"before {number}", place.before_us / place.before))
+            if item.gpu_us:
+                clock.submit(Job("own", item.gpu_us))
+            if item.npu_us:
+                while not clock.is_done(last):
+                    clock.poll_on()
+                whole_us = item.npu_us + overheads.hidden_us
+                fixed_us = overheads.hidden_us / hidden_share if hidden_share else 0.0
+                clock.run_npu(Job("graph", max(whole_us, fixed_us), fixed_us=fixed_us))
+        queued = clock.last_job()
+        end_us = clock.now_us
+        if queued is not None:
+            # Look ahead without waiting: the queue is in order and nothing slows it.
+            end_us = max(end_us, queue_end_us(clock))
+        ends_us.append(end_us)
+    return ends_us
+
+
+def queue_end_us(clock):
+    """Return when the queue of a clock will be done, from the jobs in it."""
+    end_us = 0.0
+    for job in clock._queue:
+        begin_us = (
+            job.begin_us if job.begin_us < float("inf") else max(job.ready_us, end_us, clock._gpu_free_us)
+        )
+        end_us = begin_us + job.alone_us
+    return end_us
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("hidden_us", [0.0, 60.0])
+def test_a_layer_takes_what_the_simulated_clock_says(made, seed, hidden_us, monkeypatch):
+    monkeypatch.setattr("heterollm.solver.submissions.UNSURE_FRACTION", 0.0)
+    draw = random.Random(seed)
+    overheads = replace(BUSY, hand_over_us=-hidden_us, hidden_us=hidden_us)
+    places = random_places(made, draw, low=90.0 if hidden_us else 1.0)
+    chosen = [draw.choice(place.items) for place in places]
+    ends_us = on_the_clock(places, chosen, 60, overheads)
+    # Where the queue runs empty in some layers only, the mean of a few has a part of a refill in it.
+    few = overheads.refill_us / 8
+    assert layer_us(places, chosen, overheads) == pytest.approx((ends_us[59] - ends_us[19]) / 40, abs=few)
+    steps_us = [after - before for before, after in itertools.pairwise(ends_us[30:])]
+    if max(steps_us) - min(steps_us) < 1e-6:
+        assert layer_us(places, chosen, overheads) == pytest.approx(steps_us[0], rel=1e-9)
+
+
+def test_small_kernels_take_as_long_as_submitting_them(made):
+    places = [Place(made.spec("o", (64,)), 3.0, 3, [priced(1.0)], 1)]
+    assert layer_us(places, [priced(1.0)], BUSY) == pytest.approx(4 * BUSY.submit_us, abs=BUSY.refill_us / 8)
+    assert layer_us(places, [priced(500.0)], BUSY) == pytest.approx(503.0)
+
+
+def test_a_cut_that_empties_the_queue_is_not_taken(made, monkeypatch):
+    """Its own price is lower, but behind it the control thread is late with every kernel."""
+    places = [
+        Place(made.spec("qkv", (64,)), 1.0, 1, [priced(10.0)], 1),
+        Place(made.spec("o", (64,)), 6.0, 3, [priced(10.0)], 1),
+        Place(made.spec("gate_up", (64,)), 1.0, 1, [priced(90.0, 70.0), priced(105.0)], 1),
+        Place(made.spec("down", (64,)), 1.0, 1, [priced(55.0)], 1),
+    ]
+    found = settled(places, BUSY, FREE)
+    assert [item.is_cut for item in found.chosen] == [False] * 4
+    # Where kernels cost nothing to submit and an empty queue nothing, it is.
+    free = replace(BUSY, submit_us=0.0, refill_us=0.0)
+    assert settled(places, free, FREE).chosen[2].is_cut
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_settled_on_is_the_best_of_all(made, seed):
+    places = random_places(made, random.Random(seed))
+    found = settled(places, BUSY, FREE)
+    every = itertools.product(*(place.items for place in places))
+    best_us = min(layer_us(places, chosen, BUSY) for chosen in every)
+    assert found.time_us == layer_us(places, found.chosen, BUSY)
+    assert found.time_us <= 1.02 * best_us
+    for number, place in enumerate(places):
+        for item in place.items:
+            beside = found.beside(number, item)
+            chosen = [*found.chosen[:number], item, *found.chosen[number + 1 :]]
+            difference_us = layer_us(places, chosen, BUSY) - found.time_us
+            assert beside.time_us - found.chosen[number].time_us == pytest.approx(difference_us)
+            assert difference_us >= 0.0
+
+
+def test_a_cut_must_beat_the_whole_by_the_margin(made):
+    spec = made.spec("gate_up", (64,))
+    places = [Place(spec, 1.0, 1, [priced(990.0, 900.0), priced(1000.0)], 1)]
+    assert settled(places, BUSY, FREE).chosen[0].is_cut
+    assert not settled(places, BUSY, Objective(margin_fraction=0.03)).chosen[0].is_cut
+
+
+def test_only_passes_of_one_token_whose_kernels_are_submitted_singly_count():
+    assert submits_singly(1, BUSY)
+    assert not submits_singly(2, BUSY)
+    assert not submits_singly(1, replace(BUSY, kernels_before={}))
+    assert not submits_singly(1, replace(BUSY, submit_us=float("inf")))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_of_decode_is_no_slower_than_any_part_alone(made, seed):
+    """What the NPU holds is chosen at the prices of the chain, so that what is best there is there."""
+    draw = random.Random(seed)
+    overheads = replace(BUSY, hand_over_us=draw.uniform(0, 20))
+    costs = made.proportional(seed, overheads=overheads, slowdown=Slowdown(1.1, 1.1))
+    specs, limits = made.model(layers=2), made.limits((1, 32))
+    solver = Solver(specs, limits, costs, chunk_length=32)
+    slices = solver.slices()
+    chain = solver.length(1, slices)
+    layer = solver.layer
+
+    def alone_us(on_npu):
+        places, chosen = [], []
+        for spec in layer:
+            items = [
+                item
+                for item in priced_all(spec, 1, limits, costs, FREE, None, 1)
+                if not item.is_cut and bool(item.placement.npu_lengths) == on_npu
+            ]
+            places.append(Place.of(spec, costs.between_us(spec, 1), items, overheads))
+            chosen.append(items[0])
+        return layer_us(places, chosen, overheads)
+
+    assert chain.time_us <= 2 * min(alone_us(True), alone_us(False)) * 1.001
+    if any(choice.chosen.is_cut for choice in chain.choices):
+        assert all(
+            choice.chosen.placement.npu_rows in {(), *slices[choice.spec.group]} for choice in chain.choices
+        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_and_its_groups_are_priced_so_that_the_better_way_is_the_cheaper(made, seed):
+    costs = made.proportional_blocks(seed, overheads=BUSY)
+    specs, limits = made.model(layers=1)[:-1], made.limits((1, 32))
+    block = feed_forward_blocks(specs)[0]
+    found = {spec.group: priced_all(spec, 1, limits, costs, FREE, None, 1) for spec in (*specs, block)}
+    priced_there = priced_in_chain(found, specs, block, costs, FREE)
+    best = {group: min(item.cost for item in items) for group, items in priced_there.items()}
+    chain = solve_chain(specs, 1, 1, limits, costs, FREE, block=block)
+    apart = solve_chain(specs, 1, 1, limits, costs, FREE)
+    takes_block = any(choice.spec.group == "ffn" for choice in chain.choices)
+    assert chain.time_us <= apart.time_us
+    pair = best["gate_up"] + costs.between_us(specs[-1], 1) + best["down"]
+    assert takes_block == (best["ffn"] < pair)
+    if takes_block:
+        assert pair - best["ffn"] == pytest.approx(apart.time_us - chain.time_us)
+
+
+def test_prices_in_a_chain_keep_every_candidate(made):
+    costs = made.proportional(3, overheads=BUSY)
+    specs, limits = made.model(layers=1)[:-1], made.limits((1, 32))
+    found = {spec.group: priced_all(spec, 1, limits, costs, FREE, None, 1) for spec in specs}
+    priced_there = priced_in_chain(found, specs, None, costs, FREE)
+    for group, items in found.items():
+        assert [item.placement for item in priced_there[group]] == [item.placement for item in items]
+    chain = solve_chain(specs, 1, 1, limits, costs, FREE)
+    for choice in chain.choices:
+        best = min(priced_there[choice.spec.group], key=lambda item: item.cost)
+        assert best.placement == choice.chosen.placement
+        assert choice.chosen == price(choice.spec, 1, choice.chosen.placement, costs, FREE)
