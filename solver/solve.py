@@ -228,7 +228,8 @@ class Solver:
             alone = joined(alone, self._every_candidate(costs, near))
             found = self._in_chain(alone, costs)
             decode = {
-                group: min(found[group][1], key=lambda item: item.cost).placement.npu_rows for group in groups
+                group: min(items[1], key=lambda item: item.cost).placement.npu_rows if items[1] else ()
+                for group, items in found.items()
             }
             held = {
                 # In a chain, what decode takes of one group may change with the cuts of another.
