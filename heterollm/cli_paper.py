@@ -50,6 +50,8 @@ def paper(
     lack it: rows.jsonl is written as rows.simulated.jsonl.
     """
     from heterollm import report
+    from heterollm.kernels.soc.parameters import load_soc
+    from heterollm.known_models import find_model
     from heterollm.paper_cases import paper_cases
     from heterollm.sweep import run_sweep
     from heterollm.sweep_tables import read_simulated, write_simulated
@@ -59,7 +61,11 @@ def paper(
     if read is not None:
         rows = read_simulated(read)
     else:
-        cases = paper_cases(words(model, "--model"), soc)
+        models = words(model, "--model")
+        for name in models:
+            find_model(name)
+        load_soc(soc)
+        cases = paper_cases(models, soc)
         with report.progress_bars() as progress:
             rows = run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
     if out is not None:

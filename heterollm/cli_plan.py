@@ -84,11 +84,18 @@ def plan_model(
     """Solve for the best cut of every operator, and show what was chosen and why."""
     from heterollm import report
     from heterollm.durations import parse_duration
+    from heterollm.errors import OptionError
+    from heterollm.output_file import check_target
     from heterollm.plan_command import solve_for
     from heterollm.planning import PlanRequest
     from heterollm.report_plan import plan_report
     from heterollm.terminal import write, write_json
 
+    prompts = whole_numbers(length, "--length")
+    if min(prompts) < 1:
+        raise OptionError(f"--length is {length!r:.80}.", fix="Prompts have at least one token.")
+    if output is not None:
+        check_target(output, "plan")
     planner = solve_for(
         model,
         device=device,
@@ -109,7 +116,6 @@ def plan_model(
         ),
         context=context,
     )
-    prompts = whole_numbers(length, "--length")
     lengths = {tokens for prompt in prompts for _, tokens in planner.plan.chunks(prompt)}
     passes = [planner.one_pass("decode", 1)]
     passes += [planner.one_pass("prefill", tokens) for tokens in sorted(lengths) if tokens > 1]
@@ -143,6 +149,6 @@ def _histogram(text: str) -> dict[int, float]:
             counts[int(tokens)] = counts.get(int(tokens), 0.0) + float(weight or 1)
         except ValueError:
             counts[0] = 0.0
-    if min(counts, default=0) < 1:
+    if min(counts, default=0) < 1 or not any(counts.values()):
         raise OptionError(f"--histogram is {pairs!r:.80}.", fix=fix)
     return counts

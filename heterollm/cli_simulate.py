@@ -221,7 +221,7 @@ def check_output(output: str, out: Path | None) -> Path | None:
         return None
     from heterollm.output_file import check_target, labelled
 
-    check_target(labelled(out), "file")
+    check_target(labelled(out), "result")
     return labelled(out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -40,10 +41,12 @@ def check_folder(path: Path, what: str) -> None:
     Raises:
         OptionError: The path is a folder, or in none.
     """
-    if path.is_dir() or not path.parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.parent):  # noqa: PTH112 - these raise nothing
         raise OptionError(
-            f"The {what} cannot be written to {path}.", fix="Name a file in a folder that is there."
+            f"The {what} cannot be written to {str(path)!r:.200}.",
+            fix="Name a file in a folder that is there.",
         )
+    check_target(path, what)
 
 
 def check_target(path: Path, what: str = "trace") -> None:
@@ -62,7 +65,10 @@ def check_target(path: Path, what: str = "trace") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-        path.exists()  # raises where the name is too long
+        with contextlib.suppress(FileNotFoundError):
+            path.lstat()  # raises where the name is too long
+        if path.exists() and not path.is_file():
+            raise OptionError(f"{path} is no plain file.", fix=f"Name a file for the {what}.")
     except (OSError, ValueError) as error:  # such as names that are no paths
         reason = getattr(error, "strerror", None) or error
         raise OptionError(

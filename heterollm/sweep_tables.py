@@ -74,7 +74,7 @@ def check_name(path: Path) -> None:
             f"{path.name!r:.200} does not say that its times are simulated.",
             fix=f"Name it {labelled(path).name}: files of simulated times carry the word in their names.",
         )
-    check_target(path, "file")
+    check_target(path, "result")
 
 
 def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
@@ -116,8 +116,9 @@ def read_simulated(path: Path) -> list[SimulatedRow]:
     Raises:
         InputError: It cannot be read, or a line is no row of a simulation.
     """
+    items = read_json_items(path)
     try:
-        return [SimulatedRow.from_dict(item) for item in read_json_items(path)]
+        return [SimulatedRow.from_dict(item) for item in items]
     except InputError as error:
         raise InputError(f"{path}: {error.message}", fix=error.fix) from error
 

@@ -66,10 +66,13 @@ def atomic_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target`` that replaces it when the block ends without an error.
 
     Raises:
-        CacheError: The folder cannot be written or the disk is full; ``target`` keeps its old content.
+        CacheError: The folder cannot be written, the disk is full, or ``target`` is a folder or a device;
+            it keeps its old content.
     """
     temporary: Path | None = None
     try:
+        if target.exists() and not target.is_file():  # whoever may replace /dev/null must not do so
+            raise OSError(errno.EINVAL, "it is no plain file")
         target.parent.mkdir(parents=True, exist_ok=True)
         name = f".{target.name[:LONGEST_PREFIX]}.{secrets.token_hex(8)}.partial"
         # With the rights that the user's files have: pages and plans are for others to read, too.

@@ -46,6 +46,11 @@ def soc_names() -> tuple[str, ...]:
     return tuple(name for name in known if name != TEMPLATE)
 
 
+def _template_path() -> str:
+    """Return where a user finds the template."""
+    return str(resources.files("heterollm.kernels.soc") / f"{TEMPLATE}.yaml")
+
+
 def load_soc(name_or_path: str | Path, overrides: Mapping[str, float] | None = None) -> SocParameters:
     """Return the parameters of a modelled SoC.
 
@@ -89,7 +94,7 @@ def parse_soc(text: str, where: str, overrides: Mapping[str, float] | None = Non
     tree = _tree(text, where)
     wrong = [key for key in TOP_FIELDS - {"based_on"} if key not in tree]
     if wrong:
-        raise OptionError(f"{where} lacks {', '.join(sorted(wrong))}.", fix=f"Start from {TEMPLATE}.yaml.")
+        raise OptionError(f"{where} lacks {', '.join(sorted(wrong))}.", fix=f"Start from {_template_path()}.")
     if tree["version"] != str(VERSION):
         raise OptionError(f"{where} is of version {tree['version']!r:.40}; this program reads {VERSION}.")
     for key in ("soc", "description"):
@@ -212,7 +217,7 @@ def _tree(text: str, where: str) -> dict[str, Any]:
         problem = " ".join(str(error).split())
         raise OptionError(f"{where} is no sound YAML: {problem:.300}.") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise OptionError(f"{where} is no file of a SoC.", fix=f"Start from {TEMPLATE}.yaml.")
+        raise OptionError(f"{where} is no file of a SoC.", fix=f"Start from {_template_path()}.")
     return cast("dict[str, Any]", tree)
 
 
@@ -248,13 +253,13 @@ def _leaf(name: str, leaf: object, where: str) -> tuple[float, Source]:
     if not isinstance(leaf, dict):
         raise OptionError(
             f"{where}: {name} must state {', '.join(NEEDED)}, not only {leaf!r:.80}.",
-            fix=f"See {TEMPLATE}.yaml.",
+            fix=f"See {_template_path()}.",
         )
     unknown = sorted(str(key) for key in leaf if key not in LEAF_FIELDS)
     missing = [key for key in NEEDED if key not in leaf]
     if unknown or missing:
         what = f"has no field {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
-        raise OptionError(f"{where}: {name} {what}.", fix=f"See {TEMPLATE}.yaml.")
+        raise OptionError(f"{where}: {name} {what}.", fix=f"See {_template_path()}.")
     unit = quantities()[name].unit
     if str(leaf["unit"]) != unit:
         raise OptionError(f"{where}: {name} is in {unit}, not in {leaf['unit']!r:.40}.")

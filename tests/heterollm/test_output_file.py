@@ -9,7 +9,7 @@ import pytest
 from heterollm import cli_generate, output_file
 from heterollm.benchmarks.formats import append_jsonl, read_rows
 from heterollm.errors import OptionError
-from heterollm.output_file import labelled
+from heterollm.output_file import check_folder, check_target, labelled
 from heterollm.paper_cases import paper_cases
 from heterollm.simulated_row import SimulatedRow
 from heterollm.sweep_tables import read_simulated, write_simulated
@@ -47,6 +47,24 @@ def test_names_of_files_of_simulated_times_say_so(named, written):
     assert labelled(Path(named)) == Path(written)
     assert labelled(labelled(Path(named))) == Path(written)
     assert labelled(Path(named), simulated=False) == Path(named)
+
+
+@pytest.mark.parametrize("check", [check_target, check_folder])
+@pytest.mark.parametrize("path", ["", "/dev/null", "/proc/x.html", "x" * 300, "é" * 200, "x\0y", "file/x"])
+def test_what_cannot_be_written_is_refused_before_the_work(here, check, path):
+    (here / "file").write_text("")
+    with pytest.raises(OptionError):
+        check(here / path, "page")
+    assert names(here) == ["file"]
+
+
+def test_a_file_can_be_written_where_none_is_and_in_place_of_one(here):
+    for path in (here / "new", here / "old"):
+        (here / "old").write_text("before")
+        check_target(path)
+        check_folder(path, "page")
+        assert names(here) == ["old"]
+        assert (here / "old").read_text() == "before"
 
 
 def test_simulate_names_its_files(run, here):

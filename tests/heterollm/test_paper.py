@@ -148,6 +148,9 @@ def test_the_command_shows_committed_rows(committed, form, capfd, tmp_path):
         ["--from", "no-such-file"],
         ["--jobs", "0"],
         ["--model", ","],
+        ["--model", "llama-3-8b,no-such-model"],
+        ["--soc", "no-such-soc"],
+        ["--from", __file__],
     ],
 )
 def test_bad_input_gives_one_error(options, capfd):

@@ -140,6 +140,9 @@ def test_the_command_says_what_is_built_and_writes_a_plan_of_it(profile, built, 
         (["--build-budget", "20s", "--histogram", "0:1"], "--histogram"),
         (["--build-budget", "20s", "--histogram", "64:-1"], "64"),
         (["--histogram", "FOLDER"], "--histogram"),
+        (["--histogram", "64:0,128:0"], "--histogram"),
+        (["--length", "64,0"], "--length"),
+        (["--output", "FOLDER"], "folder"),
     ],
 )
 def test_nonsense_is_refused(profile, tmp_path, capsys, arguments, said):

@@ -2,11 +2,13 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heterollm.errors import CacheError
 from heterollm.kernels.cache import LONGEST_PREFIX, LONGEST_WORDS, atomic_path, cache_name
 from heterollm.profiler.profile import profile_path
 
@@ -81,6 +83,20 @@ def test_files_have_the_rights_that_the_user_s_other_files_have(tmp_path):
     with atomic_path(target) as temporary:
         temporary.write_text("x")
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
+
+
+def test_only_plain_files_are_replaced(tmp_path):
+    """Whoever may do anything would lose the system's /dev/null, say."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "folder").mkdir()
+    for path in (Path("/dev/null"), tmp_path / "folder", Path()):
+        before = path.stat()
+        with pytest.raises(CacheError, match="plain file"), atomic_path(path) as temporary:
+            temporary.write_text("x")
+        assert path.stat().st_mode == before.st_mode
+    with atomic_path(tmp_path / "link") as temporary:
+        temporary.write_text("x")
+    assert (tmp_path / "link").read_text() == "x"
 
 
 def test_a_long_name_has_room_for_the_temporary_one(tmp_path):
