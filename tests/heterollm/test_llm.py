@@ -583,7 +583,8 @@ def test_auto_chooses_the_host_here_and_says_why(bundled_model: Path) -> None:
 
 
 def test_importing_is_quick(tmp_path: Path) -> None:
-    script = "import time; begin = time.perf_counter(); import heterollm; print(time.perf_counter() - begin)"
+    # The processor's time, which what else runs here does not lengthen as it does the clock's.
+    script = "import time; begin = time.process_time(); import heterollm; print(time.process_time() - begin)"
     times = [
         float(
             subprocess.run(

@@ -242,7 +242,7 @@ def test_a_gpu_that_computes_wrongly_fails_its_self_test(host, monkeypatch):
 def run(script, **surroundings):
     environment = {key: value for key, value in os.environ.items() if key != "POCL_MAX_PTHREAD_COUNT"}
     done = subprocess.run(
-        [sys.executable, "-c", script, MODEL],
+        [sys.executable, "-P", "-c", script, MODEL],
         capture_output=True,
         text=True,
         env=environment | surroundings,
