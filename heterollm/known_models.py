@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from heterollm.config import ModelConfig
-from heterollm.errors import CheckpointError
+from heterollm.errors import CheckpointError, UnsupportedModelError
+from heterollm.families import unsupported
 from heterollm.json_fields import read_json_object
 from heterollm.model_shape import read_config
 
@@ -194,6 +195,30 @@ KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
 """Models by name; mixtures of experts are left out."""
 
 
+KEPT: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "sliding_window",
+)
+"""What the closest Llama takes from a configuration of another family."""
+
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+COMPRESSED_KEYS: Final = ("kv_lora_rank", "q_lora_rank")
+"""Fields of layers that no Llama is close to."""
+
+UNGATED: Final = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
+"""Model types whose feed-forward network has two linear layers."""
+
+WIDTH_STEP: Final = 128
+
+
 class FoundModel(NamedTuple):
     """A model's configuration.
 
@@ -208,16 +233,18 @@ class FoundModel(NamedTuple):
     note: str
 
 
-def find_model(name_or_path: str | Path) -> FoundModel:
+def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
     """Return the configuration of a known model, of a folder, or of a ``config.json``.
 
     Args:
         name_or_path: One of :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; or such a
             file.
+        closest: Whether a file of a family that the engine cannot run is taken for the closest Llama, as it
+            is where nothing but shapes counts.
 
     Raises:
         CheckpointError: It is none of these, or the file is not sound.
-        UnsupportedModelError: The model is of no supported kind.
+        UnsupportedModelError: The model is of no supported kind, and no Llama is close to it.
     """
     known = KNOWN_MODELS.get(str(name_or_path).lower())
     if known is not None:
@@ -225,13 +252,46 @@ def find_model(name_or_path: str | Path) -> FoundModel:
     path = Path(name_or_path).expanduser()
     try:
         if path.is_dir():
-            return FoundModel(path.resolve().name, read_config(path), "")
-        if path.is_file():
-            values: dict[str, Any] = read_json_object(path)
-            return FoundModel(path.resolve().parent.name or path.stem, ModelConfig.from_dict(values), "")
+            name, file = path.resolve().name, path / "config.json"
+        elif path.is_file():
+            name, file = path.resolve().parent.name or path.stem, path
+        else:
+            raise CheckpointError(
+                f"There is no folder {str(name_or_path)!r:.200}.",
+                fix=f"Name the folder that holds config.json, or a known model: {', '.join(KNOWN_MODELS)}.",
+            )
+        try:
+            config = read_config(path) if path.is_dir() else ModelConfig.from_dict(read_json_object(file))
+        except UnsupportedModelError:
+            if not closest:
+                raise
+            return FoundModel(name, *_closest(read_json_object(file)))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"Cannot read {str(name_or_path)!r:.200}: {error}.") from error
-    raise CheckpointError(
-        f"There is no folder {str(name_or_path)!r:.200}.",
-        fix=f"Name the folder that holds config.json, or a known model: {', '.join(KNOWN_MODELS)}.",
-    )
+    return FoundModel(name, config, "")
+
+
+def _closest(values: Mapping[str, Any]) -> tuple[ModelConfig, str]:
+    """Return the Llama that comes closest to a model of another family, and what is approximated.
+
+    Raises:
+        CheckpointError: A size is missing or is none.
+        UnsupportedModelError: No Llama is close.
+    """
+    kind = values.get("model_type")
+    for what, names in (
+        ("A mixture of experts", EXPERTS),
+        ("Attention with compressed keys", COMPRESSED_KEYS),
+    ):
+        if (name := next((name for name in names if values.get(name)), None)) is not None:
+            raise unsupported(f"{what} ({name}) in model type {kind!r:.80}")
+    kept = {name: values[name] for name in KEPT if values.get(name) is not None}
+    note = f"Model type {kind!r:.80} is taken for a Llama of the same sizes; all else of it is left out."
+    width = kept.get("intermediate_size")
+    if kind in UNGATED and type(width) is int:
+        # A gated network of two thirds of the width has as many weights.
+        kept["intermediate_size"] = max(WIDTH_STEP, width * 2 // 3 // WIDTH_STEP * WIDTH_STEP)
+        note += f" Its network has no gate: a gated one, {kept['intermediate_size']} wide, stands for it."
+    family = "mistral" if "sliding_window" in kept else "llama"
+    config = ModelConfig.from_dict({"model_type": family, "architectures": [ARCHITECTURES[family]], **kept})
+    return config, note

@@ -109,7 +109,8 @@ class Profiling:
             raise OptionError("No precision is named.", fix=f"Choose {' or '.join(get_args(Precision))}.")
         for precision in precisions:
             check_options("default", "auto", precision, group_size, True)
-        configs = [(model.config, model.name) for model in map(find_model, models)]
+        found_models = [find_model(model, closest=False) for model in models]
+        configs = [(model.config, model.name) for model in found_models]
         self.device: Device = open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads)
         self.named = bool(configs)
         float_bits: Literal[16, 32] = 32 if self.device.activation_dtype == np.float32 else 16

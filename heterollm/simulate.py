@@ -150,7 +150,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         OptionError: There is no such model or SoC, or it cannot run what is asked.
         HeteroLLMError: The plan cannot be made.
     """
-    found = find_model(request.model)
+    found = find_model(request.model, closest=not request.numerics)
     positions = request.prompt + request.decode
     if positions > found.config.max_positions:
         raise OptionError(
