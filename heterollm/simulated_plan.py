@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, cast
 
 from heterollm.config import ModelConfig
-from heterollm.kernels.cache import cache_root
-from heterollm.kernels.device import Device
+from heterollm.kernels.cache import cache_name, cache_root
+from heterollm.kernels.device import SIMULATED, Device
 from heterollm.kernels.ops import OpSpec
 from heterollm.model_shape import shape_of_specs
 from heterollm.passes import Placements
@@ -116,7 +116,8 @@ def profile_of(
     shape = shape_of_specs(config, specs, model)
     # A file for each model: predictors are fitted to all that is in one.
     key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
-    path = cache_root() / "profiles" / FOLDER / f"{device.fingerprint()}-{key}.json"
+    words = f"{model} {FOLDER} {device.name.removeprefix(SIMULATED)}"
+    path = cache_root() / "profiles" / FOLDER / f"{cache_name(words, device.fingerprint() + key)}.json"
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile

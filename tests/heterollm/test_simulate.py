@@ -79,7 +79,7 @@ def test_small_kernels_make_cuts_too_dear_to_decode_with():
     }
     rates = {level: use.tokens_per_second for level, use in decode.items()}
     assert rates["tensor"] > 1.03 * max(rates["gpu"], rates["layer"])
-    assert rates["block"] >= rates["tensor"]
+    assert rates["block"] >= rates["tensor"] * (1 - 1e-9)
     # Nothing is cut but the head, whose kernels are long.
     graphs = [span for span in decode["tensor"].spans if span.part == "npu"]
     assert len(graphs) == 4
@@ -248,7 +248,7 @@ def test_simulated_and_measured_profiles_are_not_compared(results):
     assert results
     paths = list((cache_root() / "profiles").rglob("*.json"))
     assert paths
-    assert all("simulated" in str(path.relative_to(cache_root())) for path in paths)
+    assert all("simulated" in path.name for path in paths)
     simulated = Profile.load(paths[0])
     assert simulated.time_kind == "simulated"
     measured = Profile({"device": "host", "time": "real"})

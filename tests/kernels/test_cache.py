@@ -77,6 +77,12 @@ def test_a_device_of_any_name_has_its_profile_in_the_folder(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(os.name == "nt", reason="rights are Unix's")
+def test_the_profile_of_a_simulated_device_says_so_in_its_name():
+    key = "0123456789abcdef"
+    assert profile_path("sim:snapdragon-8gen3", key).name == f"simulated-snapdragon-8gen3-{key}.json"
+    assert profile_path("host", key).name == f"host-{key}.json"
+
+
 def test_files_have_the_rights_that_the_user_s_other_files_have(tmp_path):
     ordinary, target = tmp_path / "ordinary", tmp_path / "target"
     ordinary.touch()
