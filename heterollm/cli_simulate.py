@@ -179,10 +179,11 @@ def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: str,
     from heterollm.sweep_tables import SWEEP_FORMATS, append_simulated
     from heterollm.terminal import write
 
+    # Row by row: what an interrupted sweep has found is kept.
+    keep = None if out is None else lambda row: append_simulated(out, [row])
     with report.progress_bars() as progress:
-        rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress)
+        rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress, keep=keep)
     if out is not None:
-        append_simulated(out, rows)
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if form == "table":
         write(report.render(sweep_report(rows), like=sys.stdout))

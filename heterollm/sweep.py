@@ -118,7 +118,11 @@ def run_case(request: SimulationRequest) -> SimulatedRow:
 
 
 def run_sweep(
-    requests: Sequence[SimulationRequest], *, jobs: int | None = None, progress: Progress | None = None
+    requests: Sequence[SimulationRequest],
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    keep: Callable[[SimulatedRow], object] | None = None,
 ) -> list[SimulatedRow]:
     """Simulate many cases and return their rows in the order of the cases.
 
@@ -126,6 +130,8 @@ def run_sweep(
         requests: The cases.
         jobs: Processes; None leaves it to joblib's context, which means one outside of any.
         progress: Called with a stage's name, steps done and steps in all.
+        keep: Called with each row as soon as it and all before it are there, so that a sweep that is
+            interrupted leaves them.
 
     Raises:
         OptionError: The number of processes is not legal, or a case is to be traced.
@@ -137,7 +143,7 @@ def run_sweep(
     report = progress or silent
     # Profiles come first: cases side by side that lack the same one would each make it.
     _in_parallel(_profiled, _profiled_first(requests), jobs, "profiling", report)
-    return _in_parallel(run_case, requests, jobs, "simulating", report)
+    return _in_parallel(run_case, requests, jobs, "simulating", report, keep)
 
 
 def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationRequest]:
@@ -161,7 +167,12 @@ def _profiled(request: SimulationRequest) -> None:
 
 
 def _in_parallel(
-    work: Callable[[Item], Result], items: Sequence[Item], jobs: int | None, stage: str, report: Progress
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    jobs: int | None,
+    stage: str,
+    report: Progress,
+    keep: Callable[[Result], object] | None = None,
 ) -> list[Result]:
     """Return what ``work`` makes of every item, in their order."""
     if not items:
@@ -178,5 +189,7 @@ def _in_parallel(
     report(stage, 0, len(items))
     for result in parallel(delayed(work)(item) for item in items):
         found.append(result)
+        if keep is not None:
+            keep(result)
         report(stage, len(found), len(items))
     return found

@@ -70,6 +70,20 @@ def rows(grid):
     return run_sweep(grid, jobs=1)
 
 
+def test_an_interrupted_sweep_keeps_the_rows_that_it_has(grid, rows, tmp_path):
+    path, done = tmp_path / "simulated.jsonl", []
+
+    def keep(row):
+        append_simulated(path, [row])
+        done.append(row)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(grid, jobs=1, keep=keep)
+    assert read_simulated(path) == rows[:2]
+
+
 def test_a_grid_has_each_case_once(tiny):
     base = SimulationRequest(tiny, decode=1)
     found = expand(
