@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from heterollm.errors import CacheError, OptionError
 from heterollm.kernels.cache import cache_root
+from heterollm.output_file import LABEL
 
 __all__ = ["CLEARED", "KINDS", "CacheKind", "clear_cache", "list_cache"]
 
@@ -29,7 +30,7 @@ CLEARED: Final = tuple(kind for kind in KINDS if kind != "profiles")
 """What is cleared where no kind is named: profiles take minutes of measuring."""
 
 OWN_NAME: Final = re.compile(
-    r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z0-9][\w-]*-)?[0-9a-f]{16}\.json.*"
+    r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z0-9][\w-]*-)?([0-9a-f]{16}){1,2}\.json.*"
 )
 """Names that heterollm gives: the variable may point at a folder with files of somebody else."""
 
@@ -94,9 +95,11 @@ def _measured(name: str) -> CacheKind:
 
 
 def _own_entries(folder: Path) -> list[Path]:
-    if folder.is_symlink() or not folder.is_dir():
+    """Return heterollm's files and folders of a kind; profiles of simulations lie one folder below."""
+    folders = [one for one in (folder, folder / LABEL) if one.is_dir() and not one.is_symlink()]
+    if folder not in folders:
         return []
-    return sorted(entry for entry in folder.iterdir() if OWN_NAME.fullmatch(entry.name))
+    return sorted(entry for one in folders for entry in one.iterdir() if OWN_NAME.fullmatch(entry.name))
 
 
 def _sizes(entry: Path) -> Iterator[int]:

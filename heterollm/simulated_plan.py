@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
 from heterollm.config import ModelConfig
 from heterollm.kernels.cache import cache_name, cache_root
 from heterollm.kernels.device import SIMULATED, Device
 from heterollm.kernels.ops import OpSpec
 from heterollm.model_shape import shape_of_specs
+from heterollm.output_file import LABEL
 from heterollm.passes import Placements
 from heterollm.planning import Planner, PlanRequest
 from heterollm.profiler.profile import Profile
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from heterollm.simulate import SimulationRequest
 
 __all__ = ["Planned", "planned", "profile_of", "with_one_strategy"]
-
-FOLDER: Final = "simulated"
-"""Where the profiles of simulations lie beside those of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +114,8 @@ def profile_of(
     shape = shape_of_specs(config, specs, model)
     # A file for each model: predictors are fitted to all that is in one.
     key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
-    words = f"{model} {FOLDER} {device.name.removeprefix(SIMULATED)}"
-    path = cache_root() / "profiles" / FOLDER / f"{cache_name(words, device.fingerprint() + key)}.json"
+    words = f"{model} {LABEL} {device.name.removeprefix(SIMULATED)}"
+    path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile

@@ -9,6 +9,7 @@ Older checkpoints without that file go through transformers' `AutoTokenizer`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ _FIX = "Download the checkpoint again, with all of its tokenizer files."
 _OLD_FORMATS = (("tokenizer.model",), ("vocab.json", "merges.txt"))
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 class _Wrapper(Protocol):
@@ -329,10 +331,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _load_wrapper(folder: Path) -> _Wrapper:
     """Return transformers' tokenizer for a folder."""
-    # Imported here: half a second, and most commands need no tokenizer. `AutoTokenizer` costs two
-    # seconds more where PyTorch is installed, so that it serves the old formats only.
-    import transformers
-
+    with _no_advice():
+        import transformers  # here: half a second, and most commands need no tokenizer
     name = "tokenizer.json"
     kind = transformers.PreTrainedTokenizerFast
     if not (folder / name).is_file():
@@ -342,7 +342,7 @@ def _load_wrapper(folder: Path) -> _Wrapper:
         if old is None:
             raise CheckpointError(f"{folder / name} is missing.", fix=_FIX)
         name = old[0]
-        kind = transformers.AutoTokenizer
+        kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
     try:
         with _quiet(transformers.utils.logging), _LIBRARY:
             wrapper: _Wrapper = kind.from_pretrained(
@@ -364,6 +364,16 @@ class _Verbosity(Protocol):
 
     def get_verbosity(self) -> int: ...
     def set_verbosity(self, verbosity: int) -> None: ...
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Import transformers without a remark that it has no models where PyTorch is missing."""
+    given = _ADVICE in os.environ
+    os.environ.setdefault(_ADVICE, "1")
+    yield
+    if not given:
+        del os.environ[_ADVICE]
 
 
 @contextmanager

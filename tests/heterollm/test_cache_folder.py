@@ -39,6 +39,7 @@ def test_every_name_that_is_made_is_counted_and_cleared(root):
         put(root / "graphs" / f".{DIGEST}.building" / "graph.onnx"),
         put(root / "opencl" / f"{DIGEST}{DIGEST}.bin"),
         put(root / "opencl" / "pocl-haswell" / "AB" / "program.bc", 5),
+        put(root / "plans" / f"{DIGEST}.json"),
     ]
     kinds = {kind.name: kind for kind in list_cache()}
     assert (kinds["weights"].files, kinds["weights"].size_bytes) == (3, 107)
@@ -47,6 +48,19 @@ def test_every_name_that_is_made_is_counted_and_cleared(root):
     assert sum(kind.files for kind in clear_cache()) == len(made)
     assert not any(path.exists() for path in made)
     assert all(kind.files == 0 for kind in list_cache())
+
+
+def test_profiles_of_simulations_are_counted_and_cleared(root):
+    made = [
+        put(root / "profiles" / f"host-{DIGEST[:16]}.json"),
+        put(root / "profiles" / "simulated" / f"llama-3-8b-simulated-phone-{DIGEST}.json"),
+        put(root / "profiles" / "simulated" / f"llama-3-8b-simulated-phone-{DIGEST}.json.lock", 0),
+    ]
+    own = put(root / "profiles" / "simulated" / "mine.json")
+    [kind] = clear_cache(["profiles"])
+    assert (kind.files, kind.size_bytes) == (3, 20)
+    assert not any(path.exists() for path in made)
+    assert own.exists()
 
 
 def test_only_the_named_kinds_are_cleared(root):

@@ -1,6 +1,7 @@
 """Tokenizers of the families that heterollm runs, built here, and the bundled one."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -450,6 +451,15 @@ def test_loading_leaves_the_logging_of_transformers_as_it_was(folders):
         assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.INFO
     finally:
         transformers.utils.logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_loading_leaves_the_environment_as_it_was(folders, monkeypatch, given):
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", given)
+    Tokenizer.from_folder(folders["qwen2"])
+    assert os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS") == given
 
 
 class TestFailuresOfTheLibrary:
