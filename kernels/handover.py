@@ -20,7 +20,7 @@ blocking wait wakes up 10 to 20 us after the kernel, a poll within one):
     Sleep for most of the predicted time, then as above.
 
 Polling lets other threads run at each turn, and is bounded: after the spin budget it sleeps between looks,
-for one twentieth of the time waited so far, and after the timeout it raises. It never ends in a blocking
+for a hundredth of the time waited so far, and after the timeout it raises. It never ends in a blocking
 wait of the driver, since no timeout reaches into one; ``finish`` and ``event`` are such waits by definition,
 and come back from a lost device only when the driver gives up.
 """
@@ -55,7 +55,7 @@ __all__ = [
 
 Call: TypeAlias = Callable[[], Any]
 
-SLOW_LOOKS_FRACTION: Final = 0.05
+SLOW_LOOKS_FRACTION: Final = 0.01
 """Of the time waited so far: how long to sleep between looks once the spin budget is spent."""
 
 LONGEST_SLEEP_NS: Final = 5_000_000
