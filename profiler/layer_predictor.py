@@ -46,6 +46,8 @@ class OperatorModel:
         used = terms.any(axis=0)
         costs = np.zeros(TERMS)
         costs[used] = nonnegative_fit(terms[:, used], np.array(times_us, np.float64))
+        # The last digits depend on where the arrays lie in memory.
+        costs = np.array([float(f"{cost:.9g}") for cost in costs])
         sizes = list(zip(*(_sizes(key) for key in keys), strict=True))
         low, high = tuple(map(min, sizes)), tuple(map(max, sizes))
         fitted = cls(tuple(map(float, costs)), low, high, (1.0, 1.0))
@@ -155,11 +157,15 @@ class LayerPredictor:
 
 
 def _terms(key: LayerKey) -> tuple[float, ...]:
-    """Return what the costs are multiplied with: decode reads the cache once, however many heads share it."""
+    """Return what the costs are multiplied with: decode reads the cache once, however many heads share it.
+
+    A token attends to those before it, so that the first of a pass sees fewer positions than the last one.
+    """
+    seen = max(0.0, key.tokens * key.context - key.tokens * (key.tokens - 1) / 2)
     return (
         1.0,
         float(key.tokens * _row(key)),
-        float(key.tokens * key.context * key.heads * key.head_dim),
+        float(seen * key.heads * key.head_dim),
         float(key.context * key.kv_heads * key.head_dim),
     )
 

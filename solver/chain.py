@@ -136,9 +136,8 @@ class _Offer:
 
     def choice(self, chosen: Priced) -> Choice:
         """Return one of them as chosen."""
-        return Choice(
-            self.spec, chosen, (*(item for item in self.taken if item is not chosen), *self.refused)
-        )
+        others = (item for item in (*self.taken, *self.refused) if item is not chosen)
+        return Choice(self.spec, chosen, tuple(others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +191,12 @@ def _settled_way(
 ) -> _Way:
     """Return the same where submitting may take longer than computing; the others' prices are beside it."""
     overheads = costs.overheads
-    places = [Place.of(offer.spec, before_us[offer.spec.group], offer.taken, overheads) for offer in offers]
+    places = []
+    for offer in offers:
+        # Whether a cut beats the whole by the margin shows in the chain.
+        more = [item for item in offer.refused if objective.allows(item)]
+        items = sorted([*offer.taken, *more], key=lambda item: item.cost)
+        places.append(Place.of(offer.spec, before_us[offer.spec.group], items, overheads))
     found = settled(places, overheads, objective)
     choices = []
     for number, (offer, chosen) in enumerate(zip(offers, found.chosen, strict=True)):

@@ -55,6 +55,9 @@ _Formats: TypeAlias = tuple[WeightFormat, bool, bool]
 _Size: TypeAlias = tuple[int, int, bool]
 """Inputs, tokens, and whether the last linear of a block has more inputs than one of its pieces."""
 
+DECODE_POSITION: Final = 256
+"""Tokens before one that is decoded, if nobody says more: attention reads them."""
+
 MAPPED_BYTES: Final = 256 << 10
 
 RETURN_VALUE: Final = "return_us"
@@ -161,10 +164,11 @@ class ProfileCosts:
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the GPU's operators before a group."""
         total, shape = 0.0, self._shape
+        position = max(self.position, DECODE_POSITION) if tokens == 1 else self.position
         if spec.group == "down" and spec.columns != shape.intermediate_size:
             shape = replace(shape, intermediate_size=spec.columns)
         for operator in BEFORE[spec.group]:
-            key = layer_key(shape, operator, tokens, self.position)
+            key = layer_key(shape, operator, tokens, position)
             try:
                 total += self._predictor.predict_layer_us(key).us + self._gap_us
             except ProfileError:

@@ -219,6 +219,7 @@ class Solver:
         counts = self._counts(found, weights)
         slices = self._slices(found, counts)
         strides = {group: cut_stride(spec, alignment) for group, spec in groups.items()}
+        held: dict[Group, set[Rows]] = {group: {spec.member_rows, ()} for group, spec in groups.items()}
         while max(strides.values()) > 1:
             wide = [group for group, stride in strides.items() if stride > 1]
             strides = {group: -(-stride // 2) for group, stride in strides.items()}
@@ -227,16 +228,12 @@ class Solver:
             }
             alone = joined(alone, self._every_candidate(costs, near))
             found = self._in_chain(alone, costs)
-            decode = {
-                group: min(items[1], key=lambda item: item.cost).placement.npu_rows if items[1] else ()
-                for group, items in found.items()
-            }
-            held = {
-                # In a chain, what decode takes of one group may change with the cuts of another.
-                group: {*slices[group], *near.get(group, ()), groups[group].member_rows, (), decode[group]}
-                for group in groups
-            }
-            slices = self._slices(only(found, held), counts)
+            for group, items in found.items():
+                # What decode takes of a group may change with the cuts of others, and come back.
+                best = [min(items[1], key=lambda item: item.cost).placement.npu_rows] if items[1] else []
+                held[group] |= {*slices[group], *best}
+            tried = {group: {*held[group], *near.get(group, ())} for group in groups}
+            slices = self._slices(only(found, tried), counts)
         return found, slices
 
     def _every_candidate(self, costs: Costs, cuts: Mapping[Group, Cuts | None]) -> PricedCandidates:

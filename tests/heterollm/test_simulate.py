@@ -80,9 +80,12 @@ def test_small_kernels_make_cuts_too_dear_to_decode_with():
     rates = {level: use.tokens_per_second for level, use in decode.items()}
     assert rates["tensor"] > 1.03 * max(rates["gpu"], rates["layer"])
     assert rates["block"] >= rates["tensor"] * (1 - 1e-9)
-    # Nothing is cut but the head, whose kernels are long.
-    graphs = [span for span in decode["tensor"].spans if span.part == "npu"]
-    assert len(graphs) == 4
+    # Most is left to the GPU.
+    busy_us = {
+        part: sum(span.end_us - span.begin_us for span in parts_of(decode["tensor"].spans, part))
+        for part in ("gpu", "npu")
+    }
+    assert busy_us["npu"] < 0.5 * busy_us["gpu"]
 
 
 def test_both_parts_run_at_once_where_operators_are_cut(results):

@@ -78,9 +78,14 @@ def profile(*, noise: float = 0.02, seed: int = 0) -> Profile:
     for tokens in (1, 32, 256):
         made.add(Record(layer_key("rms_norm", tokens, hidden=1024), (5.0 + tokens * 0.3,), taken_s=1.0))
         for context in (256, 2048):
-            time_us = 8.0 + tokens * context * 0.01 + context * 0.02
+            time_us = attention_us(tokens, context)
             made.add(Record(layer_key("attention", tokens, context=context), (time_us,), taken_s=1.0))
     return made
+
+
+def attention_us(tokens: int, context: int) -> float:
+    """Return a time that grows with what each token sees: the tokens before it."""
+    return 8.0 + sum(range(context - tokens + 1, context + 1)) * 0.01 + context * 0.02
 
 
 def layer_key(operator: str, tokens: int, *, context: int = 0, hidden: int = 0) -> LayerKey:
@@ -406,7 +411,7 @@ class TestLayers:
     def test_operators_follow_their_costs(self, predictor):
         for tokens, context in ((1, 1000), (100, 500), (256, 1024)):
             found = predictor.predict_layer_us(layer_key("attention", tokens, context=context))
-            assert found.us == pytest.approx(8.0 + tokens * context * 0.01 + context * 0.02, rel=0.02)
+            assert found.us == pytest.approx(attention_us(tokens, context), rel=0.02)
             assert found.known
         norm = predictor.predict_layer_us(layer_key("rms_norm", 128, hidden=1024))
         assert norm.us == pytest.approx(5.0 + 128 * 0.3, rel=0.02)
