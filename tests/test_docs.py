@@ -378,7 +378,7 @@ def test_schemas_name_the_groups_and_kinds_of_the_program():
 def made(session_cache, tmp_path_factory):
     """A plan, a simulated profile and a trace that the program wrote."""
     folder = tmp_path_factory.mktemp("made")
-    plan, profile = folder / "plan.json", folder / "profile.json"
+    plan, profile = folder / "plan.json", folder / "simulated.json"
     model = str(BUNDLED)
     assert main(["profile", "--device", SIMULATED, "--model", model, "--quick"]) == 0
     assert main(["profile", "export", str(profile)]) == 0
