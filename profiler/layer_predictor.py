@@ -46,8 +46,6 @@ class OperatorModel:
         used = terms.any(axis=0)
         costs = np.zeros(TERMS)
         costs[used] = nonnegative_fit(terms[:, used], np.array(times_us, np.float64))
-        # The last digits depend on where the arrays lie in memory.
-        costs = np.array([float(f"{cost:.9g}") for cost in costs])
         sizes = list(zip(*(_sizes(key) for key in keys), strict=True))
         low, high = tuple(map(min, sizes)), tuple(map(max, sizes))
         fitted = cls(tuple(map(float, costs)), low, high, (1.0, 1.0))

@@ -85,7 +85,8 @@ def profile(*, noise: float = 0.02, seed: int = 0) -> Profile:
 
 def attention_us(tokens: int, context: int) -> float:
     """Return a time that grows with what each token sees: the tokens before it."""
-    return 8.0 + sum(range(context - tokens + 1, context + 1)) * 0.01 + context * 0.02
+    seen = sum(range(context - tokens + 1, context + 1))
+    return round(8.0 + seen * 0.01 + context * 0.02, 3)
 
 
 def layer_key(operator: str, tokens: int, *, context: int = 0, hidden: int = 0) -> LayerKey:
