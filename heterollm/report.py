@@ -46,6 +46,9 @@ __all__ = [
 PIPE_WIDTH: Final = 110
 """Columns where there is no terminal to ask."""
 
+LEAST_TEXT_WIDTH: Final = 6
+"""Of a table's columns of words, before numbers are broken."""
+
 
 @functools.cache
 def stderr_console() -> Console:
@@ -162,25 +165,38 @@ def statistics_lines(
 
 
 class _WholeWords(Table):
-    """A table that breaks no word and no number while there is room for all; rich narrows columns alike."""
+    """A table that breaks no word while there is room, and then no number; rich would break any."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield its lines, with columns as wide as their longest words and as the room allows."""
-        cells = [[column.header, *column.cells] for column in self.columns]
-        sizes = [[Measurement.get(console, options, cell) for cell in column] for column in cells]
-        least = [max(size.minimum for size in column) for column in sizes]
-        widths = [max(size.maximum for size in column) for column in sizes]
-        taken = self.__rich_measure__(console, options).minimum - sum(least)
-        if sum(least) + taken > options.max_width:
+        least, widths, numbers = [], [], []
+        for column in self.columns:
+            column.width = None
+            sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+            small = [size.maximum if column.no_wrap else size.minimum for size in sizes]
+            least.append(max(small))
+            widths.append(max(size.maximum for size in sizes))
+            right = column.justify == "right"
+            numbers.append(max(small[1:], default=1) if right else min(max(small), LEAST_TEXT_WIDTH))
+        if self._taken(console, options) + sum(least) > options.max_width:
             self.collapse_padding, self.pad_edge = True, False
-            taken = self.__rich_measure__(console, options).minimum - sum(least)
-        if sum(least) + taken <= options.max_width:
-            while sum(widths) + taken > options.max_width:
-                slack = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
+        room = options.max_width - self._taken(console, options)
+        for floor in (least, numbers, [1] * len(widths)):
+            while sum(widths) > room:
+                slack = [width if width > low else 0 for width, low in zip(widths, floor, strict=True)]
+                if not any(slack):
+                    break
                 widths[slack.index(max(slack))] -= 1
-            for column, width in zip(self.columns, widths, strict=True):
-                column.width = width
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
         yield from super().__rich_console__(console, options)
+
+    def _taken(self, console: Console, options: ConsoleOptions) -> int:
+        """Return the columns of the terminal that lines and padding take."""
+        empty = Table(box=self.box, pad_edge=self.pad_edge, collapse_padding=self.collapse_padding)
+        for _ in self.columns:
+            empty.add_column(width=0)
+        return empty.__rich_measure__(console, options).minimum
 
 
 def table(*columns: str, title: str = "") -> Table:

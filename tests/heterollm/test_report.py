@@ -83,7 +83,8 @@ def test_numbers_and_names_stay_whole_where_there_is_room(width):
     assert max(map(len, lines)) <= width
     whole = [line for line in lines if line.split()[:1] in [[name] for name in names]]
     assert len(whole) == (4 if width >= 80 else 0)
-    assert all(line.split()[1:7] == [number] * 6 for line in whole)
+    # Names are broken before numbers, which are what a table is for.
+    assert sum(line.split().count(number) for line in lines) == 4 * 6
 
 
 def test_the_cache_is_summed_up():
