@@ -82,9 +82,9 @@ def _run(rows: Sequence[BenchRow], level: int) -> Iterator[str]:
     yield _title("Verdict", level)
     yield from list_html(verdicts(rows))
     for (test, precision), group in groups_of(rows).items():
-        kinds = _by_kind(group)
-        for kind, own in kinds.items():
-            if kind == kind_word(None) and len(kinds) > 1:
+        by_kind = _by_kind(group)
+        for kind, own in by_kind.items():
+            if kind == kind_word(None) and len(by_kind) > 1:
                 continue  # they are listed as failed
             yield _title(f"{test}, {precision}: {kind}", level)
             usable = [row for row in own if row.usable]
