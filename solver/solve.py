@@ -228,11 +228,12 @@ class Solver:
             }
             alone = joined(alone, self._every_candidate(costs, near))
             found = self._in_chain(alone, costs)
-            for group, items in found.items():
+            if found is not alone:
                 # What decode takes of a group may change with the cuts of others, and come back.
-                best = [min(items[1], key=lambda item: item.cost).placement.npu_rows] if items[1] else []
-                held[group] |= {*slices[group], *best}
-            tried = {group: {*held[group], *near.get(group, ())} for group in groups}
+                for group, items in found.items():
+                    best = [min(items[1], key=lambda item: item.cost).placement.npu_rows] if items[1] else []
+                    held[group] |= {*slices[group], *best}
+            tried = {group: {*held[group], *slices[group], *near.get(group, ())} for group in groups}
             slices = self._slices(only(found, tried), counts)
         return found, slices
 
