@@ -66,7 +66,8 @@ def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
         yield f"GPU part: {description['gpu']} ({description.get('gpu_driver', '')})"
         yield f"NPU part: {description.get('npu') or 'none'}"
     commit = first.build_commit or "unknown"
-    yield f"Device {first.device}, {first.time_kind} time; {first.cpu_info}; commit {commit}"
+    machine = "" if first.time_kind == "simulated" else f"; {first.cpu_info}"
+    yield f"Device {first.device}, {first.time_kind} time{machine}; commit {commit}"
 
 
 def telling_row(rows: Sequence[BenchRow]) -> BenchRow:

@@ -76,7 +76,7 @@ def _device(summary: ProfileSummary) -> Section:
         value = summary.description.get(name)
         if isinstance(value, dict):
             value = ", ".join(f"{key} {version}" for key, version in value.items())
-        if value not in (None, ""):
+        if value not in (None, "", 0):  # a modelled part has no threads
             rows.append((title, str(value)))
     notes: tuple[str, ...] = ()
     if summary.time_kind != "real":

@@ -23,8 +23,8 @@ def demo_report(result: DemoResult) -> Group:
     """Return the plan levels' tables, what they mean, and the notes."""
     device = result.device
     parts: list[RenderableType] = [
-        Text(f"GPU part: {device['gpu']} ({device['gpu_driver']}), {device['gpu_threads']} thread(s)"),
-        Text(f"NPU part: {device['npu']}, {device['npu_threads']} thread(s)"),
+        Text(f"GPU part: {device['gpu']} ({device['gpu_driver']}){_threads(device['gpu_threads'])}"),
+        Text(f"NPU part: {device['npu']}{_threads(device['npu_threads'])}"),
         Text(f"Device {device['device']}, {result.time} time"),
         Text(),
     ]
@@ -35,6 +35,11 @@ def demo_report(result: DemoResult) -> Group:
     notes = dict.fromkeys([*result.notes, *(text for item in result.workloads for text in item.bench.notes)])
     parts += [Padding(note(text), (0, 0, 0, 2)) for text in notes]
     return Group(*parts)
+
+
+def _threads(count: object) -> str:
+    """Return how many threads a part has; a modelled one has none."""
+    return f", {count} thread(s)" if count else ""
 
 
 def _tables(workload: Workload) -> Iterator[RenderableType]:
