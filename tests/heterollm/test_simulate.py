@@ -62,6 +62,25 @@ def test_every_level_runs_and_is_labelled(results):
         assert data["prefill_tokens_per_second"] == pytest.approx(256e3 / data["prefill_ms"])
 
 
+def test_the_numbers_of_json_follow_from_each_other_and_from_the_spans(results):
+    for result in results.values():
+        data = result.to_dict()
+        phases = [data["prefill"], data["decode"]]
+        for phase, found in zip(phases, (result.prefill, result.decode), strict=True):
+            begin_us = min(span.begin_us for span in found.spans)
+            end_us = max(span.end_us for span in found.spans)
+            assert phase["milliseconds"] == pytest.approx((end_us - begin_us) / 1e3)
+            assert phase["joules_low"] <= phase["joules"] <= phase["joules_high"]
+        prefill, decode = phases
+        assert data["ttft_ms"] == data["prefill_ms"] == prefill["milliseconds"]
+        assert data["prefill_tokens_per_second"] == pytest.approx(256e3 / prefill["milliseconds"])
+        assert data["decode_tokens_per_second"] == pytest.approx(8e3 / decode["milliseconds"])
+        assert data["prefill_joules"] == prefill["joules"]
+        assert data["decode_joules_per_token"] == pytest.approx(decode["joules"] / 8)
+        joules, milliseconds = (sum(phase[name] for phase in phases) for name in ("joules", "milliseconds"))
+        assert data["average_watts"] == pytest.approx(1e3 * joules / milliseconds)
+
+
 def test_the_levels_come_in_the_papers_order(results):
     prefill = {level: result.prefill.tokens_per_second for level, result in results.items()}
     decode = {level: result.decode.tokens_per_second for level, result in results.items()}
