@@ -3,7 +3,7 @@
     python bench/fit_soc.py                 # the residuals of the committed file
     python bench/fit_soc.py --fit --write   # fit, write the YAML files and the table in docs/soc-model.md
     python bench/fit_soc.py --ablate        # fit again without each mechanism
-    python bench/fit_soc.py --plot          # docs/soc_stages.png
+    python bench/fit_soc.py --plot          # docs/simulated_soc_stages.png
 
 All times are modelled. Fitting needs scipy (the `bench` extra), the picture matplotlib.
 """
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit anew instead of reading the committed file")
     parser.add_argument("--write", action="store_true", help="write the YAML files and the table")
     parser.add_argument("--ablate", action="store_true", help="fit without each mechanism in turn")
-    parser.add_argument("--plot", action="store_true", help="draw docs/soc_stages.png")
+    parser.add_argument("--plot", action="store_true", help="draw docs/simulated_soc_stages.png")
     parser.add_argument("--soc", default="snapdragon-8gen3", help="whose residuals to print without --fit")
     options = parser.parse_args()
     if options.plot:

@@ -18,7 +18,7 @@ from heterollm.plots import new_figure, save_png, step_curves
 __all__ = ["draw", "emulated_curves", "modelled_curves"]
 
 LONG: Final = tuple(tokens for tile in range(8) for tokens in (32 * tile + 1, 32 * tile + 32))
-PICTURE: Final = HERE.parent / "docs" / "soc_stages.png"
+PICTURE: Final = HERE.parent / "docs" / "simulated_soc_stages.png"
 COUNTS: Final = HERE / "results" / "emulator_stages.jsonl"
 
 

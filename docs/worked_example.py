@@ -23,8 +23,8 @@ __all__ = ["FIGURE", "PAGE", "Example", "figure", "solved", "with_numbers"]
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE / "how-the-split-works.md"
-FIGURE: Final = HERE / "one_operator_cut.svg"
-TEMPLATE: Final = HERE / "one_operator_cut.template.svg"
+FIGURE: Final = HERE / "simulated_operator_cut.svg"
+TEMPLATE: Final = HERE / "operator_cut.template.svg"
 MODEL: Final = "llama-3-8b"
 GROUP: Final = "down"
 TOKENS: Final = 256
