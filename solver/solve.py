@@ -231,8 +231,8 @@ class Solver:
             if found is not alone:
                 # What decode takes of a group may change with the cuts of others, and come back.
                 for group, items in found.items():
-                    best = [min(items[1], key=lambda item: item.cost).placement.npu_rows] if items[1] else []
-                    held[group] |= {*slices[group], *best}
+                    best = min(items[1], key=_cost) if items[1] else None
+                    held[group] |= {*slices[group], *(() if best is None else (best.placement.npu_rows,))}
             tried = {group: {*held[group], *slices[group], *near.get(group, ())} for group in groups}
             slices = self._slices(only(found, tried), counts)
         return found, slices
@@ -355,3 +355,7 @@ class Solver:
         group = "gate_up" if spec.then is not None else spec.group
         layers = [other.layer for other in self.specs if other.group == group]
         return min(layers), max(layers)
+
+
+def _cost(item: Priced) -> float:
+    return item.cost
