@@ -230,9 +230,10 @@ class Solver:
             found = self._in_chain(alone, costs)
             if found is not alone:
                 # What decode takes of a group may change with the cuts of others, and come back.
-                for group, items in found.items():
-                    best = min(items[1], key=_cost) if items[1] else None
-                    held[group] |= {*slices[group], *(() if best is None else (best.placement.npu_rows,))}
+                for group, by_length in found.items():
+                    held[group] |= set(slices[group])
+                    if by_length[1]:
+                        held[group].add(min(by_length[1], key=lambda item: item.cost).placement.npu_rows)
             tried = {group: {*held[group], *slices[group], *near.get(group, ())} for group in groups}
             slices = self._slices(only(found, tried), counts)
         return found, slices
@@ -355,7 +356,3 @@ class Solver:
         group = "gate_up" if spec.then is not None else spec.group
         layers = [other.layer for other in self.specs if other.group == group]
         return min(layers), max(layers)
-
-
-def _cost(item: Priced) -> float:
-    return item.cost
