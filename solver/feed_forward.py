@@ -22,6 +22,7 @@ from heterollm.solver.slice_sets import (
     frontier,
     held_bytes,
     weighed,
+    worth,
 )
 from heterollm.solver.slices import GAIN_FRACTION, Budget, GroupCosts, Holding, named, run_lengths
 
@@ -71,10 +72,11 @@ class _Ways:
     gate_up: SliceSets
     down: SliceSets
     block: SliceSets
-    gate_up_best: tuple[Floats, Bits]
-    down_best: tuple[Floats, Bits]
+    gate_up_best: tuple[Floats, Floats, Bits]
+    down_best: tuple[Floats, Floats, Bits]
     activation: Floats
     weights: Floats
+    best_whole: Floats
 
     @classmethod
     def of(cls, costs: FeedForwardCosts, budget: Budget) -> _Ways:
@@ -97,6 +99,10 @@ class _Ways:
             down.best(costs.down.margin_fraction),
             activation[needed],
             weights[needed],
+            np.minimum(
+                gate_up.whole.min(axis=0) + activation[needed] + down.whole.min(axis=0),
+                block.whole.min(axis=0),
+            ),
         )
 
     def triples(self) -> Iterator[_Triples]:
@@ -105,7 +111,7 @@ class _Ways:
         if len(every[0]) * len(every[1]) * len(every[2]) <= ALL_TRIPLES:
             yield every[0], every[1], every[2]
             return
-        (gate_up, gate_up_runs), (down, down_runs) = self.gate_up_best, self.down_best
+        (_, gate_up, gate_up_runs), (_, down, down_runs) = self.gate_up_best, self.down_best
         everywhere = np.ones(len(self.weights), np.bool_)
         no_block = (0,)
         yield (
@@ -184,19 +190,22 @@ class _Ways:
         Returns:
             Sizes, costs, and the lengths ``[a, b, i]`` that the slices of each of the three run.
         """
-        first, first_runs = (values[gate_up][:, None] for values in self.gate_up_best)
-        second, second_runs = (values[down][None] for values in self.down_best)
+        first, first_counted, first_runs = (values[gate_up][:, None] for values in self.gate_up_best)
+        second, second_counted, second_runs = (values[down][None] for values in self.down_best)
         pair = first + self.activation + second
         whole = self.gate_up.whole[gate_up][:, None] + self.activation + self.down.whole[down][None]
         block_whole, block_cut = self.block.whole[block], self.block.cut[block]
         # As a chain chooses (heterollm.solver.chain).
         bar = np.minimum(whole, block_whole) * (1.0 - self.costs.block.margin_fraction)
         takes_cut = np.isfinite(block_cut) & (block_cut <= bar) & (block_cut < block_whole)
-        own = np.where(takes_cut, block_cut, block_whole)
-        as_block = own < pair
-        costs = weighed(np.where(as_block, own, pair), self.weights)
+        as_block = np.where(takes_cut, block_cut, block_whole) < pair
+        counted = worth(block_cut, self.best_whole, self.costs.block.margin_fraction)
+        own = np.where(takes_cut, counted, block_whole)
+        costs = weighed(
+            np.where(as_block, own, first_counted + self.activation + second_counted), self.weights
+        )
         first_cost, second_cost = (
-            weighed(np.where(as_block, 0.0, part), self.weights) for part in (first, second)
+            weighed(np.where(as_block, 0.0, part), self.weights) for part in (first_counted, second_counted)
         )
         further = [np.maximum(0, sets.counts - 1) for sets in (self.gate_up, self.down)]
         pairs = self.gate_up.counts[gate_up][:, None] + self.down.counts[down][None]

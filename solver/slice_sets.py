@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from heterollm.solver.candidates import Rows
 
-__all__ = ["Bits", "Flags", "Floats", "SliceCost", "SliceSets", "frontier", "held_bytes", "weighed"]
+__all__ = ["Bits", "Flags", "Floats", "SliceCost", "SliceSets", "frontier", "held_bytes", "weighed", "worth"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Bits: TypeAlias = NDArray[np.int64]
@@ -41,6 +41,9 @@ class SliceCost:
 
 
 NONE: Final = SliceCost()
+
+NO_BETTER: Final = 1e-6
+"""By how much a cut that gains too little counts more than the whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,11 +136,32 @@ class SliceSets:
         """How many slices each set has, ``[s]``."""
         return np.array([len(held) for held in self.sets], np.int64)
 
-    def best(self, margin_fraction: float) -> tuple[Floats, Bits]:
-        """Return the cost ``[s, m]`` of what is taken and the lengths ``[s, i, m]`` that it runs."""
+    def best(self, margin_fraction: float) -> tuple[Floats, Floats, Bits]:
+        """Return what is taken: its cost ``[s, m]``, what that counts and the lengths ``[s, i, m]`` run.
+
+        A cut that does not beat the best whole placement of any set by the margin counts as no better: what
+        is held must not decide that both parts work for next to nothing.
+        """
         takes_cut = np.isfinite(self.cut) & (self.cut <= self.whole * (1.0 - margin_fraction))
         runs = np.where(takes_cut[:, None, :], self.cut_runs, self.whole_runs)
-        return np.where(takes_cut, self.cut, self.whole), runs
+        counted = worth(self.cut, self.whole.min(axis=0), margin_fraction)
+        return (
+            np.where(takes_cut, self.cut, self.whole),
+            np.where(takes_cut, counted, self.whole),
+            runs,
+        )
+
+
+def worth(cut: Floats, whole: Floats, margin_fraction: float) -> Floats:
+    """Return costs of cuts, those that gain less than the margin as no better than the whole.
+
+    Args:
+        cut: Costs of cuts.
+        whole: Cost of the best placement on one part.
+        margin_fraction: What a cut must gain.
+    """
+    least = np.where(np.isfinite(whole), whole * (1.0 + NO_BETTER), 0.0)
+    return np.where(cut <= whole * (1.0 - margin_fraction), cut, np.maximum(cut, least))
 
 
 def held_bytes(sizes: Bits, runs: Bits, copies_by_length: bool) -> Bits:

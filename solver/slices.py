@@ -146,7 +146,7 @@ class GroupCosts:
         """See :class:`Holdings`."""
         standard_lengths = run_lengths(self)
         sets = self.slice_sets(standard_lengths)
-        best, runs = sets.best(self.margin_fraction)
+        _, best, runs = sets.best(self.margin_fraction)
         weights = np.array([self.weights.get(length, 0.0) for length in sets.lengths])
         # What nobody asks for and the GPU can do does not count.
         needed = (weights > 0.0) | ~sets.on_gpu

@@ -101,11 +101,13 @@ def weighed(group, held, budget):
     for length, table in group.costs.items():
         if not group.weights[length]:
             continue
+        best = min(item.whole for item in table.values())
         whole = min([(), *held], key=lambda rows: table[rows].whole)
         cut = min(held, key=lambda rows: table[rows].cut, default=None)
         bar = (1 - group.margin_fraction) * table[whole].whole
         if cut is not None and table[cut].cut <= bar:
-            cost += group.weights[length] * table[cut].cut
+            gains = table[cut].cut <= (1 - group.margin_fraction) * best
+            cost += group.weights[length] * (table[cut].cut if gains else max(table[cut].cut, best))
             runs[cut].update(table[cut].cut_lengths)
         else:
             cost += group.weights[length] * table[whole].whole
@@ -132,7 +134,7 @@ def test_no_set_of_slices_is_cheaper(made, seed):
             best = min(best, sum(cost for cost, _ in found))
     slices = choose_slices(groups, budget)
     own = [weighed(group, tuple(slices[group.spec.group]), budget) for group in groups]
-    assert sum(cost for cost, _ in own) == pytest.approx(best)
+    assert sum(cost for cost, _ in own) == pytest.approx(best, rel=1e-5)
     assert budget.holds(sum(size for _, size in own))
 
 
@@ -192,7 +194,8 @@ def test_under_a_budget_a_cut_is_measured_against_what_is_held(made):
     group = GroupCosts(made.spec("o", (256,)), 1, costs, {1: 1.0}, margin_fraction=0.05)
     small = Budget(group.spec.weight.weight_bytes(64, 64))
     assert set(choose_slices([group], small)["o"]) == {(64,)}
-    assert set(choose_slices([group], Budget())["o"]) == {(64,)}
+    # Where it fits, the other processor is not kept busy for two percent.
+    assert set(choose_slices([group], Budget())["o"]) == {(256,)}
 
 
 @pytest.mark.parametrize("seed", range(3))
