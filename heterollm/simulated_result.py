@@ -27,11 +27,13 @@ class Frames:
     """A game's frames during a phase.
 
     Args:
-        drawn: How many ended.
-        in_time: How many of them before the next was due.
-        slowest_ms: The longest that one took from when it was due.
+        due: How many were drawn or dropped; they count in the phase in which the drawn one ended.
+        drawn: How many were drawn. The others fell due while one waited for a kernel, or was drawn.
+        in_time: How many were drawn within a period of when they were due.
+        slowest_ms: The longest that a drawn one took from when it was due.
     """
 
+    due: int
     drawn: int
     in_time: int
     slowest_ms: float
@@ -240,7 +242,8 @@ def used(
     frames = None
     if clock.load is not None:
         in_time = sum(time <= clock.load.period_us for time in frames_us)
-        frames = Frames(len(frames_us), in_time, max(frames_us, default=0.0) / 1e3)
+        due = after.frames_due - before.frames_due
+        frames = Frames(due, len(frames_us), in_time, max(frames_us, default=0.0) / 1e3)
     busy: dict[str, float] = {
         part: (after.busy_us[part] - before.busy_us[part]) / elapsed_us for part in after.busy_us
     }

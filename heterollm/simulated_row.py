@@ -147,6 +147,8 @@ class SimulatedRow:
         for name in TABLES:
             if not isinstance(data.get(name), dict | None):
                 raise InputError(f"{name} of a simulated row is no table.", fix="Write the file again.")
+        for name in ("prefill", "decode"):
+            _check_frames((data.get(name) or {}).get("frames"))
         left_out = data.get("left_out", [])
         if not isinstance(left_out, list) or not all(isinstance(form, str) for form in left_out):
             raise InputError("left_out of a simulated row is no list of forms.", fix="Write the file again.")
@@ -170,6 +172,24 @@ REQUIRED: Final = {
     *("model", "soc", "plan_level", "length_policy", "sync", "resolve", "gpu_load", "what_if", "head_bits"),
     *("every_form", "prompt_tokens", "decode_tokens", "error"),
 }
+
+
+def _check_frames(frames: object) -> None:
+    """Check the frames of a phase; None stands for a phase without a game.
+
+    Raises:
+        InputError: They do not say how many were due, as rows once did not, or do not fit together.
+    """
+    if frames is None:
+        return
+    found = frames if isinstance(frames, dict) else {}
+    counts = [count for name in ("in_time", "drawn", "due") if type(count := found.get(name)) is int]
+    if len(counts) != 3 or not 0 <= counts[0] <= counts[1] <= counts[2]:
+        raise InputError(
+            f"The frames of a simulated row are {frames!r:.80}: how many were due, drawn and in_time does "
+            "not stand there, or does not fit together.",
+            fix="Write the file again: older versions did not count the frames that a game drops.",
+        )
 
 
 def load_text(frames_per_s: float, frame_us: float) -> str:

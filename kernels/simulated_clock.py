@@ -5,7 +5,7 @@ its queue in order, the NPU one graph at a time while the control thread waits f
 While both run, each goes on at the rate that the memory leaves it; rates are constant between events, so the
 times are exact and equal runs take equal times.
 
-A game beside the model takes the GPU for each of its frames; what runs there stands still meanwhile.
+A game beside the model takes the GPU for its frames, between kernels: none is left half done.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from heterollm.kernels.simulated_game import GpuLoad
+from heterollm.kernels.simulated_game import Game, GpuLoad
 
 __all__ = ["ClockCosts", "GpuLoad", "Job", "Rates", "SimulatedClock", "Span", "SpanPart", "Totals"]
 
@@ -63,7 +63,7 @@ class Span(NamedTuple):
         name: What.
         begin_us: When it began.
         end_us: When it ended.
-        dram_bytes: What it read and wrote in memory; all of it in its last span where a game interrupted it.
+        dram_bytes: What it read and wrote in memory.
     """
 
     part: SpanPart
@@ -96,11 +96,10 @@ class Job:
     end_us: float = NEVER
     left_us: float = 0.0
     fixed_left_us: float = 0.0
-    resumed_us: float = NEVER
 
     def start(self, at_us: float) -> None:
         """Note that it starts."""
-        self.begin_us = self.resumed_us = at_us
+        self.begin_us = at_us
         self.fixed_left_us = min(self.fixed_us, self.alone_us)
         self.left_us = self.alone_us - self.fixed_left_us
 
@@ -122,7 +121,8 @@ class Totals:
         overhead_us: What handing over cost, by what it was: ``poll``, ``driver``, ``copy``, ``sleep`` of the
             control thread, and ``refill`` of the GPU.
         peak_gbps: Highest traffic of both.
-        frame_us: How long each frame of the game took from when it was due.
+        frame_us: How long each frame that the game drew took from when it was due.
+        frames_due: How many frames were drawn or dropped.
     """
 
     busy_us: dict[SpanPart, float] = field(
@@ -132,11 +132,16 @@ class Totals:
     overhead_us: dict[str, float] = field(default_factory=dict)
     peak_gbps: float = 0.0
     frame_us: list[float] = field(default_factory=list)
+    frames_due: int = 0
 
     def copy(self) -> Totals:
         """Return these numbers as they are now."""
-        overheads = dict(self.overhead_us)
-        return Totals(dict(self.busy_us), self.dram_bytes, overheads, self.peak_gbps, list(self.frame_us))
+        return replace(
+            self,
+            busy_us=dict(self.busy_us),
+            overhead_us=dict(self.overhead_us),
+            frame_us=list(self.frame_us),
+        )
 
 
 class SimulatedClock:
@@ -171,9 +176,7 @@ class SimulatedClock:
         self._npu_free_us = 0.0
         self._by_driver = False
         self._copies_back = False
-        self._frames = 0
-        self._frame_due_us = NEVER if load is None else load.begin_us(0)
-        self._frame_end_us = NEVER
+        self._game = None if load is None else Game(load)
 
     # -- the control thread --------------------------------------------------------------------------
 
@@ -309,22 +312,20 @@ class SimulatedClock:
 
     def _step(self, until_us: float) -> None:
         """Go on to the next event; this is where a simulation spends its time."""
-        if self.load is not None:
-            self._begin_frame()
-        at_us, npu = self._at_us, self._npu
-        playing = self._frame_end_us < NEVER
-        next_us = min(until_us, self._frame_end_us if playing else self._frame_due_us)
-        gpu: Job | None = None
-        if self._queue and not playing:
-            head = self._queue[0]
-            if head.begin_us == NEVER:
-                start_us = max(head.ready_us, self._gpu_free_us)
-                if start_us <= at_us:
-                    head.start(at_us)
-                elif start_us < next_us:
-                    next_us = start_us
-            if head.begin_us != NEVER:
-                gpu = head
+        at_us, npu, game = self._at_us, self._npu, self._game
+        next_us = until_us
+        gpu = self._queue[0] if self._queue else None
+        if game is not None and (gpu is None or gpu.begin_us == NEVER):
+            # No kernel runs: a frame that is due goes before the next one.
+            next_us = min(next_us, game.next_us(at_us))
+            if game.is_drawing:
+                gpu = None
+        if gpu is not None and gpu.begin_us == NEVER:
+            start_us = max(gpu.ready_us, self._gpu_free_us)
+            if start_us <= at_us:
+                gpu.start(at_us)
+            else:
+                next_us, gpu = min(next_us, start_us), None
         gpu_gbps = 0.0 if gpu is None else gpu.demand_gbps
         npu_gbps = 0.0 if npu is None else npu.demand_gbps
         gpu_rate = npu_rate = 1.0
@@ -338,8 +339,8 @@ class SimulatedClock:
         if traffic_gbps > self.totals.peak_gbps and elapsed_us > 0:
             self.totals.peak_gbps = traffic_gbps
         self._at_us = next_us
-        if playing:
-            self._play(elapsed_us)
+        if game is not None and game.is_drawing:
+            self._draw(game, elapsed_us)
         if gpu is not None and _go_on(gpu, elapsed_us * gpu_rate, next_us >= gpu_end_us):
             self._queue.popleft()
             self._end(gpu, "gpu")
@@ -351,30 +352,16 @@ class SimulatedClock:
     def _end(self, job: Job, part: SpanPart) -> None:
         job.end_us = self._at_us
         self.totals.dram_bytes += job.dram_bytes
-        self._worked(job, part, job.dram_bytes)
+        self.totals.busy_us[part] += job.end_us - job.begin_us
+        self._keep(Span(part, job.name, job.begin_us, job.end_us, job.dram_bytes))
 
-    def _worked(self, job: Job, part: SpanPart, dram_bytes: float) -> None:
-        """Note that a job ran until now, since it began or went on."""
-        self.totals.busy_us[part] += self._at_us - job.resumed_us
-        self._keep(Span(part, job.name, job.resumed_us, self._at_us, dram_bytes))
-
-    def _begin_frame(self) -> None:
-        if self.load is not None and self._at_us >= self._frame_due_us and self._frame_end_us == NEVER:
-            self._frame_end_us = self._at_us + self.load.frame_us
-            if self._queue and self._queue[0].begin_us != NEVER:
-                self._worked(self._queue[0], "gpu", 0.0)
-
-    def _play(self, elapsed_us: float) -> None:
-        assert self.load is not None
+    def _draw(self, game: Game, elapsed_us: float) -> None:
+        """Note that the game has drawn for so long."""
         self.totals.busy_us["game"] += elapsed_us
-        if self._at_us >= self._frame_end_us:
-            self.totals.frame_us.append(self._at_us - self._frame_due_us)
-            self._keep(Span("game", "frame", self._at_us - self.load.frame_us, self._at_us))
-            self._frames += 1
-            self._frame_due_us = self.load.begin_us(self._frames)
-            self._frame_end_us = NEVER
-            if self._queue:
-                self._queue[0].resumed_us = self._at_us
+        if self._at_us >= game.end_us:
+            self.totals.frame_us.append(game.end_us - game.due_us)
+            self._keep(Span("game", "frame", game.begin_us, game.end_us))
+            self.totals.frames_due += game.end_frame()
 
     def _count(self, overhead: str, duration_us: float) -> None:
         if overhead:

@@ -1,13 +1,18 @@
-"""A game beside the model on a simulated GPU: when it wants the GPU for a frame, and for how long."""
+"""A game beside the model on a simulated GPU: when it wants the GPU for a frame, and when it gets it.
+
+A GPU does not leave a kernel half done. A frame that is due waits until the kernel that runs has ended, and
+goes before those that are queued, as with a driver that gives the screen priority but preempts no kernel.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from heterollm.errors import OptionError
 
-__all__ = ["GpuLoad"]
+__all__ = ["Game", "GpuLoad"]
 
 GOLDEN: Final = (5**0.5 - 1) / 2
 """Its multiples, without their whole parts, spread evenly however many are taken."""
@@ -64,3 +69,51 @@ class GpuLoad:
         """
         spread_us = IRREGULAR_FRACTION * (self.period_us - self.frame_us)
         return frame * self.period_us + spread_us * (frame * GOLDEN % 1.0)
+
+
+class Game:
+    """The frames of a game, drawn one at a time; what falls due while one waits or is drawn is dropped.
+
+    Args:
+        load: When frames want the GPU, and for how long.
+
+    Attributes:
+        due_us: When the frame that is drawn, waits or comes next wants the GPU.
+        begin_us: When the frame that is drawn began; infinite where none is.
+        end_us: When it will have ended; infinite where none is drawn.
+    """
+
+    __slots__ = ("_frame", "_load", "begin_us", "due_us", "end_us")
+
+    def __init__(self, load: GpuLoad) -> None:
+        self._load = load
+        self._frame = 0
+        self.due_us = load.begin_us(0)
+        self.begin_us = self.end_us = math.inf
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether a frame has the GPU."""
+        return self.end_us < math.inf
+
+    def next_us(self, at_us: float) -> float:
+        """Begin the frame that is due, if one is; return when it ends, or when the next one is due.
+
+        Args:
+            at_us: The time; no kernel runs.
+        """
+        if self.is_drawing:
+            return self.end_us
+        if at_us < self.due_us:
+            return self.due_us
+        self.begin_us, self.end_us = at_us, at_us + self._load.frame_us
+        return self.end_us
+
+    def end_frame(self) -> int:
+        """End the frame that is drawn; return how many were due: it, and those dropped for it."""
+        first = self._frame
+        while self.due_us < self.end_us:
+            self._frame += 1
+            self.due_us = self._load.begin_us(self._frame)
+        self.begin_us = self.end_us = math.inf
+        return self._frame - first

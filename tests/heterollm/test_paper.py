@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from heterollm.cli import main
+from heterollm.errors import InputError
 from heterollm.kernels.device import open_device
 from heterollm.paper_cases import (
     BOTH,
@@ -121,6 +122,37 @@ def test_rows_that_are_missing_or_failed_leave_cells_empty(committed):
     for rows in ([], some, [*some, failed]):
         assert "# HeteroLLM's evaluation, simulated" in paper_page(rows)
     assert "1 of which failed" in paper_page([*some, failed])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        {"drawn": 3, "in_time": 3, "slowest_ms": 1.0},
+        {"due": 2, "drawn": 3, "in_time": 3, "slowest_ms": 1.0},
+        {"due": 4, "drawn": 3, "in_time": -1, "slowest_ms": 1.0},
+        {"due": 4, "drawn": "3", "in_time": 3, "slowest_ms": 1.0},
+        [4, 3, 3],
+    ],
+)
+def test_frames_that_do_not_say_what_was_due_are_refused(frames):
+    case = next(case for case in paper_cases() if case.load is not None)
+    row = SimulatedRow.of(case).to_dict()
+    whole = {"due": 4, "drawn": 3, "in_time": 3, "slowest_ms": 1.0}
+    assert SimulatedRow.from_dict(row | {"prefill": {"frames": whole}}).prefill == {"frames": whole}
+    with pytest.raises(InputError, match="frames"):
+        SimulatedRow.from_dict(row | {"decode": {"frames": frames}})
+
+
+def test_frames_beside_a_game_are_told_by_phase():
+    case = next(case for case in paper_cases() if case.load is not None)
+    phases = {
+        "prefill": {"frames": {"due": 8, "drawn": 4, "in_time": 2, "slowest_ms": 80.0}},
+        "decode": {"frames": {"due": 0, "drawn": 0, "in_time": 0, "slowest_ms": 0.0}},
+        "slowdown": {"prefill": 1.05, "decode": 1.2},
+    }
+    row = SimulatedRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
+    table = next(table for table in paper_tables(PaperRows([row])) if "beside a game" in table.title)
+    assert [line[2:5] for line in table.rows[:2]] == [("prefill", "5.0 %", "25 %"), ("decode", "20.0 %", "")]
 
 
 @pytest.mark.parametrize("form", ["table", "json", "jsonl", "csv"])

@@ -123,15 +123,68 @@ def test_the_driver_copies_back_behind_the_gpus_own_part():
     assert clock.now_us == pytest.approx(own.end_us + COSTS.finish_us + COSTS.write_us + COSTS.submit_us)
 
 
-def test_a_game_takes_the_gpu_for_its_frames():
+def test_a_game_draws_between_kernels():
     clock = make_clock(GpuLoad(100.0, 4000.0))
-    job = clock.submit(Job("kernel", 30_000.0))
-    clock.wait_for(job)
+    jobs = [clock.submit(Job("kernel", 300.0)) for _ in range(100)]
+    clock.wait_for(jobs[-1])
     # Four milliseconds of each ten are the game's, however irregularly they come.
-    assert job.end_us == pytest.approx(50_000.0, abs=4100.0)
+    assert jobs[-1].end_us == pytest.approx(50_000.0, abs=4100.0)
     assert clock.totals.busy_us["gpu"] == pytest.approx(30_000.0)
     assert clock.totals.busy_us["game"] == pytest.approx(4000.0 * len(clock.totals.frame_us), abs=4000.0)
-    assert all(time == pytest.approx(4000.0) for time in clock.totals.frame_us)
+    # Kernels are short: no frame waits for longer than one of them, and none is dropped.
+    assert all(4000.0 <= time <= 4300.0 for time in clock.totals.frame_us)
+    assert clock.totals.frames_due == len(clock.totals.frame_us)
+
+
+def test_a_frame_waits_for_the_kernel_that_runs_and_goes_before_those_queued():
+    load = GpuLoad(100.0, 4000.0)
+    clock = make_clock(load)
+    clock.sleep(5000.0)
+    long = clock.submit(Job("long", 30_000.0))
+    behind = clock.submit(Job("behind", 10.0))
+    clock.wait_for(behind)
+    assert long.begin_us < load.begin_us(1) < long.end_us
+    assert long.end_us - long.begin_us == pytest.approx(30_000.0)
+    assert [span.name for span in clock.spans if span.part in ("gpu", "game")] == (
+        ["frame", "long", "frame", "behind"]
+    )
+    first, late = in_order(clock, "game")
+    assert (first.begin_us, first.end_us) == (0.0, 4000.0)
+    assert (late.begin_us, late.end_us) == (long.end_us, long.end_us + 4000.0)
+    assert behind.begin_us == late.end_us
+    # It took from when it was due; those that fell due meanwhile are dropped, and the next comes in time.
+    assert clock.totals.frame_us == [4000.0, late.end_us - load.begin_us(1)]
+    dropped = [frame for frame in range(2, 10) if load.begin_us(frame) < late.end_us]
+    assert dropped == [2, 3]
+    assert clock.totals.frames_due == 2 + len(dropped)
+    clock.work(load.begin_us(4) + 4000.0 - clock.now_us, "other things")
+    assert clock.last_job() is None
+    assert in_order(clock, "game")[-1].begin_us == load.begin_us(4)
+    assert clock.totals.frames_due == 5
+
+
+def test_an_idle_gpu_drops_no_frame():
+    for load in (GpuLoad(60.0, 15_800.0), GpuLoad(1000.0, 949.0), GpuLoad(60.0, 1.0)):
+        clock = make_clock(load)
+        clock.work(1e6, "other things")
+        assert clock.last_job() is None
+        due = clock.totals.frames_due
+        assert due == pytest.approx(load.frames_per_s, abs=1)
+        assert clock.totals.frame_us == pytest.approx([load.frame_us] * due)
+
+
+def test_a_game_that_fills_the_gpu_leaves_each_wait_an_end():
+    """Between two frames a kernel begins, whatever is waited for and however."""
+    load = GpuLoad(1000.0, 949.0)
+    clock = make_clock(load)
+    for _ in range(20):
+        job, last = clock.submit(Job("kernel", 10.0)), clock.submit(Job("kernel", 400.0))
+        clock.run_npu(Job("graph", 100.0))
+        while not clock.is_done(job):
+            clock.poll_on()
+        clock.wait_for(last)
+    assert clock.now_us < 100 * load.period_us
+    assert len(clock.totals.frame_us) < clock.totals.frames_due
 
 
 @pytest.mark.parametrize(("rate", "frame_us"), [(60.0, 17_000.0), (0.0, 5.0), (60.0, 0.0), (60.0, -1.0)])
@@ -169,15 +222,18 @@ def random_run(seed, load=None):
     return clock, jobs
 
 
-@pytest.mark.parametrize("load", [None, GpuLoad(60.0, 5000.0)])
+@pytest.mark.parametrize("load", [None, GpuLoad(60.0, 5000.0), GpuLoad(120.0, 7900.0)])
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_gained_or_lost(seed, load):
     clock, jobs = random_run(seed, load)
-    # The game has the GPU to itself.
+    # The game has the GPU to itself, and leaves no kernel half done.
     drawn = [span for span in clock.spans if span.part in ("gpu", "game")]
     for before, after in itertools.pairwise(sorted(drawn, key=lambda span: span.begin_us)):
         assert before.end_us <= after.begin_us + 1e-6, (before, after)
     assert all(job.begin_us <= job.end_us <= clock.now_us for job in jobs)
+    assert len(in_order(clock, "gpu")) == sum(job.end_us > job.begin_us for job in jobs)
+    assert len(in_order(clock, "game")) == len(clock.totals.frame_us) <= clock.totals.frames_due
+    assert all(time >= load.frame_us - 1e-6 for time in clock.totals.frame_us)
     for part in ("gpu", "npu", "host"):
         spans = in_order(clock, part)
         # No part does two things at once.
@@ -199,9 +255,11 @@ def test_nothing_is_gained_or_lost(seed, load):
 
 
 def test_equal_runs_take_equal_times():
-    one, other = random_run(5)[0], random_run(5)[0]
-    assert one.now_us == other.now_us
-    assert one.spans == other.spans
+    for load in (None, GpuLoad(60.0, 5000.0)):
+        one, other = random_run(5, load)[0], random_run(5, load)[0]
+        assert one.now_us == other.now_us
+        assert one.spans == other.spans
+        assert one.totals == other.totals
 
 
 def test_long_runs_keep_going():
