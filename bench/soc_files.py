@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,16 +38,48 @@ LAYER_WATTS: Final = 2.23
 ENERGY_RATIO: Final = 5.87
 """Energy of that prefill by another engine on the GPU alone over tensor level's (HeteroLLM v2)."""
 
-SPLITS: Final[Mapping[str, tuple[float, float, float, float]]] = {
-    "mostly_base": (0.5, 1.5, 0.015, 0.1),
-    "balanced": (0.3, 1.4, 0.02, 0.2),
-    "mostly_active": (0.1, 1.4, 0.025, 0.3),
-}
-"""Assumed for each split: share of the base in 2.23 W; how much longer the other engine's GPU-only prefill
-takes than the modelled one; joules of a gigabyte moved (2 to 3 pJ a bit); watts of a polling core.
+OVER_MNN: Final = 4.36
+OVER_MLC: Final = 9.99
+"""Prefill speed of tensor level over MNN's and MLC's (HeteroLLM, abstract): the most that was seen."""
 
-The two engines that HeteroLLM names are up to 4.4 and 10 times slower than its tensor level, the modelled GPU
-alone 4.1 times: 1.4 to 1.5 times that lies between."""
+LAYER_OVER_MNN: Final = 3.18
+LAYER_OVER_MLC: Final = 7.27
+"""The same of layer level (HeteroLLM, section 1)."""
+
+TENSOR_OVER_LAYER: Final = 1.244
+"""Of that prefill of 256 tokens of Llama-3-8B (HeteroLLM, end to end)."""
+
+OVER_MIDDLE: Final = TENSOR_OVER_LAYER * math.sqrt(LAYER_OVER_MNN * LAYER_OVER_MLC)
+"""Of that prefill over an engine between the two: the geometric mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What a split of power assumes beside the two published numbers.
+
+    Args:
+        base_share: Share of the base in 2.23 W.
+        engine: What else took 5.87 times the energy, in words.
+        slower: Time of that engine's GPU-only prefill over tensor level's.
+        dram_joules_per_gbyte: Of a gigabyte moved: 2 to 3 pJ a bit.
+        poll_watts: Of a polling core.
+    """
+
+    base_share: float
+    engine: str
+    slower: float
+    dram_joules_per_gbyte: float
+    poll_watts: float
+
+
+SPLITS: Final[Mapping[str, Assumed]] = {
+    "mostly_base": Assumed(0.5, "as slow as MLC", OVER_MLC, 0.015, 0.1),
+    "balanced": Assumed(0.3, "between MNN and MLC", OVER_MIDDLE, 0.02, 0.2),
+    "mostly_active": Assumed(0.1, "as slow as MNN", OVER_MNN, 0.025, 0.3),
+}
+"""Which engine took 5.87 times the energy is not known here. The slower it was, the less the GPU draws, and
+so it does with a larger base: pairing the ends of both spans the energy of GPU work. A power below zero is
+refused."""
 
 
 def starting_values() -> dict[str, float]:
@@ -62,12 +96,19 @@ def soc_of(values: Mapping[str, float]) -> SocParameters:
     return SocParameters(NAME, DESCRIPTION, **sections(checked), sources=tuple(sources))
 
 
+def times_modelled(soc: SocParameters, assumed: Assumed) -> float:
+    """Return how much longer than the modelled GPU-only prefill of 256 tokens the other engine's takes."""
+    tensor_us, alone_us = (run(soc, LLAMA_3_8B, 256, level).elapsed_us for level in ("tensor", "gpu"))
+    return assumed.slower * tensor_us / alone_us
+
+
 def with_power(values: Mapping[str, float]) -> dict[str, float]:
     """Return values with the three splits of power, each of which meets both published numbers."""
     soc, done = soc_of(values), dict(values)
     layer, tensor, alone = (run(soc, LLAMA_3_8B, 256, level).usage() for level in ("layer", "tensor", "gpu"))
-    for name, (share, longer, dram, poll) in SPLITS.items():
-        base = share * LAYER_WATTS
+    for name, assumed in SPLITS.items():
+        base, longer = assumed.base_share * LAYER_WATTS, times_modelled(soc, assumed)
+        dram, poll = assumed.dram_joules_per_gbyte, assumed.poll_watts
         known = PowerSplit(base, 0.0, 0.0, dram, poll)
         # Of the other engine: the base runs and the GPU is busy for longer, and as many bytes move.
         other = split_joules(known, alone) + base * (longer - 1) * alone.elapsed_us / 1e6
@@ -129,11 +170,13 @@ def texts(soc: SocParameters) -> dict[str, str]:
     """Return the text of each YAML file by name, given the fitted 8 Gen 3."""
     values = soc.values()
     notes = {name: known.note for name, known in KNOWN.items()}
-    for name, (share, longer, _, _) in SPLITS.items():
+    for name, assumed in SPLITS.items():
         told = (
-            f"Assumed: the base is {share:.0%} of 2.23 W, and the other engine's GPU-only prefill takes "
-            f"{longer:g} times the modelled one. Watts of GPU and NPU then follow from 2.23 W at layer level "
-            "and an energy ratio of 5.87 (HeteroLLM v2)."
+            f"Assumed: the base is {assumed.base_share:.0%} of {LAYER_WATTS} W, and the other engine, which "
+            f"is not known, is {assumed.engine}: its GPU-only prefill takes {assumed.slower:.2f} times "
+            f"tensor level's time, {times_modelled(soc, assumed):.2f} times that of the modelled GPU alone. "
+            f"Watts of GPU and NPU then follow from {LAYER_WATTS} W at layer level and an energy ratio of "
+            f"{ENERGY_RATIO} (HeteroLLM v2)."
         )
         notes[f"power.{name}.base_watts"] = told
         notes[f"power.{name}.dram_joules_per_gbyte"] = "Assumed: 2 to 3 pJ for each bit."

@@ -40,7 +40,10 @@ def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
         f"Simulated, nothing here was measured{f': {said}' if said else ''}",
         tuple(f">{name}" if name in right else name for name in columns),
         tuple(tuple(line[name] for name in columns) for line in cells),
-        ("Times are modelled. Energy is the middle of a range between assumptions.", *_failures(rows)),
+        (
+            "Times are modelled. Energy is the middle of a range between assumptions; JSON has its ends.",
+            *_failures(rows),
+        ),
     )
 
 

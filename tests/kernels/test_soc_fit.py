@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from heterollm.errors import OptionError
 from heterollm.kernels.soc.parameters import load_soc
-from heterollm.kernels.soc.power_model import split_joules
+from heterollm.kernels.soc.power_model import energy, split_joules
 from heterollm.kernels.soc.quantities import SocParameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,13 +84,51 @@ def test_each_split_of_power_meets_both_published_numbers(scripts: dict[str, Mod
     layer, tensor, alone = (
         chain.run(SOC, chain.LLAMA_3_8B, 256, level).usage() for level in ("layer", "tensor", "gpu")
     )
-    for name, (_, longer, _, _) in files.SPLITS.items():
-        split = getattr(SOC.power, name)
+    for name, assumed in files.SPLITS.items():
+        split, longer = getattr(SOC.power, name), files.times_modelled(SOC, assumed)
         assert min(split.gpu_watts, split.npu_watts) > 0
         assert split_joules(split, layer) / layer.elapsed_us * 1e6 == pytest.approx(2.23, rel=0.01)
         other = split_joules(split, alone)
         other += (longer - 1) * (split.base_watts + split.gpu_watts) * alone.elapsed_us / 1e6
         assert other / split_joules(split, tensor) == pytest.approx(5.87, rel=0.01)
+
+
+def test_the_table_of_splits_holds_the_powers_of_the_file(scripts: dict[str, ModuleType]) -> None:
+    page = (ROOT / "docs" / "soc-model.md").read_text("utf-8")
+    for name, assumed in scripts["soc_files"].SPLITS.items():
+        split, times = getattr(SOC.power, name), scripts["soc_files"].times_modelled(SOC, assumed)
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` | "))
+        assert f" | {100 * assumed.base_share:g} % | {assumed.engine} | " in row
+        assert f"| {assumed.slower:.2f} " in row
+        assert row.endswith(
+            f"| {times:.2f} | {split.base_watts:g} | {split.gpu_watts:g} | {split.npu_watts:g} |"
+        )
+
+
+def test_the_splits_span_the_engines_that_may_have_been_meant(scripts: dict[str, ModuleType]) -> None:
+    chain, files = scripts["soc_chain"], scripts["soc_files"]
+    splits = [files.SPLITS[name] for name in ("mostly_active", "balanced", "mostly_base")]
+    assert [split.slower for split in splits] == sorted(split.slower for split in splits)
+    assert (splits[0].slower, splits[-1].slower) == (4.36, 9.99)
+    alone = chain.run(SOC, chain.LLAMA_3_8B, 256, "gpu").usage()
+    found = energy(SOC, alone)
+    assert [found.low_joules, found.middle_joules, found.high_joules] == [
+        split_joules(getattr(SOC.power, name), alone) for name in ("mostly_base", "balanced", "mostly_active")
+    ]
+    # Each engine's watts follow from its time: six joules to thirty-five for the same work.
+    assert found.low_joules < found.middle_joules / 2
+    assert found.high_joules > 2 * found.middle_joules
+
+
+def test_a_power_below_zero_is_refused(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = scripts["soc_files"]
+    # With so slow an engine the base alone takes more than the energy that was published.
+    slowest = replace(files.SPLITS["mostly_base"], slower=15.0)
+    monkeypatch.setattr(files, "SPLITS", {**files.SPLITS, "mostly_base": slowest})
+    with pytest.raises(OptionError, match="gpu_watts"):
+        files.soc_of(files.with_power(SOC.values()))
 
 
 @pytest.mark.parametrize("tokens", [64, 256, 1024, 1])
