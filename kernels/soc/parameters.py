@@ -31,6 +31,9 @@ VERSION: Final = 1
 TEMPLATE: Final = "template"
 """Name of the file, beside those of the SoCs, that users copy."""
 
+PREFIX: Final = "sim:"
+"""What devices that are simulated begin with: a SoC may be named as its device is."""
+
 LARGEST_BYTES: Final = 100_000
 DEEPEST: Final = 8
 NUMBER: Final = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?")
@@ -55,17 +58,20 @@ def load_soc(name_or_path: str | Path, overrides: Mapping[str, float] | None = N
     """Return the parameters of a modelled SoC.
 
     Args:
-        name_or_path: One of :func:`soc_names`, or a YAML file of the user's.
+        name_or_path: One of :func:`soc_names` in any case, or a path of the user's YAML file, as written;
+            ``sim:`` may stand in front.
         overrides: Values by dotted name, such as ``npu.dequantize_gweights_per_s``, in place of the file's.
 
     Raises:
         OptionError: There is no such SoC or file, the file is not sound, or an override names no parameter or
             is out of range.
     """
-    if str(name_or_path) in soc_names():
-        text = _own_text(str(name_or_path))
-        return parse_soc(text, f"{name_or_path}.yaml of this package", overrides)
-    path = Path(name_or_path)
+    asked = str(name_or_path)
+    if asked[: len(PREFIX)].lower() == PREFIX:
+        asked = asked[len(PREFIX) :]
+    if (name := asked.lower()) in soc_names():
+        return parse_soc(_own_text(name), f"{name}.yaml of this package", overrides)
+    path = Path(asked)
     try:
         if not path.is_file():
             raise OptionError(

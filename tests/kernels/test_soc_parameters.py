@@ -23,6 +23,20 @@ def test_names() -> None:
     assert soc_names() == ("snapdragon-8elite", "snapdragon-8gen3")
 
 
+@pytest.mark.parametrize("name", ["Snapdragon-8Gen3", "sim:snapdragon-8gen3", "SIM:SNAPDRAGON-8GEN3"])
+def test_a_name_may_be_in_any_case_and_that_of_its_device(name: str) -> None:
+    assert load_soc(name) == load_soc("snapdragon-8gen3")
+
+
+def test_a_path_is_taken_as_written(tmp_path: Path) -> None:
+    (tmp_path / "Mine.yaml").write_text(TEXT, "utf-8")
+    for path in (tmp_path / "Mine.yaml", f"sim:{tmp_path / 'Mine.yaml'}"):
+        assert load_soc(path).digest() == load_soc("snapdragon-8gen3").digest()
+    if not (tmp_path / "mine.yaml").exists():  # as on file systems that know no case
+        with pytest.raises(OptionError, match=r"no SoC or file .*mine\.yaml"):
+            load_soc(tmp_path / "mine.yaml")
+
+
 @pytest.mark.parametrize("name", soc_names())
 def test_every_parameter_states_value_unit_meaning_and_source(name: str) -> None:
     tree = yaml.safe_load((FOLDER / f"{name}.yaml").read_text("utf-8"))
