@@ -92,4 +92,4 @@ def _frames(use: PhaseUse) -> str:
     frames = use.frames
     if frames is None:
         return ""
-    return f"{frames.in_time} of {frames.due}, {frames.drawn} drawn, slowest {frames.slowest_ms:.1f} ms"
+    return f"{frames.in_time} of {frames.due}, slowest {frames.slowest_ms:.1f} ms"
