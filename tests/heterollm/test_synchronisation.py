@@ -162,8 +162,9 @@ def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(load: Callable[.
         call.__self__ for call in calls_of(llm, "prefill", 20) if getattr(call, "__name__", "") == "wait"
     ]
     assert len(waits) == 8
-    assert waits[:4] == waits[4:]
-    assert len({id(wait.prediction) for wait in waits}) == 4
+    # The first of the pass comes after no layer: what the others of its group take says nothing of it.
+    assert waits[1:4] == waits[5:]
+    assert len({id(wait.prediction) for wait in waits}) == 5
     llm.session().prefill(list(range(20)))
     assert all(wait.prediction.mean_us >= 0 for wait in waits)
 
