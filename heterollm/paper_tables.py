@@ -231,8 +231,8 @@ def _game(rows: PaperRows) -> Section:
         tuple(lines),
         (
             "Assumed: the GPU leaves no kernel half done. A frame waits for the kernel that runs and goes "
-            "before those that are queued; frames that fall due meanwhile are dropped. In time, of the "
-            "frames that were due, are those drawn within a period. Published is only that tensor level "
+            "before those that are queued; a late one is dropped once the next is due as well. In time, of "
+            "the frames that were due, are those drawn within a period. Published is only that tensor level "
             "drops no frame of a game of 60 a second and takes 7.26 % longer (section 1). The GPU's time a "
             "frame is not stated, so that no ratio is given: slowdowns grow with it.",
         ),

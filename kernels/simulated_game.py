@@ -72,7 +72,7 @@ class GpuLoad:
 
 
 class Game:
-    """The frames of a game, drawn one at a time; what falls due while one waits or is drawn is dropped.
+    """The frames of a game, drawn one at a time; one that is late is dropped once the next is due as well.
 
     Args:
         load: When frames want the GPU, and for how long.
@@ -112,8 +112,9 @@ class Game:
     def end_frame(self) -> int:
         """End the frame that is drawn; return how many were due: it, and those dropped for it."""
         first = self._frame
-        while self.due_us < self.end_us:
+        self._frame += 1
+        while self._load.begin_us(self._frame + 1) < self.end_us:
             self._frame += 1
-            self.due_us = self._load.begin_us(self._frame)
+        self.due_us = self._load.begin_us(self._frame)
         self.begin_us = self.end_us = math.inf
         return self._frame - first

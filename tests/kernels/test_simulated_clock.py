@@ -140,23 +140,25 @@ def test_a_frame_waits_for_the_kernel_that_runs_and_goes_before_those_queued():
     load = GpuLoad(100.0, 4000.0)
     clock = make_clock(load)
     clock.sleep(5000.0)
-    long = clock.submit(Job("long", 30_000.0))
+    long = clock.submit(Job("long", 25_000.0))
     behind = clock.submit(Job("behind", 10.0))
     clock.wait_for(behind)
     assert long.begin_us < load.begin_us(1) < long.end_us
-    assert long.end_us - long.begin_us == pytest.approx(30_000.0)
+    assert long.end_us - long.begin_us == pytest.approx(25_000.0)
     assert [span.name for span in clock.spans if span.part in ("gpu", "game")] == (
-        ["frame", "long", "frame", "behind"]
+        ["frame", "long", "frame", "frame", "behind"]
     )
-    first, late = in_order(clock, "game")
+    first, late, catching_up = in_order(clock, "game")
     assert (first.begin_us, first.end_us) == (0.0, 4000.0)
     assert (late.begin_us, late.end_us) == (long.end_us, long.end_us + 4000.0)
-    assert behind.begin_us == late.end_us
-    # It took from when it was due; those that fell due meanwhile are dropped, and the next comes in time.
-    assert clock.totals.frame_us == [4000.0, late.end_us - load.begin_us(1)]
-    dropped = [frame for frame in range(2, 10) if load.begin_us(frame) < late.end_us]
-    assert dropped == [2, 3]
-    assert clock.totals.frames_due == 2 + len(dropped)
+    assert catching_up.begin_us == late.end_us
+    assert behind.begin_us == catching_up.end_us
+    # It took from when it was due; of those that fell due meanwhile only the last is drawn.
+    assert load.begin_us(3) < late.end_us < load.begin_us(4)
+    assert clock.totals.frame_us == (
+        [4000.0, late.end_us - load.begin_us(1), catching_up.end_us - load.begin_us(3)]
+    )
+    assert clock.totals.frames_due == 4
     clock.work(load.begin_us(4) + 4000.0 - clock.now_us, "other things")
     assert clock.last_job() is None
     assert in_order(clock, "game")[-1].begin_us == load.begin_us(4)
@@ -174,7 +176,7 @@ def test_an_idle_gpu_drops_no_frame():
 
 
 def test_a_game_that_fills_the_gpu_leaves_each_wait_an_end():
-    """Between two frames a kernel begins, whatever is waited for and however."""
+    """A game that has caught up lets a kernel begin, whatever is waited for and however."""
     load = GpuLoad(1000.0, 949.0)
     clock = make_clock(load)
     for _ in range(20):
@@ -183,8 +185,7 @@ def test_a_game_that_fills_the_gpu_leaves_each_wait_an_end():
         while not clock.is_done(job):
             clock.poll_on()
         clock.wait_for(last)
-    assert clock.now_us < 100 * load.period_us
-    assert len(clock.totals.frame_us) < clock.totals.frames_due
+    assert clock.now_us < 200 * load.period_us
 
 
 @pytest.mark.parametrize(("rate", "frame_us"), [(60.0, 17_000.0), (0.0, 5.0), (60.0, 0.0), (60.0, -1.0)])
