@@ -47,7 +47,6 @@ class Place:
     before_us: float
     before: int
     items: Sequence[Priced]
-
     kernels: int
 
     @classmethod
