@@ -6,10 +6,11 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
+    "among",
     "cache_kinds",
     "devices",
     "known_models",
@@ -56,6 +57,16 @@ def socs(incomplete: str) -> list[str]:
     from heterollm.kernels.soc.parameters import soc_names
 
     return _beginning(incomplete, soc_names())
+
+
+def among(*names: str) -> Callable[[str], list[str]]:
+    """Return what completes one of a few words, or the last of several with commas between them."""
+
+    def complete(incomplete: str) -> list[str]:
+        listed, comma, last = incomplete.rpartition(",")
+        return [f"{listed}{comma}{name}" for name in _beginning(last, names)]
+
+    return complete
 
 
 def known_models(incomplete: str) -> list[str]:

@@ -44,13 +44,26 @@ def simulate_model(
     ] = "snapdragon-8gen3",
     prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256",
     decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64",
-    plan_level: Annotated[str, typer.Option(help="gpu, npu, layer, tensor or block.")] = "tensor",
+    plan_level: Annotated[
+        str,
+        typer.Option(
+            help="gpu, npu, layer, tensor or block.",
+            autocompletion=cli_complete.among(*cli_complete.PLANS[1:]),
+        ),
+    ] = "tensor",
     length_policy: Annotated[
         str,
-        typer.Option(help="auto, padding, pipe or online: how npu and layer run lengths without a graph."),
+        typer.Option(
+            help="auto, padding, pipe or online: how npu and layer run lengths without a graph.",
+            autocompletion=cli_complete.among("auto", "padding", "pipe", "online"),
+        ),
     ] = "auto",
     sync: Annotated[
-        str, typer.Option(help="finish (the driver's waits and copies), poll or predict.")
+        str,
+        typer.Option(
+            help="finish (the driver's waits and copies), poll or predict.",
+            autocompletion=cli_complete.among("finish", "poll", "predict"),
+        ),
     ] = "predict",
     resolve: Annotated[
         bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the hand-over changes.")
@@ -76,7 +89,15 @@ def simulate_model(
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
+    output: Annotated[
+        str,
+        typer.Option(
+            "-o",
+            "--output",
+            help="table, md, csv, json or jsonl.",
+            autocompletion=cli_complete.among(*OUTPUTS),
+        ),
+    ] = "table",
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Append rows as JSON lines."),

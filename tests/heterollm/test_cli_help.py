@@ -18,6 +18,7 @@ from heterollm.cli import app
 from heterollm.cli_examples import EXAMPLES, SUMMARIES, command_names
 from heterollm.exit_codes import EXIT_CODES
 from heterollm.kernels.device import DEVICE_NAMES
+from heterollm.simulate import LENGTH_CHOICES, PLAN_LEVELS, SYNC_CHOICES
 
 NAMES = [name for name, _ in command_names(app)]
 ODD = "Modèle ünd 模型 x"
@@ -110,6 +111,13 @@ def test_shells_complete_commands_options_and_values(complete, run, monkeypatch,
     # zsh asks for a backslash before a colon.
     assert "sim:snapdragon-8gen3" in complete(shell, "heterollm generate --device").replace("\\", "")
     assert "tensor" in complete(shell, "heterollm plan --level")
+    for option, names in (
+        ("sync", SYNC_CHOICES),
+        ("length-policy", LENGTH_CHOICES),
+        ("plan-level", PLAN_LEVELS),
+    ):
+        offered = complete(shell, f"heterollm simulate --{option}")
+        assert all(name in offered for name in names), (option, offered)
     monkeypatch.setenv("_HETEROLLM_COMPLETE", f"source_{shell}")
     code, out, err = run()
     assert (code, err) == (0, "")
@@ -161,6 +169,13 @@ def test_words_that_bash_has_cut_are_completed(run, monkeypatch, words, offered)
     monkeypatch.setenv("COMP_WORDS", "\n".join(["heterollm", *words]))
     monkeypatch.setenv("COMP_CWORD", str(len(words)))
     assert offered in run()[1].split()
+
+
+def test_the_last_of_several_words_is_completed():
+    complete = cli_complete.among("layer", "tensor")
+    assert complete("") == ["layer", "tensor"]
+    assert complete("layer,t") == ["layer,tensor"]
+    assert complete("layer,x") == []
 
 
 def test_what_is_offered_is_what_there_is(tmp_path, monkeypatch, bundled_model):
