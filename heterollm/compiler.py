@@ -287,7 +287,7 @@ class Compiler:
             pool[INPUT_SLOTS[spec.group]],
             pool[f"{prefix}npu_output"],
             pool[f"{prefix}gpu_output"],
-            lambda: request.hand_overs.before(spec.group),
+            lambda: request.hand_overs.before(spec.group, spec.layer),
         )
 
     # -- the feed-forward network --------------------------------------------------------------------

@@ -120,8 +120,8 @@ class HandOvers:
 class PassHandOvers:
     """The waits of one pass: one for each group, whose layers take alike long and share a prediction.
 
-    The first of all is one of its own: no layer precedes it, so it is much shorter than those of its group,
-    and a sleep that was learnt from them would start the NPU late in every pass.
+    The first layer has waits of its own: no layer precedes it, so that one can be much shorter than those of
+    its group, and a sleep that was learnt from them would start the NPU late in every pass.
 
     Args:
         hand_overs: Makes them.
@@ -135,14 +135,16 @@ class PassHandOvers:
         self._hand_overs = hand_overs
         self._phase: Phase = phase
         self._tokens = tokens
-        self._made: dict[Group | Literal["first", "end"], HandOver] = {}
+        self._made: dict[tuple[Group | Literal["end"], bool], HandOver] = {}
 
-    def before(self, group: Group | Literal["end"]) -> HandOver:
+    def before(self, group: Group | Literal["end"], layer: int = -1) -> HandOver:
         """Return the wait for the input of a group's NPU graphs, or for the end of the pass.
 
-        Asked for in the order in which a pass comes to them.
+        Args:
+            group: The group, or the end.
+            layer: Its layer; -1 where there is none.
         """
-        place: Group | Literal["first", "end"] = group if self._made else "first"
+        place = group, layer == 0
         if place not in self._made:
             label = f"{group}, {self._phase} of {self._tokens}"
             self._made[place] = self._hand_overs.prepare(self._phase, label)
