@@ -173,10 +173,12 @@ class _WholeWords(Table):
         for column in self.columns:
             column.width = None
             sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-            small = [size.maximum if column.no_wrap else size.minimum for size in sizes]
+            right = column.justify == "right"
+            # A number stays with its unit.
+            whole = column.no_wrap or right
+            small = [sizes[0].minimum, *(size.maximum if whole else size.minimum for size in sizes[1:])]
             least.append(max(small))
             widths.append(max(size.maximum for size in sizes))
-            right = column.justify == "right"
             numbers.append(max(small[1:], default=1) if right else min(max(small), LEAST_TEXT_WIDTH))
         if self._taken(console, options) + sum(least) > options.max_width:
             self.collapse_padding, self.pad_edge = True, False

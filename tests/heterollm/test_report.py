@@ -93,6 +93,11 @@ def test_names_are_broken_before_numbers():
         assert sum(line.split().count("1,234.5") for line in lines) == 6
 
 
+def test_a_number_stays_with_its_unit_beside_a_long_path():
+    made = report.cache_table([CacheKind("weights", "quantised weights", Path("/a" * 60), 1, 2048)])
+    assert "2.0 KiB" in report.render(made, width=80)
+
+
 def test_the_cache_is_summed_up():
     kinds = [
         CacheKind("weights", "w", Path("a"), 2, 3 * 1024**2),
