@@ -35,7 +35,15 @@ from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
 
-__all__ = ["RETURN_VALUE", "ProfileCosts", "best_hand_over", "limits_of", "overheads_of", "power_of"]
+__all__ = [
+    "DECODE_POSITION",
+    "RETURN_VALUE",
+    "ProfileCosts",
+    "best_hand_over",
+    "limits_of",
+    "overheads_of",
+    "power_of",
+]
 
 BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
     "qkv": ("rms_norm",),
@@ -56,7 +64,7 @@ _Size: TypeAlias = tuple[int, int, bool]
 """Inputs, tokens, and whether the last linear of a block has more inputs than one of its pieces."""
 
 DECODE_POSITION: Final = 256
-"""Tokens before one that is decoded, if nobody says more: attention reads them."""
+"""Tokens before one that is decoded, where nobody says how many: attention reads them."""
 
 MAPPED_BYTES: Final = 256 << 10
 
@@ -81,7 +89,8 @@ class ProfileCosts:
         profile: The measurements.
         shape: The model.
         cache_bytes: Last-level cache: whether the model's weights come from memory in every pass.
-        position: Tokens of the session before the pass, which attention reads.
+        position: Tokens of the session before the pass, which attention reads. By default none before a
+            prompt, and :data:`DECODE_POSITION` before a token that is decoded.
         predictor: The predictor to use; by default the one that is kept for the profile.
 
     Attributes:
@@ -97,7 +106,7 @@ class ProfileCosts:
         shape: ModelShape,
         *,
         cache_bytes: int,
-        position: int = 0,
+        position: int | None = None,
         predictor: Predictor | None = None,
     ) -> None:
         self.overheads = replace(overheads_of(profile), kernels_before=_kernels_before(profile, shape))
@@ -164,7 +173,9 @@ class ProfileCosts:
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the GPU's operators before a group."""
         total, shape = 0.0, self._shape
-        position = max(self.position, DECODE_POSITION) if tokens == 1 else self.position
+        position = self.position
+        if position is None:
+            position = DECODE_POSITION if tokens == 1 else 0
         if spec.group == "down" and spec.columns != shape.intermediate_size:
             shape = replace(shape, intermediate_size=spec.columns)
         for operator in BEFORE[spec.group]:

@@ -114,7 +114,7 @@ def _pass_us(
 
     solver, costs = planner.solver, planner.solver.costs
     if isinstance(costs, ProfileCosts):
-        costs.position = position
+        costs = costs.at(position)
     time_us = 0.0
     blocks = {block.layer: block for block in feed_forward_blocks(solver.layer)}
     layer = solver.layer[0].layer

@@ -25,7 +25,14 @@ from heterollm.profiler.records import (
 from heterollm.profiler.session import SessionOptions, profile_device
 from heterollm.profiler.workload import Sizes, shape_of
 from heterollm.solver.costs import Slowdown
-from heterollm.solver.profile_costs import ProfileCosts, best_hand_over, limits_of, overheads_of, power_of
+from heterollm.solver.profile_costs import (
+    DECODE_POSITION,
+    ProfileCosts,
+    best_hand_over,
+    limits_of,
+    overheads_of,
+    power_of,
+)
 
 NAME = "sim:snapdragon-8gen3"
 SHAPE = shape_of(Sizes("wide", 8, 4096, 32, 8, 128, 14336, 128256, False), block=128)
@@ -110,6 +117,11 @@ def test_costs_are_those_of_the_parameters(found):
     assert costs.overheads.submit_us == soc.cpu.submit_us
     assert costs.overheads.hidden_us == pytest.approx(hidden_us, abs=4.0)
     assert costs.overheads.kernels_before == {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
+    # A token is decoded behind others, unless somebody knows behind how many; a prompt begins a session.
+    output = next(spec for spec in SHAPE.layer if spec.group == "o")
+    first_us, usual_us = (costs.at(position).between_us(output, 1) for position in (0, DECODE_POSITION))
+    assert first_us < costs.between_us(output, 1) == usual_us
+    assert costs.between_us(output, 256) == costs.at(0).between_us(output, 256)
     # As soon as polling, and asleep meanwhile.
     assert best_hand_over(profile) == "sleep_poll"
     power = power_of(profile)
