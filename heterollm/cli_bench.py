@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterollm.cli_options import FAILED, DeviceOption, GroupSize, MaybeModel, command_group, whole_numbers
+from heterollm.cli_options import (
+    FAILED,
+    DeviceOption,
+    GroupSize,
+    MaybeModel,
+    OutputOption,
+    check_form,
+    command_group,
+    whole_numbers,
+)
 from heterollm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -20,7 +29,6 @@ __all__ = ["commands"]
 
 commands = command_group()
 
-OUTPUTS = ("table", "md", "csv", "json", "jsonl")
 OF_SAVED = ("saved", "output", "picture", "html")
 """Parameters that say how rows are shown."""
 
@@ -75,7 +83,7 @@ def bench(
     time_limit: Annotated[
         str | None, typer.Option(help="Take no further sample after this time, such as 90s or 10m.")
     ] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
+    output: OutputOption = "table",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append each row as a JSON line.")] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the report into this file.")
@@ -102,7 +110,7 @@ def bench(
     from heterollm.benchmarks.run import run_bench
     from heterollm.benchmarks.stopping import Stop, TerminatedInterrupt, signals_interrupt
     from heterollm.durations import parse_duration
-    from heterollm.kernels.device import SIMULATED
+    from heterollm.kernels.simulation import is_simulated
     from heterollm.output_file import labelled
 
     _check_outputs(output, picture, html)
@@ -143,7 +151,7 @@ def bench(
     )
     if traces is not None:
         _check_traces(traces, no_trace)
-    out = None if out is None else labelled(out, simulated=device.startswith(SIMULATED))
+    out = None if out is None else labelled(out, simulated=is_simulated(device))
     file = None if out is None else RowFile(out)
     try:
         with signals_interrupt():
@@ -169,8 +177,7 @@ def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None
     from heterollm.output_file import check_folder
     from heterollm.report_picture import check_picture
 
-    if output not in OUTPUTS:
-        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    check_form(output)
     if picture is not None:
         check_picture(picture)
     if html is not None:

@@ -76,10 +76,10 @@ def generate(
     if not text:
         raise InputError("The prompt is empty.", fix="Give at least one word.")
     if trace is not None:
-        from heterollm.kernels.device import SIMULATED
+        from heterollm.kernels.simulation import is_simulated
         from heterollm.output_file import check_target, labelled
 
-        trace = labelled(trace, simulated=device.startswith(SIMULATED))
+        trace = labelled(trace, simulated=is_simulated(device))
         check_target(trace)
     with _load(
         model,

@@ -6,7 +6,7 @@ under ``@commands.command()``, and joins the others in :mod:`heterollm.cli`.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -28,6 +28,7 @@ __all__ = [
     "MinP",
     "Model",
     "NpuThreads",
+    "OutputOption",
     "Penalty",
     "PlanOption",
     "PrecisionOption",
@@ -36,6 +37,7 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
+    "check_form",
     "command_group",
     "whole_numbers",
 ]
@@ -82,6 +84,16 @@ SyncOption = Annotated[
         "(after every operator)."
     ),
 ]
+OUTPUTS: Final = ("table", "md", "csv", "json", "jsonl")
+OutputOption = Annotated[
+    str,
+    typer.Option(
+        "-o",
+        "--output",
+        help="table, md, csv, json or jsonl.",
+        autocompletion=cli_complete.among(*OUTPUTS),
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 
 
@@ -93,6 +105,16 @@ def command_group(name: str | None = None, description: str | None = None) -> ty
         description: What ``--help`` says of a group with a name.
     """
     return typer.Typer(name=name, help=description, no_args_is_help=True, rich_markup_mode=None)
+
+
+def check_form(output: str) -> None:
+    """Check how results are to be shown.
+
+    Raises:
+        OptionError: There is no such form.
+    """
+    if output not in OUTPUTS:
+        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
 
 
 def whole_numbers(text: str, option: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from heterollm.cli_options import FAILED, JsonOption, command_group
+from heterollm.cli_options import FAILED, JsonOption, OutputOption, command_group
 from heterollm.cli_simulate import check_output, default_jobs, words
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def paper(
         Path | None,
         typer.Option("--from", metavar="FILE", help="Show the rows of this file; simulate nothing."),
     ] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")] = "table",
+    output: OutputOption = "table",
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the rows as JSON lines."),

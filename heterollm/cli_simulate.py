@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from heterollm import cli_complete
-from heterollm.cli_options import FAILED, JsonOption, command_group, whole_numbers
+from heterollm.cli_options import FAILED, JsonOption, OutputOption, check_form, command_group, whole_numbers
 from heterollm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_over
 
 commands = command_group()
 
-OUTPUTS: Final = ("table", "md", "csv", "json", "jsonl")
 MOST_JOBS: Final = 1024
 
 
@@ -89,15 +88,7 @@ def simulate_model(
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
-    output: Annotated[
-        str,
-        typer.Option(
-            "-o",
-            "--output",
-            help="table, md, csv, json or jsonl.",
-            autocompletion=cli_complete.among(*OUTPUTS),
-        ),
-    ] = "table",
+    output: OutputOption = "table",
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Append rows as JSON lines."),
@@ -237,8 +228,7 @@ def check_output(output: str, out: Path | None) -> Path | None:
     Raises:
         OptionError: There is no such form, or the file cannot be written.
     """
-    if output not in OUTPUTS:
-        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    check_form(output)
     if out is None:
         return None
     from heterollm.output_file import check_target, labelled

@@ -19,9 +19,9 @@ from heterollm.engine_start import start_engine, take_trace
 from heterollm.engine_thread import EngineThread
 from heterollm.errors import EngineError, InputError, OptionError
 from heterollm.generation import Generation, GenerationOptions, GenerationResult
-from heterollm.kernels.device import SIMULATED, Device, open_device
+from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
-from heterollm.kernels.simulation import Simulation
+from heterollm.kernels.simulation import Simulation, is_simulated
 from heterollm.layout import op_specs
 from heterollm.load_options import (
     Sync,
@@ -141,7 +141,7 @@ class LLM:
             opening: dict[str, Any] = {"gpu_threads": gpu_threads, "npu_threads": npu_threads}
             opening |= {"profiling": True} if trace else {}
             # A simulated device gives answers only where they are computed.
-            simulated = isinstance(device, str) and device.startswith(SIMULATED)
+            simulated = is_simulated(device)
             opening |= {"simulation": Simulation(numerics=True)} if simulated else {}
             opened = thread.run(lambda: open_device(device, **opening))
             specs = op_specs(

@@ -16,13 +16,13 @@ from heterollm.checkpoint import Checkpoint
 from heterollm.config import ModelConfig
 from heterollm.engine import Engine
 from heterollm.errors import OptionError
-from heterollm.kernels.device import SIMULATED, Device, open_device
+from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.fewer_forms import FewerForms
 from heterollm.kernels.npu import STANDARD_LENGTHS, Form, NpuBackend
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
 from heterollm.kernels.simulated_clock import GpuLoad, SimulatedClock, Span
 from heterollm.kernels.simulated_device import clock_of
-from heterollm.kernels.simulation import Simulation
+from heterollm.kernels.simulation import SIMULATED, Simulation
 from heterollm.kernels.waiting import Strategy
 from heterollm.known_models import find_model
 from heterollm.layout import op_specs

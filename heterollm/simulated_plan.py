@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, cast
 
 from heterollm.config import ModelConfig
 from heterollm.kernels.cache import cache_name, cache_root
-from heterollm.kernels.device import SIMULATED, Device
+from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.simulation import SIMULATED
 from heterollm.model_shape import shape_of_specs
 from heterollm.output_file import LABEL
 from heterollm.passes import Placements

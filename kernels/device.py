@@ -23,16 +23,15 @@ from heterollm.errors import DeviceError, OptionError, see
 from heterollm.kernels.cache import CACHE_VARIABLE, cache_root
 from heterollm.kernels.npu import NpuBackend, TimeKind
 from heterollm.kernels.pocl_target import target_for_this_machine
+from heterollm.kernels.simulation import SIMULATED, Simulation, is_simulated
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
 from heterollm.kernels.tolerances import linear_errors
 
 if TYPE_CHECKING:
     from heterollm.kernels.opencl_runtime import OpenClRuntime
-    from heterollm.kernels.simulation import Simulation
 
 __all__ = [
     "DEVICE_NAMES",
-    "SIMULATED",
     "Device",
     "DeviceName",
     "DeviceStatus",
@@ -45,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 DeviceName = Literal["snapdragon", "host", "emulator"]
 DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
-SIMULATED: Final = "sim:"
-"""What the names of simulated devices begin with."""
 
 QUALCOMM: Final = "qualcomm"
 
@@ -162,7 +159,7 @@ def open_device(
         DeviceError: A part is missing or fails; the message says what to install.
         OptionError: The name or a thread count is not legal.
     """
-    if isinstance(name, str) and name.startswith(SIMULATED):
+    if is_simulated(name):
         from heterollm.kernels.simulated_device import open_simulated
 
         return open_simulated(name, simulation, gpu_threads=gpu_threads, npu_threads=npu_threads)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.errors import OptionError
-from heterollm.kernels.device import SIMULATED, Device, DeviceStatus, open_device
+from heterollm.kernels.device import Device, DeviceStatus, open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.simulated_clock import ClockCosts, Rates, SimulatedClock
 from heterollm.kernels.simulated_npu import SimulatedNpu
 from heterollm.kernels.simulated_runtime import SimulatedRuntime
-from heterollm.kernels.simulation import Simulation
+from heterollm.kernels.simulation import SIMULATED, Simulation
 from heterollm.kernels.soc.memory_model import shared_rates
 from heterollm.kernels.soc.parameters import load_soc, soc_names
 from heterollm.kernels.soc.quantities import SocParameters

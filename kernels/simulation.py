@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from heterollm.errors import OptionError
 from heterollm.kernels.simulated_clock import GpuLoad
 
-__all__ = ["Simulation"]
+__all__ = ["SIMULATED", "Simulation", "is_simulated"]
+
+SIMULATED: Final = "sim:"
+"""What the names of simulated devices begin with."""
+
+
+def is_simulated(device: object) -> bool:
+    """Return whether this is the name of a simulated device."""
+    return isinstance(device, str) and device.startswith(SIMULATED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 from heterollm.errors import ProfileError
 from heterollm.kernels.cache import atomic_path, cache_name, cache_root, locked
-from heterollm.kernels.device import SIMULATED, Device, fingerprint_of
+from heterollm.kernels.device import Device, fingerprint_of
+from heterollm.kernels.simulation import SIMULATED, is_simulated
 from heterollm.kernels.strict_json import parse_json
 from heterollm.profiler.record_json import KIND_NAMES, record_from_dict, record_line
 from heterollm.profiler.records import KINDS, Key, LinearKey, LinearPoint, Part, Record
@@ -213,7 +214,7 @@ class Profile:
 
 def profile_path(device: str, fingerprint: str) -> Path:
     """Return where the profile of a device is kept; of a simulated one, the name says so."""
-    words = f"simulated {device.removeprefix(SIMULATED)}" if device.startswith(SIMULATED) else device
+    words = f"simulated {device.removeprefix(SIMULATED)}" if is_simulated(device) else device
     return cache_root() / "profiles" / f"{cache_name(words, fingerprint)}.json"
 
 

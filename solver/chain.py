@@ -108,7 +108,7 @@ def solve_chain(
         return Chain(as_groups.choices, layers * as_groups.time_us)
     place = next(place for place, spec in enumerate(specs) if spec.group == "gate_up")
     both = slice(place, place + 2)
-    whole_cost = activation_cost(block, tokens, costs, objective)
+    whole_cost = objective.cost(before_us["down"], before_us["down"], 0.0)
     whole_cost += sum(whole_cost_of(offer.taken) for offer in offers[both])
     # Whoever chose the slices may have known of no blocks.
     own_cuts = None if cuts is None else cuts.get(block.group, {})

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import yaml
 
 from heterollm.errors import OptionError
+from heterollm.kernels.simulation import SIMULATED
 from heterollm.kernels.soc.quantities import (
     SOURCES,
     SocParameters,
@@ -30,9 +31,6 @@ __all__ = ["TEMPLATE", "file_text", "load_soc", "parse_soc", "soc_names"]
 VERSION: Final = 1
 TEMPLATE: Final = "template"
 """Name of the file, beside those of the SoCs, that users copy."""
-
-PREFIX: Final = "sim:"
-"""What devices that are simulated begin with: a SoC may be named as its device is."""
 
 LARGEST_BYTES: Final = 100_000
 DEEPEST: Final = 8
@@ -67,8 +65,8 @@ def load_soc(name_or_path: str | Path, overrides: Mapping[str, float] | None = N
             is out of range.
     """
     asked = str(name_or_path)
-    if asked[: len(PREFIX)].lower() == PREFIX:
-        asked = asked[len(PREFIX) :]
+    if asked[: len(SIMULATED)].lower() == SIMULATED:
+        asked = asked[len(SIMULATED) :]
     if (name := asked.lower()) in soc_names():
         return parse_soc(_own_text(name), f"{name}.yaml of this package", overrides)
     path = Path(asked)
