@@ -95,7 +95,7 @@ class Device:
             "device": self.name,
             "time": self.time_kind,
             "gpu": traits.name,
-            "gpu_driver": f"{traits.platform} {traits.driver}",
+            "gpu_driver": f"{traits.platform} {traits.identity(self.gpu.target).driver}",
             "npu": None if self.npu is None else self.npu.name,
             "npu_versions": {} if self.npu is None else self.npu.versions(),
             "npu_standard_lengths": list(self.standard_lengths),

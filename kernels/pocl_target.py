@@ -44,6 +44,8 @@ TARGETS: Final = (
 
 # PoCL keeps the pointer for the life of the process, so the bytes must live as long.
 _names: list[ctypes.Array[ctypes.c_char]] = []
+# By device: what was chosen and what was set when its first runtime was opened, for all later ones.
+_settled: dict[int, tuple[str | None, str | None]] = {}
 
 
 def target_for(flags: frozenset[str]) -> str | None:
@@ -87,17 +89,33 @@ def target_for_this_machine() -> str | None:
 def mend_target(device_pointer: int) -> str | None:
     """Name the processor in PoCL's device structure if PoCL could not, or if one is chosen.
 
+    The first call of the process decides for a device; later ones return the same.
+
     Args:
         device_pointer: The ``cl_device_id`` of a PoCL 3 CPU device on Linux x86-64.
 
     Returns:
-        The name that was set, or None if nothing had to or could be changed.
+        The name that is set, or None if nothing had to or could be changed.
 
     Raises:
-        DeviceError: The choice cannot be met (:func:`chosen_target`), or not by this PoCL.
+        DeviceError: The choice cannot be met (:func:`chosen_target`), not by this PoCL, or changed since the
+            first call.
     """
-    readable = _readable_ranges()
     chosen = chosen_target()
+    if device_pointer not in _settled:
+        _settled[device_pointer] = chosen, _set_target(device_pointer, chosen)
+    first, target = _settled[device_pointer]
+    if chosen != first:
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {chosen or 'nothing'}, but this process compiles OpenCL for "
+            f"{target or 'what PoCL detects'}: the device was first opened with {first or 'nothing'}.",
+            fix="Start another process for another target.",
+        )
+    return target
+
+
+def _set_target(device_pointer: int, chosen: str | None) -> str | None:
+    readable = _readable_ranges()
     slot = _find_name_slot(device_pointer, readable, ANY_PROCESSOR if chosen else UNKNOWN)
     if slot is None:
         if chosen:

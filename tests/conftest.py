@@ -1,7 +1,9 @@
 import json
 import os
 import re
+import runpy
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,22 @@ from heterollm.kernels.threads import split_threads
 POCL_CACHE = tempfile.TemporaryDirectory(prefix="heterollm-pocl-", ignore_cleanup_errors=True)
 os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split_threads().gpu_cores)))
 os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--processor",
+        help="processor that PoCL compiles for: an older one, such as haswell; or `unknown`, as one "
+        "that PoCL's LLVM does not know (in the test's own processes, not in those that tests start)",
+    )
+
+
+def pytest_configure(config):
+    processor = config.getoption("--processor")
+    if processor == "unknown":
+        runpy.run_path(str(Path(__file__).parent / "kernels" / "two_runtimes.py"))["forget_processor"]()
+    elif processor:
+        os.environ["HETEROLLM_POCL_TARGET"] = processor
 
 
 @pytest.fixture(scope="session", autouse=True)
