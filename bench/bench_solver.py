@@ -79,7 +79,6 @@ def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Call
     yield "formula", FormulaCosts, NpuLimits(STANDARD_LENGTHS, 256, formula_forms)
     if profile is None:
         return
-    from heterollm.profiler.caches import last_level_cache_bytes
     from heterollm.profiler.predictor import Predictor
     from heterollm.profiler.profile import Profile
     from heterollm.solver.profile_costs import ProfileCosts, limits_of
@@ -92,7 +91,7 @@ def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Call
 
     def costs() -> Costs:
         predictor = Predictor.from_json(fitted)
-        return ProfileCosts(measured, shape, cache_bytes=last_level_cache_bytes(), predictor=predictor)
+        return ProfileCosts(measured, shape, predictor=predictor)
 
     yield f"profile of {measured.device}", costs, limits
 

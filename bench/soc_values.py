@@ -104,6 +104,12 @@ KNOWN: Final[Mapping[str, Known]] = {
     ),
     "memory.limit_gbps": Known(61.9, "published", "HeteroLLM v2, the best seen; 68 on paper."),
     "memory.corun_slowdown": Known(1.06, "fitted", "By the gain of tensor over layer level."),
+    "memory.cache_mib": Known(
+        12,
+        "prior",
+        "Qualcomm publishes none. It decides which models count as larger than the caches, which all of the "
+        "paper's do, and how much is read to measure bandwidth: with up to 32 MiB the same.",
+    ),
     "hand_over.finish_us": Known(400.0, "published", "HeteroLLM v2: clFinish takes about 400 us."),
     "hand_over.write_us": Known(400.0, "published", "HeteroLLM v1: clEnqueueWriteBuffer, whatever the size."),
     "hand_over.refill_us": Known(75.0, "published", "HeteroLLM: 50 to 100 us more into an empty queue."),

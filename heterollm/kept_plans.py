@@ -1,7 +1,7 @@
 """Solved plans, kept as JSON in the cache folder: solving takes up to a second, and reading does not.
 
-A plan is filed under all that it follows from: the profile's records, the model's groups, the request, the
-caches of this machine and the sources of the solver. One that was damaged or changed is solved again.
+A plan is filed under all that it follows from: the profile's device and records, the model's groups, the
+request and the sources of the solver. One that was damaged or changed is solved again.
 """
 
 from __future__ import annotations

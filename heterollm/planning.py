@@ -147,7 +147,6 @@ class Planner:
     @cached_property
     def _of_all_lengths(self) -> Solver:
         """The solver of all standard lengths that the device offers."""
-        from heterollm.profiler.caches import last_level_cache_bytes
         from heterollm.solver.profile_costs import ProfileCosts
         from heterollm.solver.slices import Budget
         from heterollm.solver.solve import Solver
@@ -159,7 +158,7 @@ class Planner:
         return Solver(
             tuple(self.specs),
             limits,
-            ProfileCosts(self.profile, self._shape, cache_bytes=last_level_cache_bytes()),
+            ProfileCosts(self.profile, self._shape),
             self._objective(),
             # On the host one graph serves every length; static graphs hold their own weights each.
             Budget(budget, copies_by_length=self.profile.device != "host"),
@@ -202,14 +201,12 @@ class Planner:
     def _solution(self) -> Solution:
         """The plan with its slices, solved once for equal inputs."""
         from heterollm.kept_plans import Solution, kept_solution, solution_path
-        from heterollm.profiler.caches import last_level_cache_bytes
 
         request, histogram = self.request, self.request.histogram
         inputs = {
             "specs": tuple(self.specs),
             "shape": self._shape,
             "precision": self.precision,
-            "cache": last_level_cache_bytes(),
             "head rows": HEAD_ROWS,
             "chunk length": CHUNK_LENGTH,
             "request": replace(request, histogram=None),

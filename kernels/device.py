@@ -100,6 +100,7 @@ class Device:
             "npu_versions": {} if self.npu is None else self.npu.versions(),
             "npu_standard_lengths": list(self.standard_lengths),
             "npu_row_alignment": 0 if self.npu is None else self.npu.row_alignment,
+            "cache_bytes": traits.cache_bytes,
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
             # What a simulated device computes in says nothing of its times.

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from heterollm.kernels.tuning import DeviceIdentity
+from heterollm.units import MIB
 
-__all__ = ["DeviceTraits"]
+__all__ = ["DEFAULT_CACHE_BYTES", "DeviceTraits", "host_cache_bytes"]
+
+DEFAULT_CACHE_BYTES: Final = 32 * MIB
+"""Where nothing says: as much as laptops have; more than any phone's system-level cache."""
+
+SYSFS: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+UNITS: Final = {"K": 1024, "M": MIB}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What an OpenCL device reports about itself."""
+    """What an OpenCL device reports about itself, and how large the last cache before memory is."""
 
     name: str
     platform: str
@@ -26,6 +36,7 @@ class DeviceTraits:
     max_buffer_bytes: int
     global_bytes: int
     local_bytes: int
+    cache_bytes: int
     coherent: bool
     extensions: tuple[str, ...]
 
@@ -34,3 +45,16 @@ class DeviceTraits:
         limits = self.compute_units, self.max_work_group, self.local_bytes
         driver = self.driver if target is None else f"{self.driver} for {target}"
         return DeviceIdentity(self.name, self.platform, *limits, driver)
+
+
+@functools.cache
+def host_cache_bytes(folder: Path = SYSFS) -> int:
+    """Return the size of the host's largest cache, as Linux reports it; 32 MiB where it does not."""
+    sizes = []
+    for path in folder.glob("index*/size"):
+        try:
+            text = path.read_text("ascii").strip()
+            sizes.append(int(text[:-1]) * UNITS[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=DEFAULT_CACHE_BYTES)

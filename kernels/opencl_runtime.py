@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.errors import CacheError, DeviceError, KernelError, see
 from heterollm.kernels.cache import atomic_path, cache_root
-from heterollm.kernels.device_traits import DeviceTraits
+from heterollm.kernels.device_traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
 from heterollm.kernels.gpu_work import Demand
 from heterollm.kernels.host_time import HostTime
 from heterollm.kernels.opencl_binding import OpenClError, cl
@@ -359,9 +359,21 @@ def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
         max_buffer_bytes=device.max_mem_alloc_size,
         global_bytes=device.global_mem_size,
         local_bytes=device.local_mem_size,
+        cache_bytes=_cache_bytes(device),
         coherent=is_cpu(device) if coherent is None else coherent,
         extensions=extensions,
     )
+
+
+def _cache_bytes(device: cl.Device) -> int:
+    """Return the size of the last cache before memory.
+
+    A GPU's driver reports the GPU's own cache, and not one that it shares with the rest of a SoC: then the
+    result is assumed, and rather too large.
+    """
+    if is_cpu(device):
+        return host_cache_bytes()
+    return max(DEFAULT_CACHE_BYTES, int(device.global_mem_cache_size))
 
 
 def _mend_pocl(device: cl.Device) -> str | None:

@@ -23,7 +23,7 @@ from heterollm.kernels.soc.quantities import SocParameters
 from heterollm.kernels.tuning import DeviceTuning
 from heterollm.kernels.variants import VariantRecord
 from heterollm.kernels.waiting import HostClock
-from heterollm.units import GIB
+from heterollm.units import GIB, MIB
 
 __all__ = ["SimulatedEvent", "SimulatedLaunch", "SimulatedRuntime", "now_ns_of"]
 
@@ -283,8 +283,9 @@ def now_ns_of(clock: SimulatedClock) -> Any:  # noqa: ANN401 - a plain function 
 def _traits(soc: SocParameters, real: OpenClRuntime | None) -> DeviceTraits:
     """Return what the simulated GPU reports; where something computes, how that must be programmed."""
     name, platform, driver = f"simulated GPU of {soc.name}", "heterollm model", f"parameters {soc.digest()}"
+    cache_bytes = soc.memory.cache_mib * MIB
     if real is not None:
-        return replace(real.traits, name=name, platform=platform, driver=driver)
+        return replace(real.traits, name=name, platform=platform, driver=driver, cache_bytes=cache_bytes)
     return DeviceTraits(
         name=name,
         platform=platform,
@@ -299,6 +300,7 @@ def _traits(soc: SocParameters, real: OpenClRuntime | None) -> DeviceTraits:
         max_buffer_bytes=4 * GIB,
         global_bytes=16 * GIB,
         local_bytes=32 << 10,
+        cache_bytes=cache_bytes,
         coherent=True,
         extensions=(),
     )

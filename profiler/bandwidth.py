@@ -26,7 +26,7 @@ from heterollm.kernels.opencl_launch import Launch
 from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.opencl_sync import is_complete, kernel_times_ns
 from heterollm.kernels.ops import WeightFormat
-from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes, reading_bytes, reading_launch
+from heterollm.profiler.caches import eviction_bytes, reading_bytes, reading_launch
 from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.random_data import fill_shared, weight_for
 from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
@@ -184,11 +184,11 @@ class SharedLoad:
     def read_bytes(self, part: Part) -> int:
         """Return what a part's job that is bound by memory reads."""
         if part == "gpu":
-            return reading_bytes(self._timer.runtime, eviction_bytes(last_level_cache_bytes()))
+            return reading_bytes(self._timer.runtime, eviction_bytes(self._timer.runtime.traits.cache_bytes))
         npu = self._device.npu
         if npu is not None and npu.time_kind == "emulated":
             return EMULATED_READ_BYTES
-        return min(NPU_READ_BYTES, eviction_bytes(last_level_cache_bytes()))
+        return min(NPU_READ_BYTES, eviction_bytes(self._timer.runtime.traits.cache_bytes))
 
     def _gpu_job(self, bound: Job) -> Launch:
         runtime = self._timer.runtime

@@ -1,4 +1,4 @@
-"""Caches between the processors and memory: how large they are, and how to empty them.
+"""Caches between the processors and memory, and how to empty them.
 
 In a model that is larger than the caches every pass reads its weights from memory. A slice that is timed
 again and again would find them in a cache, so the part that is timed reads other memory before each run.
@@ -6,8 +6,6 @@ again and again would find them in a cache, so the part that is timed reads othe
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -21,13 +19,9 @@ __all__ = [
     "COLD_TOKENS",
     "HostReader",
     "eviction_bytes",
-    "last_level_cache_bytes",
     "reading_bytes",
     "reading_launch",
 ]
-
-DEFAULT_CACHE_BYTES: Final = 32 * MIB
-"""Where the system does not say: as much as laptops have; more than any phone's system-level cache."""
 
 LEAST_EVICTION_BYTES: Final = 64 * MIB
 MOST_EVICTION_BYTES: Final = 512 * MIB
@@ -37,21 +31,6 @@ COLD_TOKENS: Final = 32
 """Up to so many tokens reading weights, or the KV cache, is a large part of the time."""
 
 COLUMNS: Final = 8192
-SYSFS: Final = Path("/sys/devices/system/cpu/cpu0/cache")
-UNITS: Final = {"K": 1024, "M": MIB}
-
-
-@functools.cache
-def last_level_cache_bytes(folder: Path = SYSFS) -> int:
-    """Return the size of the processor's largest cache, as Linux reports it; 32 MiB where it does not."""
-    sizes = []
-    for path in folder.glob("index*/size"):
-        try:
-            text = path.read_text("ascii").strip()
-            sizes.append(int(text[:-1]) * UNITS[text[-1]])
-        except (OSError, ValueError, KeyError, IndexError):
-            continue
-    return max(sizes, default=DEFAULT_CACHE_BYTES)
 
 
 def eviction_bytes(cache_bytes: int) -> int:

@@ -15,7 +15,7 @@ from heterollm.errors import KernelError, ProfileError
 from heterollm.kernels.opencl_launch import ChainedLaunch, Launch
 from heterollm.kernels.opencl_runtime import OpenClError, OpenClRuntime
 from heterollm.kernels.opencl_sync import kernel_times_ns, profiling_twin
-from heterollm.profiler.caches import eviction_bytes, last_level_cache_bytes, reading_launch
+from heterollm.profiler.caches import eviction_bytes, reading_launch
 
 __all__ = ["GpuTimer", "gpu_timer"]
 
@@ -71,7 +71,7 @@ class GpuTimer:
 
     def _evictor(self) -> Launch:
         if self._eviction is None:
-            self._eviction = reading_launch(self.runtime, eviction_bytes(last_level_cache_bytes()))
+            self._eviction = reading_launch(self.runtime, eviction_bytes(self.runtime.traits.cache_bytes))
         return self._eviction
 
 

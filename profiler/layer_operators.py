@@ -33,7 +33,7 @@ from heterollm.kernels.opencl_memory import SharedArray
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.rounding import RoundedInputs, scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
-from heterollm.profiler.caches import COLD_TOKENS, eviction_bytes, last_level_cache_bytes
+from heterollm.profiler.caches import COLD_TOKENS, eviction_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.random_data import fill_shared, weight_for
 from heterollm.profiler.records import Key, LayerKey, Record
@@ -199,7 +199,7 @@ def _estimate_s(case: _Case, device: Device) -> float:
     cores = device.gpu.traits.compute_units if device.gpu.traits.is_cpu else 16
     run_s = flops / (CORE_FLOPS * cores) + size / CORE_BYTES
     if case.operator == "attention" and case.tokens <= COLD_TOKENS:
-        run_s += eviction_bytes(last_level_cache_bytes()) / (2 * CORE_BYTES)
+        run_s += eviction_bytes(device.gpu.traits.cache_bytes) / (2 * CORE_BYTES)
     return OVERHEAD_S + USUAL_RUNS * run_s
 
 
@@ -228,7 +228,7 @@ class _LayerBench:
 
     def _measure(self, case: _Case) -> Record:
         timer = self._timer
-        streamed = case.shape.streamed(last_level_cache_bytes())
+        streamed = case.shape.streamed(self._runtime.traits.cache_bytes)
         cold = streamed and case.operator == "attention" and case.tokens <= COLD_TOKENS
         try:
             self._write_step(case)

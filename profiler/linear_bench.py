@@ -26,7 +26,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.quantized_tensor import LinearWeight, concatenate_rows, take_rows
 from heterollm.kernels.rounding import scratch_codes
 from heterollm.kernels.sources import kernel_source_hash
-from heterollm.profiler.caches import COLD_TOKENS, HostReader, eviction_bytes, last_level_cache_bytes
+from heterollm.profiler.caches import COLD_TOKENS, HostReader, eviction_bytes
 from heterollm.profiler.gpu_timer import gpu_timer
 from heterollm.profiler.judge import Judge
 from heterollm.profiler.measure import Timer
@@ -182,7 +182,7 @@ class LinearBench:
     def _run_us(self, call: Callable[[], None], *, cold: bool) -> float:
         if cold:
             if self._reader is None:
-                self._reader = HostReader(eviction_bytes(last_level_cache_bytes()))
+                self._reader = HostReader(eviction_bytes(self._device.gpu.traits.cache_bytes))
             self._reader()
             self.evictions += 1
         begin = self._timer()
@@ -305,7 +305,7 @@ def linear_tasks(
     points, skipped = enumerate_points(
         shapes,
         device.npu,
-        cache_bytes=last_level_cache_bytes(),
+        cache_bytes=device.gpu.traits.cache_bytes,
         max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
     )
     bench, judge = LinearBench(device), Judge(known or {}, comparable=device.time_kind != "emulated")
@@ -365,5 +365,5 @@ def _estimate_s(work: WorkPoint, device: Device) -> float:
     run_s = max(point.flops / rates[0], point.weight_bytes / rates[1])
     runs = USUAL_RUNS if run_s * 1e6 < SLOW_US else USUAL_SLOW_RUNS
     if point.streamed and point.tokens <= COLD_TOKENS:
-        run_s += eviction_bytes(last_level_cache_bytes()) / CORE_BYTES
+        run_s += eviction_bytes(device.gpu.traits.cache_bytes) / CORE_BYTES
     return OVERHEAD_S + run_s * runs

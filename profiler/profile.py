@@ -26,7 +26,7 @@ __all__ = ["SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 FIX: Final = "Run `heterollm profile` again."
 
 K = TypeVar("K", bound=Key)
@@ -65,6 +65,11 @@ class Profile:
     def time_kind(self) -> str:
         """Whether times are real, emulated or simulated."""
         return str(self.description["time"])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the device's last cache before memory."""
+        return int(self.description["cache_bytes"])
 
     def add(self, record: Record) -> None:
         """File a record: a sound one replaces a failed one, else the later replaces the earlier."""
@@ -144,6 +149,7 @@ class Profile:
             or not isinstance(records, list)
             or not all(_is_run(run) for run in runs.values())
             or not all(isinstance(description.get(name), str) for name in ("device", "time"))
+            or not _is_size(description.get("cache_bytes"))
         ):
             raise ProfileError(f"{source} lacks its description, runs or records.", fix=FIX)
         profile = cls(description, runs=runs)
@@ -221,6 +227,10 @@ def profile_path(device: str, fingerprint: str) -> Path:
 def stored_profiles() -> list[Path]:
     """Return the profile files of the cache, in order of their names."""
     return sorted((cache_root() / "profiles").glob("*.json"))
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _is_run(run: object) -> bool:

@@ -88,7 +88,6 @@ class ProfileCosts:
     Args:
         profile: The measurements.
         shape: The model.
-        cache_bytes: Last-level cache: whether the model's weights come from memory in every pass.
         position: Tokens of the session before the pass, which attention reads. By default none before a
             prompt, and :data:`DECODE_POSITION` before a token that is decoded.
         predictor: The predictor to use; by default the one that is kept for the profile.
@@ -105,7 +104,6 @@ class ProfileCosts:
         profile: Profile,
         shape: ModelShape,
         *,
-        cache_bytes: int,
         position: int | None = None,
         predictor: Predictor | None = None,
     ) -> None:
@@ -114,7 +112,7 @@ class ProfileCosts:
         self.missing: set[str] = set()
         self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
-        self._streamed = shape.streamed(cache_bytes)
+        self._streamed = shape.streamed(profile.cache_bytes)
         self._gap_us = _median(profile, LaunchKey("chained"))
         self._gbps = {
             key.part: record.values.get("gbps", math.inf)

@@ -123,7 +123,8 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
         Record,
     )
 
-    profile = Profile({"device": "host", "time": "real", "gpu": "a GPU", "npu": "an NPU", **description})
+    device = {"device": "host", "time": "real", "gpu": "a GPU", "npu": "an NPU", "cache_bytes": 32 << 20}
+    profile = Profile(device | description)
 
     def add(key, time_us=0.0, taken_s=1e9, **values):
         steps = (-2, -1, 0, 1, 2) if time_us else ()

@@ -455,6 +455,8 @@ EDITS = [
     ("profile", lambda profile: profile.update(schema_version="1"), False, False),
     ("profile", lambda profile: profile.pop("records"), False, False),
     ("profile", lambda profile: profile["description"].pop("time"), False, False),
+    ("profile", lambda profile: profile["description"].pop("cache_bytes"), False, False),
+    ("profile", lambda profile: profile.update(schema_version=1), False, False),
     ("profile", lambda profile: profile["runs"].update(now={"finished": True}), False, False),
     ("profile", lambda profile: profile["records"][0].update(kind="linea"), False, False),
     ("profile", lambda profile: profile["records"][0].update(samples_us=[0.0]), False, False),

@@ -135,6 +135,10 @@ class MemoryParameters:
     corun_slowdown: Annotated[
         float, Quantity("1", "stretch of work that computes all the time, while both run", 1, 10)
     ]
+    cache_mib: Annotated[
+        int,
+        Quantity("MiB", "last cache before DRAM: weights of smaller models stay in it", 0, 4096),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

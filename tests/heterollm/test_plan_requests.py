@@ -38,7 +38,13 @@ def graph_us(length: int) -> float:
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     """A device with static graphs, whose NPU is fast at prompts and slow at single tokens."""
-    description = {"device": "made", "time": "real", "npu": "an NPU", "activation_dtype": "float16"}
+    description = {
+        "device": "made",
+        "time": "real",
+        "npu": "an NPU",
+        "activation_dtype": "float16",
+        "cache_bytes": 0,
+    }
     made = Profile({**description, "npu_standard_lengths": list(LENGTHS), "npu_row_alignment": 64})
 
     def add(part, spec, rows, tokens, form=""):

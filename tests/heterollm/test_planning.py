@@ -21,7 +21,6 @@ from heterollm.layout import op_specs
 from heterollm.model_shape import shape_of_specs
 from heterollm.plan_command import solve_for
 from heterollm.planning import Planner, PlanRequest
-from heterollm.profiler.caches import last_level_cache_bytes
 from heterollm.profiler.fitted import fitted_predictor
 from heterollm.profiler.linear_bench import code_of
 from heterollm.profiler.points import enumerate_points
@@ -58,7 +57,7 @@ def cache(folder, tmp_path_factory) -> Path:
         points, _ = enumerate_points(
             [shape],
             device.npu,
-            cache_bytes=last_level_cache_bytes(),
+            cache_bytes=device.gpu.traits.cache_bytes,
             max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
         )
         made = Profile.of(device)

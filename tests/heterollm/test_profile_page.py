@@ -43,7 +43,7 @@ def test_a_profile_on_a_terminal(sample_profile, width):
 
 
 def test_every_section_says_something(sample_profile):
-    empty = summarize(Profile({"device": "host", "time": "real"}))
+    empty = summarize(Profile({"device": "host", "time": "real", "cache_bytes": 0}))
     for section in sections(empty):
         assert section.rows or section.notes, section.title
     for section in sections(summarize(sample_profile()), everything=True):
@@ -132,7 +132,9 @@ def test_the_page_escapes_what_a_profile_says(sample_profile, read_page):
 
 
 def test_the_page_of_an_empty_profile():
-    assert "Not judged" in profile_page(summarize(Profile({"device": "host", "time": "real"})))
+    assert "Not judged" in profile_page(
+        summarize(Profile({"device": "host", "time": "real", "cache_bytes": 0}))
+    )
 
 
 # -- plots -------------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ def test_parts_and_what_is_outside_of_the_known_look_different(sample_profile):
 
 
 def test_where_there_is_nothing_there_is_no_plot():
-    empty = summarize(Profile({"device": "host", "time": "real"}))
+    empty = summarize(Profile({"device": "host", "time": "real", "cache_bytes": 0}))
     assert [png for _, _, png in draw(empty)] == [None] * len(PLOTS)
 
 

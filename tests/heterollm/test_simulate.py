@@ -290,7 +290,7 @@ def test_simulated_and_measured_profiles_are_not_compared(results):
     assert all("simulated" in path.name for path in paths)
     simulated = Profile.load(paths[0])
     assert simulated.time_kind == "simulated"
-    measured = Profile({"device": "host", "time": "real"})
+    measured = Profile({"device": "host", "time": "real", "cache_bytes": 0})
     with pytest.raises(ProfileError, match="simulated time"):
         compare(simulated, measured)
     with pytest.raises(ProfileError, match="another device"):

@@ -200,10 +200,10 @@ def test_a_hopeless_npu_is_told_by_the_gpus_gate_and_up():
 
 
 @pytest.fixture
-def small_caches(monkeypatch):
+def small_caches(device, monkeypatch):
     for module in (linear_bench, timer_module):
         monkeypatch.setattr(module, "eviction_bytes", lambda _: MIB)
-        monkeypatch.setattr(module, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
 
 @pytest.mark.parametrize("precision", ["w4a16", "w4a8", "fp16"])
@@ -250,7 +250,7 @@ def plain_us(point: LinearPoint) -> float:
 
 def mixed_profile(*, blocks: bool = True, linears: bool = True) -> Profile:
     rng = random.Random(1)
-    made = Profile({"device": "host", "time": "real"})
+    made = Profile({"device": "host", "time": "real", "cache_bytes": 0})
 
     def add(part: Any, point: LinearPoint, time_us: float) -> None:
         samples = tuple(time_us * rng.uniform(0.98, 1.02) for _ in range(5))
@@ -418,7 +418,7 @@ def test_pictures_of_linears_leave_blocks_out():
         return file.getvalue()
 
     # The same samples, so that the pictures must be the same.
-    both, plain = mixed_profile(), Profile({"device": "host", "time": "real"})
+    both, plain = mixed_profile(), Profile({"device": "host", "time": "real", "cache_bytes": 0})
     for key, record in both.of_kind(LinearKey):
         if not key.point.is_block:
             plain.add(record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from heterollm.errors import KernelError
@@ -16,12 +18,12 @@ SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
 
 
 @pytest.fixture(autouse=True)
-def small_caches(monkeypatch):
+def small_caches(device, monkeypatch):
     """Emptying the caches reads little, every model is larger than they are, and passes are short."""
     monkeypatch.setattr(layer_operators, "TOKENS", (1, 32))
     monkeypatch.setattr(layer_operators, "ATTENTION_POSITIONS", POSITIONS)
     monkeypatch.setattr(timer_module, "eviction_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(layer_operators, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
 
 @pytest.mark.parametrize("precision", ["w4a16", "w4a8"])

@@ -12,12 +12,13 @@ import pytest
 
 from heterollm.errors import GraphError
 from heterollm.kernels.device import Device
+from heterollm.kernels.device_traits import host_cache_bytes
 from heterollm.kernels.gpu_linear import GpuLinear
 from heterollm.kernels.npu import Form, NpuSlice
 from heterollm.kernels.npu_qnn import BuiltGraph
 from heterollm.profiler import gpu_timer as timer_module
 from heterollm.profiler import linear_bench
-from heterollm.profiler.caches import HostReader, eviction_bytes, last_level_cache_bytes
+from heterollm.profiler.caches import HostReader, eviction_bytes
 from heterollm.profiler.gpu_timer import GpuTimer, gpu_timer
 from heterollm.profiler.linear_bench import LinearBench, code_of, linear_tasks
 from heterollm.profiler.points import WorkPoint
@@ -33,11 +34,11 @@ SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
 
 
 @pytest.fixture(autouse=True)
-def small_caches(monkeypatch):
+def small_caches(device, monkeypatch):
     """Emptying the caches reads little, and every model is larger than they are."""
     for module in (linear_bench, timer_module):
         monkeypatch.setattr(module, "eviction_bytes", lambda _: MIB)
-        monkeypatch.setattr(module, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
 
 class Clock:
@@ -246,7 +247,7 @@ def test_a_device_clock_that_jumped_is_a_failed_record(device, monkeypatch):
 def test_an_npu_that_fails_half_way_costs_its_points_only(fake, clock, monkeypatch):
     monkeypatch.setattr(linear_bench, "LinearBench", lambda device: LinearBench(device, timer=clock))
     fake.npu.fails_at = 20
-    profile = Profile({"device": "host", "time": "real"})
+    profile = Profile({"device": "host", "time": "real", "cache_bytes": 0})
     tasks, _ = linear_tasks(fake, [shape_of(SIZES)], tier=0)
     tasks = [task for task in tasks if task.keys[0].part == "npu"]
     summary = run_tasks(profile, tasks, ProfileOptions(budget_s=None))
@@ -387,11 +388,11 @@ def test_the_largest_cache_is_read_from_the_system(tmp_path, contents, expected)
     for name, text in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "size").write_text(text)
-    assert last_level_cache_bytes(tmp_path) == expected
+    assert host_cache_bytes(tmp_path) == expected
 
 
 def test_a_missing_cache_folder_means_the_default(tmp_path):
-    assert last_level_cache_bytes(tmp_path / "none") == 32 * MIB
+    assert host_cache_bytes(tmp_path / "none") == 32 * MIB
 
 
 def test_emptying_reads_twice_the_cache_within_bounds():

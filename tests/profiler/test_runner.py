@@ -17,7 +17,7 @@ from heterollm.profiler.records import BandwidthKey, DriftKey, Part, Record
 from heterollm.profiler.runner import ProfileOptions, run_tasks
 from heterollm.profiler.task import Task
 
-DESCRIPTION = {"device": "host", "time": "real"}
+DESCRIPTION = {"device": "host", "time": "real", "cache_bytes": 0}
 
 
 class Clock:
@@ -138,7 +138,8 @@ def task(number):
     return Task("counting", (BandwidthKey("gpu", number, False),), run, 1.0)
 
 path = Path(sys.argv[1])
-profile = Profile.load(path) if path.exists() else Profile({"device": "host", "time": "real"})
+new = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+profile = Profile.load(path) if path.exists() else new
 print("begun", flush=True)
 runner.run_tasks(profile, [task(number) for number in range(40)], runner.ProfileOptions(), path=path)
 """

@@ -113,7 +113,7 @@ def test_costs_are_those_of_the_parameters(found):
     assert overheads.refill_us == pytest.approx(soc.cpu.submit_us + soc.hand_over.refill_us, abs=4.0)
     assert profile.records[LaunchKey("chained")].median_us == pytest.approx(soc.gpu.kernel_gap_us)
     # What a pass of one token submits, attention in two kernels: it is long.
-    costs = ProfileCosts(profile, SHAPE, cache_bytes=8 << 20)
+    costs = ProfileCosts(profile, SHAPE)
     assert costs.overheads.submit_us == soc.cpu.submit_us
     assert costs.overheads.hidden_us == pytest.approx(hidden_us, abs=4.0)
     assert costs.overheads.kernels_before == {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
@@ -133,7 +133,7 @@ def test_costs_are_those_of_the_parameters(found):
 def test_parts_slow_each_other_by_what_bounds_them(found, monkeypatch):
     device, profile = found
     soc, corun = soc_of(device), soc_of(device).memory.corun_slowdown
-    costs = ProfileCosts(profile, SHAPE, cache_bytes=8 << 20)
+    costs = ProfileCosts(profile, SHAPE)
     specs = {spec.group: spec for spec in SHAPE.layer}
     # What waits for weights slows nobody: one token, and as many as take the NPU no longer.
     assert costs.slowdown(specs["gate_up"], 1) == Slowdown()
@@ -153,7 +153,7 @@ def test_parts_slow_each_other_by_what_bounds_them(found, monkeypatch):
 def test_predictions_hold_between_the_points(found):
     device, profile = found
     soc, draw = soc_of(device), np.random.default_rng(3)
-    costs = ProfileCosts(profile, SHAPE, cache_bytes=8 << 20)
+    costs = ProfileCosts(profile, SHAPE)
     errors: dict[str, list[float]] = {"gpu": [], "npu": []}
     for _ in range(120):
         spec = SHAPE.layer[int(draw.integers(len(SHAPE.layer)))]

@@ -26,6 +26,7 @@ def made_profile(widths, forms=("ffn", "ffn_k_chunked")):
         "device": "made",
         "time": "real",
         "npu": "an NPU",
+        "cache_bytes": 0,
         "npu_standard_lengths": [1, 64, 256],
         "npu_row_alignment": 64,
     }
@@ -75,7 +76,7 @@ def test_forms_are_those_of_measured_blocks_by_width(widths, narrow, wide):
 
 def test_the_gpus_part_is_linears_and_a_narrower_activation(monkeypatch, tmp_path):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
-    costs = ProfileCosts(made_profile((256, WIDE)), SHAPE, cache_bytes=0)
+    costs = ProfileCosts(made_profile((256, WIDE)), SHAPE)
     rest = WIDE // 2
     _, narrow_down = apart(narrowed(BLOCK, rest))
     for tokens in (1, 64):

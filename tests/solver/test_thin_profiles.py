@@ -66,6 +66,7 @@ def thin_profile(law, seed):
             "device": "made",
             "time": "real",
             "npu": "an NPU",
+            "cache_bytes": 0,
             "npu_standard_lengths": LENGTHS,
             "npu_row_alignment": 64,
         }
@@ -117,7 +118,7 @@ def test_the_plan_of_a_thin_profile_takes_what_it_says(seed, model):
     profile, predictor = fitted(seed)
     if model == "a tree":
         predictor = with_a_tree(predictor)
-    costs = ProfileCosts(profile, WIDE, cache_bytes=0, predictor=predictor)
+    costs = ProfileCosts(profile, WIDE, predictor=predictor)
     solver = Solver((*WIDE.layer, WIDE.head), limits_of(profile), costs, Objective(), chunk_length=256)
     for tokens in (1, 64, 200, 256):
         chain = solver.length(tokens)

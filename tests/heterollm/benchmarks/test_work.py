@@ -131,6 +131,7 @@ def planner():
             "device": "host",
             "time": "real",
             "npu": "one",
+            "cache_bytes": 2**40,
             "npu_standard_lengths": list(STANDARD),
             "npu_row_alignment": 64,
         }
@@ -150,8 +151,7 @@ def planner():
     return Planner(profile, CONFIG, SPECS, "w4a16", PlanRequest(512))
 
 
-def test_predictions_add_up_the_groups_of_every_pass(planner, monkeypatch):
-    monkeypatch.setattr("heterollm.profiler.caches.last_level_cache_bytes", lambda: 2**40)
+def test_predictions_add_up_the_groups_of_every_pass(planner):
     gpu = predicted_us(planner, level("gpu"), Case(256, 0), chunk=512)
     by_hand = sum(1.0 + spec.flops(256) / 1e4 for spec in LAYERS) + 1.0 + HEAD.flops(1) / 1e4
     assert gpu == pytest.approx(by_hand, rel=0.02)
