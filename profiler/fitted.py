@@ -15,7 +15,7 @@ from heterollm.profiler.record_json import record_line
 
 __all__ = ["fitted_predictor", "profile_digest"]
 
-PREDICTOR_VERSION: Final = 5
+PREDICTOR_VERSION: Final = 6
 """Raise when fitting the same profile gives another predictor: kept ones are then fitted anew."""
 
 

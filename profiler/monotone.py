@@ -30,6 +30,10 @@ REWEIGHTINGS: Final = 6
 SMALLEST_RESIDUAL: Final = 0.01
 """Relative residuals below this weigh alike; above it, less in proportion, so that outliers do not pull."""
 
+SMALLEST: Final = 1e-300
+SMALLEST_SHARE: Final = 1e-12
+"""Share of a column that must be left beside the others for it to have a coefficient of its own."""
+
 FLOOR_LIMIT: Final = 0.95
 """Largest share of the fastest time that counts as a fixed cost."""
 
@@ -131,7 +135,7 @@ def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -
     found = np.zeros(terms.shape[1])
     for _ in range(REWEIGHTINGS):
         found = _nonnegative_least_squares(relative * weights[:, None], weights)
-        residuals = np.abs(relative @ found - 1.0)
+        residuals = np.abs((relative * found).sum(axis=1) - 1.0)
         weights = 1.0 / np.sqrt(np.maximum(residuals, SMALLEST_RESIDUAL))
     coefficients: NDArray[np.float64] = found / scales
     return coefficients
@@ -143,24 +147,50 @@ def _nonnegative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -
     active: list[int] = []
     tolerance = 1e-10 * float(np.abs(a).sum())
     for _ in range(10 * count):
-        gradient: NDArray[Any] = a.T @ (b - a @ solution)
+        gradient: NDArray[Any] = (a.T * (b - (a * solution).sum(axis=1))).sum(axis=1)
         gradient[active] = -np.inf
         best = int(np.argmax(gradient))
         if gradient[best] <= tolerance:
             break
         active.append(best)
         while active:
-            trial = np.linalg.lstsq(a[:, active], b, rcond=None)[0]
+            trial = _least_squares(a[:, active], b)
             if trial.min() > 0.0:
                 solution = np.zeros(count)
                 solution[active] = trial
                 break
             held = solution[active]
             falling = trial <= 0.0
-            step = float(np.min(held[falling] / (held[falling] - trial[falling])))
+            fall = np.maximum(held[falling] - trial[falling], SMALLEST)
+            step = float(np.min(held[falling] / fall))
             solution[active] = held + step * (trial - held)
             active = [index for index in active if solution[index] > 1e-12]
             solution[[index for index in range(count) if index not in active]] = 0.0
+    return solution
+
+
+def _least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the least-squares solution, by modified Gram-Schmidt.
+
+    Unlike those of BLAS and LAPACK, these sums have one order on every processor, and so the same digits.
+    """
+    rest, count = np.column_stack([a, b]), a.shape[1]
+    factor = np.zeros((count, count + 1))
+    smallest = np.sqrt((a * a).sum(axis=0)) * SMALLEST_SHARE
+    for place in range(count):
+        column = rest[:, place].copy()
+        length = float(np.sqrt((column * column).sum()))
+        if length <= smallest[place]:  # it follows from the columns before
+            continue
+        column /= length
+        factor[place, place] = length
+        factor[place, place + 1 :] = (rest[:, place + 1 :].T * column).sum(axis=1)
+        rest[:, place + 1 :] -= column[:, None] * factor[place, place + 1 :]
+    solution = np.zeros(count)
+    for place in reversed(range(count)):
+        if factor[place, place]:
+            known = float((factor[place, place + 1 : -1] * solution[place + 1 :]).sum())
+            solution[place] = (factor[place, -1] - known) / factor[place, place]
     return solution
 
 

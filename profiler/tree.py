@@ -22,6 +22,7 @@ from heterollm.profiler.records import LinearPoint
 
 __all__ = ["FreeTree", "Tree"]
 
+DECIMALS: Final = 12
 MAX_DEPTH: Final = 12
 MIN_LEAF: Final = 2
 MIN_GAIN: Final = 1e-4
@@ -68,7 +69,9 @@ class FreeTree:
         places = [FEATURES.index(name) for name in cls.split_on]
         table = np.array([features(point) for point in points])[:, places]
         works = np.array([work(point) for point in points], np.float64)
-        return cls(tuple(_grow(cls.split_on, table, np.log(np.array(times_us) / works))))
+        # Logarithms and exponentials differ in their last digits between processors: these are dropped.
+        paces = [round(math.log(pace), DECIMALS) for pace in np.array(times_us) / works]
+        return cls(tuple(_grow(cls.split_on, table, np.array(paces))))
 
     def estimate_us(self, point: LinearPoint) -> float:
         """Return the work at the pace of the leaf that the slice falls into."""
@@ -192,7 +195,7 @@ def _grow(names: Sequence[str], table: NDArray[np.float64], targets: NDArray[np.
     while todo:
         place, samples, depth = todo.pop()
         split = _best_split(table[samples], targets[samples]) if depth < MAX_DEPTH else None
-        pace = math.exp(float(targets[samples].mean()))
+        pace = float(f"{math.exp(float(targets[samples].mean())):.{DECIMALS}g}")
         if split is None:
             nodes[place] = Node("", 0.0, -1, -1, pace)
             continue
