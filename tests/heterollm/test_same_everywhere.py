@@ -1,0 +1,53 @@
+"""Simulated results are the same to the digit on every machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numpy._core._multiarray_umath import __cpu_dispatch__ as DISPATCHED
+
+SCRIPT = Path(__file__).with_name("same_everywhere.py")
+EXPECTED = {
+    "qwen2-0.5b profile": "c580463ad7ffa7a5",
+    "qwen2-0.5b predictor": "bc461fc0d55abdab",
+    "qwen2-0.5b tensor plan": "a717b8e8dc11a93c",
+    "qwen2-0.5b block plan": "d9ddec5845ef39bd",
+    "qwen3-0.6b profile": "d77cd3a73e0cc6ed",
+    "qwen3-0.6b predictor": "2f6ff4632b396550",
+    "qwen3-0.6b tensor plan": "45806e89ac3e7335",
+    "qwen3-0.6b block plan": "80f9a7797ad9b4ad",
+    "simulation": "324ecd13f7b89390",
+}
+"""On every machine. A change of the profiler, the solver or the simulation that is meant writes new ones."""
+
+NEWEST = [name for name in DISPATCHED if name.startswith(("AVX512", "X86_V4"))]
+WITHOUT_FMA = "glibc.cpu.hwcaps=-AVX2,-FMA,-AVX2_Usable,-FMA_Usable,-AVX512F,-AVX512VL"
+MACHINES = {
+    "this one": (32 << 20, {}),
+    "with AVX2 and a large cache": (
+        1 << 30,
+        {"NPY_DISABLE_CPU_FEATURES": " ".join(NEWEST), "OPENBLAS_CORETYPE": "Haswell"},
+    ),
+    "with SSE4 and a small cache": (
+        1 << 20,
+        {
+            "NPY_DISABLE_CPU_FEATURES": " ".join(DISPATCHED),
+            "OPENBLAS_CORETYPE": "Nehalem",
+            "GLIBC_TUNABLES": WITHOUT_FMA,
+        },
+    ),
+}
+"""Sizes of the host's cache, and what makes NumPy, its BLAS and the C library take other instructions."""
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_simulated_results_are_the_same_on_a_machine(machine, tmp_path):
+    cache_bytes, variables = MACHINES[machine]
+    environment = os.environ | variables | {"HETEROLLM_CACHE": str(tmp_path)}
+    command = [sys.executable, "-P", str(SCRIPT), str(cache_bytes)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == EXPECTED
