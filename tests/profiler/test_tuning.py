@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -366,13 +367,15 @@ def test_a_candidate_that_fails_on_the_real_layer_is_quarantined(runtime, monkey
 
 
 KILLED = """
-import os, sys
+import os, runpy, sys
 from heterollm.kernels.opencl_runtime import OpenClRuntime, is_cpu, list_opencl_devices
 from heterollm.kernels.linear_parameters import ShapeClass
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.tuning import tune
 from heterollm.profiler.tuning_trial import Checker, TuningJob
 
+if sys.argv[1:]:
+    runpy.run_path(sys.argv[1])["forget_processor"]()
 runtime = OpenClRuntime(next(device for _, device in list_opencl_devices() if is_cpu(device)))
 check, seen = Checker.check, []
 
@@ -387,9 +390,12 @@ tune(runtime, [TuningJob(shape, rows=128, columns=128, tokens=(70,))], budget_s=
 """
 
 
-def test_what_takes_the_process_down_stays_in_quarantine(runtime, tmp_path):
+def test_what_takes_the_process_down_stays_in_quarantine(runtime, pytestconfig, tmp_path):
+    """Also on a processor that PoCL does not know: both processes must take the device for the same."""
+    unknown = pytestconfig.getoption("--processor") == "unknown"
+    script = Path(__file__).parents[1] / "kernels" / "two_runtimes.py"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", KILLED],
+        [sys.executable, "-P", "-c", KILLED, *([str(script)] if unknown else [])],
         cwd=tmp_path,
         capture_output=True,
         text=True,
