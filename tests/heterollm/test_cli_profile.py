@@ -27,7 +27,7 @@ class FakeDevice:
     closed = False
 
     def description(self):
-        return {"device": self.name, "time": self.time_kind, "gpu": "a processor"}
+        return {"device": self.name, "time": self.time_kind, "gpu": "a processor", "cache_bytes": 0}
 
     def fingerprint(self):
         return fingerprint_of(self.description())
