@@ -1,0 +1,427 @@
+"""What a user sees of the program, held in ``tests/golden/``: its help, keys, files, exit codes and plans.
+
+A change that was meant rewrites them with ``HETEROLLM_GOLDEN=write pytest -n0 -m "" tests/test_outside.py``.
+They hold names, types, and placements on a simulated device: nothing that differs between machines.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import typer
+
+# All that is taken from inside; where it lies is no part of what is held.
+from heterollm.cli import app, main
+from heterollm.kernels.device import open_device
+from heterollm.kernels.ops import feed_forward_blocks
+from heterollm.known_models import KNOWN_MODELS
+from heterollm.load_options import choose_plan
+from heterollm.plan_command import solve_for
+from heterollm.planning import PlanRequest
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+WRITE = os.environ.get("HETEROLLM_GOLDEN") == "write"
+AGAIN = 'If this was meant, run `HETEROLLM_GOLDEN=write pytest -n0 -m "" tests/test_outside.py`.'
+
+SIMULATED = "sim:snapdragon-8gen3"
+
+
+def hold(name, lines):
+    """Fail with the difference where lines are not those of a golden file."""
+    path = GOLDEN / f"{name}.txt"
+    text = "".join(f"{line}\n" for line in lines)
+    if WRITE:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    held = path.read_text("utf-8") if path.exists() else ""
+    if text != held:
+        old, new = held.splitlines(), text.splitlines()
+        difference = difflib.unified_diff(old, new, f"golden/{name}.txt", "now", n=1, lineterm="")
+        pytest.fail("\n".join([*difference, AGAIN]), pytrace=False)
+
+
+def call(line):
+    """Run a command line, in which MODEL is the bundled model and ROOT the checkout."""
+    named = {"MODEL": str(resources.files("heterollm") / "data" / "tiny_python_lm")}
+    words = [named.get(word, word.replace("ROOT", str(ROOT))) for word in shlex.split(line)]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+@contextlib.contextmanager
+def empty_folder(factory, name):
+    """Work in a new folder with a cache of its own."""
+    folder = factory.mktemp(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(folder / "cache"))
+        (folder / "work").mkdir()
+        patch.chdir(folder / "work")
+        yield folder
+
+
+# -- help --------------------------------------------------------------------------------------------
+
+
+def commands(command, words=()):
+    """Yield the words and the command of a group and of everything under it."""
+    yield " ".join(words), command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def test_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = []
+    for name in COMMANDS:
+        code, out, err = call(f"{name} --help")
+        assert (code, err) == (0, "")
+        lines += ["=" * 80, *out.splitlines()]
+    hold("help", lines)
+
+
+# -- JSON, and the files that commands write ---------------------------------------------------------
+
+
+RUNS = {
+    "devices": "devices --json",
+    "profile": f"profile --device {SIMULATED} --model MODEL --json",
+    "profile list": "profile list --json",
+    "profile show": "profile show --json",
+    "profile export": "profile export profile.json",
+    "profile compare": "profile compare profile.simulated.json profile.simulated.json --json",
+    "plan": f"plan MODEL --device {SIMULATED} -o plan.json --json",
+    "generate": f"generate MODEL 'import os' --device {SIMULATED} --plan tensor --max-new-tokens 3 "
+    "--trace trace.json --json",
+    "trace": "trace trace.simulated.json --json",
+    "simulate": "simulate --model MODEL --plan-level tensor --prompt 64 --decode 2 --json",
+    "simulate rows": "simulate --model MODEL --plan-level tensor --prompt 64 --decode 2 --jobs 1 "
+    "--out sweep.jsonl -o json",
+    "demo": f"demo --device {SIMULATED} --max-new-tokens 2 --json",
+    "bench": f"bench MODEL --device {SIMULATED} --plan-level tensor -p 33 -n 1 -r 1 "
+    "--out bench.jsonl -o json",
+    "paper": "paper --from ROOT/bench/results/simulated_paper.jsonl --json",
+    "doctor": f"doctor --device {SIMULATED} --json",
+    "cache list": "cache list --json",
+}
+"""Commands by the name of what they print, in the order in which they need each other."""
+
+PRINTING = {
+    name: f"json/{name.replace(' ', '_')}"
+    for name, line in RUNS.items()
+    if line.endswith(("--json", " json"))
+}
+"""The goldens of those that print JSON."""
+
+EXPECTED_CODES = {"doctor": 1}
+"""A simulated device computes nothing, and every check says so."""
+
+FILES = (
+    "profile.simulated.json",
+    "plan.json",
+    "trace.simulated.json",
+    "sweep.simulated.jsonl",
+    "bench.simulated.jsonl",
+)
+
+NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+DATA = (
+    r"(^|\.)(critical_us|differences|engine_us|facts|hand_over_ms|npu_versions|reasons|skipped|versions|what_if)|"
+    r"\.cuts\.(prefill|decode)|^runs"
+)
+"""Objects whose keys are data: categories of time, libraries, operators, moments."""
+
+OF_THE_MACHINE = re.compile(r"disturbed_fraction|samples_disturbed\[\]")
+"""Null where the system does not say. Whether there are notes differs, too."""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What the commands printed, by name, and the folder that they worked in."""
+    with empty_folder(tmp_path_factory, "outside") as folder:
+        printed = {}
+        for name, line in RUNS.items():
+            code, out, err = call(line)
+            assert code == EXPECTED_CODES.get(name, 0), f"{line}\n{out[-500:]}{err}"
+            printed[name] = out
+    return printed, folder
+
+
+def key_lines(value):
+    """Return every path of a JSON value with its types."""
+    found = {}
+    walk(value, "", found)
+    for path, types in found.items():
+        if len(types) > 1:
+            types.discard("null")
+        if OF_THE_MACHINE.search(path):
+            types.clear()
+    return [f"{path or '.'} {'|'.join(sorted(types)) or 'any'}" for path, types in sorted(found.items())]
+
+
+def walk(value, path, found):
+    found.setdefault(path, set()).add(NAMES.get(type(value), "number"))
+    if isinstance(value, dict):
+        keys_are_data = re.search(f"({DATA})$", path)
+        for key, item in value.items():
+            walk(item, f"{path}.{'*' if keys_are_data else key}".lstrip("."), found)
+    elif isinstance(value, list) and not path.endswith("notes"):
+        for item in value:
+            # Records of a profile differ by their kind, events of a trace by their category.
+            kind = item.get("kind", item.get("cat", "")) if path in ("records", "traceEvents") else ""
+            walk(item, f"{path}[{kind}]", found)
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_keys_of_json(outputs, name):
+    hold(PRINTING[name], key_lines(json.loads(outputs[0][name])))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fields_of_files(outputs, name):
+    text = (outputs[1] / "work" / name).read_text("utf-8")
+    rows = name.endswith(".jsonl")
+    hold(
+        f"files/{name}",
+        key_lines([json.loads(line) for line in text.splitlines()] if rows else json.loads(text)),
+    )
+
+
+def test_files_are_those_that_are_held(outputs):
+    assert {path.name for path in (outputs[1] / "work").iterdir()} == set(FILES)
+
+
+def test_every_command_that_prints_json_is_held():
+    printing = {
+        name for name, command in COMMANDS.items() if any("--json" in param.opts for param in command.params)
+    }
+    assert len(printing) > 10
+    assert printing <= {*PRINTING, "compile"}
+
+
+def test_keys_of_compiled_graphs(outputs, tmp_path_factory):
+    devices = {device["name"]: device for device in json.loads(outputs[0]["devices"])}
+    if not devices["emulator"]["usable"]:
+        pytest.skip(devices["emulator"]["reason"])
+    with empty_folder(tmp_path_factory, "compiled") as folder:
+        code, out, err = call("compile MODEL --soc 57 --lengths 1 --json")
+        assert code == 0, err
+    hold("json/compile", key_lines(json.loads(out)))
+    hold("cache/compile", layout(folder / "cache"))
+
+
+# -- the cache ---------------------------------------------------------------------------------------
+
+
+def layout(cache):
+    """Return the paths below a cache folder, with placeholders for hashes, each once.
+
+    What OpenCL runtimes keep there is theirs.
+    """
+    paths = (path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
+    own = (path for path in paths if not path.startswith("opencl/"))
+    return sorted({re.sub(r"[0-9a-f]{16,}", lambda found: f"<{len(found[0])} hex>", path) for path in own})
+
+
+def test_layout_of_the_cache(outputs):
+    printed, folder = outputs
+    kinds = [f"{kind['name']}/ {kind['content']}" for kind in json.loads(printed["cache list"])]
+    hold("cache/simulated", [*kinds, "", *layout(folder / "cache")])
+
+
+@pytest.mark.slow
+def test_demo_of_a_real_device(tmp_path_factory):
+    """It takes a minute, and also leaves what only a real device's profile does."""
+    with empty_folder(tmp_path_factory, "host") as folder:
+        code, out, err = call("demo --device host --max-new-tokens 2 --json")
+        assert code == 0, err
+    result = json.loads(out)
+    for workload in result["workloads"]:
+        assert workload.pop("rows")  # as those of bench, whose nulls follow the machine
+    hold("json/demo_host", key_lines(result))
+    hold("cache/host", layout(folder / "cache"))
+
+
+# -- exit codes --------------------------------------------------------------------------------------
+
+
+CALLS = (
+    "",
+    "--version",
+    "--no-such-option",
+    "genrate",
+    "bench",
+    "bench --from missing.jsonl",
+    "cache",
+    "cache clear",
+    "cache clear nonsense",
+    "cache list",
+    "cache path",
+    "chat",
+    "chat ./missing",
+    "compile MODEL",
+    "compile MODEL --soc 57 --plan tensor",
+    "demo --device nonsense",
+    "devices",
+    "doctor --device nonsense",
+    "generate",
+    "generate MODEL",
+    "generate MODEL hello --max-new-tokens many",
+    "generate MODEL hello --plan nonsense",
+    "generate MODEL hello --precision int3",
+    "generate MODEL hello --device nonsense",
+    "generate ./missing hello",
+    "paper --from missing.jsonl",
+    "paper --model nonsense",
+    "plan",
+    "plan ./missing",
+    f"plan MODEL --device {SIMULATED}",
+    "plan MODEL --profile missing.json",
+    "profile --budget soon",
+    "profile compare missing.json missing.json",
+    "profile import missing.json",
+    "profile list",
+    "profile show",
+    "simulate --model nonsense",
+    "simulate --plan-level nonsense",
+    "simulate --prompt none",
+    "simulate --soc nonsense",
+    "trace",
+    "trace missing.json",
+)
+
+
+class Interrupting(io.StringIO):
+    def read(self, *_arguments):
+        raise KeyboardInterrupt
+
+
+def test_exit_codes(tmp_path_factory, monkeypatch):
+    with empty_folder(tmp_path_factory, "codes"):
+        lines = [f"{call(line)[0]} heterollm {line}".rstrip() for line in CALLS]
+        monkeypatch.setattr(sys, "stdin", Interrupting())
+        lines.append(f"{call('generate MODEL -')[0]} heterollm generate MODEL - (Ctrl-C)")
+        if os.name == "posix":
+            read, write = os.pipe()
+            os.close(read)
+            command = [sys.executable, "-m", "heterollm", "cache", "list"]
+            done = subprocess.run(command, stdout=write, stderr=subprocess.DEVNULL, check=False)
+            os.close(write)
+            lines.append(f"{done.returncode} heterollm cache list (nobody reads)")
+    hold("exit_codes", lines)
+
+
+# -- simulated plans ---------------------------------------------------------------------------------
+
+
+QUICK = ("llama-3-8b", "llama-3.2-1b", "gemma-2b", "phi-3-mini", "qwen2-0.5b", "qwen3-0.6b")
+MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KNOWN_MODELS]
+LEVELS = ("gpu", "npu", "layer", "tensor", "block")
+
+PROMPTS = (1, 2, 3, 5, 10, 31, 32, 33, 64, 70, 135, 256, 300, 525, 600, 1000, 1024, 1100)
+DECODE = range(1, 17)
+"""Passes as they are really run: a prompt in its chunks, and decode of so many tokens."""
+
+PLANNED = sorted({*range(1, 34), *range(32, 1101, 32), *range(33, 1101, 32), *PROMPTS})
+"""Passes that a saved plan is asked for."""
+
+
+def placement_text(spec, placement):
+    if not placement.npu_lengths:
+        return f"{spec.group} gpu"
+    rows = "all" if placement.npu_rows == spec.member_rows else "+".join(map(str, placement.npu_rows))
+    form = f" {placement.form}" if placement.form else ""
+    return f"{spec.group} {rows}@{'+'.join(map(str, placement.npu_lengths))}{form}"
+
+
+def pass_text(asked, specs, phase, tokens):
+    """Return who computes what in a pass of so many tokens: rows@lengths of the NPU, or the GPU.
+
+    First and last layer are asked, and are one text if they agree, as the head is.
+    """
+    blocks = {block.layer: block for block in feed_forward_blocks(specs)}
+    layers = {}
+    for layer in (0, max(spec.layer for spec in specs)):
+        block = blocks.get(layer)
+        whole = None if block is None else asked.block_placement(phase, tokens, block)
+        parts = [
+            placement_text(spec, asked.placement(phase, tokens, spec))
+            for spec in specs
+            if spec.layer == layer and not (whole and spec.group in ("gate_up", "down"))
+        ]
+        layers["; ".join(parts + ([placement_text(block, whole)] if whole else []))] = None
+    head = next(spec for spec in specs if spec.group == "head")
+    # The head sees one token of a prompt.
+    rows = tokens if phase == "decode" else 1
+    return "; ".join([*layers, placement_text(head, asked.placement(phase, rows, head))])
+
+
+def range_lines(asked, specs, phase, lengths):
+    """Yield lines of neighbouring lengths that are placed alike."""
+    for text, alike in groupby(lengths, lambda tokens: pass_text(asked, specs, phase, tokens)):
+        first, *others = alike
+        yield f"{phase} {first}{f'-{others[-1]}' if others else ''}: {text}"
+
+
+def plan_lines(planners, level):
+    """Return what a level does to a model, and a hash of what its saved plan would do."""
+    planner = planners[level if level in planners else "tensor"]
+    plan = choose_plan(
+        level,
+        planner.specs,
+        device=SIMULATED,
+        standard_lengths=open_device(SIMULATED).standard_lengths,
+        precision=planner.precision,
+        context=planner.config.max_positions,
+        solve=lambda asked: planners[asked].plan,
+    )
+    passes = sorted({length for prompt in PROMPTS for _, length in plan.chunks(prompt)})
+    used = planner if level in planners else plan
+    yield f"[{level}, chunks of {plan.chunk_length}]"
+    yield from range_lines(used, planner.specs, "prefill", passes)
+    yield from range_lines(used, planner.specs, "decode", DECODE)
+    planned = [tokens for tokens in PLANNED if tokens <= plan.chunk_length]
+    saved = [*range_lines(plan, planner.specs, "prefill", planned)]
+    saved += range_lines(plan, planner.specs, "decode", DECODE)
+    yield f"saved: {hashlib.sha256(chr(10).join(saved).encode()).hexdigest()[:16]}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_simulated_plans(tmp_path_factory, model):
+    with empty_folder(tmp_path_factory, "plans"):
+        code, _, err = call(f"profile --device {SIMULATED} --model {model}")
+        assert code == 0, err
+        planners = {
+            level: solve_for(model, device=SIMULATED, request=PlanRequest(level=level))
+            for level in ("tensor", "block")
+        }
+        hold(f"plans/{model}", [line for level in LEVELS for line in plan_lines(planners, level)])
+
+
+# -- the goldens -------------------------------------------------------------------------------------
+
+
+def test_no_golden_is_left_over():
+    """A file that no test writes would be held by nothing."""
+    names = {"help", "exit_codes", "cache/simulated", "cache/compile", "cache/host", "json/compile"}
+    names |= {"json/demo_host", *PRINTING.values()}
+    names |= {*(f"files/{name}" for name in FILES), *(f"plans/{model}" for model in KNOWN_MODELS)}
+    assert {path.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("*.txt")} == {
+        f"{name}.txt" for name in names
+    }
