@@ -153,14 +153,16 @@ OF_THE_MACHINE = re.compile(r"disturbed_fraction|samples_disturbed\[\]")
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What the commands printed, by name, and the folder that they worked in."""
+    """What each command returned and printed, by its name, and the folder that they worked in."""
     with empty_folder(tmp_path_factory, "outside") as folder:
-        printed = {}
-        for name, line in RUNS.items():
-            code, out, err = call(line)
-            assert code == EXPECTED_CODES.get(name, 0), f"{line}\n{out[-500:]}{err}"
-            printed[name] = out
-    return printed, folder
+        return {name: call(line) for name, line in RUNS.items()}, folder
+
+
+def printed(outputs, name):
+    """Return the JSON value that a command printed."""
+    code, out, err = outputs[0][name]
+    assert code == EXPECTED_CODES.get(name, 0), err
+    return json.loads(out)
 
 
 def key_lines(value):
@@ -190,7 +192,7 @@ def walk(value, path, found):
 
 @pytest.mark.parametrize("name", PRINTING)
 def test_keys_of_json(outputs, name):
-    hold(PRINTING[name], key_lines(json.loads(outputs[0][name])))
+    hold(PRINTING[name], key_lines(printed(outputs, name)))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -216,7 +218,7 @@ def test_every_command_that_prints_json_is_held():
 
 
 def test_keys_of_compiled_graphs(outputs, tmp_path_factory):
-    devices = {device["name"]: device for device in json.loads(outputs[0]["devices"])}
+    devices = {device["name"]: device for device in printed(outputs, "devices")}
     if not devices["emulator"]["usable"]:
         pytest.skip(devices["emulator"]["reason"])
     with empty_folder(tmp_path_factory, "compiled") as folder:
@@ -240,9 +242,8 @@ def layout(cache):
 
 
 def test_layout_of_the_cache(outputs):
-    printed, folder = outputs
-    kinds = [f"{kind['name']}/ {kind['content']}" for kind in json.loads(printed["cache list"])]
-    hold("cache/simulated", [*kinds, "", *layout(folder / "cache")])
+    kinds = [f"{kind['name']}/ {kind['content']}" for kind in printed(outputs, "cache list")]
+    hold("cache/simulated", [*kinds, "", *layout(outputs[1] / "cache")])
 
 
 @pytest.mark.slow
