@@ -42,20 +42,23 @@ from ablation_table import by_runs, latest, table
 from aims import is_of_waits, judge_aims
 from random_model import write_checkpoint
 
-from heterollm import report
+from heterollm.base import HeteroLLMError, format_duration, parse_duration
+from heterollm.benchmarks import (
+    BenchOptions,
+    BenchResult,
+    BenchRow,
+    RowFile,
+    Stop,
+    bundled_model,
+    profile_splits,
+    read_rows,
+    run_bench,
+    signals_interrupt,
+)
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.formats import read_rows
-from heterollm.benchmarks.options import BenchOptions
-from heterollm.benchmarks.profile_first import profile_splits
-from heterollm.benchmarks.row_file import RowFile
-from heterollm.benchmarks.rows import BenchRow
-from heterollm.benchmarks.run import BenchResult, run_bench
-from heterollm.benchmarks.stopping import Stop, signals_interrupt
-from heterollm.demo import bundled_model
-from heterollm.durations import format_duration, parse_duration
-from heterollm.errors import HeteroLLMError
-from heterollm.report_bench import bench_report
-from heterollm.report_picture import check_picture, write_picture
+from heterollm.report import check_picture, write_picture
+from heterollm.report import console as report
+from heterollm.report.bench import bench_report
 
 DECODED: Final = 32
 WAITS_CASE: Final = Case(0, 64, 32)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from heterollm.benchmarks.cases import Case, Configuration, Threads, expand
+from heterollm.benchmarks import Configuration, expand
+from heterollm.benchmarks.cases import Case, Threads
 
 SPLIT: Final[Threads] = (1, 1)
 WHOLE: Final[Threads] = (2, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
-from heterollm.benchmarks.rows import BenchRow
+from heterollm.benchmarks import BenchRow
 
 Chosen: TypeAlias = Callable[[BenchRow], bool]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from heterollm.benchmarks.rows import BenchRow
-from heterollm.benchmarks.verdict import best_of, compare_rows, is_split
+from heterollm.benchmarks import BenchRow, best_of
+from heterollm.benchmarks.verdict import compare_rows, is_split
 
 Chosen: TypeAlias = Callable[[BenchRow], bool]
 

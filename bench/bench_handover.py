@@ -1,6 +1,6 @@
 """How late does the host see the end of a GPU kernel by each hand-over strategy, and what does waiting cost?
 
-The laboratory of heterollm/kernels/handover.py. Kernels of about 0.1, 0.3, 1 and 5 ms, strategies in turns.
+The laboratory of kernels/sync/handover.py. Kernels of about 0.1, 0.3, 1 and 5 ms, strategies in turns.
 The latency is the time from the kernel's end, by the device's own timestamp, until the hand-over returns;
 `processor` is the waiting thread's processor time as a share of the wait. Batches during which other
 processes computed are repeated; those that stay disturbed are kept and counted.
@@ -25,7 +25,7 @@ REPEATS: Final = 25
 
 def batch(device: Any, kernel_us: int, patience_s: float) -> tuple[tuple[Any, ...], bool]:  # noqa: ANN401
     """Return one batch of measurements, and whether others computed meanwhile until patience ran out."""
-    from heterollm.profiler.links import hand_over_latencies
+    from heterollm.profiler.measure import hand_over_latencies
 
     give_up = time.monotonic() + patience_s
     while True:
@@ -94,11 +94,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     from heterollm.kernels.device import open_device
-    from heterollm.kernels.handover import refused_strategies
-    from heterollm.kernels.litmus import flag_litmus
-    from heterollm.kernels.opencl_sync import flag_word
-    from heterollm.kernels.waiting import sleep_overshoot_us
-    from heterollm.profiler.links import KERNELS_US
+    from heterollm.kernels.gpu import flag_word
+    from heterollm.kernels.gpu.waiting import sleep_overshoot_us
+    from heterollm.kernels.sync import flag_litmus, refused_strategies
+    from heterollm.profiler.measure import KERNELS_US
 
     device = open_device(options.device)
     device.pin()

@@ -22,15 +22,12 @@ from typing import Any
 import numpy as np
 
 import heterollm
-from heterollm.kernels import reference
+from heterollm.base import bandwidth_gbps
 from heterollm.kernels.device import Device, open_device
-from heterollm.kernels.gpu_linear import GpuLinear
-from heterollm.kernels.npu import NpuSlice
-from heterollm.kernels.npu_host import HostNpu
-from heterollm.kernels.quantized_tensor import QuantizedTensor
-from heterollm.kernels.tolerances import linear_errors
+from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
+from heterollm.kernels.gpu import GpuLinear
+from heterollm.kernels.npu import HostNpu, NpuSlice
 from heterollm.profiler.measure import measure_interleaved
-from heterollm.units import bandwidth_gbps
 
 SHAPES = {"qkv": (2560, 2048), "o": (2048, 2048), "gate_up": (11264, 2048), "down": (2048, 5632)}
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 256)

@@ -263,7 +263,7 @@ def compare_logits(children: list[Child]) -> dict[str, float]:
 
 def check_instructions(children: list[Child]) -> None:
     """Refuse to compare engines of which one alone is limited to an older processor."""
-    from heterollm.kernels.pocl_target import TARGETS, chosen_target
+    from heterollm.kernels.gpu.pocl_target import TARGETS, chosen_target
 
     chosen = chosen_target()
     if chosen is None:

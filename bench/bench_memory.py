@@ -67,8 +67,7 @@ class Peak(threading.Thread):
 def child(folder: Path, level: str, precision: str, context: int) -> dict[str, Any]:
     """Load in this process and return what it took."""
     import heterollm
-    from heterollm.memory import memory_need
-    from heterollm.slots import pool_sizes
+    from heterollm.engine import memory_need, pool_sizes
 
     before, _ = held_bytes()
     peak = Peak()
@@ -133,7 +132,7 @@ def main() -> None:
         return
     from random_model import write_checkpoint
 
-    from heterollm.kernels.cache import cache_root
+    from heterollm.base import cache_root
 
     write_checkpoint(options.folder)
     in_child(options, "npu", None)

@@ -4,7 +4,7 @@ Overhead is 1 - (kernel events + session time) / wall: the times of a traced run
 every kernel, against the wall of the same run and of an untraced one. Levels `gpu` (all cores on the OpenCL
 part, no NPU) and `npu` (half the cores each), every run in a process of its own. A second table breaks the
 kernels of prefill and decode down by class behind 0, 512 and 2048 tokens, with decode's launches one by one
-instead of merged (kernels/merged.py), since a merged launch has one event.
+instead of merged (kernels/gpu/merged.py), since a merged launch has one event.
 
 TinyLlama-1.1B's shape with random weights. Only tokens during which other processes were idle count.
 
@@ -45,9 +45,7 @@ class Trace:
 
     def around(self, call: Any) -> Callable[[], None]:  # noqa: ANN401 - a launch, a graph's run or a wait
         """Return a call that does the same and is recorded."""
-        from heterollm.kernels.opencl_launch import ChainedLaunch, Launch
-        from heterollm.kernels.opencl_memory import SharedArray
-        from heterollm.kernels.opencl_runtime import OpenClRuntime
+        from heterollm.kernels.gpu import ChainedLaunch, Launch, OpenClRuntime, SharedArray
 
         if isinstance(call, ChainedLaunch):
             first, second = self.around(call.before), functools.partial(Launch.__call__, call)
@@ -80,16 +78,16 @@ class Trace:
 
 def load(folder: Path, level: str, *, traced: bool, merged: bool) -> tuple[Any, Trace]:
     """Return a loaded model whose passes are recorded from now on."""
-    import heterollm.compiler
-    import heterollm.engine
+    import heterollm.engine.compiler
+    import heterollm.engine.runner
     import heterollm.llm
 
     trace = Trace()
     if not merged:
-        heterollm.compiler.merge_launches = lambda _runtime, calls: list(calls)
+        heterollm.engine.compiler.merge_launches = lambda _runtime, calls: list(calls)
     if traced:
         heterollm.llm.open_device = functools.partial(heterollm.llm.open_device, profiling=True)
-        kind = heterollm.engine.Engine
+        kind = heterollm.engine.runner.Engine
         kind._call = lambda engine, calls, run=kind._call: run(engine, [trace.around(call) for call in calls])  # type: ignore[method-assign,misc] # noqa: SLF001
     threads = {"gpu_threads": CORES, "npu_threads": 0} if level == "gpu" else {}
     llm = heterollm.llm.LLM.load(folder, device="host", plan=level, context=CONTEXT, **threads)

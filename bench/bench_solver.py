@@ -25,12 +25,10 @@ from conditions import conditions
 
 from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
-from heterollm.profiler.workload import ModelShape, Sizes, shape_of
-from heterollm.solver import SOLVED_LEVELS, SolvedLevel
-from heterollm.solver.candidates import NpuLimits
+from heterollm.profiler.work import ModelShape
+from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, SolvedLevel, Solver
 from heterollm.solver.costs import Costs, Overheads, Slowdown
-from heterollm.solver.slices import Budget, Slices
-from heterollm.solver.solve import Solver
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
 SIZES: Final = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, False)
@@ -79,9 +77,9 @@ def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Call
     yield "formula", FormulaCosts, NpuLimits(STANDARD_LENGTHS, 256, formula_forms)
     if profile is None:
         return
-    from heterollm.profiler.predictor import Predictor
-    from heterollm.profiler.profile import Profile
-    from heterollm.solver.profile_costs import ProfileCosts, limits_of
+    from heterollm.profiler.predict import Predictor
+    from heterollm.profiler.records import Profile
+    from heterollm.solver import ProfileCosts, limits_of
 
     measured = Profile.load(profile)
     fitted = Predictor.fit(measured).to_json()

@@ -33,7 +33,8 @@ BASELINES: Final = ("operator", "finish")
 
 def row_cuts(llm: Any) -> Any:  # noqa: ANN401 - imported late, as the device is chosen at the first import
     """Return a plan that cuts every group along rows, in the middle of each member."""
-    from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
+    from heterollm.solver import Placement, Plan, model_shape
+    from heterollm.solver.plan import PlanEntry
 
     specs = llm._weights.specs
     alignment = llm.device.npu.row_alignment
@@ -135,9 +136,9 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    from heterollm import LLM
-    from heterollm.demo import bundled_model
-    from heterollm.load_options import SYNC_OPTIONS
+    from heterollm.benchmarks import bundled_model
+    from heterollm.llm import LLM
+    from heterollm.planning import SYNC_OPTIONS
 
     folder = bundled_model()
     with LLM.load(folder, device="host", plan="npu", context=CONTEXT) as llm:

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help=f"turns of {TOKENS_AT_ONCE} tokens for each")
     options = parser.parse_args()
 
-    from heterollm.demo import bundled_model
+    from heterollm.benchmarks import bundled_model
 
     folder = options.model or bundled_model()
     for plan in PLANS:

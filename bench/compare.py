@@ -16,9 +16,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from heterollm.base import HeteroLLMError
+from heterollm.benchmarks import read_rows
 from heterollm.benchmarks.comparison import Comparison, compare_row_sets
-from heterollm.benchmarks.formats import read_rows
-from heterollm.errors import HeteroLLMError
 
 
 def report(comparison: Comparison) -> list[str]:

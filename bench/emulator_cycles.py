@@ -82,7 +82,7 @@ def collect(path: Path, minutes: float) -> Counts:
         return counts
     from conditions import conditions
 
-    from heterollm.kernels.npu_qnn import QnnNpu
+    from heterollm.kernels.npu import QnnNpu
 
     disturbed = 0
     cache = tempfile.TemporaryDirectory(prefix="heterollm-cycles-")

@@ -23,7 +23,7 @@ import numpy as np
 from conditions import conditions
 
 from heterollm.kernels.npu import Form, NpuSlice
-from heterollm.plots import new_figure, save_png, step_curves
+from heterollm.report.plots import new_figure, save_png, step_curves
 
 SIZE: Final = 256
 TOKENS: Final = (1, 4, 8, 12, 16, 20, 24, 28, 31, 32, 33, 36, 48, 63, 64, 65, 80, 96, 97, 112, 128)
@@ -51,7 +51,7 @@ def read_counts(path: Path) -> Counts:
 
 def collect(path: Path, minutes: float) -> None:
     """Visit all points in turns until the time is over, each at least once."""
-    from heterollm.kernels.npu_qnn import QnnNpu
+    from heterollm.kernels.npu import QnnNpu
 
     values = np.random.default_rng(0).standard_normal((SIZE, SIZE), np.float32) * 0.05
     part = NpuSlice(values.astype(np.float16), 0, "o", ((0, SIZE),), f"random {SIZE} x {SIZE}")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import heterollm
-from heterollm import LLM
+from heterollm.llm import LLM
 
 WINDOW = 512
 WINDOWS = 79

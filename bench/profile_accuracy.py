@@ -21,12 +21,12 @@ from typing import Final, get_args
 
 from emulator_cycles import RESULTS, all_points, collect, settled
 
-from heterollm.profiler.predictor import BASELINES, CANDIDATES
-from heterollm.profiler.profile import Profile, stored_profiles
-from heterollm.profiler.records import LinearKey, LinearPoint, Part
-from heterollm.profiler.time_model import ShapeModel
-from heterollm.profiler.tree import FreeTree
-from heterollm.profiler.validation import Score, Times, held_out_predictions, score
+from heterollm.profiler.predict import BASELINES, CANDIDATES, Score, Times, held_out_predictions
+from heterollm.profiler.predict.time_model import ShapeModel
+from heterollm.profiler.predict.tree import FreeTree
+from heterollm.profiler.predict.validation import score
+from heterollm.profiler.records import LinearKey, LinearPoint, Part, Profile
+from heterollm.profiler.records.profile import stored_profiles
 
 MEDIAN_AIM: Final = {"emulator": 0.05, "host": 0.12}
 HIGH_AIM: Final = {"emulator": 0.15}

@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.config import ModelConfig
-from heterollm.errors import InputError
-from heterollm.layout import expected_tensors
-from heterollm.tensor_file import layout_tensors, write_header
+from heterollm.base import InputError
+from heterollm.model import ModelConfig
+from heterollm.model.layout import expected_tensors
+from heterollm.model.tensor_file import layout_tensors, write_header
 
 TINYLLAMA: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],

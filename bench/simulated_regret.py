@@ -15,21 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from heterollm.engine import Engine
+from heterollm.engine import Engine, Placements
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.kernels.simulated_device import soc_of
-from heterollm.kernels.simulation import Simulation
-from heterollm.kernels.soc.gpu_model import gpu_time, linear_work
-from heterollm.kernels.soc.npu_model import NpuWork, npu_time
-from heterollm.known_models import find_model
-from heterollm.layout import op_specs
-from heterollm.passes import Placements
+from heterollm.kernels.sim import Simulation, soc_of
+from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
+from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.planning import Planner
-from heterollm.shape_weights import shape_only_weights
 from heterollm.simulate import SimulationRequest
-from heterollm.simulated_plan import planned
-from heterollm.solver.plan import GPU_ONLY, Placement
+from heterollm.simulate.plan import planned
+from heterollm.solver import GPU_ONLY, Placement
 
 POINTS = 200
 

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from heterollm.kernels.soc.gpu_model import GpuTime, GpuWork, gpu_time, linear_work
-from heterollm.kernels.soc.memory_model import shared_rates
-from heterollm.kernels.soc.npu_model import NpuTime, NpuWork, npu_time
-from heterollm.kernels.soc.power_model import Usage
-from heterollm.kernels.soc.quantities import SocParameters
+from heterollm.kernels.sim import GpuWork, SocParameters, Usage
+from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time, linear_work
+from heterollm.kernels.sim.soc.memory_model import shared_rates
+from heterollm.kernels.sim.soc.npu_model import NpuTime, NpuWork, npu_time
 
 Level = Literal["gpu", "layer", "tensor"]
 Sync = Literal["fast", "driver"]

@@ -12,17 +12,11 @@ import numpy as np
 from soc_chain import LLAMA_3_8B, run
 from soc_values import ELITE_RATIOS, KNOWN
 
-from heterollm.kernels.cache import atomic_path
-from heterollm.kernels.soc.parameters import TEMPLATE, file_text
-from heterollm.kernels.soc.power_model import split_joules
-from heterollm.kernels.soc.quantities import (
-    PowerSplit,
-    SocParameters,
-    Source,
-    check_value,
-    quantities,
-    sections,
-)
+from heterollm.base import atomic_path
+from heterollm.kernels.sim import SocParameters
+from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text
+from heterollm.kernels.sim.soc.power_model import split_joules
+from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, check_value, quantities, sections
 
 __all__ = ["TABLE_FILE", "soc_of", "starting_values", "texts", "with_power", "write_files", "write_table"]
 

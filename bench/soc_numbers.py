@@ -14,10 +14,10 @@ from typing import Final
 
 from soc_chain import BLOCK, LLAMA_3_8B, run
 
-from heterollm.kernels.soc.gpu_model import gpu_time, linear_work
-from heterollm.kernels.soc.memory_model import granted_gbps
-from heterollm.kernels.soc.npu_model import NpuWork, npu_time
-from heterollm.kernels.soc.quantities import SocParameters
+from heterollm.kernels.sim import SocParameters
+from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
+from heterollm.kernels.sim.soc.memory_model import granted_gbps
+from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 
 __all__ = ["NUMBERS", "Number", "Residual", "markdown", "residuals"]
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from emulator_stages import HERE, NAMES, SIZE, TOKENS, read_counts
 
-from heterollm.kernels.soc.npu_model import NpuWork, npu_time
-from heterollm.kernels.soc.quantities import SocParameters
-from heterollm.plots import new_figure, save_png, step_curves
+from heterollm.kernels.sim import SocParameters
+from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.report.plots import new_figure, save_png, step_curves
 
 __all__ = ["draw", "emulated_curves", "modelled_curves"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from heterollm.kernels.soc.quantities import Source
+from heterollm.kernels.sim.soc.quantities import Source
 
 __all__ = ["ELITE_RATIOS", "FREE", "KNOWN", "Known"]
 

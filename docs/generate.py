@@ -19,7 +19,7 @@ from typing import Any, Final
 import typer
 import worked_example
 
-from heterollm.cli import app
+from heterollm.cli.command_line import app
 
 __all__ = ["PAGE", "commands", "example_files", "reference"]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from heterollm.kernels.cache import CACHE_VARIABLE, cache_root
-from heterollm.plan_command import solve_for
-from heterollm.planning import PlanRequest
-from heterollm.simulate import SimulationRequest, profile_ahead
+from heterollm.base import CACHE_VARIABLE, cache_root
+from heterollm.planning import PlanRequest, solve_for
+from heterollm.simulate import SimulationRequest
+from heterollm.simulate.run import profile_ahead
 
 __all__ = ["FIGURE", "PAGE", "Example", "figure", "solved", "with_numbers"]
 

@@ -15,12 +15,12 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from heterollm.errors import HeteroLLMError
-    from heterollm.generation import GenerationResult, GenerationStep
+    from heterollm.base import HeteroLLMError
+    from heterollm.engine import Session
     from heterollm.kernels.device import list_devices
     from heterollm.llm import LLM
-    from heterollm.session import Session
-    from heterollm.solver.plan import Plan
+    from heterollm.solver import Plan
+    from heterollm.text import GenerationResult, GenerationStep
 
 __all__ = [
     "LLM",
@@ -37,11 +37,11 @@ __version__ = version("heterollm")
 
 _HOMES = {
     "LLM": "heterollm.llm",
-    "GenerationResult": "heterollm.generation",
-    "GenerationStep": "heterollm.generation",
-    "HeteroLLMError": "heterollm.errors",
+    "GenerationResult": "heterollm.text.generation",
+    "GenerationStep": "heterollm.text.generation",
+    "HeteroLLMError": "heterollm.base.errors",
     "Plan": "heterollm.solver.plan",
-    "Session": "heterollm.session",
+    "Session": "heterollm.engine.session",
     "list_devices": "heterollm.kernels.device",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from heterollm.exit_codes import INTERRUPTED
+from heterollm.base import INTERRUPTED
 
 __all__ = ["run"]
 

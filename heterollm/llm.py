@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.chat import reusable_prefix
-from heterollm.checkpoint import Checkpoint
-from heterollm.config import ModelConfig
-from heterollm.emulation import check_emulation
-from heterollm.engine_start import start_engine, take_trace
-from heterollm.engine_thread import EngineThread
-from heterollm.errors import EngineError, InputError, OptionError
-from heterollm.generation import Generation, GenerationOptions, GenerationResult
+from heterollm.base import EngineError, InputError, OptionError, Progress, silent
+from heterollm.engine import (
+    EngineThread,
+    Session,
+    SessionSource,
+    Stream,
+    check_emulation,
+    check_ids,
+    check_memory,
+    check_precision,
+    memory_need,
+)
 from heterollm.kernels.device import Device, open_device
 from heterollm.kernels.ops import OpSpec, Precision
-from heterollm.kernels.simulation import Simulation, is_simulated
-from heterollm.layout import op_specs
-from heterollm.load_options import (
+from heterollm.kernels.sim import Simulation, is_simulated
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
+from heterollm.planning import (
     Sync,
     check_length_policy,
     check_options,
@@ -31,21 +35,21 @@ from heterollm.load_options import (
     choose_context,
     choose_plan,
 )
-from heterollm.memory import check_memory, memory_need
-from heterollm.precision import check_precision
-from heterollm.progress import Progress, silent
-from heterollm.sampling import SamplingOptions
-from heterollm.session import Session, check_ids
-from heterollm.solver import LengthPolicy, Plan
-from heterollm.solver.check import check_plan
-from heterollm.streaming import SessionSource, Stream
-from heterollm.tokenizer import Tokenizer
-from heterollm.weights import ModelWeights, load_weights
+from heterollm.solver import LengthPolicy, Plan, check_plan
+from heterollm.text import (
+    Generation,
+    GenerationOptions,
+    GenerationResult,
+    SamplingOptions,
+    Tokenizer,
+    reusable_prefix,
+)
+from heterollm.trace import start_engine, take_trace
 
 if TYPE_CHECKING:
     from heterollm.engine import Engine
     from heterollm.planning import Planner
-    from heterollm.solver.levels import LengthCosts
+    from heterollm.solver import LengthCosts
     from heterollm.trace import Trace
 
 __all__ = ["LLM"]
@@ -109,9 +113,9 @@ class LLM:
             gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
             npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
             allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
-            sync: How the parts wait for each other: a strategy of :mod:`heterollm.kernels.handover`,
+            sync: How the parts wait for each other: a strategy of :mod:`heterollm.kernels.sync.handover`,
                 ``operator`` to finish the GPU's queue after every operator, or ``auto``
-                (:func:`heterollm.synchronisation.default_strategies`).
+                (:func:`heterollm.engine.waits.default_strategies`).
             length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
                 ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what
                 the device's profile predicts to be faster for each group). The solver needs none.
@@ -384,7 +388,7 @@ def _check_fit(
     config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, context: int, device: Device
 ) -> None:
     # Imported only now, as the engine is.
-    from heterollm.slots import HEAD_ROWS, pool_sizes
+    from heterollm.engine import HEAD_ROWS, pool_sizes
 
     check_plan(
         plan,

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
-from heterollm.errors import DeviceError, OptionError, see
-from heterollm.kernels.cache import CACHE_VARIABLE, cache_root
+from heterollm.base import CACHE_VARIABLE, DeviceError, OptionError, cache_root, see
+from heterollm.kernels.formats import linear_errors
+from heterollm.kernels.gpu import target_for_this_machine
 from heterollm.kernels.npu import NpuBackend, TimeKind
-from heterollm.kernels.pocl_target import target_for_this_machine
-from heterollm.kernels.simulation import SIMULATED, Simulation, is_simulated
+from heterollm.kernels.sim import SIMULATED, Simulation, is_simulated
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
-from heterollm.kernels.tolerances import linear_errors
 
 if TYPE_CHECKING:
-    from heterollm.kernels.opencl_runtime import OpenClRuntime
+    from heterollm.kernels.gpu import OpenClRuntime
 
 __all__ = [
     "DEVICE_NAMES",
@@ -161,7 +160,7 @@ def open_device(
         OptionError: The name or a thread count is not legal.
     """
     if is_simulated(name):
-        from heterollm.kernels.simulated_device import open_simulated
+        from heterollm.kernels.sim import open_simulated
 
         return open_simulated(name, simulation, gpu_threads=gpu_threads, npu_threads=npu_threads)
     if name == "auto":
@@ -216,7 +215,7 @@ def _open_host(
     _require_onnxruntime()
     split = split_threads(gpu_threads, npu_threads)
     gpu = _open_cpu_opencl(split, profiling, coherent)
-    from heterollm.kernels.npu_host import HostNpu
+    from heterollm.kernels.npu import HostNpu
 
     npu = HostNpu(threads=len(split.npu_cores)) if split.npu_cores else None
     float32 = np.dtype(np.float32)
@@ -227,7 +226,7 @@ def _open_emulator(gpu_threads: int | None, profiling: bool, coherent: bool | No
     _require_qnn(emulator=True)
     split = split_threads(gpu_threads)
     gpu = _open_cpu_opencl(split, profiling, coherent)
-    from heterollm.kernels.npu_qnn import QnnNpu
+    from heterollm.kernels.npu import QnnNpu
 
     npu = QnnNpu(emulator=True)
     return Device("emulator", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "emulated")
@@ -236,8 +235,8 @@ def _open_emulator(gpu_threads: int | None, profiling: bool, coherent: bool | No
 def _open_snapdragon(profiling: bool, coherent: bool | None, split: ThreadSplit | None = None) -> Device:
     _find_adreno(split)
     _require_qnn(emulator=False)
-    from heterollm.kernels.npu_qnn import QnnNpu
-    from heterollm.kernels.opencl_runtime import OpenClRuntime
+    from heterollm.kernels.gpu import OpenClRuntime
+    from heterollm.kernels.npu import QnnNpu
 
     device = next(device for _, device in _opencl_devices() if QUALCOMM in device.vendor.lower())
     gpu = OpenClRuntime(device, profiling=profiling, coherent=coherent)
@@ -250,7 +249,7 @@ def _open_snapdragon(profiling: bool, coherent: bool | None, split: ThreadSplit 
 
 def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None) -> OpenClRuntime:
     _, device = _cpu_device(split)
-    from heterollm.kernels.opencl_runtime import OpenClRuntime
+    from heterollm.kernels.gpu import OpenClRuntime
 
     runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
     if "portable" in runtime.traits.platform.lower() and runtime.traits.compute_units != len(split.gpu_cores):
@@ -264,7 +263,7 @@ def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None)
 
 def _self_test_gpu(runtime: OpenClRuntime) -> None:
     """Compute one small linear layer: single kernels have been wrong on one compiler version before."""
-    from heterollm.kernels.gpu_linear import GpuLinear
+    from heterollm.kernels.gpu import GpuLinear
 
     generator = np.random.default_rng(0)
     weight = generator.standard_normal((64, 64)).astype(np.float16)
@@ -305,7 +304,7 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
             )
         raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
     try:
-        from heterollm.kernels.opencl_runtime import list_opencl_devices
+        from heterollm.kernels.gpu import list_opencl_devices
     except ImportError as error:
         raise DeviceError(
             f"pyopencl cannot be imported: {error}.",
@@ -352,7 +351,7 @@ def _make_pocl_cache() -> None:
 
 def _cpu_device(split: ThreadSplit | None = None) -> tuple[str, Any]:
     devices = _opencl_devices(split)
-    from heterollm.kernels.opencl_runtime import is_cpu, runtime_advice
+    from heterollm.kernels.gpu import is_cpu, runtime_advice
 
     found = next((entry for entry in devices if is_cpu(entry[1])), None)
     if found is None:
@@ -392,7 +391,7 @@ def _require_onnxruntime() -> str:
 
 
 def _require_qnn(*, emulator: bool) -> str:
-    from heterollm.kernels.npu_qnn import qnn_available
+    from heterollm.kernels.npu import qnn_available
 
     usable, text, fix = qnn_available(emulator=emulator)
     if not usable:

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 
 __all__ = ["ThreadSplit", "allowed_cores", "pin_current_thread", "split_threads"]
 

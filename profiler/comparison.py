@@ -9,11 +9,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from heterollm.errors import ProfileError
+from heterollm.base import ProfileError
 from heterollm.profiler.measure import Measurement
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.record_json import KIND_NAMES
-from heterollm.profiler.records import DriftKey, GraphKey, Key, LayerKey, LinearKey, LinearPoint, Record
+from heterollm.profiler.records import (
+    KIND_NAMES,
+    DriftKey,
+    GraphKey,
+    Key,
+    LayerKey,
+    LinearKey,
+    LinearPoint,
+    Profile,
+    Record,
+)
 
 __all__ = ["Comparison", "KindSummary", "Pair", "Verdict", "compare", "describe"]
 

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from heterollm.errors import HeteroLLMError, OptionError
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import DriftKey, Part, Record
-from heterollm.profiler.task import Task
+from heterollm.base import HeteroLLMError, OptionError
+from heterollm.profiler.measure import Task
+from heterollm.profiler.records import DriftKey, Part, Profile, Record
 
 __all__ = ["ProfileOptions", "Progress", "Ranking", "Reference", "RunSummary", "run_tasks"]
 

@@ -16,30 +16,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from heterollm.errors import HeteroLLMError, ProfileError
+from heterollm.base import HeteroLLMError, ProfileError
 from heterollm.kernels.device import Device
-from heterollm.kernels.handover import strategies_for
-from heterollm.profiler.bandwidth import SharedLoad, bandwidth_tasks
-from heterollm.profiler.drift import ReferenceOperators
-from heterollm.profiler.layer_operators import layer_tasks
-from heterollm.profiler.linear_bench import linear_tasks
-from heterollm.profiler.links import (
+from heterollm.kernels.sync import strategies_for
+from heterollm.profiler.measure import (
     COPY_SIZES_BYTES,
     KERNELS_US,
     LinkMeasurement,
+    PowerSource,
+    ReferenceOperators,
+    SharedLoad,
+    Task,
+    bandwidth_tasks,
     copy_costs,
     hand_over_latencies,
     launch_costs,
+    layer_tasks,
+    linear_tasks,
     npu_return_costs,
+    power_sources,
+    power_tasks,
 )
-from heterollm.profiler.points import Tier
-from heterollm.profiler.power import PowerSource, power_sources, power_tasks
-from heterollm.profiler.profile import Profile, profile_path
-from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Record
+from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Profile, Record, profile_path
 from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
-from heterollm.profiler.task import Task
-from heterollm.profiler.tuning import default_jobs, tune
-from heterollm.profiler.workload import ModelShape
+from heterollm.profiler.tune import default_jobs, tune
+from heterollm.profiler.work import ModelShape, Tier
 from heterollm.profiler.worth import by_worth
 
 __all__ = ["SessionOptions", "profile_device", "profile_for"]
@@ -178,7 +179,7 @@ def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]
 def _power_sources(device: Device) -> Sequence[PowerSource]:
     if not device.gpu.is_simulated:
         return power_sources()
-    from heterollm.profiler.simulated_power import simulated_meters
+    from heterollm.profiler.measure import simulated_meters
 
     return simulated_meters(device)
 

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeVar
 
-from heterollm.errors import ProfileError
-from heterollm.profiler.predictor import BASELINES, Predictor
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.record_json import KIND_NAMES
+from heterollm.base import ProfileError
+from heterollm.profiler.predict import BASELINES, Predictor
 from heterollm.profiler.records import (
+    KIND_NAMES,
     BandwidthKey,
     ContentionKey,
     CopyKey,
@@ -24,6 +23,7 @@ from heterollm.profiler.records import (
     LinearPoint,
     Part,
     PowerKey,
+    Profile,
     Record,
 )
 from heterollm.profiler.summary_rows import (

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from heterollm.profiler.measure import Measurement
+from heterollm.profiler.predict import HIGH, Score, percentile
 from heterollm.profiler.records import Bound, LinearPoint, Part, Record
-from heterollm.profiler.validation import HIGH, Score, percentile
 
 __all__ = [
     "AccuracyRow",

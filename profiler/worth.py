@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from heterollm.errors import ProfileError
-from heterollm.profiler.predictor import Predictor
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import LinearKey, LinearPoint
-from heterollm.profiler.task import Task
+from heterollm.base import ProfileError
+from heterollm.profiler.measure import Task
+from heterollm.profiler.predict import Predictor
+from heterollm.profiler.records import LinearKey, LinearPoint, Profile
 
 __all__ = ["by_worth"]
 

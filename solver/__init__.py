@@ -2,26 +2,6 @@
 
 from __future__ import annotations
 
-from heterollm.solver.levels import (
-    LENGTH_POLICIES,
-    LEVELS,
-    SOLVED_LEVELS,
-    LengthPolicy,
-    PlanLevel,
-    SolvedLevel,
-    level_plan,
-)
-from heterollm.solver.plan import Placement, Plan, PlanEntry
+import lazy_loader
 
-__all__ = [
-    "LENGTH_POLICIES",
-    "LEVELS",
-    "SOLVED_LEVELS",
-    "LengthPolicy",
-    "Placement",
-    "Plan",
-    "PlanEntry",
-    "PlanLevel",
-    "SolvedLevel",
-    "level_plan",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from heterollm.kernels.ops import OpSpec
-from heterollm.profiler.workload import block_alignment
+from heterollm.profiler.work import block_alignment
 from heterollm.solver.costs import Costs
 
 __all__ = ["apart", "cut_alignment", "gpu_part_us", "narrowed"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
-from heterollm.profiler.workload import cut_rows
+from heterollm.profiler.work import cut_rows
 from heterollm.solver.blocks import cut_alignment, narrowed
 from heterollm.solver.plan import GPU_ONLY, Placement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import get_args
 
-from heterollm.errors import PlanError
+from heterollm.base import PlanError
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.blocks import cut_alignment

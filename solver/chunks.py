@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 from heterollm.kernels.ops import Group
 from heterollm.solver.candidates import Cuts
 from heterollm.solver.costs import Costs, RememberedCosts

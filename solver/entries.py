@@ -8,9 +8,9 @@ from typing import Final
 
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.chain import Choice
-from heterollm.solver.describe import describe
 from heterollm.solver.plan import Alternative, Placement, PlanEntry
 from heterollm.solver.pricing import Priced
+from heterollm.solver.words import describe
 
 __all__ = ["merged", "placed"]
 

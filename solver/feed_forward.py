@@ -14,16 +14,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from heterollm.solver.slice_sets import (
-    Bits,
-    Flags,
-    Floats,
-    SliceSets,
-    frontier,
-    held_bytes,
-    weighed,
-    worth,
-)
+from heterollm.solver.slice_sets import Bits, Flags, Floats, SliceSets, frontier, held_bytes, weighed, worth
 from heterollm.solver.slices import GAIN_FRACTION, Budget, GroupCosts, Holding, named, run_lengths
 
 __all__ = ["FeedForwardCosts"]

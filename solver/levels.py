@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, Literal, TypeAlias, get_args
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from heterollm.errors import PlanError
-from heterollm.kernels.cache import atomic_path
+from heterollm.base import PlanError, atomic_path, parse_json
 from heterollm.kernels.ops import GROUPS, Group, OpSpec, Phase, feed_forward_blocks
-from heterollm.kernels.strict_json import parse_json
 
 __all__ = ["SCHEMA_VERSION", "Alternative", "Placement", "PlacementKind", "Plan", "PlanEntry", "model_shape"]
 

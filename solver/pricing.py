@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from heterollm.errors import PlanError
+from heterollm.base import PlanError
 from heterollm.kernels.ops import OpSpec
-from heterollm.profiler.workload import rest_rows
+from heterollm.profiler.work import rest_rows
 from heterollm.solver.blocks import gpu_part_us
 from heterollm.solver.candidates import Cuts, NpuLimits, candidates
 from heterollm.solver.costs import Costs, Slowdown, joint_time_us

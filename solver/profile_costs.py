@@ -8,14 +8,12 @@ import statistics
 from dataclasses import replace
 from typing import Final, TypeAlias, TypeGuard
 
-from heterollm.errors import ProfileError
-from heterollm.kernels.handover import STRATEGIES, Strategy
+from heterollm.base import ProfileError
+from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import CHUNK_COLUMNS, Form
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
-from heterollm.profiler.fitted import fitted_predictor
-from heterollm.profiler.layer_operators import SUBMISSIONS, Operator, layer_key
-from heterollm.profiler.predictor import Predictor
-from heterollm.profiler.profile import Profile
+from heterollm.profiler.measure import SUBMISSIONS, Operator, layer_key
+from heterollm.profiler.predict import Predictor, fitted_predictor
 from heterollm.profiler.records import (
     BandwidthKey,
     Bound,
@@ -28,8 +26,9 @@ from heterollm.profiler.records import (
     LinearPoint,
     Part,
     PowerKey,
+    Profile,
 )
-from heterollm.profiler.workload import ModelShape
+from heterollm.profiler.work import ModelShape
 from heterollm.solver.blocks import apart
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from heterollm.errors import OptionError, PlanError
+from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective

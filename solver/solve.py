@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
 from heterollm.solver.chain import Chain, Choice, activation_cost, network_us, solve_chain
 from heterollm.solver.costs import Costs, RememberedCosts
-from heterollm.solver.describe import describe
 from heterollm.solver.entries import merged, placed
 from heterollm.solver.feed_forward import FeedForwardCosts
 from heterollm.solver.levels import SOLVED_LEVELS, SolvedLevel
@@ -30,6 +29,7 @@ from heterollm.solver.slices import (
     slice_costs,
 )
 from heterollm.solver.submissions import priced_in_chain, submits_singly
+from heterollm.solver.words import describe
 
 __all__ = ["Solver"]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from heterollm.errors import OptionError, PlanError
+from heterollm.base import OptionError, PlanError
 
 __all__ = ["MOST_LENGTHS", "choose_lengths"]
 

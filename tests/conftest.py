@@ -108,7 +108,6 @@ def sample_profile():
 
 
 def make_profile(factor=1.0, *, noise=0.01, **description):
-    from heterollm.profiler.profile import Profile
     from heterollm.profiler.records import (
         BandwidthKey,
         ContentionKey,
@@ -120,6 +119,7 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
         LayerKey,
         LinearKey,
         LinearPoint,
+        Profile,
         Record,
     )
 

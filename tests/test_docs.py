@@ -17,14 +17,15 @@ import jsonschema
 import pytest
 import typer
 
-from heterollm.cli import app, main
-from heterollm.errors import PlanError, ProfileError, TraceError
+from heterollm.base import PlanError, ProfileError, TraceError
+from heterollm.cli import main
+from heterollm.cli.command_line import app
 from heterollm.kernels.ops import Group, Phase
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import KINDS, Bound
+from heterollm.profiler.records import Bound, Profile
+from heterollm.profiler.records.records import KINDS
 from heterollm.simulate import SimulationRequest, simulate
-from heterollm.solver.plan import Plan
-from heterollm.trace_file import trace_from_json, trace_lines
+from heterollm.solver import Plan
+from heterollm.trace.file import trace_from_json, trace_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "heterollm" / "data" / "tiny_python_lm"
@@ -37,11 +38,11 @@ SIMULATED = "sim:snapdragon-8gen3"
 PARSED_ONLY = {
     "bench": "takes minutes",
     "chat": "needs a person",
-    "compile": "compiles for minutes; tests/heterollm/test_precompile.py runs it",
+    "compile": "compiles for minutes; tests/heterollm/planning/test_ahead.py runs it",
     "demo": "takes a minute; .ci/run runs it",
-    "doctor": "takes 20 seconds a device; tests/heterollm/test_doctor.py runs it",
-    "paper": "takes minutes; tests/heterollm/test_paper.py runs a part",
-    "trace": "reads a file that generate wrote; tests/heterollm/test_tracing.py runs it",
+    "doctor": "takes 20 seconds a device; tests/heterollm/doctor/test_doctor.py runs it",
+    "paper": "takes minutes; tests/heterollm/simulate/test_paper.py runs a part",
+    "trace": "reads a file that generate wrote; tests/heterollm/trace/test_tracing.py runs it",
 }
 """Commands that are not run here, and why. Of the others, those on a real device or the emulator are not
 either, nor those that a real profile must come before: the simulated device and `host` stand for them."""
@@ -339,7 +340,7 @@ def printed_anchors():
 
 
 def test_sections_that_messages_name_exist():
-    from heterollm.errors import see
+    from heterollm.base import see
 
     named = printed_anchors()
     assert len(named) >= 10

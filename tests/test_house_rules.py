@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = {"kernels": 0, "profiler": 1, "solver": 2, "heterollm": 3}
-SHARED = {"heterollm.errors", "heterollm.units"}
+SHARED = {"heterollm.base.errors", "heterollm.base.units"}
 MODULES = [path for folder in RANK for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -46,10 +46,10 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 def test_an_upward_import_would_be_found() -> None:
-    tree = ast.parse("from heterollm.engine import Engine\nimport heterollm.solver.plan")
+    tree = ast.parse("from heterollm.engine.runner import Engine\nimport heterollm.solver.plan")
     assert sorted(upward_imports("kernels", tree)) == [
-        "heterollm.engine",
-        "heterollm.engine.Engine",
+        "heterollm.engine.runner",
+        "heterollm.engine.runner.Engine",
         "heterollm.solver.plan",
     ]
 
@@ -57,8 +57,8 @@ def test_an_upward_import_would_be_found() -> None:
 @pytest.mark.parametrize(
     ("library", "home"),
     [
-        ("pyopencl", "kernels/opencl_binding.py"),
-        ("heterollm.kernels.opencl_binding", "kernels/opencl_"),
+        ("pyopencl", "kernels/gpu/binding.py"),
+        ("heterollm.kernels.gpu.binding", "kernels/opencl_"),
         ("rich", "heterollm/report"),
         ("matplotlib", "heterollm/plots"),
         ("joblib", "heterollm/sweep"),

@@ -21,14 +21,14 @@ from pathlib import Path
 import pytest
 import typer
 
+from heterollm.cli import main
+
 # All that is taken from inside; where it lies is no part of what is held.
-from heterollm.cli import app, main
+from heterollm.cli.command_line import app
 from heterollm.kernels.device import open_device
 from heterollm.kernels.ops import feed_forward_blocks
-from heterollm.known_models import KNOWN_MODELS
-from heterollm.load_options import choose_plan
-from heterollm.plan_command import solve_for
-from heterollm.planning import PlanRequest
+from heterollm.model import KNOWN_MODELS
+from heterollm.planning import PlanRequest, choose_plan, solve_for
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"

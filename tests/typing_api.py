@@ -1,7 +1,9 @@
 """The README's calls as a user would type them, checked by mypy and never run."""
 
-from heterollm import LLM, GenerationResult, Session
-from heterollm.trace_summary import summarise
+from heterollm.engine import Session
+from heterollm.llm import LLM
+from heterollm.text import GenerationResult
+from heterollm.trace import summarise
 
 
 def generate(folder: str) -> str:

@@ -1,4 +1,7 @@
-"""What ``heterollm bench`` does: configurations in processes of their own, which take turns, and rows of it.
+"""Compares configurations and engines: processes that take turns, and rows with all that happened."""
 
-Read ``run.py`` first: it asks ``crew.py`` for processes, takes samples in turns, and fills ``rows.py``.
-"""
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

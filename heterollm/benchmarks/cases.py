@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast, get_args
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.threads import split_threads
-from heterollm.load_options import SYNC_OPTIONS
+from heterollm.planning import SYNC_OPTIONS
 from heterollm.solver import LENGTH_POLICIES
 
 __all__ = [

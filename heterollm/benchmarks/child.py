@@ -23,10 +23,9 @@ from typing import Any, Final, TextIO
 
 import numpy as np
 
+from heterollm.base import HeteroLLMError, private_stdout, quiet_libraries
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.engine import BenchEngine, Ids, Job, open_engine
-from heterollm.errors import HeteroLLMError
-from heterollm.terminal import private_stdout, quiet_libraries
 
 __all__ = ["Requests", "decode_floats", "encode_floats", "main", "private_bytes", "random_ids", "serve"]
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from typing import Any, Final, Protocol
 
-from heterollm.errors import EngineError, HeteroLLMError
+from heterollm.base import EngineError, HeteroLLMError
 
 __all__ = ["Child", "ChildDiedError", "Worker", "environment"]
 

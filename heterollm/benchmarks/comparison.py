@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from heterollm.base import InputError
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
-from heterollm.errors import InputError
 
 __all__ = ["Compared", "Comparison", "compare_row_sets"]
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from heterollm.base import HeteroLLMError
 from heterollm.benchmarks.cases import Case, Configuration, Threads
 from heterollm.benchmarks.children import ChildDiedError, Worker
 from heterollm.benchmarks.engine import Facts
-from heterollm.errors import HeteroLLMError
 
 __all__ = ["Crew", "Loading", "Process"]
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import OptionError
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.errors import OptionError
 
 __all__ = ["BenchEngine", "Facts", "Ids", "Job", "open_engine"]
 

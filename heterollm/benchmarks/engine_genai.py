@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import DeviceError, OptionError, cache_root
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
 from heterollm.benchmarks.foreign import SteppedEngine
 from heterollm.benchmarks.onnx_twin import write_onnx
 from heterollm.benchmarks.work import Work, work_of
-from heterollm.config import ModelConfig
-from heterollm.errors import DeviceError, OptionError
-from heterollm.kernels.cache import cache_root
-from heterollm.layout import op_specs
+from heterollm.model import ModelConfig, op_specs
 
 __all__ = ["GenaiEngine"]
 

@@ -15,14 +15,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import DeviceError, EngineError, OptionError, cache_root
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
 from heterollm.benchmarks.foreign import SteppedEngine
 from heterollm.benchmarks.work import Work, work_of
-from heterollm.config import ModelConfig
-from heterollm.errors import DeviceError, EngineError, OptionError
-from heterollm.kernels.cache import cache_root
-from heterollm.layout import op_specs
+from heterollm.model import ModelConfig, op_specs
 
 __all__ = ["LlamaCppEngine", "gguf_path"]
 

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import DeviceError
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job, one_by_one
 from heterollm.benchmarks.foreign import ForeignEngine
 from heterollm.benchmarks.work import Work, work_of
-from heterollm.checkpoint import Checkpoint
-from heterollm.config import ModelConfig
-from heterollm.errors import DeviceError
-from heterollm.weights import load_weights
+from heterollm.model import Checkpoint, ModelConfig, load_weights
 
 __all__ = ["TransformersEngine"]
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from heterollm.base import CacheError, InputError, format_bytes, markdown_table
 from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow
-from heterollm.errors import CacheError, InputError
-from heterollm.section import markdown_table
-from heterollm.units import format_bytes
 
 __all__ = [
     "FORMATS",

@@ -15,12 +15,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import atomic_path, locked
 from heterollm.benchmarks.plain_llama import BLOCK, check_plain_llama
-from heterollm.checkpoint import Checkpoint
-from heterollm.config import ModelConfig
-from heterollm.kernels.cache import atomic_path, locked
-from heterollm.kernels.quantized_tensor import LinearWeight, QuantizedTensor, take_rows
-from heterollm.weights import ModelWeights, load_weights
+from heterollm.kernels.formats import LinearWeight, QuantizedTensor, take_rows
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 
 __all__ = ["ggml_blocks", "write_gguf"]
 

@@ -17,13 +17,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from heterollm.base import atomic_path, locked
 from heterollm.benchmarks.plain_llama import BLOCK, check_plain_llama
-from heterollm.checkpoint import Checkpoint
-from heterollm.config import ModelConfig
-from heterollm.kernels.cache import atomic_path, locked
+from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import Group
-from heterollm.kernels.quantized_tensor import QuantizedTensor
-from heterollm.weights import ModelWeights, load_weights
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 
 __all__ = ["write_onnx"]
 

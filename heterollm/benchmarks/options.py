@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from heterollm.base import OptionError
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.errors import OptionError
 
 __all__ = ["BenchOptions"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.config import ModelConfig
-from heterollm.errors import UnsupportedModelError
+from heterollm.base import UnsupportedModelError
+from heterollm.model import ModelConfig
 
 __all__ = ["BLOCK", "check_plain_llama"]
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from heterollm.base import ProfileError
 from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.children import environment
-from heterollm.checkpoint import checkpoint_folder
-from heterollm.errors import ProfileError
+from heterollm.model import checkpoint_folder
 
 __all__ = ["profile_command", "profile_splits"]
 

@@ -7,9 +7,9 @@ import logging
 import os
 from pathlib import Path
 
+from heterollm.base import CacheError
 from heterollm.benchmarks.formats import to_jsonl
 from heterollm.benchmarks.rows import BenchRow
-from heterollm.errors import CacheError
 
 __all__ = ["RowFile"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, get_type_hints
 
+from heterollm.base import InputError
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.row_types import fits, neutral
-from heterollm.errors import InputError
 
 __all__ = ["FIELD_NAMES", "BenchRow", "Sample", "timings"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from heterollm.base import GIB, HeteroLLMError, OptionError, Progress, labelled, round_up, silent
 from heterollm.benchmarks.assemble import State, common_fields, make_row
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.child import decode_floats
@@ -23,13 +24,8 @@ from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality,
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import Watch, schedule
-from heterollm.checkpoint import checkpoint_folder
-from heterollm.config import ModelConfig
-from heterollm.errors import HeteroLLMError, OptionError
-from heterollm.memory import available_bytes
-from heterollm.output_file import labelled
-from heterollm.progress import Progress, silent
-from heterollm.units import GIB, round_up
+from heterollm.engine import available_bytes
+from heterollm.model import ModelConfig, checkpoint_folder
 
 __all__ = ["BenchOptions", "BenchResult", "OnRow", "run_bench"]
 
@@ -305,7 +301,7 @@ def run_bench(
     """Run every test with every configuration, in turns.
 
     A configuration that fails has its error in its rows; the others go on. Ctrl-C, a limit of time, or what
-    :func:`heterollm.benchmarks.stopping.signals_interrupt` turns into an interrupt ends the run, and the rows
+    :func:`heterollm.benchmarks.signals_interrupt` turns into an interrupt ends the run, and the rows
     that have samples are the result.
 
     Args:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.work import passes_of
 from heterollm.kernels.ops import OpSpec, Phase, feed_forward_blocks
-from heterollm.solver.plan import Placement
-from heterollm.solver.pricing import price
+from heterollm.solver import Placement, price
 
 if TYPE_CHECKING:
     from heterollm.planning import Planner
@@ -110,7 +109,7 @@ def predicted_us(planner: Planner, placed: Placed, case: Case, *, chunk: int) ->
 def _pass_us(
     planner: Planner, placed: Placed, phase: Phase, tokens: int, position: int, logits: bool
 ) -> float | None:
-    from heterollm.solver.profile_costs import ProfileCosts
+    from heterollm.solver import ProfileCosts
 
     solver, costs = planner.solver, planner.solver.costs
     if isinstance(costs, ProfileCosts):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from heterollm.exit_codes import INTERRUPTED
+from heterollm.base import INTERRUPTED
 
 __all__ = ["Stop", "TerminatedInterrupt", "TimeUpError", "signals_interrupt"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from heterollm.base import DeviceError
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 from heterollm.benchmarks.rows import Sample
-from heterollm.errors import DeviceError
-from heterollm.profiler.power import RaplCounter, power_sources
+from heterollm.profiler.measure import RaplCounter, power_sources
 
 __all__ = ["EnergyMeter", "Watch", "schedule"]
 

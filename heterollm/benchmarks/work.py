@@ -10,9 +10,9 @@ from heterollm.benchmarks.cases import Case
 from heterollm.profiler.records import BandwidthKey, LinearKey, Part
 
 if TYPE_CHECKING:
-    from heterollm.config import ModelConfig
     from heterollm.kernels.ops import OpSpec
-    from heterollm.profiler.profile import Profile
+    from heterollm.model import ModelConfig
+    from heterollm.profiler.records import Profile
 
 __all__ = ["Bound", "Ceilings", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heterollm import LLM
 from heterollm.cli import main
-from heterollm.kernels import opencl_runtime
-from heterollm.kernels.opencl_runtime import OpenClRuntime
-from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
+from heterollm.kernels.gpu import OpenClRuntime
+from heterollm.kernels.gpu import runtime as opencl_runtime
+from heterollm.llm import LLM
+from heterollm.solver import Placement, Plan, model_shape
+from heterollm.solver.plan import PlanEntry
 
 torch = pytest.importorskip("torch")
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heterollm import LLM
-from heterollm.errors import CheckpointError, DeviceError, EngineError, InputError, OptionError, PlanError
-from heterollm.solver import Placement, Plan, PlanEntry
+from heterollm.base import CheckpointError, DeviceError, EngineError, InputError, OptionError, PlanError
+from heterollm.llm import LLM
+from heterollm.solver import Placement, Plan
+from heterollm.solver.plan import PlanEntry
 
 PROMPT = "import os\n"
 CODE = "def read(path):\n"
@@ -382,7 +383,7 @@ def test_an_interrupted_generate_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("heterollm.streaming.Stream.__next__", interrupted)
+        patch.setattr("heterollm.engine.stream.Stream.__next__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(CODE, session=session, **LONG)
     assert seen[0].result.stop_reason == "cancelled"
@@ -390,7 +391,7 @@ def test_an_interrupted_generate_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_error_in_a_stream_is_raised_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "heterollm.session.Session.decode_in_place",
+        "heterollm.engine.session.Session.decode_in_place",
         lambda self, token: (_ for _ in ()).throw(EngineError("lost")),
     )
     stream = llm.stream(CODE, max_new_tokens=5, ignore_eos=True)

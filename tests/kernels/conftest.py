@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
 
-from heterollm.errors import DeviceError
-from heterollm.kernels import reference, reference_layers
+from heterollm.base import DeviceError
+from heterollm.kernels.formats import QuantizedTensor, reference, reference_layers
+from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.npu import NpuBlock, NpuSlice
-from heterollm.kernels.opencl_runtime import OpenClRuntime, list_opencl_devices
-from heterollm.kernels.quantized_tensor import QuantizedTensor
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,13 @@ import time
 
 import numpy as np
 
-from heterollm.errors import DeviceError
+from heterollm.base.errors import DeviceError
 from heterollm.kernels.device import open_device
-from heterollm.kernels.gpu_linear import GpuLinear
+from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.npu import NpuSlice
-from heterollm.kernels.quantize import quantize
-from heterollm.kernels.quantized_tensor import take_rows
-from heterollm.kernels.tolerances import linear_errors
+from heterollm.kernels.formats.quantisation import quantize
+from heterollm.kernels.formats.quantized_tensor import take_rows
+from heterollm.kernels.formats.tolerances import linear_errors
 
 SIZE, TOKENS, ATTEMPTS = 2048, 64, 40
 generator = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from heterollm.errors import DeviceError, OptionError
+from heterollm.base import DeviceError, OptionError
 from heterollm.kernels import device as device_module
 from heterollm.kernels.device import DEVICE_NAMES, list_devices, open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS
@@ -50,7 +50,7 @@ def opencl(monkeypatch, host):
     """Replace the OpenCL devices of this machine."""
 
     def replace(*devices):
-        monkeypatch.setattr("heterollm.kernels.opencl_runtime.list_opencl_devices", lambda: list(devices))
+        monkeypatch.setattr("heterollm.kernels.gpu.runtime.list_opencl_devices", lambda: list(devices))
 
     return replace
 
@@ -226,7 +226,7 @@ def test_auto_takes_a_snapdragon_that_passes(host, monkeypatch):
 
 def test_a_gpu_that_computes_wrongly_fails_its_self_test(host, monkeypatch):
     device_module._self_test_gpu(host.gpu)
-    from heterollm.kernels.gpu_linear import GpuLinear
+    from heterollm.kernels.gpu import GpuLinear
 
     launch = GpuLinear.launch
     monkeypatch.setattr(
@@ -301,7 +301,7 @@ def test_opencl_opened_with_another_split_first(host):
     lines = run(
         "import sys\n"
         "from heterollm import LLM\n"
-        "from heterollm.errors import DeviceError\n"
+        "from heterollm.base.errors import DeviceError\n"
         "try:\n"
         "    LLM.load(sys.argv[1], device='host')\n"
         "except DeviceError as error:\n"

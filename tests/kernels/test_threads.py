@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 from heterollm.kernels import threads
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
 

@@ -7,10 +7,8 @@ import ctypes
 import json
 import sys
 
-from heterollm.kernels import pocl_target
 from heterollm.kernels.device import open_device
-from heterollm.kernels.opencl_runtime import is_cpu, list_opencl_devices
-from heterollm.kernels.sources import kernel_source_hash
+from heterollm.kernels.gpu import is_cpu, kernel_source_hash, list_opencl_devices, pocl_target
 
 
 def forget_processor():

@@ -1,6 +1,6 @@
 import pytest
 
-from heterollm.errors import DeviceError
+from heterollm.base import DeviceError
 from heterollm.kernels.device import open_device
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from heterollm.errors import CacheError, DeviceError, OptionError
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import BandwidthKey, DriftKey, Part, Record
+from heterollm.base import CacheError, DeviceError, OptionError
+from heterollm.profiler.measure import Task
+from heterollm.profiler.records import BandwidthKey, DriftKey, Part, Profile, Record
 from heterollm.profiler.runner import ProfileOptions, run_tasks
-from heterollm.profiler.task import Task
 
 DESCRIPTION = {"device": "host", "time": "real", "cache_bytes": 0}
 
@@ -125,9 +124,9 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from heterollm.profiler import runner
-from heterollm.profiler.profile import Profile
+from heterollm.profiler.records.profile import Profile
 from heterollm.profiler.records import BandwidthKey, Record
-from heterollm.profiler.task import Task
+from heterollm.profiler.measure.task import Task
 
 runner.SAVE_EVERY_S = 0.0
 

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from heterollm.kernels.npu_qnn import QnnNpu, qnn_available
-from heterollm.profiler import session
-from heterollm.profiler.points import Skipped
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Record
-from heterollm.profiler.session import SessionOptions, profile_device
-from heterollm.profiler.task import Task
-from heterollm.profiler.workload import Sizes, shape_of
+from heterollm.kernels.npu import QnnNpu, qnn_available
+from heterollm.profiler import SessionOptions, profile_device, session
+from heterollm.profiler.measure import Task
+from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
+from heterollm.profiler.work import Skipped
+from heterollm.profiler.work.workload import Sizes, shape_of
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from heterollm.kernels.device import open_device
-from heterollm.kernels.simulated_device import soc_of
-from heterollm.kernels.simulation import Simulation
-from heterollm.kernels.soc.gpu_model import gpu_time, linear_work
-from heterollm.kernels.soc.npu_model import NpuWork, npu_time
+from heterollm.kernels.sim import Simulation, soc_of
+from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
+from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
@@ -22,17 +22,10 @@ from heterollm.profiler.records import (
     LinearKey,
     PowerKey,
 )
-from heterollm.profiler.session import SessionOptions, profile_device
-from heterollm.profiler.workload import Sizes, shape_of
+from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.solver import ProfileCosts, best_hand_over, limits_of, power_of
 from heterollm.solver.costs import Slowdown
-from heterollm.solver.profile_costs import (
-    DECODE_POSITION,
-    ProfileCosts,
-    best_hand_over,
-    limits_of,
-    overheads_of,
-    power_of,
-)
+from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
 
 NAME = "sim:snapdragon-8gen3"
 SHAPE = shape_of(Sizes("wide", 8, 4096, 32, 8, 128, 14336, 128256, False), block=128)

@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from heterollm.errors import OptionError, ProfileError
-from heterollm.profiler.comparison import compare, describe
-from heterollm.profiler.held_out import held_out
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.profile_files import find_profile, import_profile, list_profiles
+from heterollm.base import OptionError, ProfileError
+from heterollm.profiler import Times, compare, held_out, summarize
+from heterollm.profiler.comparison import describe
 from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
@@ -17,10 +15,12 @@ from heterollm.profiler.records import (
     LinearKey,
     LinearPoint,
     PowerKey,
+    Profile,
     Record,
+    find_profile,
+    import_profile,
+    list_profiles,
 )
-from heterollm.profiler.summary import summarize
-from heterollm.profiler.summary_rows import Times
 
 
 def test_times_are_quartiles_and_a_tail():

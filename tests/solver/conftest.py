@@ -6,7 +6,7 @@ import random
 import pytest
 
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
-from heterollm.solver.candidates import NpuLimits
+from heterollm.solver import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
 
 FLOAT = WeightFormat(16)

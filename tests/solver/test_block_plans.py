@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.errors import PlanError
+from heterollm.base import PlanError
 from heterollm.kernels.ops import Phase, feed_forward_block, feed_forward_blocks
-from heterollm.solver.candidates import NpuLimits
-from heterollm.solver.check import check_plan
+from heterollm.solver import Budget, NpuLimits, Placement, Plan, Solver, check_plan
 from heterollm.solver.feed_forward import FeedForwardCosts
-from heterollm.solver.plan import Placement, Plan, PlanEntry
-from heterollm.solver.slices import GAIN_FRACTION, Budget, GroupCosts, SliceCost, choose_slices
-from heterollm.solver.solve import Solver
+from heterollm.solver.plan import PlanEntry
+from heterollm.solver.slice_sets import SliceCost
+from heterollm.solver.slices import GAIN_FRACTION, GroupCosts, choose_slices
 
 seeds = st.integers(0, 10**6)
 

@@ -8,17 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.errors import OptionError, PlanError
+from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import WeightFormat, feed_forward_block
+from heterollm.solver import NpuLimits, Objective, Placement, Solver, describe, price
 from heterollm.solver.blocks import apart, cut_alignment, narrowed
-from heterollm.solver.candidates import NpuLimits, aligned_cuts, candidates
+from heterollm.solver.candidates import aligned_cuts, candidates
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.describe import describe
-from heterollm.solver.objective import Objective, Power
-from heterollm.solver.plan import Placement
-from heterollm.solver.pricing import price
-from heterollm.solver.solve import Solver
+from heterollm.solver.objective import Power
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)

@@ -12,23 +12,19 @@ from hypothesis import strategies as st
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import Phase
-from heterollm.profiler.workload import cut_rows
+from heterollm.profiler.work import cut_rows
+from heterollm.solver import NpuLimits, Objective, Placement, Plan, Solver, check_plan, describe, model_shape
 from heterollm.solver.candidates import (
     MAX_CUTS,
-    NpuLimits,
     aligned_cuts,
     candidates,
     cuts_near,
     npu_lengths_for,
     sequence_lengths_for,
 )
-from heterollm.solver.check import check_plan
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.describe import describe
-from heterollm.solver.objective import Objective
-from heterollm.solver.plan import Placement, Plan, PlanEntry, model_shape
+from heterollm.solver.plan import PlanEntry
 from heterollm.solver.pricing import priced_candidates
-from heterollm.solver.solve import Solver
 
 KINDS = {"gpu", "npu", "pipe", "row", "row pipe", "hybrid", "sequence", "multi-sequence"}
 quickly = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterollm.solver import Objective, Placement, price
 from heterollm.solver.candidates import candidates
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
-from heterollm.solver.objective import Objective, Power
-from heterollm.solver.plan import Placement
-from heterollm.solver.pricing import price, priced_candidates
+from heterollm.solver.objective import Power
+from heterollm.solver.pricing import priced_candidates
 
 SEEDS = range(60)
 quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)

@@ -1,10 +1,10 @@
 import pytest
 
-from heterollm.errors import PlanError
-from heterollm.kernels.npu_host import HostNpu
+from heterollm.base import PlanError
+from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
-from heterollm.solver.check import check_plan
-from heterollm.solver.plan import Placement, Plan, PlanEntry
+from heterollm.solver import Placement, Plan, check_plan
+from heterollm.solver.plan import PlanEntry
 
 
 def check(form, lengths, tokens, columns=256, weight=None):

@@ -11,14 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.errors import OptionError, PlanError
+from heterollm.base import OptionError, PlanError
+from heterollm.solver import Budget, Objective, Placement, Solver, price
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.objective import Objective, Power
-from heterollm.solver.plan import Placement
-from heterollm.solver.pricing import price
-from heterollm.solver.slices import Budget
-from heterollm.solver.solve import Solver
+from heterollm.solver.objective import Power
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.solver import LENGTH_POLICIES, level_plan
 

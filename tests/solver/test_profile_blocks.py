@@ -6,12 +6,11 @@ import pytest
 
 from heterollm.kernels.npu import CHUNK_COLUMNS
 from heterollm.kernels.ops import feed_forward_block
-from heterollm.profiler.layer_operators import layer_key
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import LinearKey, LinearPoint, Record
-from heterollm.profiler.workload import Sizes, shape_of
+from heterollm.profiler.measure import layer_key
+from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
+from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.solver import ProfileCosts, limits_of
 from heterollm.solver.blocks import apart, gpu_part_us, narrowed
-from heterollm.solver.profile_costs import ProfileCosts, limits_of
 
 WIDE = 2 * CHUNK_COLUMNS
 SHAPE = shape_of(Sizes("made", 2, 512, 8, 8, 64, WIDE, 1024, False))

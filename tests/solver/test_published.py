@@ -17,12 +17,9 @@ import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import WeightFormat
-from heterollm.solver.candidates import NpuLimits, candidates
+from heterollm.solver import NpuLimits, Objective, Placement, Solver, price
+from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.objective import Objective
-from heterollm.solver.plan import Placement
-from heterollm.solver.pricing import price
-from heterollm.solver.solve import Solver
 
 W4 = WeightFormat(4, 128)
 SQUARE, GATE_UP, DOWN = ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336)

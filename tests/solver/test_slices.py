@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.errors import OptionError
-from heterollm.solver.objective import Objective
-from heterollm.solver.slices import (
-    GAIN_FRACTION,
-    Budget,
-    GroupCosts,
-    SliceCost,
-    choose_slices,
-    pass_weights,
-)
-from heterollm.solver.solve import Solver
+from heterollm.base import OptionError
+from heterollm.solver import Budget, Objective, Solver, pass_weights
+from heterollm.solver.slice_sets import SliceCost
+from heterollm.solver.slices import GAIN_FRACTION, GroupCosts, choose_slices
 
 quickly = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)

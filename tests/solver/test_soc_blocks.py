@@ -12,10 +12,8 @@ import pytest
 
 from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import WeightFormat
-from heterollm.solver.candidates import NpuLimits
+from heterollm.solver import NpuLimits, Objective, Solver
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.objective import Objective
-from heterollm.solver.solve import Solver
 
 BYTES_PER_WEIGHT = 4.125 / 8
 UNPACKED, OPERATIONS, TILE_LOAD = 30.7e3, 5.6e6, 501  # weights/us, flop/us, rows streamed to load a tile

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from heterollm.errors import OptionError, PlanError
+from heterollm.base import OptionError, PlanError
+from heterollm.solver import Solver, best_chunk, choose_lengths
 from heterollm.solver.candidates import npu_lengths_for
-from heterollm.solver.chunks import GAIN_FRACTION, best_chunk
+from heterollm.solver.chunks import GAIN_FRACTION
 from heterollm.solver.costs import Overheads
-from heterollm.solver.solve import Solver
-from heterollm.solver.standard_lengths import choose_lengths
 
 AVAILABLE = (32, 64, 128, 256, 512)
 

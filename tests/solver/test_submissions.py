@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from heterollm.kernels.ops import feed_forward_blocks
-from heterollm.kernels.simulated_clock import ClockCosts, Job, SimulatedClock
+from heterollm.kernels.sim import SimulatedClock
+from heterollm.kernels.sim.clock import ClockCosts, Job
+from heterollm.solver import GPU_ONLY, Objective, Placement, Priced, Solver, price
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.objective import Objective
-from heterollm.solver.plan import GPU_ONLY, Placement
-from heterollm.solver.pricing import Priced, price, priced_all
-from heterollm.solver.solve import Solver
+from heterollm.solver.pricing import priced_all
 from heterollm.solver.submissions import Place, layer_us, priced_in_chain, settled, submits_singly
 
 KERNELS = {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}

@@ -11,17 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from heterollm.profiler.predictor import PartPredictor, Predictor
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import LinearKey, LinearPoint, Record
-from heterollm.profiler.time_model import TimeModel
-from heterollm.profiler.tree import Tree
-from heterollm.profiler.workload import Sizes, cut_rows, rest_rows, shape_of
+from heterollm.profiler.predict import Predictor
+from heterollm.profiler.predict.predictor import PartPredictor
+from heterollm.profiler.predict.time_model import TimeModel
+from heterollm.profiler.predict.tree import Tree
+from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
+from heterollm.profiler.work import cut_rows, rest_rows
+from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.solver import Objective, ProfileCosts, Solver, limits_of, price
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.objective import Objective
-from heterollm.solver.pricing import price
-from heterollm.solver.profile_costs import ProfileCosts, limits_of
-from heterollm.solver.solve import Solver
 
 TINY = shape_of(Sizes("tiny", 4, 256, 4, 2, 64, 768, 2048, True))
 WIDE = shape_of(Sizes("wide", 1, 2048, 32, 4, 64, 5632, 1024, False))

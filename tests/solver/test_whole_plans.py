@@ -8,13 +8,10 @@ from dataclasses import replace
 import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.profiler.workload import Sizes, shape_of
-from heterollm.solver.candidates import NpuLimits, candidates
-from heterollm.solver.costs import Overheads, RememberedCosts, Slowdown
-from heterollm.solver.objective import Objective
-from heterollm.solver.pricing import price
-from heterollm.solver.slices import Budget
-from heterollm.solver.solve import Solver
+from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.solver import Budget, NpuLimits, Objective, RememberedCosts, Solver, price
+from heterollm.solver.candidates import candidates
+from heterollm.solver.costs import Overheads, Slowdown
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
 WIDE = shape_of(Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, False))

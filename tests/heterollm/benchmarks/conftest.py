@@ -7,14 +7,15 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from heterollm.base import HeteroLLMError
+from heterollm.benchmarks import Configuration
 from heterollm.benchmarks.assemble import State, make_row
-from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import encode_floats
 from heterollm.benchmarks.children import ChildDiedError
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.quality import Quality
 from heterollm.benchmarks.rows import Sample
-from heterollm.errors import HeteroLLMError
 
 FACTS = Facts("1.0", "gpu", "host", "real", "f00d", "Llama int4", 1000, 2000, {"activation_dtype": "float32"})
 

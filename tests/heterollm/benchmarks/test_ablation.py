@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from heterollm.benchmarks import to_jsonl
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.formats import to_jsonl
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -137,13 +137,13 @@ def test_committed_rows_can_be_read():
 
 
 def _committed():
-    from heterollm.benchmarks.formats import read_rows
+    from heterollm.benchmarks import read_rows
 
     return read_rows(COMMITTED)
 
 
 def test_a_checkpoint_of_somebody_is_not_written_over(tmp_path):
-    from heterollm.errors import InputError
+    from heterollm.base import InputError
 
     config = {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from heterollm.benchmarks.cases import Case, Configuration, cases_of, expand
+from heterollm.base import HeteroLLMError
+from heterollm.benchmarks import BenchOptions, Configuration, cases_of, expand, run_bench
+from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.rows import FIELD_NAMES
-from heterollm.benchmarks.run import BenchOptions, run_bench
 from heterollm.cli import main
-from heterollm.errors import HeteroLLMError
 from heterollm.kernels.threads import allowed_cores
 
 two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores to split")

@@ -2,15 +2,9 @@
 
 import pytest
 
-from heterollm.benchmarks.cases import (
-    Case,
-    Configuration,
-    cases_of,
-    expand,
-    parse_threads,
-    with_baseline,
-)
-from heterollm.errors import OptionError
+from heterollm.base import OptionError
+from heterollm.benchmarks import Configuration, cases_of, expand, parse_threads, with_baseline
+from heterollm.benchmarks.cases import Case
 from heterollm.kernels.threads import allowed_cores
 
 two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores to split")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from heterollm.benchmarks import to_jsonl
 from heterollm.benchmarks.comparison import compare_row_sets
-from heterollm.benchmarks.formats import to_jsonl
 
 SCRIPT = Path(__file__).resolve().parents[3] / "bench" / "compare.py"
 

@@ -9,17 +9,15 @@ from html import escape
 
 import pytest
 
-from heterollm.bench_tables import runs_of
+from heterollm.base import OptionError, check_folder, save_file
+from heterollm.benchmarks import append_jsonl
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts
-from heterollm.benchmarks.formats import append_jsonl
 from heterollm.cli import main
-from heterollm.errors import OptionError
-from heterollm.html_bench import bench_page
-from heterollm.html_page import profile_page
-from heterollm.output_file import check_folder, save_file
-from heterollm.plots import draw
-from heterollm.profiler.summary import summarize
+from heterollm.profiler import summarize
+from heterollm.report import bench_page, runs_of
+from heterollm.report.page_profile import profile_page
+from heterollm.report.plots import draw
 
 EVIL = "<script>alert('x')</script>&\x00\ud800\"><img src=x onerror=1>"
 FIELDS = {

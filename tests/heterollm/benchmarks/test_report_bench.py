@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from heterollm.benchmarks import BenchResult
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.run import BenchResult
-from heterollm.report import render
-from heterollm.report_bench import bars, bench_report, rows_table
+from heterollm.report.bench import bars, bench_report, rows_table
+from heterollm.report.console import render
 
 FIELDS = {"gpu_share": 0.25, "padded_tokens": 212, "predicted_ms": 110.0, "cut_groups": ["qkv"]}
 FIELDS |= {"read_bytes": 1e9, "flops": 1e10, "ceiling_gbps": 12.5, "ceiling_gflops": 1000.0}

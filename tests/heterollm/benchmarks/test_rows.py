@@ -8,23 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from heterollm.benchmarks.assemble import TRACED
-from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.formats import (
+from heterollm.base import InputError
+from heterollm.benchmarks import (
     FORMATS,
+    BenchResult,
+    BenchRow,
     append_jsonl,
     read_rows,
     to_csv,
     to_json,
     to_jsonl,
-    to_markdown,
 )
-from heterollm.benchmarks.rows import FIELD_NAMES, REQUIRED, BenchRow, timings
-from heterollm.benchmarks.run import BenchResult
-from heterollm.errors import InputError
-from heterollm.html_bench import bench_page
-from heterollm.report import render
-from heterollm.report_bench import bench_report
+from heterollm.benchmarks.assemble import TRACED
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.formats import to_markdown
+from heterollm.benchmarks.rows import FIELD_NAMES, REQUIRED, timings
+from heterollm.report import bench_page
+from heterollm.report.bench import bench_report
+from heterollm.report.console import render
 
 LLAMA_BENCH = (
     "build_commit", "cpu_info", "model_filename", "model_type", "model_size", "model_n_params", "n_threads",

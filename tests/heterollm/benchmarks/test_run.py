@@ -6,13 +6,17 @@ import itertools
 
 import pytest
 
-from heterollm.benchmarks.cases import Case, Configuration, expand
-from heterollm.benchmarks.options import BenchOptions
-from heterollm.benchmarks.run import run_bench
-from heterollm.benchmarks.stopping import TerminatedInterrupt
+from heterollm.base import OptionError
+from heterollm.benchmarks import (
+    BenchOptions,
+    Configuration,
+    TerminatedInterrupt,
+    bundled_model,
+    expand,
+    run_bench,
+)
+from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.turns import EnergyMeter, Watch, schedule
-from heterollm.demo import bundled_model
-from heterollm.errors import OptionError
 
 CASES = (Case(16, 0), Case(0, 4))
 LEVELS = expand(levels=["gpu", "npu", "layer"], threads=[(1, 1)], device="host")
@@ -257,7 +261,7 @@ def test_without_patience_a_disturbed_sample_is_kept_and_marked(monkeypatch):
 
 
 def test_energy_is_read_around_a_sample(tmp_path):
-    from heterollm.profiler.power import RaplCounter
+    from heterollm.profiler.measure import RaplCounter
 
     (tmp_path / "energy_uj").write_text("1000000")
     (tmp_path / "max_energy_range_uj").write_text("3000000")

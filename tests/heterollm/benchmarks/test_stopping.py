@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from heterollm.base import CacheError
+from heterollm.benchmarks import RowFile, Stop, TerminatedInterrupt, read_rows, signals_interrupt
 from heterollm.benchmarks.child import ABANDONED
-from heterollm.benchmarks.formats import read_rows
-from heterollm.benchmarks.row_file import RowFile
-from heterollm.benchmarks.stopping import Stop, TerminatedInterrupt, TimeUpError, signals_interrupt
-from heterollm.errors import CacheError
+from heterollm.benchmarks.stopping import TimeUpError
 
 WORKER = """
 import sys, time

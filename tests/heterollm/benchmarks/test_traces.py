@@ -1,14 +1,12 @@
-"""The traced runs of a bench, a file each; tests/heterollm/test_tracing.py holds one against its row."""
+"""The traced runs of a bench, a file each; trace/test_tracing.py holds one against its row."""
 
 import pytest
 
-from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks import BenchOptions, Configuration, bundled_model, run_bench
+from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import random_ids
 from heterollm.benchmarks.engine import Job
 from heterollm.benchmarks.engine_self import SelfEngine
-from heterollm.benchmarks.options import BenchOptions
-from heterollm.benchmarks.run import run_bench
-from heterollm.demo import bundled_model
 
 
 @pytest.mark.slow

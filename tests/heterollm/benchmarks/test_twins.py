@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from heterollm.base import UnsupportedModelError
 from heterollm.benchmarks.child import random_ids
 from heterollm.benchmarks.onnx_twin import write_onnx
 from heterollm.benchmarks.plain_llama import check_plain_llama
 from heterollm.benchmarks.quality import sqnr_db
-from heterollm.config import ModelConfig
-from heterollm.errors import UnsupportedModelError
+from heterollm.model import ModelConfig
 
 TOKENS, DECODED = 20, 3
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from heterollm.benchmarks import groups_of, verdicts
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.verdict import groups_of, is_split, verdicts
+from heterollm.benchmarks.verdict import is_split
 
 NOISE = (1.0, 1.002, 0.998, 1.001, 0.999)
 CUT = {"cut_groups": ["qkv", "down"], "gpu_share": 0.5}

@@ -2,19 +2,16 @@
 
 import pytest
 
+from heterollm.benchmarks import bundled_model
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import Ceilings, Work, achieved, ceilings_of, passes_of, work_of
-from heterollm.config import ModelConfig
-from heterollm.demo import bundled_model
 from heterollm.kernels.ops import feed_forward_blocks
-from heterollm.layout import op_specs
-from heterollm.model_shape import shape_of_specs
+from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.planning import Planner, PlanRequest
-from heterollm.profiler.profile import Profile
-from heterollm.profiler.records import BandwidthKey, LinearKey, LinearPoint, Record
-from heterollm.solver import level_plan
-from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
+from heterollm.profiler.records import BandwidthKey, LinearKey, LinearPoint, Profile, Record
+from heterollm.solver import GPU_ONLY, Placement, Plan, level_plan, model_shape
+from heterollm.solver.plan import PlanEntry
 
 CONFIG = ModelConfig.from_folder(bundled_model())
 SPECS = op_specs(CONFIG, "w4a16", 32, True, float_bits=32)

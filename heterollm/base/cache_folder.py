@@ -1,0 +1,114 @@
+"""What lies in the cache folder, by kind, and how to clear it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from heterollm.base.cache import cache_root
+from heterollm.base.errors import CacheError, OptionError
+from heterollm.base.output_file import LABEL
+
+__all__ = ["CLEARED", "KINDS", "CacheKind", "clear_cache", "list_cache"]
+
+KINDS: Final = {
+    "weights": "quantised weights",
+    "graphs": "compiled NPU graphs",
+    "opencl": "compiled OpenCL programs",
+    "profiles": "profiles of devices",
+    "predictors": "predictors fitted to profiles",
+    "plans": "solved plans",
+    "tuning": "tuned kernel parameters",
+}
+"""Subfolders of the cache folder and what is in them."""
+
+CLEARED: Final = tuple(kind for kind in KINDS if kind != "profiles")
+"""What is cleared where no kind is named: profiles take minutes of measuring."""
+
+OWN_NAME: Final = re.compile(
+    r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z0-9][\w-]*-)?([0-9a-f]{16}){1,2}\.json.*"
+)
+"""Names that heterollm gives: the variable may point at a folder with files of somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """One subfolder of the cache."""
+
+    name: str
+    content: str
+    path: Path
+    files: int
+    size_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+def list_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
+    """Return some kinds, or all, with what they take; only files that heterollm made are counted.
+
+    Raises:
+        OptionError: There is no such kind.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise OptionError(f"The cache has no kind {kind!r}.", fix=f"Choose {', '.join(KINDS)}.")
+    return [_measured(kind) for kind in dict.fromkeys(kinds or KINDS)]
+
+
+def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
+    """Delete heterollm's files of some kinds, or of all but profiles, and return what was deleted.
+
+    Nothing outside of the known subfolders is touched, nor what heterollm did not name, nor what a
+    symbolic link leads to.
+
+    Raises:
+        OptionError: There is no such kind.
+        CacheError: A file cannot be deleted.
+    """
+    before = list_cache(kinds or CLEARED)
+    for kind in before:
+        for entry in _own_entries(kind.path):
+            try:
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink(missing_ok=True)
+            except OSError as error:
+                raise CacheError(
+                    f"Cannot delete {entry}: {error.strerror or error}.",
+                    fix="Close other programs that use heterollm, or check who owns the folder.",
+                ) from error
+    return before
+
+
+def _measured(name: str) -> CacheKind:
+    path = cache_root() / name
+    sizes = [size for entry in _own_entries(path) for size in _sizes(entry)]
+    return CacheKind(name, KINDS[name], path, len(sizes), sum(sizes))
+
+
+def _own_entries(folder: Path) -> list[Path]:
+    """Return heterollm's files and folders of a kind; profiles of simulations lie one folder below."""
+    folders = [one for one in (folder, folder / LABEL) if one.is_dir() and not one.is_symlink()]
+    if folder not in folders:
+        return []
+    return sorted(entry for one in folders for entry in one.iterdir() if OWN_NAME.fullmatch(entry.name))
+
+
+def _sizes(entry: Path) -> Iterator[int]:
+    """Yield the size of every file under an entry; what another process just removed is left out."""
+    paths = entry.rglob("*") if entry.is_dir() and not entry.is_symlink() else [entry]
+    for path in paths:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if not path.is_dir():
+            yield status.st_size

@@ -1,0 +1,89 @@
+"""Files that a user asks for by name: refused before the work where they cannot be, and written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from heterollm.base.cache import atomic_path
+from heterollm.base.errors import CacheError, OptionError
+
+__all__ = ["LABEL", "check_folder", "check_target", "labelled", "save_file"]
+
+LABEL: Final = "simulated"
+"""In the name of every file of simulated times."""
+
+
+def labelled(path: Path, *, simulated: bool = True) -> Path:
+    """Return the path under which a file that a user named is written.
+
+    Files of simulated times say so in their names: ``game.json`` is written as ``game.simulated.json``.
+
+    Args:
+        path: What the user named.
+        simulated: Whether its times are.
+    """
+    if not simulated or LABEL in path.name.lower() or not path.name or os.path.isdir(path):  # noqa: PTH112 - no error
+        return path  # a folder is refused under its own name
+    return path.with_name(f"{path.stem}.{LABEL}{path.suffix}")
+
+
+def check_folder(path: Path, what: str) -> None:
+    """Check that a file has a folder to be written into, before anything is measured for it.
+
+    Args:
+        path: The file.
+        what: What it is to be, such as ``page``.
+
+    Raises:
+        OptionError: The path is a folder, or in none.
+    """
+    if os.path.isdir(path) or not os.path.isdir(path.parent):  # noqa: PTH112 - these raise nothing
+        raise OptionError(
+            f"The {what} cannot be written to {str(path)!r:.200}.",
+            fix="Name a file in a folder that is there.",
+        )
+    check_target(path, what)
+
+
+def check_target(path: Path, what: str = "trace") -> None:
+    """Check that a file can be written, before anything is computed for it; its folder is made.
+
+    Args:
+        path: The file.
+        what: What it is to be.
+
+    Raises:
+        OptionError: It cannot; the message says why.
+    """
+    try:
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder.", fix=f"Name a file for the {what}.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        with contextlib.suppress(FileNotFoundError):
+            path.lstat()  # raises where the name is too long
+        if path.exists() and not path.is_file():
+            raise OptionError(f"{path} is no plain file.", fix=f"Name a file for the {what}.")
+    except (OSError, ValueError) as error:  # such as names that are no paths
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"The {what} cannot be written to {str(path)!r:.200}: {reason}.", fix="Name another place."
+        ) from error
+
+
+def save_file(path: Path, content: bytes) -> None:
+    """Write a file; it is replaced once it is whole.
+
+    Raises:
+        OptionError: It cannot be written.
+    """
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(content)
+    except CacheError as error:
+        raise OptionError(error.message, fix="Name another place.") from error

@@ -1,0 +1,120 @@
+"""How the command line keeps its streams clean: results on stdout, all else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from heterollm.base.errors import HeteroLLMError
+
+__all__ = ["discard_output", "private_stdout", "quiet_libraries", "write", "write_json"]
+
+STDOUT: Final = 1
+
+
+def write(text: str) -> None:
+    """Write a piece of the result now.
+
+    Raises:
+        HeteroLLMError: It cannot be written, since the disk is full for example.
+        BrokenPipeError: Nobody reads it any more.
+    """
+    try:
+        try:
+            sys.stdout.write(text)
+        except UnicodeEncodeError:  # a terminal that cannot show everything
+            encoding = sys.stdout.encoding
+            sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_output()
+        raise HeteroLLMError(
+            f"The result cannot be written to stdout: {error.strerror or error}.",
+            fix="Free some space, or write it somewhere else.",
+        ) from error
+
+
+def write_json(value: Any) -> None:  # noqa: ANN401 - anything that JSON can hold
+    """Write one JSON value as the whole result."""
+    write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def private_stdout() -> Iterator[None]:
+    """Keep what native libraries print out of a result that goes into a file or a pipe.
+
+    They write to file descriptor 1 whatever Python does, so that for the time of the block it leads
+    nowhere, and ``sys.stdout`` writes to a copy of the old one. Terminals are left alone: line editing
+    needs them.
+    """
+    stream = sys.stdout
+    try:
+        ours = stream.fileno() == STDOUT and not stream.isatty()
+    except (AttributeError, OSError, ValueError):
+        ours = False  # there is none, or it was replaced by an object without a file
+    if not ours:
+        yield
+        return
+    stream.flush()
+    kept = os.dup(STDOUT)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
+    os.close(nowhere)
+    file = open(kept, "wb", closefd=False)  # noqa: SIM115 - a descriptor, closed below
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    sys.stdout = io.TextIOWrapper(file, encoding=encoding, errors="replace")
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = stream
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+
+
+def discard_output() -> None:
+    """Drop what is still to be written: nobody reads the pipe any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
+    os.close(nowhere)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - lives as long as the process
+
+
+class _Notes(logging.Handler):
+    """Hands heterollm's own warnings to a function, each once."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+        self._shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._shown:
+            self._shown.add(text)
+            self._show(text)
+
+
+@contextlib.contextmanager
+def quiet_libraries(show: Callable[[str], None], *, debug: bool) -> Iterator[None]:
+    """Show heterollm's own warnings as notes, and those of other libraries only for debugging."""
+    logger = logging.getLogger("heterollm")
+    handler = _Notes(show)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.simplefilter("ignore")
+                os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+            yield
+    finally:
+        logger.removeHandler(handler)

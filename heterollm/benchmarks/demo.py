@@ -1,0 +1,255 @@
+"""The demonstration: text from the bundled model, a profile, plans, and what each plan level costs here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from heterollm.base import CacheError, Progress, silent
+from heterollm.kernels.npu import TimeKind
+from heterollm.llm import LLM
+from heterollm.solver import LEVELS
+
+if TYPE_CHECKING:
+    from heterollm.benchmarks.run import BenchResult
+    from heterollm.planning import Sync
+
+__all__ = ["DemoResult", "Workload", "bundled_model", "run_demo", "write_layer_checkpoint"]
+
+PROMPT: Final = "import os\n\ndef read_lines(path):\n"
+TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
+"""For the text that is shown: greedy text of so small a model goes in circles."""
+PREFILL_TOKENS: Final = 256
+DECODE_TOKENS: Final = 32
+CONTEXT: Final = 512
+REPETITIONS: Final = 5
+PROFILE_BUDGET_S: Final = 45.0
+
+SOLVED: Final = ("tensor", "block")
+"""Levels that the solver plans from the profile."""
+
+BUNDLED: Final = "bundled model"
+LAYER: Final = "TinyLlama layer"
+LAYER_CONFIG: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    # So few words that the head, which a single layer of a real model has not, hardly counts.
+    "vocab_size": 256,
+}
+"""One layer of TinyLlama-1.1B (https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0)."""
+
+LEGEND: Final = (
+    "gpu: all on the GPU part. npu: every linear on the NPU part. layer: the linears of prefill on the NPU "
+    "part. tensor: every linear on one part, or cut between both, which then work at once: what the profile "
+    "predicts to be fastest. block: the same, where whole feed-forward networks may be cut too. Each part "
+    "has cores of its own; the last row is the GPU part with the cores of both."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The plan levels on one model.
+
+    Args:
+        name: What to call the model.
+        bench: What was measured, in turns.
+        verdicts: What it means, in words.
+    """
+
+    name: str
+    bench: BenchResult
+    verdicts: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        rows = [row.to_dict() for row in self.bench.rows]
+        return {"workload": self.name, "rows": rows, "verdicts": list(self.verdicts)}
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What the demonstration found.
+
+    Args:
+        prompt: What the bundled model was given.
+        text: What it wrote.
+        levels_agree: Whether all levels wrote the same when each took its likeliest tokens.
+        device: The device as it describes itself.
+        time: Whether its times are real.
+        workloads: What the plan levels cost; empty where time means nothing.
+        notes: What to know about the numbers.
+    """
+
+    prompt: str
+    text: str
+    levels_agree: bool
+    device: Mapping[str, Any]
+    time: TimeKind
+    workloads: tuple[Workload, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "levels_agree": self.levels_agree,
+            "device": dict(self.device),
+            "time": self.time,
+            "workloads": [workload.to_dict() for workload in self.workloads],
+            "notes": list(self.notes),
+        }
+
+
+def bundled_model() -> Path:
+    """Return the folder of the model that comes with the package."""
+    return Path(str(resources.files("heterollm.data.tiny_python_lm")))
+
+
+def run_demo(
+    *,
+    device: str = "auto",
+    max_new_tokens: int = 64,
+    sync: str = "auto",
+    on_text: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> DemoResult:
+    """Generate with the bundled model, profile the device, and measure every plan level.
+
+    Args:
+        device: Name of the device, or ``auto``.
+        max_new_tokens: Length of the text.
+        sync: How the parts wait for each other; see :meth:`heterollm.LLM.load`.
+        on_text: Receives the text of level ``gpu`` as it is made.
+        progress: Called with a stage's name, steps done and steps in all.
+
+    Raises:
+        HeteroLLMError: The device cannot be opened, or an option is not legal.
+    """
+    report = progress or silent
+    load = partial(LLM.load, bundled_model(), device=device, sync=cast("Sync", sync), progress=report)
+    with load(plan="gpu", context=CONTEXT) as model:
+        answer = model.stream(
+            PROMPT, max_new_tokens=max_new_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED
+        )
+        for step in answer:
+            if on_text is not None:
+                on_text(step.text)
+        opened = model.device
+        description, time_kind, name = opened.description(), opened.time_kind, opened.name
+        notes = (f"Device auto chose {name}: {opened.reason}",) if opened.reason else ()
+    levels: tuple[str, ...] = LEVELS
+    workloads: tuple[Workload, ...] = ()
+    with ExitStack() as stack:
+        if time_kind == "real":
+            layer = _layer_folder(stack, report)
+            _profile(name, (bundled_model(), layer), report)
+            levels = (*levels, *SOLVED)
+            models = {BUNDLED: bundled_model(), LAYER: layer}
+            workloads = tuple(_measured(models, name, levels, sync, report))
+            notes = (*notes, LEGEND)
+        else:
+            notes = (*notes, f"No speeds: times on {name} are {time_kind}.")
+        texts = set()
+        for level in levels:
+            with load(plan=level, context=CONTEXT) as model:
+                texts.add(model.generate(PROMPT, max_new_tokens=max_new_tokens).text)
+    return DemoResult(PROMPT, answer.result.text, len(texts) == 1, description, time_kind, workloads, notes)
+
+
+def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
+    try:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-")))
+        progress("Writing a layer of random weights", 0, 1)
+        write_layer_checkpoint(folder)
+        progress("Writing a layer of random weights", 1, 1)
+    except OSError as error:
+        raise CacheError(
+            f"Cannot write a layer of weights into {tempfile.gettempdir()}: {error.strerror or error}.",
+            fix="Free 100 MB there, or set TMPDIR to another folder.",
+        ) from error
+    return folder
+
+
+def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> None:
+    """Measure what plans for the models need, unless an earlier run has."""
+    from heterollm.planning import Profiling
+    from heterollm.profiler import SessionOptions
+
+    options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
+    with Profiling(device, models=models) as profiling:
+        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
+
+
+def _measured(
+    models: Mapping[str, Path], device: str, levels: tuple[str, ...], sync: str, progress: Progress
+) -> Iterator[Workload]:
+    from heterollm.benchmarks.cases import cases_of, expand, with_baseline
+    from heterollm.benchmarks.options import BenchOptions
+    from heterollm.benchmarks.run import run_bench
+    from heterollm.benchmarks.verdict import verdicts
+
+    configurations = with_baseline(expand(levels=levels, syncs=(sync,), device=device))
+    cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
+    for name, folder in models.items():
+
+        def report(stage: str, done: int, total: int, name: str = name) -> None:
+            progress(f"{stage}, {name}", done, total)
+
+        options = BenchOptions(folder, configurations, cases, REPETITIONS)
+        bench = run_bench(options, progress=report)
+        yield Workload(name, bench, tuple(verdicts(bench.rows)))
+
+
+def write_layer_checkpoint(folder: Path) -> None:
+    """Write a checkpoint of one TinyLlama-sized layer with random weights and the bundled tokenizer.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    generator = np.random.default_rng(0)
+    hidden, wide = LAYER_CONFIG["hidden_size"], LAYER_CONFIG["intermediate_size"]
+    queries = LAYER_CONFIG["num_attention_heads"] * LAYER_CONFIG["head_dim"]
+    keys = LAYER_CONFIG["num_key_value_heads"] * LAYER_CONFIG["head_dim"]
+    shapes = {
+        "model.embed_tokens.weight": (LAYER_CONFIG["vocab_size"], hidden),
+        "model.layers.0.self_attn.q_proj.weight": (queries, hidden),
+        "model.layers.0.self_attn.k_proj.weight": (keys, hidden),
+        "model.layers.0.self_attn.v_proj.weight": (keys, hidden),
+        "model.layers.0.self_attn.o_proj.weight": (hidden, queries),
+        "model.layers.0.mlp.gate_proj.weight": (wide, hidden),
+        "model.layers.0.mlp.up_proj.weight": (wide, hidden),
+        "model.layers.0.mlp.down_proj.weight": (hidden, wide),
+    }
+    tensors = {
+        name: (generator.standard_normal(shape, np.float32) * np.float32(0.02)).astype(np.float16)
+        for name, shape in shapes.items()
+    }
+    for name in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        tensors[f"model.{name}.weight"] = np.ones(hidden, np.float16)
+    (folder / "config.json").write_text(json.dumps(LAYER_CONFIG), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(bundled_model() / name, folder / name)

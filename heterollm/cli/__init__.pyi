@@ -1,0 +1,1 @@
+from .command_line import main as main

@@ -1,0 +1,275 @@
+"""The command ``bench``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heterollm.base import FAILED, OptionError
+from heterollm.cli.options import (
+    DeviceOption,
+    GroupSize,
+    MaybeModel,
+    OutputOption,
+    check_form,
+    command_group,
+    whole_numbers,
+)
+
+if TYPE_CHECKING:
+    from heterollm.benchmarks import BenchResult, Configuration
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+OF_SAVED = ("saved", "output", "picture", "html")
+"""Parameters that say how rows are shown."""
+
+
+@commands.command("bench")
+def bench(
+    context: typer.Context,
+    model: MaybeModel = None,
+    prompt: Annotated[
+        str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")
+    ] = "512",
+    gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens; 0 for none.")] = "128",
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option("-pg", metavar="P,N", help="A prompt and tokens behind it; may be given several times."),
+    ] = None,
+    depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens that were seen before.")] = "0",
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5,
+    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, onnxruntime-genai.")] = "self",
+    plan_level: Annotated[
+        str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")
+    ] = "auto",
+    length_policy: Annotated[
+        str, typer.Option(help="padding, pipe, auto: how npu and layer run lengths without a graph.")
+    ] = "padding",
+    sync: Annotated[str, typer.Option(help="How to wait for the GPU, as of generate.")] = "auto",
+    precision: Annotated[str, typer.Option(help="w4a16, w4a8, fp16.")] = "w4a16",
+    threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None,
+    gpu_threads: Annotated[str | None, typer.Option(help="Threads of the GPU part: 1,2.")] = None,
+    npu_threads: Annotated[str | None, typer.Option(help="Threads of the NPU part: 1,0.")] = None,
+    device: DeviceOption = "auto",
+    group_size: GroupSize = 32,
+    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for an idle machine before a sample, and to take it again.")
+    ] = 0.0,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="What all models may take together; others are loaded in turns.")
+    ] = None,
+    no_trace: Annotated[
+        bool,
+        typer.Option(
+            "--no-trace", help="Do not run every test once more, traced, for overlap and hand-overs."
+        ),
+    ] = False,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write these traces there, for `heterollm trace`.")
+    ] = None,
+    profile_first: Annotated[
+        bool, typer.Option("--profile-first", help="Profile the device quickly for each split of the cores.")
+    ] = False,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Take no further sample after this time, such as 90s or 10m.")
+    ] = None,
+    output: OutputOption = "table",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append each row as a JSON line.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the report into this file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and charts.")
+    ] = None,
+    saved: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="ROWS", help="Show what --out wrote, and measure nothing."),
+    ] = None,
+) -> None:
+    """Measure prefill and decode as llama-bench does, at any plan level and beside other engines.
+
+    Options that take lists make a grid. On host a row of gpu on all cores is always added: splitting one
+    processor in two is only worth something if it beats that. Ctrl-C ends the run
+    and keeps what was measured.
+    """
+    from heterollm.base import labelled, parse_duration
+    from heterollm.benchmarks import (
+        BenchOptions,
+        RowFile,
+        Stop,
+        TerminatedInterrupt,
+        cases_of,
+        expand,
+        profile_splits,
+        run_bench,
+        signals_interrupt,
+        with_baseline,
+    )
+    from heterollm.kernels.sim import is_simulated
+    from heterollm.report import console as report
+
+    _check_outputs(output, picture, html)
+    if saved is not None:
+        _refuse_others(context)
+        _show(_saved_results(saved), saved.stem, output, picture, html)
+        return
+    if model is None:
+        raise typer.BadParameter("Name a model, or rows with --from.", ctx=context, param_hint="MODEL")
+    configurations: tuple[Configuration, ...] = with_baseline(
+        expand(
+            engines=_words(engine),
+            levels=_words(plan_level),
+            policies=_words(length_policy),
+            syncs=_words(sync),
+            precisions=_words(precision),
+            threads=_splits(threads, gpu_threads, npu_threads),
+            device=device,
+            group_size=group_size,
+        )
+    )
+    options = BenchOptions(
+        model,
+        configurations,
+        cases_of(
+            whole_numbers(prompt, "-p"),
+            whole_numbers(gen, "-n"),
+            [_pair(pair) for pair in pairs or ()],
+            whole_numbers(depth, "-d"),
+        ),
+        repetitions=repetitions,
+        seed=seed,
+        patience_s=patience,
+        memory_gib=memory_gib,
+        trace=not no_trace,
+        traces=traces,
+        time_limit_s=None if time_limit is None else parse_duration(time_limit, "--time-limit"),
+    )
+    if traces is not None:
+        _check_traces(traces, no_trace)
+    out = None if out is None else labelled(out, simulated=is_simulated(device))
+    file = None if out is None else RowFile(out)
+    try:
+        with signals_interrupt():
+            if profile_first:
+                for text in profile_splits(model, configurations):
+                    report.show(report.note(text))
+            with report.progress_bars() as progress:
+                result = run_bench(options, progress=progress, on_row=None if file is None else file.add)
+    except TerminatedInterrupt as error:  # before there was anything to keep
+        raise typer.Exit(Stop.of(error).exit_code) from None
+    _show([result], Path(model).name, output, picture, html)
+    if result.stop is not None and result.stop.exit_code:
+        raise typer.Exit(result.stop.exit_code)
+    if file is not None and file.error is not None:
+        raise typer.Exit(FAILED)
+    if out is not None:
+        report.show(report.note(f"Wrote the rows to {out}."))
+    if not any(row.usable for row in result.rows):
+        raise typer.Exit(FAILED)
+
+
+def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None:
+    from heterollm.base import check_folder
+    from heterollm.report import check_picture
+
+    check_form(output)
+    if picture is not None:
+        check_picture(picture)
+    if html is not None:
+        check_folder(html, "page")
+
+
+def _check_traces(folder: Path, no_trace: bool) -> None:
+    from heterollm.base import check_target
+
+    if no_trace:
+        raise OptionError("--traces has nothing to write with --no-trace.", fix="Leave out one of the two.")
+    check_target(folder / "trace.json")
+
+
+def _refuse_others(context: typer.Context) -> None:
+    """What says how to measure means nothing for rows that are there, and is not dropped in silence."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name not in OF_SAVED and source is not None and source.name == "COMMANDLINE":
+            raise OptionError(
+                f"{max(param.opts, key=len)} says what to measure, and --from measures nothing.",
+                fix="Leave out one of the two.",
+            )
+
+
+def _saved_results(path: Path) -> list[BenchResult]:
+    from heterollm.benchmarks import BenchResult, read_rows
+    from heterollm.report import runs_of
+
+    return [BenchResult(tuple(rows), ()) for rows in runs_of(read_rows(path))]
+
+
+def _show(
+    results: Sequence[BenchResult], name: str, output: str, picture: Path | None, html: Path | None
+) -> None:
+    """Write what was found, run by run, to stdout and into files."""
+    from heterollm.base import labelled, save_file, write
+    from heterollm.benchmarks import FORMATS
+    from heterollm.report import bench_reports, write_picture
+    from heterollm.report import console as report
+
+    rows = [row for result in results for row in result.rows]
+    notes = [text for result in results for text in result.notes]
+    simulated = any(row.time_kind == "simulated" for row in rows)
+    shown = bench_reports([result for result in results if result.rows])
+    if output == "table" and rows:
+        write(report.render(shown, like=sys.stdout))
+    else:
+        write(FORMATS[output](rows) if output != "table" else "")
+        for text in notes:
+            report.show(report.note(text))
+    if picture is not None and rows:
+        picture = labelled(picture, simulated=simulated)
+        write_picture(picture, shown, title=f"heterollm bench {name}")
+        report.show(report.note(f"Wrote {picture}."))
+    if html is not None and rows:
+        from heterollm.report import bench_page
+
+        html = labelled(html, simulated=simulated)
+        page = bench_page([result.rows for result in results if result.rows], notes)
+        save_file(html, page.encode())
+        report.show(report.note(f"Wrote {html}."))
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    found = whole_numbers(text, "-pg")
+    if len(found) != 2:
+        raise OptionError(f"-pg is {text!r:.80}.", fix="Give a prompt and a number of tokens: -pg 256,64.")
+    return found[0], found[1]
+
+
+def _splits(threads: str | None, gpu: str | None, npu: str | None) -> list[tuple[int, int]]:
+    """Return the splits of the cores that the three options name."""
+    from heterollm.benchmarks import parse_threads
+    from heterollm.kernels.threads import split_threads
+
+    if threads is not None:
+        if gpu is not None or npu is not None:
+            raise OptionError(
+                "--threads already names both parts.", fix="Leave out --gpu-threads and --npu-threads."
+            )
+        return parse_threads(threads)
+    if gpu is None and npu is None:
+        return []
+    gpus: list[int | None] = [None] if gpu is None else [*whole_numbers(gpu, "--gpu-threads")]
+    npus: list[int | None] = [None] if npu is None else [*whole_numbers(npu, "--npu-threads")]
+    splits = [split_threads(one, other) for one in gpus for other in npus]
+    return [(len(split.gpu_cores), len(split.npu_cores)) for split in splits]

@@ -1,0 +1,62 @@
+"""The commands under ``cache``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from heterollm.cli import complete as cli_complete
+from heterollm.cli.options import JsonOption, command_group
+
+__all__ = ["commands"]
+
+commands = command_group("cache", "Look at and clear the cache.")
+
+
+@commands.command("list")
+def cache_list(as_json: JsonOption = False) -> None:
+    """Show what the cache holds and how much room it takes."""
+    from heterollm.base import list_cache, write, write_json
+    from heterollm.report import console as report
+
+    kinds = list_cache()
+    if as_json:
+        write_json([kind.to_dict() for kind in kinds])
+        return
+    write(report.render(report.cache_table(kinds), like=sys.stdout))
+
+
+@commands.command("clear")
+def cache_clear(
+    kinds: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KIND]...",
+            help="weights, graphs, opencl, tuning, predictors, plans or profiles.",
+            autocompletion=cli_complete.cache_kinds,
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete cached files of some kinds, or of all but profiles; they are made again when needed."""
+    from heterollm.base import CLEARED, cache_root, clear_cache, format_bytes, list_cache, write
+    from heterollm.report import console as report
+
+    wanted = kinds or CLEARED
+    if not yes:
+        report.show(report.cache_table(list_cache(wanted)))
+        typer.confirm(f"Delete these files in {cache_root()}?", abort=True, err=True)
+    cleared = clear_cache(wanted)
+    files, size = sum(kind.files for kind in cleared), sum(kind.size_bytes for kind in cleared)
+    write(f"Deleted {files} files, {format_bytes(size)}.\n")
+
+
+@commands.command("path")
+def cache_path() -> None:
+    """Print where the cache is."""
+    from heterollm.base import cache_root, write
+
+    write(f"{os.fspath(cache_root())}\n")

@@ -1,0 +1,117 @@
+"""The dialogue on a terminal or a pipe: lines in, answers out."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from heterollm.base import HeteroLLMError, write
+from heterollm.report import console as report
+from heterollm.text import Conversation
+
+if TYPE_CHECKING:
+    from heterollm.llm import LLM
+
+__all__ = ["ChatLoop"]
+
+HELP: Final = "/reset forgets the dialogue, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+class ChatLoop:
+    """One dialogue with a loaded model; its session keeps what was computed.
+
+    Args:
+        llm: The model.
+        system: Instructions before the first message.
+        options: Options of :meth:`heterollm.LLM.stream`.
+    """
+
+    def __init__(self, llm: LLM, *, system: str | None = None, **options: Any) -> None:  # noqa: ANN401
+        self._llm = llm
+        self._options = options
+        self._session = llm.session()
+        self._conversation = Conversation(llm.tokenizer, system)
+        self._interactive = sys.stdin.isatty()
+        self._failures = 0
+
+    def run(self) -> None:
+        """Answer line by line until the input ends or ``/exit``."""
+        if self._interactive:
+            report.show(report.note(HELP))
+            if not self._llm.tokenizer.has_chat_template:
+                report.show(report.note("The model brings no chat template; a plain form is used."))
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text == "/reset":
+                self._conversation.reset()
+                self._session.reset()
+                report.show(report.note("The dialogue is forgotten."))
+            elif text.startswith("/"):
+                report.show(report.note(f"There is no {text.split()[0]}: {HELP}"))
+            elif text:
+                self._answer(text)
+
+    def _read(self) -> str | None:
+        """Return the next line, or None at the end of the input; Ctrl-C drops the line begun."""
+        while True:
+            try:
+                return input("> " if self._interactive and sys.stdout.isatty() else "")
+            except EOFError:
+                if self._interactive:
+                    write("\n")
+                return None
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                write("\n")
+
+    def _answer(self, text: str) -> None:
+        before = self._conversation.messages
+        self._conversation.add_user(text)
+        stream = None
+        try:
+            stream = self._llm.stream(
+                self._conversation.prompt_ids(),
+                session=self._session,
+                stop=self._llm.tokenizer.chat_stop_strings,
+                **self._options,
+            )
+            try:
+                for step in stream:
+                    write(step.text)
+            except KeyboardInterrupt:
+                stream.close()
+            result = stream.result
+        except HeteroLLMError as error:
+            # A dialogue that got too long is no reason to lose the program.
+            report.show(report.error_panel(error))
+            report.show(report.note(HELP))
+            self._take_back(before)
+            return
+        finally:
+            if stream is not None:
+                stream.close()
+        write("\n")
+        self._conversation.add_assistant(result.text)
+        for failure in self._llm.failures[self._failures :]:
+            report.show(report.note(failure))
+        self._failures = len(self._llm.failures)
+        if result.stop_reason == "context":
+            report.show(report.note(f"The context of {self._llm.context} tokens is full. {HELP}"))
+        elif self._interactive:
+            rate = result.decode_tokens_per_s
+            speed = "" if rate is None else f", {rate:.1f} tokens/s"
+            report.show(
+                report.note(f"{result.generated_tokens} tokens{speed}, ended by {result.stop_reason}")
+            )
+
+    def _take_back(self, messages: tuple[Any, ...]) -> None:
+        """Return to an earlier state of the dialogue."""
+        self._conversation.reset()
+        for message in messages:
+            if message["role"] == "user":
+                self._conversation.add_user(message["content"])
+            elif message["role"] == "assistant":
+                self._conversation.add_assistant(message["content"])

@@ -1,0 +1,146 @@
+"""The command line: options in, one call, a result on stdout and everything else on stderr.
+
+The commands are in the modules ``cli_<name>.py``, each with its group ``commands``; a new one is named twice
+here, where it is imported and where it stands in the help. Heavy modules are imported inside the commands,
+so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from heterollm.base import BROKEN_PIPE, DONE, FAILED, INTERRUPTED, HeteroLLMError
+from heterollm.cli import bench as cli_bench
+from heterollm.cli import cache as cli_cache
+from heterollm.cli import compile as cli_compile
+from heterollm.cli import complete as cli_complete
+from heterollm.cli import demo as cli_demo
+from heterollm.cli import devices as cli_device
+from heterollm.cli import generate as cli_generate
+from heterollm.cli import paper as cli_paper
+from heterollm.cli import plan as cli_plan
+from heterollm.cli import profile as cli_profile
+from heterollm.cli import simulate as cli_simulate
+from heterollm.cli import trace as cli_trace
+from heterollm.cli.examples import add_examples
+
+__all__ = ["app", "main"]
+
+
+class Commands(TyperGroup):
+    """The commands, with one answer to Ctrl-C and to a reader that went away."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of typer's own click
+        """Read the options before the command; ``--help`` writes here."""
+        with _endings():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's context, from its own copy of click
+        """Run the chosen command."""
+        with _endings():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _endings() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _note("Interrupted.")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        from heterollm.base import discard_output
+
+        discard_output()
+        raise typer.Exit(BROKEN_PIPE) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Run a language model on a GPU and an NPU, from a Hugging Face checkpoint.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# In the order of the help.
+for group in (
+    cli_generate.commands,
+    cli_demo.commands,
+    cli_compile.commands,
+    cli_device.commands,
+    cli_profile.commands,
+    cli_plan.commands,
+    cli_bench.commands,
+    cli_trace.commands,
+    cli_simulate.commands,
+    cli_paper.commands,
+    cli_cache.commands,
+):
+    app.add_typer(group)
+add_examples(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code, one of :data:`heterollm.base.EXIT_CODES`.
+
+    Args:
+        arguments: What follows the program's name; by default what the process was started with.
+    """
+    from heterollm.base import private_stdout, quiet_libraries
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = list(itertools.takewhile(lambda argument: argument != "--", given))
+    debug = "--debug" in options
+    # The option means the same before and after the command, so it is taken out here.
+    rest = [argument for argument in options if argument != "--debug"] + given[len(options) :]
+    with private_stdout(), quiet_libraries(_note, debug=debug), cli_complete.whole_words():
+        try:
+            app(args=rest, prog_name="heterollm")
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else DONE
+        except Exception as error:  # noqa: BLE001 - the one place where everything ends
+            return _show_error(error, debug=debug)
+    return DONE
+
+
+def _show_error(error: Exception, *, debug: bool) -> int:
+    from heterollm.report import console as report
+
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, HeteroLLMError):
+        report.show(report.error_panel(error))
+    else:
+        report.show(report.bug_panel(error))
+    return FAILED
+
+
+def _note(text: str) -> None:
+    from heterollm.report import console as report
+
+    report.show(report.note(text))
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[  # noqa: ARG001 - main() has taken it; declared for the help
+        bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")
+    ] = False,
+) -> None:
+    """Handle the options that need no command."""
+    if version:
+        from heterollm import __version__
+        from heterollm.base import write
+
+        write(f"heterollm {__version__}\n")
+        raise typer.Exit

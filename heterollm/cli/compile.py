@@ -1,0 +1,61 @@
+"""The command ``compile``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from heterollm.cli.options import (
+    Asymmetric,
+    Context,
+    GroupSize,
+    JsonOption,
+    Model,
+    PrecisionOption,
+    command_group,
+    whole_numbers,
+)
+
+if TYPE_CHECKING:
+    from heterollm.kernels.ops import Precision
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+
+@commands.command("compile")
+def compile_graphs(
+    model: Model,
+    soc: Annotated[str, typer.Option(help="Qualcomm's number of the chip: 57 is the Snapdragon 8 Gen 3.")],
+    plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
+    precision: PrecisionOption = "w4a16",
+    group_size: GroupSize = 32,
+    asymmetric: Asymmetric = False,
+    lengths: Annotated[str | None, typer.Option(help="Some of the lengths only, such as 1,32,256.")] = None,
+    context: Context = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64; they are then copied to the device."""
+    from heterollm.base import write, write_json
+    from heterollm.planning import precompile
+    from heterollm.report import console as report
+
+    with report.progress_bars() as progress:
+        result = precompile(
+            model,
+            soc=soc,
+            plan=plan,
+            precision=cast("Precision", precision),
+            group_size=group_size,
+            symmetric=not asymmetric,
+            lengths=None if lengths is None else whole_numbers(lengths, "--lengths"),
+            context=context,
+            progress=progress,
+        )
+    if as_json:
+        write_json(result.to_dict())
+        return
+    write(report.render(report.precompile_report(result), like=sys.stdout))

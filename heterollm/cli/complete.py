@@ -1,0 +1,166 @@
+"""What the shell offers behind options and arguments; quick enough to be asked at every press of a key."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+__all__ = [
+    "among",
+    "cache_kinds",
+    "devices",
+    "known_models",
+    "levels",
+    "models",
+    "plans",
+    "precisions",
+    "profiles",
+    "socs",
+    "whole_words",
+]
+
+PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
+PRECISIONS = ("w4a16", "w4a8", "fp16")
+WORD_BREAKS = ":="
+"""Of bash: it hands ``sim:sn`` over as three words, and replaces only the last by what it is offered."""
+
+
+def devices(incomplete: str) -> list[str]:
+    """Return names of devices, simulated ones too."""
+    from heterollm.kernels.sim import soc_names
+
+    simulated = (f"sim:{name}" for name in soc_names())
+    return _beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
+
+
+def plans(incomplete: str) -> list[str]:
+    """Return the levels of plans; a shell offers files by itself."""
+    return _beginning(incomplete, PLANS)
+
+
+def levels(incomplete: str) -> list[str]:
+    """Return the levels that a solver finds plans for."""
+    return _beginning(incomplete, ("auto", "tensor", "block"))
+
+
+def precisions(incomplete: str) -> list[str]:
+    """Return the precisions."""
+    return _beginning(incomplete, PRECISIONS)
+
+
+def socs(incomplete: str) -> list[str]:
+    """Return the SoCs that can be simulated by name."""
+    from heterollm.kernels.sim import soc_names
+
+    return _beginning(incomplete, soc_names())
+
+
+def among(*names: str) -> Callable[[str], list[str]]:
+    """Return what completes one of a few words, or the last of several with commas between them."""
+
+    def complete(incomplete: str) -> list[str]:
+        listed, comma, last = incomplete.rpartition(",")
+        return [f"{listed}{comma}{name}" for name in _beginning(last, names)]
+
+    return complete
+
+
+def known_models(incomplete: str) -> list[str]:
+    """Return the models whose sizes are known, and folders."""
+    from heterollm.model import KNOWN_MODELS
+
+    return [*_beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Return folders on the way to a checkpoint, checkpoints, and what is in the hub's cache."""
+    return [*_folders(incomplete), *_beginning(incomplete, sorted(_hub_names()))]
+
+
+def profiles(incomplete: str) -> list[str]:
+    """Return the fingerprints of the profiles in the cache."""
+    from heterollm.base import cache_root
+
+    found = (path.stem.rpartition("-")[2] for path in (cache_root() / "profiles").glob("*.json"))
+    return _beginning(incomplete, sorted(found))
+
+
+def cache_kinds(incomplete: str) -> list[str]:
+    """Return the kinds of files in the cache."""
+    from heterollm.base import KINDS
+
+    return _beginning(incomplete, KINDS)
+
+
+@contextlib.contextmanager
+def whole_words() -> Iterator[None]:
+    """Ask with whole words where bash has cut them at a colon, and offer it what stands behind the cut.
+
+    Other shells keep words whole, and so does bash where its ``COMP_WORDBREAKS`` has no colon.
+    """
+    begun = _join_words() if os.environ.get("_HETEROLLM_COMPLETE") == "complete_bash" else ""
+    if not begun:
+        yield
+        return
+    offered = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(offered):
+            yield
+    finally:
+        for line in offered.getvalue().splitlines():
+            sys.stdout.write(f"{line.removeprefix(begun)}\n")
+
+
+def _join_words() -> str:
+    """Join the words that bash has cut, in its own variables; return what of the last one stays as it is."""
+    try:
+        place = int(os.environ["COMP_CWORD"])
+    except (KeyError, ValueError):
+        return ""
+    # Words behind the cursor do not matter.
+    words = os.environ.get("COMP_WORDS", "").split("\n")[: place + 1]
+    if len(words) <= place:
+        return ""
+    joined: list[str] = []
+    begun = ""
+    cut = False
+    for word in words:
+        is_break = bool(word) and not word.strip(WORD_BREAKS)
+        begun = joined.pop() if joined and (cut or is_break) else ""
+        joined.append(begun + word)
+        if is_break:
+            begun += word
+        cut = is_break
+    os.environ["COMP_WORDS"] = "\n".join(joined)
+    os.environ["COMP_CWORD"] = str(len(joined) - 1)
+    # Of `--device=sim:sn` only the value is completed.
+    return begun.partition("=")[2] if begun.startswith("-") else begun
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _folders(incomplete: str) -> Iterator[str]:
+    typed, begun = os.path.split(incomplete)
+    try:
+        entries = sorted(os.scandir(Path(typed or ".").expanduser()), key=lambda entry: entry.name)
+        for entry in entries:
+            hidden = entry.name.startswith(".") and not begun
+            if entry.name.startswith(begun) and not hidden and entry.is_dir():
+                whole = os.path.join(typed, entry.name)  # noqa: PTH118 - what was typed stays as it is
+                yield whole if Path(entry.path, "config.json").is_file() else f"{whole}/"
+    except OSError:
+        return  # a folder that is not there, or not ours to read, has nothing to offer
+
+
+def _hub_names() -> Iterator[str]:
+    """Yield names of repositories; the layout of the hub's cache is documented by huggingface_hub."""
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    for path in hub.glob("models--*"):
+        yield path.name.removeprefix("models--").replace("--", "/")

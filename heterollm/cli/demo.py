@@ -1,0 +1,38 @@
+"""The command ``demo``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Annotated
+
+import typer
+
+from heterollm.cli.options import DeviceOption, JsonOption, SyncOption, command_group
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+
+@commands.command()
+def demo(
+    device: DeviceOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the text.")] = 64,
+    sync: SyncOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Generate with the bundled model, profile the device, measure every plan level; needs no download."""
+    from heterollm.base import write, write_json
+    from heterollm.benchmarks import PROMPT, run_demo
+    from heterollm.report import console as report
+    from heterollm.report import demo_report
+
+    run = functools.partial(run_demo, device=device, max_new_tokens=max_new_tokens, sync=sync)
+    with report.progress_bars() as progress:
+        if as_json:
+            write_json(run(progress=progress).to_dict())
+            return
+        write(PROMPT)
+        result = run(on_text=write, progress=progress)
+    write("\n\n" + report.render(demo_report(result), like=sys.stdout))

@@ -1,0 +1,127 @@
+"""Examples in the help of every command, and the table of exit codes; tests parse all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, TypeAlias
+
+import typer
+from typer.models import CommandInfo, TyperInfo
+
+from heterollm.base import EXIT_CODES
+
+__all__ = ["EXAMPLES", "add_examples", "command_names"]
+
+EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
+    "": (
+        "heterollm demo",
+        "heterollm devices",
+        "heterollm profile --model MODEL",
+        'heterollm generate MODEL "Once upon a time"',
+    ),
+    "generate": (
+        'heterollm generate MODEL "Once upon a time" --max-new-tokens 64',
+        "heterollm generate MODEL - --temperature 0.7 --seed 1 < prompt.txt",
+        'heterollm generate MODEL "def add(a, b):" --plan layer --json',
+        'heterollm generate MODEL "import os" --trace run.json',
+    ),
+    "chat": (
+        "heterollm chat MODEL",
+        'heterollm chat MODEL --system "Answer in one sentence." --temperature 0.7',
+    ),
+    "demo": ("heterollm demo", "heterollm demo --device sim:snapdragon-8gen3", "heterollm demo --json"),
+    "compile": (
+        "heterollm compile MODEL --soc 57",
+        "heterollm compile MODEL --soc 57 --plan npu --lengths 1,32,256",
+    ),
+    "devices": ("heterollm devices", "heterollm devices --json"),
+    "doctor": ("heterollm doctor", "heterollm doctor --device host --gpu-threads 1 --npu-threads 1"),
+    "profile": (
+        "heterollm profile --model MODEL",
+        "heterollm profile --quick",
+        "heterollm profile --device sim:snapdragon-8gen3 --budget none",
+        "heterollm profile show --html profile.html",
+    ),
+    "profile list": ("heterollm profile list", "heterollm profile list --json"),
+    "profile show": (
+        "heterollm profile show",
+        "heterollm profile show 2ba454f9 --all",
+        "heterollm profile show --html profile.html --plots pictures",
+    ),
+    "profile compare": ("heterollm profile compare before.json after.json",),
+    "profile export": ("heterollm profile export phone.json", "heterollm profile export phone.json 2ba454f9"),
+    "profile import": ("heterollm profile import phone.json",),
+    "plan": (
+        "heterollm plan MODEL --explain",
+        "heterollm plan MODEL --length 64,300 --level tensor",
+        "heterollm plan MODEL --profile phone.json -o phone-plan.json",
+    ),
+    "bench": (
+        "heterollm bench MODEL -p 256 -n 64 --plan-level gpu,npu,tensor --profile-first",
+        "heterollm bench MODEL -p 256,300 -n 0 --engine self,llama.cpp --out rows.jsonl",
+        "heterollm bench --from rows.jsonl --html bench.html",
+    ),
+    "trace": ("heterollm trace run.json", "heterollm trace run.json --png run.png"),
+    "simulate": (
+        "heterollm simulate",
+        "heterollm simulate --model llama-3-8b --prompt 300 --plan-level gpu",
+        "heterollm simulate --gpu-load 60fps:5ms --what-if npu.execute_us=50",
+    ),
+    "paper": ("heterollm paper", "heterollm paper --model llama-3-8b --jobs 2 --out paper-simulated.jsonl"),
+    "cache": ("heterollm cache list", "heterollm cache clear graphs --yes"),
+    "cache list": ("heterollm cache list", "heterollm cache list --json"),
+    "cache clear": ("heterollm cache clear", "heterollm cache clear weights graphs --yes"),
+    "cache path": ("heterollm cache path",),
+}
+"""Command lines by the words behind ``heterollm``; MODEL, in capitals, is the user's to fill in."""
+
+
+SUMMARIES: Final[dict[str, str]] = {
+    "generate": "Continue a prompt.",
+    "chat": "Talk to a model.",
+    "demo": "Try every plan level with the bundled model; no download.",
+    "compile": "Compile a Snapdragon's NPU graphs ahead.",
+    "devices": "List the devices, and what the others lack.",
+    "doctor": "Check every operator on a device against float64.",
+    "profile": "Measure a device once, or look at what was measured.",
+    "plan": "Solve for the best cut of every operator; show why.",
+    "bench": "Measure prefill and decode, beside other engines too.",
+    "trace": "Say where the time of a recorded run went.",
+    "simulate": "Run a model's shapes on a simulated phone.",
+    "paper": "Simulate HeteroLLM's evaluation.",
+    "cache": "Look at and clear the cache.",
+}
+"""What the list of commands says of each; their own help says more."""
+
+Info: TypeAlias = TyperInfo | CommandInfo
+
+
+def add_examples(app: typer.Typer) -> None:
+    """Put every command's examples under its help, and the exit codes under the program's."""
+    for name, info in command_names(app):
+        if name in EXAMPLES:
+            info.epilog = _block("Examples:", EXAMPLES[name])
+        if name in SUMMARIES:
+            info.short_help = SUMMARIES[name]
+    codes = [f"{code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
+    app.info.epilog = "\n\n".join((_block("Examples:", EXAMPLES[""]), _block("Exit codes:", codes)))
+
+
+def command_names(app: typer.Typer) -> Iterator[tuple[str, Info]]:
+    """Yield every command and every named group of the program, with the words that call it."""
+    for group in app.registered_groups:
+        below = group.typer_instance
+        if below is None:
+            continue
+        words = below.info.name if isinstance(below.info.name, str) else ""
+        if words:
+            callback = below.registered_callback
+            yield words, callback if callback is not None else below.info
+        for command in below.registered_commands:
+            own = command.name or (command.callback.__name__ if command.callback else "")
+            yield f"{words} {own}".strip(), command
+
+
+def _block(title: str, lines: tuple[str, ...] | list[str]) -> str:
+    """Return lines that stay as they are; a lone backspace says so to typer."""
+    return "\n".join(["\b", title, *(f"  {line}" for line in lines)])

@@ -1,0 +1,107 @@
+"""The command ``paper``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from heterollm.base import FAILED
+from heterollm.cli.options import JsonOption, OutputOption, command_group
+from heterollm.cli.simulate import check_output, default_jobs, words
+
+if TYPE_CHECKING:
+    from heterollm.simulate import SimulatedRow
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+MODELS: Final = "llama-3-8b,llama-2-7b,llama-3.2-3b,internlm2-1.8b"
+
+
+@commands.command("paper")
+def paper(
+    model: Annotated[str, typer.Option(help="Models, with commas between them.")] = MODELS,
+    soc: Annotated[
+        str, typer.Option(help="snapdragon-8gen3, or another simulated SoC.")
+    ] = "snapdragon-8gen3",
+    jobs: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,
+    read: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Show the rows of this file; simulate nothing."),
+    ] = None,
+    output: OutputOption = "table",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the rows as JSON lines."),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write all tables as Markdown."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate HeteroLLM's evaluation, with published numbers beside it: no time it prints was measured.
+
+    Takes minutes: prefill at every level, odd lengths, decode, synchronisation, a game beside it, energy,
+    what this project adds, and the plans that were chosen. Names of files get the word simulated where they
+    lack it: rows.jsonl is written as rows.simulated.jsonl.
+    """
+    from heterollm.base import write
+    from heterollm.kernels.sim import load_soc
+    from heterollm.model import find_model
+    from heterollm.report import console as report
+    from heterollm.report import read_simulated, write_simulated
+    from heterollm.simulate import paper_cases, run_sweep
+
+    out, page = check_output(output, out), check_output(output, page)
+    if read is not None:
+        rows = read_simulated(read)
+    else:
+        models = words(model, "--model")
+        for name in models:
+            find_model(name)
+        load_soc(soc)
+        cases = paper_cases(models, soc)
+        with report.progress_bars() as progress:
+            rows = run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
+    if out is not None:
+        write_simulated(out, rows)
+        report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
+    if page is not None:
+        from heterollm.report import paper_page, write_text
+
+        write_text(page, paper_page(rows))
+        report.show(report.note(f"Wrote the simulated tables to {page}."))
+    write(_text(rows, "json" if as_json and output == "table" else output))
+    failed = [row for row in rows if row.error is not None]
+    for reason in dict.fromkeys(row.error for row in failed):
+        report.show(report.note(f"{sum(row.error == reason for row in failed)} failed: {reason}"))
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _text(rows: list[SimulatedRow], form: str) -> str:
+    """Return everything in one of the forms of ``-o``."""
+    import json
+
+    from heterollm.report import SWEEP_FORMATS, paper_page, paper_tables, sections_report
+    from heterollm.report import console as report
+    from heterollm.simulate import PaperRows, comparisons
+
+    if form == "table":
+        return report.render(sections_report(list(paper_tables(PaperRows(rows)))), like=sys.stdout)
+    if form == "md":
+        return paper_page(rows)
+    if form == "json":
+        found = {
+            "simulated": True,
+            "time": "simulated",
+            "comparisons": [one.to_dict() for one in comparisons(PaperRows(rows))],
+            "rows": [row.to_dict() for row in rows],
+        }
+        return json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return SWEEP_FORMATS[form](rows)

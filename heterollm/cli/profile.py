@@ -1,0 +1,215 @@
+"""The command ``profile`` and those under it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from heterollm.base import FAILED, OptionError
+from heterollm.cli import complete as cli_complete
+from heterollm.cli.options import DeviceOption, GpuThreads, GroupSize, JsonOption, NpuThreads, command_group
+
+if TYPE_CHECKING:
+    from heterollm.kernels.ops import Precision
+
+__all__ = ["commands"]
+
+HELP = "Measure a device once, so that plans for it can be made; or look at what was measured."
+
+commands = command_group("profile", HELP)
+
+ProfileName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PROFILE]",
+        help="A file, or a fingerprint's beginning; by default the newest.",
+        autocompletion=cli_complete.profiles,
+    ),
+]
+
+
+@commands.callback(help=HELP, invoke_without_command=True, no_args_is_help=False)
+def profile(
+    context: typer.Context,
+    device: DeviceOption = "auto",
+    gpu_threads: GpuThreads = None,
+    npu_threads: NpuThreads = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="A checkpoint whose shapes count; may be given several times."),
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="w4a16 (default), w4a8 or fp16; may be given several times.")
+    ] = None,
+    group_size: GroupSize = 32,
+    budget: Annotated[
+        str, typer.Option(help="Time to spend, such as 90s or 5m; none for the full grid.")
+    ] = "4m",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what plans need, of one model, in under a minute.")
+    ] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Measure only what the profile does not have.")
+    ] = False,
+    no_tune: Annotated[
+        bool, typer.Option("--no-tune", help="Do not search the parameters of GPU kernels first.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a device, unless a command follows."""
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    from heterollm.base import parse_duration, write, write_json
+    from heterollm.planning import Profiling
+    from heterollm.profiler import SessionOptions
+    from heterollm.report import console as report
+    from heterollm.report import profile as report_profile
+
+    options = SessionOptions.of(
+        budget_s=parse_duration(budget, "--budget"), quick=quick, update=update, tune=not no_tune
+    )
+    profiling = Profiling(
+        device,
+        models=model or (),
+        precisions=cast("list[Precision]", precision or ["w4a16"]),
+        group_size=group_size,
+        gpu_threads=gpu_threads,
+        npu_threads=npu_threads,
+    )
+    with profiling:
+        for text in profiling.notes(options):
+            report.show(report.note(text))
+        try:
+            with report_profile.time_bar() as progress:
+                result = profiling.run(options, progress)
+        except KeyboardInterrupt:
+            report.show(report_profile.interrupted_note(profiling.kept()))
+            raise
+    if as_json:
+        write_json(result.to_dict())
+    else:
+        write(report.render(report_profile.run_report(result), like=sys.stdout))
+    if result.useless:
+        raise typer.Exit(FAILED)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Options of a run mean nothing to the commands under ``profile``, and are not dropped in silence."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+            raise OptionError(
+                f"{option} stands before {context.invoked_subcommand!r}.",
+                fix=f"Give the options of `profile {context.invoked_subcommand}` after it.",
+            )
+
+
+@commands.command("list")
+def profile_list(as_json: JsonOption = False) -> None:
+    """List the profiles in the cache, damaged ones too."""
+    from heterollm.base import write, write_json
+    from heterollm.profiler.records import list_profiles
+    from heterollm.report import console as report
+    from heterollm.report import profile as report_profile
+
+    stored = list_profiles()
+    if as_json:
+        write_json([entry.to_dict() for entry in stored])
+        return
+    write(report.render(report_profile.profiles_table(stored), like=sys.stdout))
+
+
+@commands.command("show")
+def profile_show(
+    name: ProfileName = None,
+    everything: Annotated[bool, typer.Option("--all", help="List cuts of groups too.")] = False,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw plots into this folder, as PNG files.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and plots.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what was measured on a device, and how well the rest can be predicted."""
+    from heterollm.base import write, write_json
+    from heterollm.profiler import summarize
+    from heterollm.profiler.records import find_profile
+    from heterollm.report import console as report
+    from heterollm.report import profile as report_profile
+
+    found, path = find_profile(name)
+    summary = summarize(found)
+    if plots is not None or html is not None:
+        from heterollm.report import write_outputs
+
+        for text in write_outputs(summary, folder=plots, page=html):
+            report.show(report.note(text))
+    if as_json:
+        write_json({"path": str(path), **summary.to_dict()})
+        return
+    write(report.render(report_profile.profile_report(summary, everything=everything), like=sys.stdout))
+
+
+@commands.command("compare")
+def profile_compare(
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A file, or a fingerprint's beginning.", autocompletion=cli_complete.profiles
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help="The one compared with it.", autocompletion=cli_complete.profiles),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two profiles: what became faster or slower beyond the noise."""
+    from heterollm.base import write, write_json
+    from heterollm.profiler import compare
+    from heterollm.profiler.records import find_profile
+    from heterollm.report import console as report
+    from heterollm.report import profile as report_profile
+
+    comparison = compare(find_profile(first)[0], find_profile(second)[0])
+    if as_json:
+        write_json(comparison.to_dict())
+        return
+    write(report.render(report_profile.comparison_report(comparison), like=sys.stdout))
+
+
+@commands.command("export")
+def profile_export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; it must not be there.")],
+    name: ProfileName = None,
+) -> None:
+    """Copy a profile out of the cache."""
+    from heterollm.base import labelled, write
+    from heterollm.profiler.records import export_profile, find_profile
+
+    found, _ = find_profile(name)
+    file = labelled(file, simulated=found.time_kind == "simulated")
+    export_profile(found, file)
+    write(f"Wrote {len(found.records)} records of {found.device} {found.fingerprint} to {file}.\n")
+
+
+@commands.command("import")
+def profile_import(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of `heterollm profile export`.")],
+) -> None:
+    """Merge a profile into the cache, under the fingerprint of its own device."""
+    from heterollm.base import write
+    from heterollm.profiler.records import import_profile
+
+    imported = import_profile(file)
+    profile_ = imported.profile
+    write(
+        f"{imported.new} of {len(profile_.records)} records of {profile_.device} {profile_.fingerprint} "
+        f"are new in {imported.path}.\n"
+    )

@@ -1,0 +1,307 @@
+"""The command ``simulate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+
+import typer
+
+from heterollm.base import FAILED, OptionError
+from heterollm.cli import complete as cli_complete
+from heterollm.cli.options import JsonOption, OutputOption, check_form, command_group, whole_numbers
+
+if TYPE_CHECKING:
+    from heterollm.kernels.sim import GpuLoad
+    from heterollm.simulate import SimulationRequest, SimulationResult
+
+__all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_overrides", "words"]
+
+commands = command_group()
+
+MOST_JOBS: Final = 1024
+
+
+@commands.command("simulate")
+def simulate_model(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="llama-3-8b, another known model, a folder, or the path of a config.json.",
+            autocompletion=cli_complete.known_models,
+        ),
+    ] = "llama-3-8b",
+    soc: Annotated[
+        str,
+        typer.Option(
+            help="snapdragon-8gen3, snapdragon-8elite, or the path of a YAML file.",
+            autocompletion=cli_complete.socs,
+        ),
+    ] = "snapdragon-8gen3",
+    prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256",
+    decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64",
+    plan_level: Annotated[
+        str,
+        typer.Option(
+            help="gpu, npu, layer, tensor or block.",
+            autocompletion=cli_complete.among(*cli_complete.PLANS[1:]),
+        ),
+    ] = "tensor",
+    length_policy: Annotated[
+        str,
+        typer.Option(
+            help="auto, padding, pipe or online: how npu and layer run lengths without a graph.",
+            autocompletion=cli_complete.among("auto", "padding", "pipe", "online"),
+        ),
+    ] = "auto",
+    sync: Annotated[
+        str,
+        typer.Option(
+            help="finish (the driver's waits and copies), poll or predict.",
+            autocompletion=cli_complete.among("finish", "poll", "predict"),
+        ),
+    ] = "predict",
+    resolve: Annotated[
+        bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the hand-over changes.")
+    ] = False,
+    gpu_load: Annotated[
+        str | None, typer.Option(metavar="60fps:5ms", help="A game beside it: its rate and GPU time a frame.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Change a parameter of the SoC, such as npu.execute_us=50."),
+    ] = None,
+    head_bits: Annotated[
+        int | None, typer.Option(help="Bits of head and embedding: 4, as in the papers, or 8.")
+    ] = None,
+    every_form: Annotated[
+        bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM does not have.")
+    ] = False,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="Compute everything as well, of a checkpoint with weights.")
+    ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
+    output: OutputOption = "table",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append rows as JSON lines."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a model's shapes on a simulated SoC, on a virtual clock: no time it prints was measured.
+
+    Lists with commas between their values (models, SoCs, prompts, decode, plan levels, length policies,
+    syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
+    Names of files get the word simulated where they lack it: game.json is written as game.simulated.json.
+    """
+    from heterollm.simulate import SimulationRequest, expand
+
+    out = check_output(output, out)
+    timeline, picture = _check_timeline(timeline)
+    names = _names(model, "--model")
+    prompts, decodes = whole_numbers(prompt, "--prompt"), whole_numbers(decode, "--decode")
+    choices: dict[str, Any] = {
+        "policies": words(length_policy, "--length-policy"),
+        "syncs": words(sync, "--sync"),
+    }
+    base = SimulationRequest(
+        names[0],
+        prompt=prompts[0],
+        decode=decodes[0],
+        resolve=resolve,
+        overrides=parse_overrides(what_if or []),
+        head_bits=(8 if numerics else 4) if head_bits is None else head_bits,
+        every_form=True if every_form else None,
+        numerics=numerics,
+        trace=timeline is not None,
+    )
+    requests = expand(
+        base,
+        models=names,
+        socs=_names(soc, "--soc"),
+        prompts=prompts,
+        decodes=decodes,
+        levels=words(plan_level, "--plan-level"),
+        loads=[None] if gpu_load is None else [parse_load(load) for load in words(gpu_load, "--gpu-load")],
+        **choices,
+    )
+    form = "json" if as_json and output == "table" else output
+    if len(requests) == 1 and form in ("table", "json") and out is None:
+        _one(requests[0], timeline, picture, as_json=form == "json")
+    else:
+        _several(requests, jobs, form, out)
+
+
+def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
+    """Return where a timeline and its picture go, before the work.
+
+    Without matplotlib there is no picture, and a note says so.
+
+    Raises:
+        OptionError: One of them cannot be written.
+    """
+    if path is None:
+        return None, None
+    from heterollm.base import check_target, labelled
+    from heterollm.report import console as report
+    from heterollm.report import require_matplotlib
+
+    path = labelled(path)
+    picture = path.with_name(f"{path.name}.png")
+    check_target(path, "timeline")
+    try:
+        require_matplotlib()
+    except OptionError as error:
+        report.show(report.note(f"The timeline gets no picture. {error}"))
+        return path, None
+    check_target(picture, "picture")
+    return path, picture
+
+
+def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool) -> None:
+    """Simulate one case and print all that is known of it."""
+    from heterollm.base import write, write_json
+    from heterollm.report import console as report
+    from heterollm.report import simulation_report
+    from heterollm.simulate import simulate
+
+    with report.progress_bars() as progress:
+        result = simulate(request, progress)
+    if timeline is not None:
+        report.show(report.note(_write_timeline(result, timeline, picture)))
+    if as_json:
+        write_json(result.to_dict())
+        return
+    write(report.render(simulation_report(result), like=sys.stdout))
+
+
+def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: str, out: Path | None) -> None:
+    """Simulate a grid and print a row for each case."""
+    from heterollm.base import write
+    from heterollm.report import SWEEP_FORMATS, append_simulated, sweep_report
+    from heterollm.report import console as report
+    from heterollm.simulate import run_sweep
+
+    # Row by row: what an interrupted sweep has found is kept.
+    keep = None if out is None else lambda row: append_simulated(out, [row])
+    with report.progress_bars() as progress:
+        rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress, keep=keep)
+    if out is not None:
+        report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
+    if form == "table":
+        write(report.render(sweep_report(rows), like=sys.stdout))
+    else:
+        write(SWEEP_FORMATS[form](rows))
+    failed = sum(row.error is not None for row in rows)
+    if failed:
+        report.show(report.note(f"{failed} of {len(rows)} cases failed; their rows say why."))
+        raise typer.Exit(FAILED)
+
+
+def default_jobs(jobs: int | None, cases: int) -> int:
+    """Return how many processes simulate: what was asked for, or one a core, and none without a case.
+
+    Raises:
+        OptionError: The number is not legal.
+    """
+    from heterollm.kernels.threads import allowed_cores
+
+    if jobs is None:
+        return max(1, min(cases, len(allowed_cores())))
+    if not 1 <= jobs <= MOST_JOBS:
+        raise OptionError(f"--jobs is {jobs}.", fix=f"Give 1 to {MOST_JOBS} processes.")
+    return jobs
+
+
+def check_output(output: str, out: Path | None) -> Path | None:
+    """Check how results go and return into which file, before the work; its name says that it is simulated.
+
+    Raises:
+        OptionError: There is no such form, or the file cannot be written.
+    """
+    check_form(output)
+    if out is None:
+        return None
+    from heterollm.base import check_target, labelled
+
+    check_target(labelled(out), "result")
+    return labelled(out)
+
+
+def words(text: str, option: str) -> list[str]:
+    """Return the values of an option that takes several.
+
+    Raises:
+        OptionError: There is none.
+    """
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise OptionError(f"{option} is {text!r:.80}.", fix="Give a value, or several with commas between.")
+    return found
+
+
+def _names(text: str, option: str) -> list[str]:
+    """Return names or paths; a text that is a path as a whole is one, commas and all."""
+    try:
+        whole = "," in text and Path(text).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # no path, or nobody's home
+        whole = False
+    return [text] if whole else words(text, option)
+
+
+def parse_load(text: str) -> GpuLoad:
+    """Return the game that ``60fps:5ms`` describes.
+
+    Raises:
+        OptionError: It describes none, or one that leaves the GPU no time.
+    """
+    from heterollm.kernels.sim import GpuLoad
+
+    rate, _, time = text.partition(":")
+    try:
+        if not (rate.endswith("fps") and time.endswith("ms")):
+            raise ValueError(text)
+        return GpuLoad(float(rate.removesuffix("fps")), 1e3 * float(time.removesuffix("ms")))
+    except ValueError:
+        raise OptionError(
+            f"--gpu-load is {text!r:.80}.", fix="Give frames a second and GPU time a frame: 60fps:5ms."
+        ) from None
+
+
+def parse_overrides(given: list[str]) -> dict[str, float]:
+    """Return the parameters that ``--what-if`` changes.
+
+    Raises:
+        OptionError: One is not of the form ``name=value``.
+    """
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            raise OptionError(
+                f"--what-if is {text!r:.80}.", fix="Give a parameter and a number: npu.execute_us=50."
+            ) from None
+    return found
+
+
+def _write_timeline(result: SimulationResult, path: Path, picture: Path | None) -> str:
+    """Write the simulated timeline and its picture; return what was written."""
+    from heterollm.trace import save_trace
+
+    trace = cast("Any", result.trace)
+    save_trace(trace, path)
+    if picture is None:
+        return f"Wrote the simulated timeline to {path}."
+    from heterollm.base import save_file
+    from heterollm.report import trace_png
+
+    save_file(picture, trace_png(trace))
+    return f"Wrote the simulated timeline to {path} and {picture}."

@@ -1,0 +1,20 @@
+"""Every operator of every part of a device, run on small random data against the float64 oracle."""
+
+from __future__ import annotations
+
+from heterollm.doctor.case import Case
+from heterollm.doctor.flag import flag_cases
+from heterollm.doctor.layers import gpu_layer_cases
+from heterollm.doctor.linears import gpu_linear_cases, npu_cases
+from heterollm.doctor.w4a8 import w4a8_cases
+from heterollm.kernels.device import Device
+
+__all__ = ["device_cases"]
+
+
+def device_cases(device: Device) -> list[Case]:
+    """Return every check of a device: the GPU's, the NPU's, those that need both, and the flag's."""
+    cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
+    if device.npu is not None:
+        cases += npu_cases(device.npu)
+    return [*cases, *w4a8_cases(device), *flag_cases(device)]

@@ -1,0 +1,325 @@
+"""Runs passes: writes the step, calls the compiled list, leaves logits in their slot.
+
+Lives on the engine thread. It decides nothing (the plan did) and allocates nothing once a pass is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import EngineError, GraphError, HandOverError, HeteroLLMError, KernelError, Progress
+from heterollm.engine.compiler import Compiler
+from heterollm.engine.kv_cache import KvCache
+from heterollm.engine.passes import CompiledPass, Placements
+from heterollm.engine.placing import Call
+from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.waits import HandOvers
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
+from heterollm.kernels.ops import Join, Phase
+from heterollm.kernels.sync import WaitLimits, prepare_hand_over, resynchronise
+from heterollm.model import ModelWeights
+from heterollm.planning import Sync
+from heterollm.solver import Plan
+
+if TYPE_CHECKING:
+    from heterollm.profiler.records import Profile
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+KEPT_PASSES: Final = 32
+SMALLEST_BUCKET: Final = 256
+
+DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
+"""How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
+
+
+class PassError(EngineError):
+    """A pass cannot be prepared, as memory runs out."""
+
+
+NPU_FAILURES: Final = (GraphError, HandOverError, PassError)
+"""What the GPU alone may still do without: graphs, hand-overs, and the memory that they take."""
+
+
+class Engine:
+    """A model compiled for a device.
+
+    Args:
+        device: The opened device; closed with the engine.
+        weights: The model's weights.
+        plan: Who computes what.
+        context: Positions of every session.
+        progress: Called with a stage's name, steps done and steps in all.
+        sync: How the parts wait for each other.
+        profile: What was measured on the device, by which ``auto`` chooses how to wait.
+        placements: Who computes what at an exact length; the plan's entries by default.
+        allow_fallback: Whether the GPU goes on alone, from the same KV cache, when the NPU part fails.
+
+    Attributes:
+        notes: What failed, and since when the GPU computes alone.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        weights: ModelWeights,
+        plan: Plan,
+        context: int,
+        progress: Progress,
+        *,
+        sync: Sync = "auto",
+        profile: Profile | None = None,
+        placements: Placements | None = None,
+        allow_fallback: bool = False,
+    ) -> None:
+        self.device = device
+        self.plan = plan
+        self.context = context
+        self._config = weights.config
+        self.notes: tuple[str, ...] = ()
+        self.hand_overs = HandOvers(device, sync, profile, used=plan.uses_npu)
+        self._may_fall_back = allow_fallback and plan.uses_npu
+        self._lost = ""
+        self._compiler = Compiler(device, weights, plan, context, progress, self.hand_overs, placements)
+        self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
+        self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
+        self._no_cache = device.gpu.shared((1,), device.cache_dtype)
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join], list[Call]] = {}
+        self._tokens = self._compiler.tokens
+        self._step = self._compiler.step
+        logits = self._compiler.pool["logits"]
+        self._logits_slot = logits
+        self._logits: NDArray[np.float32] = logits.view(np.float32, (HEAD_ROWS, self._config.vocab_size))
+        self.last_logits: NDArray[np.float32] = self._logits[0]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the slots."""
+        return self._compiler.pool.size_bytes
+
+    def new_cache(self) -> KvCache:
+        """Return an empty KV cache for one session; those of sessions that are gone are freed first."""
+        live = {id(cache.memory) for cache in self._caches}
+        for compiled in self._passes.values():
+            if id(compiled.bound_cache) not in live:
+                compiled.bind_cache(self._no_cache)
+        config = self._config
+        cache = KvCache(
+            self.device.gpu,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            capacity=self.context,
+            dtype=self.device.cache_dtype,
+        )
+        self._caches.add(cache)
+        return cache
+
+    def prefill(
+        self, cache: KvCache, position: int, ids: NDArray[np.int32], phase: Phase, target: NDArray[Any] | None
+    ) -> None:
+        """Run tokens through the model, in the plan's chunks.
+
+        Args:
+            cache: The session's cache; written from ``position`` on.
+            position: Position of the first token.
+            ids: int32 ``[m]``.
+            phase: Which placements to use.
+            target: float32 ``[m, vocab]`` that receives the logits of every position; None leaves those of
+                the last position in :attr:`last_logits`.
+
+        Raises:
+            HeteroLLMError: A kernel, a graph or a hand-over failed. The positions before stay as they were.
+        """
+        for first, length in self.plan.chunks(len(ids)):
+            tokens = ids[first : first + length]
+            rows = None if target is None else target[first : first + length]
+            last = first + length == len(ids)
+            try:
+                self._chunk(cache, position + first, tokens, phase, rows, last)
+            except NPU_FAILURES as error:
+                self._fall_back(error, position + first)
+                self._chunk(cache, position + first, tokens, phase, rows, last)
+
+    def decode(self, cache: KvCache, position: int, token: int) -> None:
+        """Run one token; its logits are left in :attr:`last_logits`.
+
+        Raises:
+            HeteroLLMError: As for :meth:`prefill`.
+        """
+        try:
+            self._one_token(cache, position, token)
+        except NPU_FAILURES as error:
+            self._fall_back(error, position)
+            self._one_token(cache, position, token)
+
+    def compile_ahead(self, cache: KvCache, lengths: tuple[int, ...], progress: Progress) -> None:
+        """Compile decode and the given prefill lengths, building or loading their NPU graphs."""
+        passes: list[tuple[Phase, int]] = [("decode", 1), *(("prefill", length) for length in lengths)]
+        for done, (phase, length) in enumerate(passes):
+            progress("Preparing graphs and kernels", done, len(passes))
+            try:
+                self._head_calls(self._pass(phase, length, 0, cache), phase, 1)
+            except NPU_FAILURES as error:
+                self._fall_back(error, 0)
+                self._head_calls(self._pass(phase, length, 0, cache), phase, 1)
+        progress("Preparing graphs and kernels", len(passes), len(passes))
+
+    def close(self) -> None:
+        """Drop all compiled passes and packed weights, and close the device."""
+        self._passes.clear()
+        self._heads.clear()
+        self._compiler.close()
+        self.device.close()
+
+    # -- pieces --------------------------------------------------------------------------------------
+
+    def _chunk(
+        self,
+        cache: KvCache,
+        position: int,
+        tokens: NDArray[np.int32],
+        phase: Phase,
+        target: NDArray[np.float32] | None,
+        last: bool,
+    ) -> None:
+        compiled = self._pass(phase, len(tokens), position, cache)
+        self._tokens.acquire()
+        self._tokens.array[: len(tokens)] = tokens
+        self._tokens.release()
+        self._write_step(position, len(tokens), len(tokens) - 1 if target is None else 0)
+        self._call(compiled.calls)
+        if target is not None:
+            self._all_logits(compiled, phase, target)
+        elif last:
+            self._head(compiled, phase, 1)
+        else:
+            self.device.gpu.finish()
+
+    def _one_token(self, cache: KvCache, position: int, token: int) -> None:
+        compiled = self._pass("decode", 1, position, cache)
+        self._tokens.acquire()
+        self._tokens.array[0] = token
+        self._tokens.release()
+        self._write_step(position, 1, 0)
+        self._call(compiled.calls)
+        self._head(compiled, "decode", 1)
+
+    def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
+        self._call(self._head_calls(compiled, phase, rows))
+        self._logits_slot.acquire()
+
+    def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
+        for row in range(0, len(target), HEAD_ROWS):
+            if row:
+                # The head's last call waits for the queue, so the step may be changed.
+                self._logits_slot.release()
+                self._step.acquire()
+                self._step.array[STEP_HEAD_ROW] = row
+                self._step.release()
+            rows = min(HEAD_ROWS, len(target) - row)
+            self._head(compiled, phase, rows)
+            target[row : row + rows] = self._logits[:rows]
+
+    def _pass(self, phase: Phase, length: int, position: int, cache: KvCache) -> CompiledPass:
+        if self._lost:
+            raise EngineError(self._lost, fix="Load the model again.")
+        bucket = self._bucket(position + length)
+        key = (phase, length, bucket)
+        compiled = self._passes.get(key)
+        if compiled is None:
+            with _compiling(phase, length):
+                compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+            self._passes[key] = compiled
+            if len(self._passes) > KEPT_PASSES:
+                self._passes.popitem(last=False)
+        else:
+            self._passes.move_to_end(key)
+        compiled.bind_cache(cache.memory)
+        return compiled
+
+    def _head_calls(self, compiled: CompiledPass, phase: Phase, rows: int) -> list[Call]:
+        assert compiled.output is not None
+        key = (phase, rows, compiled.output.splits, compiled.output.join)
+        calls = self._heads.get(key)
+        if calls is None:
+            with _compiling(phase, rows):
+                calls = self._compiler.compile_head(phase, rows, compiled.output)
+            self._heads[key] = calls
+        return calls
+
+    def _bucket(self, positions: int) -> int:
+        """Return the smallest power of two from 256 on that covers the positions, within the context."""
+        bucket = SMALLEST_BUCKET
+        while bucket < positions:
+            bucket *= 2
+        return min(bucket, self.context)
+
+    def _write_step(self, position: int, length: int, head_row: int) -> None:
+        self._logits_slot.release()
+        self._step.acquire()
+        step = self._step.array
+        step[STEP_POSITION] = position
+        step[STEP_LENGTH] = length
+        step[STEP_HEAD_ROW] = head_row
+        self._step.release()
+
+    def _call(self, calls: list[Call]) -> None:
+        try:
+            for call in calls:
+                call()
+        except BaseException as error:
+            self._drain()
+            if isinstance(error, OpenClError):
+                raise KernelError(f"An OpenCL call failed: {error}.") from error
+            raise
+
+    def _drain(self) -> None:
+        """Let what a failed pass has enqueued run out, since it must not see the next pass's step."""
+        pool, gpu = self._compiler.pool, self.device.gpu
+        try:
+            prepare_hand_over(gpu, "poll", "a failed pass", limits=DRAIN_LIMITS)()
+            gpu.finish()
+            resynchronise(gpu)
+            for name in pool:
+                pool[name].release()
+        except HandOverError as error:
+            self._lost = f"The GPU part does not come to an end. {error.message}"
+            logger.warning("After a failed pass: %s", error)
+        except (KernelError, OpenClError) as error:
+            logger.warning("After a failed pass: %s", error)
+
+    def _fall_back(self, error: HeteroLLMError, position: int) -> None:
+        """Leave everything to the GPU from now on, or raise the error where that is not wanted or in vain."""
+        if not self._may_fall_back or self._lost:
+            raise error
+        self._may_fall_back = False
+        self._passes.clear()
+        self._heads.clear()
+        self._compiler.leave_npu()
+        note = f"The GPU computes alone since token {position}, as the NPU part failed: {error.message}"
+        self.notes = (*self.notes, note)
+        logger.warning("%s", note)
+
+
+@contextlib.contextmanager
+def _compiling(phase: Phase, tokens: int) -> Iterator[None]:
+    """Turn what running out of memory raises into an error that says when it happened."""
+    try:
+        yield
+    except (MemoryError, OpenClError) as error:
+        raise PassError(
+            f"Preparing a {phase} pass of {tokens} tokens failed: {str(error) or 'memory ran out'}.",
+            fix="Close other programs, use a smaller context, or choose the plan level gpu.",
+        ) from error

@@ -1,0 +1,186 @@
+"""A session: one conversation's KV cache and position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import InputError
+from heterollm.engine.thread import EngineThread
+from heterollm.kernels.ops import Phase
+
+if TYPE_CHECKING:
+    from heterollm.engine.runner import Engine
+
+__all__ = ["Session", "check_ids"]
+
+
+def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.int32]:
+    """Return token ids as int32 ``[m]``.
+
+    Raises:
+        InputError: There are none, they are not whole numbers, or one is outside the vocabulary.
+    """
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise InputError("Token ids must be whole numbers in one row, not nested ones.") from error
+    if array.size == 0:
+        raise InputError("The prompt has no tokens.", fix="Give at least one token id.")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise InputError(f"Token ids must be whole numbers in one row, not {array.dtype} {array.shape}.")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InputError(f"Token id {wrong} is outside the vocabulary of {vocab_size}.")
+    return array.astype(np.int32)
+
+
+class Session:
+    """Tokens seen so far, and what follows them.
+
+    Sessions of one model share its engine: calls from several threads run one after the other. Made by
+    :meth:`heterollm.LLM.session`.
+    """
+
+    def __init__(self, engine: Engine, thread: EngineThread, vocab_size: int) -> None:
+        self._engine = engine
+        self._thread = thread
+        self._vocab_size = vocab_size
+        self._cache = thread.run(engine.new_cache)
+        self._position = 0
+        self._ids = np.empty(engine.context, np.int32)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """A copy of the tokens seen so far."""
+        return self._ids[: self._position].copy()
+
+    @property
+    def position(self) -> int:
+        """Tokens seen so far; the next one goes here."""
+        return self._position
+
+    @property
+    def context(self) -> int:
+        """Positions in all."""
+        return self._engine.context
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._vocab_size
+
+    def prefill(self, ids: Sequence[int] | NDArray[Any], all_logits: bool = False) -> NDArray[np.float32]:
+        """Append tokens and return what follows.
+
+        Args:
+            ids: Token ids, at least one.
+            all_logits: Whether to return the logits of every position and not only of the last.
+
+        Returns:
+            float32 ``[vocab]``, or ``[m, vocab]`` with ``all_logits``.
+
+        Raises:
+            InputError: No ids, an id outside the vocabulary, or more than the context holds.
+        """
+        checked = self._check(ids)
+        return self._thread.run(lambda: self._run(checked, "prefill", all_logits))
+
+    def decode(self, ids: int | Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
+        """Append one token, or several in one pass, with the plan's decode placements.
+
+        Returns:
+            float32 ``[vocab]`` for one id, ``[n, vocab]`` for a sequence of n.
+
+        Raises:
+            InputError: As for :meth:`prefill`.
+        """
+        if isinstance(ids, int | np.integer):
+            # As an array, so that True is refused and not taken for 1.
+            token = int(self._check(np.array([ids]))[0])
+            return self._thread.run(lambda: self._run_one(token))
+        several = self._check(ids)
+        return self._thread.run(lambda: self._run(several, "decode", True))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.truncate(0)
+
+    def truncate(self, position: int) -> None:
+        """Forget the tokens from ``position`` on.
+
+        Raises:
+            InputError: The position has not been reached.
+        """
+        if not isinstance(position, int | np.integer) or isinstance(position, bool):
+            raise InputError(f"A position is a whole number, not {position!r}.")
+
+        def cut() -> None:
+            if not 0 <= position <= self._position:
+                raise InputError(
+                    f"Cannot truncate to position {position}: {self._position} have been reached."
+                )
+            self._position = int(position)
+
+        self._thread.run(cut)
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Whether the session's cache is one of this engine's."""
+        return self._engine is engine
+
+    def fork(self) -> Session:
+        """Return a second session that has seen the same tokens; only the used positions are copied."""
+        other = Session(self._engine, self._thread, self._vocab_size)
+
+        def copy() -> None:
+            other._cache.copy_from(self._cache, self._position)
+            other._ids[: self._position] = self.ids
+            other._position = self._position
+
+        self._thread.run(copy)
+        return other
+
+    def prefill_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Like :meth:`prefill` on the engine thread; the row returned is overwritten by the next call."""
+        self._engine.prefill(self._cache, self._position, ids, "prefill", None)
+        self._append(ids)
+        return self._engine.last_logits
+
+    def decode_in_place(self, token: int) -> NDArray[np.float32]:
+        """Like :meth:`decode` on the engine thread; the row returned is overwritten by the next call."""
+        self._engine.decode(self._cache, self._position, token)
+        self._ids[self._position] = token
+        self._position += 1
+        return self._engine.last_logits
+
+    def _run_one(self, token: int) -> NDArray[np.float32]:
+        self._check_room(1)
+        return self.decode_in_place(token).copy()
+
+    def _run(self, ids: NDArray[np.int32], phase: Phase, all_logits: bool) -> NDArray[np.float32]:
+        # The position may have moved since the check, by a call from another thread.
+        self._check_room(len(ids))
+        target = np.empty((len(ids), self._vocab_size), np.float32) if all_logits else None
+        self._engine.prefill(self._cache, self._position, ids, phase, target)
+        self._append(ids)
+        return self._engine.last_logits.copy() if target is None else target
+
+    def _append(self, ids: NDArray[np.int32]) -> None:
+        self._ids[self._position : self._position + len(ids)] = ids
+        self._position += len(ids)
+
+    def _check(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
+        checked = check_ids(ids, self._vocab_size)
+        self._check_room(len(checked))
+        return checked
+
+    def _check_room(self, count: int) -> None:
+        if self._position + count > self.context:
+            raise InputError(
+                f"{count} tokens at position {self._position} exceed the context of {self.context}.",
+                fix="Shorten the prompt, reset the session, or load the model with a larger context.",
+            )

@@ -1,0 +1,84 @@
+"""The slots of the pool: which groups of linears read which, and how large each must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from heterollm.kernels.gpu import code_bytes
+from heterollm.kernels.ops import Group, OpSpec
+from heterollm.model import ModelConfig
+from heterollm.solver import Plan
+
+__all__ = ["HEAD_ROWS", "INPUT_SLOTS", "pool_sizes"]
+
+HEAD_ROWS: Final = 32
+"""Logits of a whole prompt are computed this many positions at a time."""
+
+INPUT_SLOTS: Final[dict[Group, str]] = {
+    "qkv": "linear_input",
+    "o": "attention_output",
+    "gate_up": "linear_input",
+    "down": "activated",
+    "head": "head_input",
+    "ffn": "linear_input",
+}
+"""Slot that each group reads. Where inputs are rounded, ``_codes`` and ``_blocks`` of that name hold what
+:class:`heterollm.kernels.gpu.RoundedInputs` says."""
+
+
+def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
+    """Return the size in bytes of every slot.
+
+    Args:
+        config: The model.
+        specs: Its groups.
+        plan: Gives the longest pass, and the longest that it is padded to.
+        item_bytes: Bytes of one activation element.
+    """
+    tokens = plan.chunk_length
+    padded = max(tokens, _npu_tokens(plan, head=False))
+    head_npu = _npu_tokens(plan, head=True)
+    head_rows = max(HEAD_ROWS, head_npu)
+    widest = max(spec.rows for spec in specs if spec.group != "head")
+    heads = config.heads * config.head_dim
+    sizes = {
+        "residual": tokens * config.hidden_size * 4,
+        "linear_input": padded * config.hidden_size * item_bytes,
+        "query": tokens * heads * 4,
+        "attention_output": padded * heads * item_bytes,
+        "activated": padded * config.intermediate_size * item_bytes,
+        "npu_output": padded * widest * item_bytes,
+        "gpu_output": tokens * widest * item_bytes,
+        "head_input": head_rows * config.hidden_size * item_bytes,
+        "logits": HEAD_ROWS * config.vocab_size * 4,
+    }
+    if head_npu:
+        sizes["head_npu_output"] = head_rows * config.vocab_size * item_bytes
+        sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
+    if not plan.uses_npu:
+        sizes["npu_output"] = item_bytes
+    for slot, size in _code_sizes(specs, tokens):
+        sizes[slot] = max(size, sizes.get(slot, 0))
+    return sizes
+
+
+def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:
+    for spec in specs:
+        if spec.integer_inputs:
+            rows = HEAD_ROWS if spec.group == "head" else tokens
+            codes, blocks = code_bytes(rows, spec.columns, spec.weight.block)
+            yield f"{INPUT_SLOTS[spec.group]}_codes", codes
+            yield f"{INPUT_SLOTS[spec.group]}_blocks", blocks
+
+
+def _npu_tokens(plan: Plan, *, head: bool) -> int:
+    """Return the most rows that the NPU's graphs run over, padding included; 0 without any."""
+    return max(
+        (
+            sum(entry.placement.npu_lengths)
+            for entry in plan.entries
+            if (entry.group == "head") is head and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS)
+        ),
+        default=0,
+    )

@@ -1,0 +1,107 @@
+"""An answer as it is made: the token loop on the engine thread, its steps on the caller's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.engine.session import Session, check_ids
+from heterollm.engine.thread import EngineThread
+from heterollm.text import Generation, GenerationResult, GenerationStep
+
+__all__ = ["SessionSource", "Stream"]
+
+Item: TypeAlias = GenerationStep | GenerationResult | BaseException
+
+
+class SessionSource:
+    """A session as the token loop sees it; used on the engine thread only."""
+
+    __slots__ = ("_session",)
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def position(self) -> int:
+        """Tokens that the session holds."""
+        return self._session.position
+
+    @property
+    def context(self) -> int:
+        """Tokens that the session can hold."""
+        return self._session.context
+
+    def prefill(self, ids: Sequence[int], /) -> NDArray[np.float32]:
+        """Append tokens and return the logits after the last one."""
+        return self._session.prefill_in_place(check_ids(ids, self._session.vocab_size))
+
+    def decode(self, token_id: int, /) -> NDArray[np.float32]:
+        """Append one token and return the logits after it."""
+        return self._session.decode_in_place(token_id)
+
+
+class Stream:
+    """The steps of one answer, in order; :attr:`result` is the whole answer once they are through.
+
+    The answer is made on the engine thread whether or not the steps are fetched. A stream that is closed or
+    dropped ends it after the current token.
+    """
+
+    def __init__(self, thread: EngineThread, start: Callable[[threading.Event], Generation]) -> None:
+        # The call must not hold the stream itself, or dropping it would never end the answer.
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        cancel = threading.Event()
+        self._items = items
+        self._cancel = cancel
+        self._end: GenerationResult | BaseException | None = None
+
+        def work() -> None:
+            try:
+                generation = start(cancel)
+                for step in generation:
+                    items.put(step)
+                items.put(generation.result)
+            except BaseException as error:  # noqa: BLE001 - raised again where the steps are fetched
+                items.put(error)
+
+        thread.submit(work)
+
+    def __iter__(self) -> Iterator[GenerationStep]:
+        return self
+
+    def __next__(self) -> GenerationStep:
+        if self._end is None:
+            item = self._items.get()
+            if isinstance(item, GenerationStep):
+                return item
+            self._end = item
+            if isinstance(item, BaseException):
+                raise item
+        raise StopIteration
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole answer; fetches the steps that are left.
+
+        Raises:
+            HeteroLLMError: What ended the answer early.
+        """
+        for _ in self:
+            pass
+        if isinstance(self._end, GenerationResult):
+            return self._end
+        assert self._end is not None
+        raise self._end
+
+    def close(self) -> None:
+        """End the answer after the current token; its result then says ``cancelled``."""
+        self._cancel.set()
+
+    def __del__(self) -> None:
+        self._cancel.set()

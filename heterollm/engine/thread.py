@@ -1,0 +1,92 @@
+"""The one thread that talks to the device: opened, pinned and fed here.
+
+Everything that touches OpenCL or an NPU session runs on it, so calls from several threads are serialised,
+and the caller's own thread is never pinned.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar
+
+from heterollm.base import EngineError
+
+__all__ = ["EngineThread"]
+
+T = TypeVar("T")
+Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+
+
+class EngineThread:
+    """Runs submitted calls one after the other on its own thread, until it is closed or dropped."""
+
+    def __init__(self) -> None:
+        self._calls: Calls = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        # A daemon, so that a program which forgets to close the model still ends. It holds the queue and not
+        # this object, so that a model which is dropped without being closed leaves no thread behind.
+        self._thread = threading.Thread(
+            target=_work, args=(self._calls,), name="heterollm-engine", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more calls are taken."""
+        return self._closed
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call and return its future.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise EngineError("The model is closed.", fix="Load it again.")
+            self._calls.put((call, future))
+        return future
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Run a call on the engine thread and return its result.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
+        if threading.current_thread() is self._thread:
+            return call()
+        return self.submit(call).result()
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Let the queued calls finish, run ``last`` after them, and end the thread. May be called twice."""
+        ended: Future[None] = Future()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if last is not None:
+                    self._calls.put((last, ended))
+                self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            if ended.done():
+                ended.result()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _work(calls: Calls) -> None:
+    while (item := calls.get()) is not None:
+        call, future = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                future.set_exception(error)
+        # Nothing of the last call, its memory above all, may live on while the thread waits.
+        del item, call, future

@@ -1,0 +1,15 @@
+from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import checkpoint_folder as checkpoint_folder
+from .config import ModelConfig as ModelConfig
+from .families import Norm as Norm
+from .known import KNOWN_MODELS as KNOWN_MODELS
+from .known import find_model as find_model
+from .layout import op_specs as op_specs
+from .rope import rope_tables as rope_tables
+from .rope_config import RopeConfig as RopeConfig
+from .shape import model_shape as model_shape
+from .shape import read_config as read_config
+from .shape import shape_of_specs as shape_of_specs
+from .shape_weights import shape_only_weights as shape_only_weights
+from .weights import ModelWeights as ModelWeights
+from .weights import load_weights as load_weights

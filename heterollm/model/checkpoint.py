@@ -1,0 +1,281 @@
+"""A Hugging Face checkpoint on disk: its tensors, memory-mapped, checked, and read as float32."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import CheckpointError
+from heterollm.model.config import ModelConfig
+from heterollm.model.file_index import FileIndex
+from heterollm.model.json_fields import read_json_object
+from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of
+from heterollm.model.tensor_file import TensorFile
+
+__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
+
+FLOAT_TYPES = ("F16", "BF16", "F32")
+"""The types that a weight may have."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+HUB_IGNORED = ["*/*", "consolidated*"]
+
+LISTED_NAMES = 3
+HASH_BYTES = 16 * 1024 * 1024
+
+
+def checkpoint_folder(name: Path | str) -> Path:
+    """Return the folder of a checkpoint: a local one, or one fetched from the Hugging Face hub.
+
+    Raises:
+        CheckpointError: It is neither a folder nor could the hub give it.
+    """
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists():
+            raise CheckpointError(f"{folder} is a file.", fix="Name the folder that holds config.json.")
+    except (OSError, RuntimeError) as error:  # too long, not to be searched, or the home of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
+    if not HUB_NAME.fullmatch(str(name)):
+        raise CheckpointError(
+            f"There is no folder {folder}.", fix="Name a checkpoint's folder or a hub name."
+        )
+    try:
+        found = huggingface_hub.snapshot_download(
+            str(name), allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
+        )
+    except Exception as error:
+        # The hub's client raises the errors of several libraries, without a common base.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{name} is not a local folder, and the Hugging Face hub did not give it: {reason}",
+            fix="Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
+        ) from error
+    return Path(found)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint's safetensors files, read on demand.
+
+    Attributes:
+        folder: Where the files are.
+    """
+
+    def __init__(self, name: Path | str) -> None:
+        """Open a local folder or a hub name, and check the headers of all its files.
+
+        Raises:
+            CheckpointError: It is missing, incomplete, or a file is damaged.
+        """
+        self.folder = checkpoint_folder(name)
+        self._hashed_paths: list[Path] = []
+        self._files: dict[str, TensorFile] = {}
+        if (self.folder / "config.json").is_file():
+            self._hashed_paths.append(self.folder / "config.json")
+        if (self.folder / SINGLE_FILE).is_file():
+            self._add_file(SINGLE_FILE, None)
+        elif (self.folder / INDEX_FILE).is_file():
+            self._add_shards()
+        else:
+            raise CheckpointError(
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.",
+                fix="Only safetensors are read: convert other formats with transformers' save_pretrained.",
+            )
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of all files that :meth:`content_hash` reads."""
+        return sum(path.stat().st_size for path in self._hashed_paths)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of every tensor."""
+        return tuple(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        return self._file(name).entries[name].shape
+
+    def size_bytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes in its file."""
+        entry = self._file(name).entries[name]
+        return entry.stop - entry.start
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
+        """Return a tensor, or its rows ``[start, stop)``, as a new float32 array.
+
+        Raises:
+            CheckpointError: There is no such tensor, it is not of a float type, or a value read is NaN or
+                infinite.
+        """
+        file = self._file(name)
+        dtype = file.entries[name].dtype
+        if dtype not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{file.path}: tensor {name} has type {dtype}; expected one of {', '.join(FLOAT_TYPES)}."
+            )
+        bits = file.bits(name)
+        if rows is not None:
+            bits = bits[rows[0] : rows[1]]
+        if dtype == "BF16":
+            widened = bits.astype(np.uint32)
+            widened <<= 16
+            values = widened.view(np.float32)
+        else:
+            values = bits.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{file.path}: tensor {name} holds NaN or infinite values.", fix="Download it again."
+            )
+        return values
+
+    def validate(self, config: ModelConfig) -> None:
+        """Check that exactly the tensors that the configuration describes are there.
+
+        Raises:
+            CheckpointError: A tensor is missing, has another shape or no float type, or has no place in the
+                model, as when the configuration states fewer layers or no bias.
+        """
+        if config.layers > len(self._files):
+            # Before anything is listed for each of the layers: a damaged number may be any.
+            raise CheckpointError(
+                f"{self.folder} has {len(self._files)} tensors, too few for the {config.layers} layers that "
+                "its config.json states."
+            )
+        expected = expected_tensors(config)
+        _refuse(self.folder, "lacks tensors that its config.json calls for", set(expected) - set(self._files))
+        _refuse(
+            self.folder,
+            "has tensors of another shape than its config.json says",
+            [
+                f"{name} {list(self.shape(name))} instead of {list(shape)}"
+                for name, shape in expected.items()
+                if self.shape(name) != shape
+            ],
+        )
+        types = {name: self._files[name].entries[name].dtype for name in expected}
+        _refuse(
+            self.folder,
+            f"has tensors that are not of a type in {', '.join(FLOAT_TYPES)}",
+            [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in FLOAT_TYPES],
+        )
+        _refuse(
+            self.folder,
+            "has tensors that a model as in its config.json has no place for",
+            [name for name in self._files if name not in expected and not self._harmless(config, name)],
+        )
+
+    def content_hash(self, progress: Callable[[int, int], None] | None = None) -> str:
+        """Return the SHA-256 over ``config.json`` and all safetensors files in use, as hexadecimal digits.
+
+        Each file is read once; its digest is kept until its path, size or modification time changes.
+
+        Args:
+            progress: Called with bytes read and bytes in all while files are read.
+        """
+        total_bytes = self.file_bytes
+        index = FileIndex("digests")
+        whole = hashlib.sha256()
+        done_bytes = 0
+        for path in self._hashed_paths:
+            digest = index.get(path)
+            if digest is None:
+                digest = _file_digest(path, progress, done_bytes, total_bytes)
+                index.put(path, digest)
+            done_bytes += path.stat().st_size
+            whole.update(f"{path.name} {digest}\n".encode())
+        return whole.hexdigest()
+
+    def _harmless(self, config: ModelConfig, name: str) -> bool:
+        """Whether a tensor can be left out: a tied head's copy, or frequencies that old exporters stored."""
+        if name == head_name(config) and config.tie_word_embeddings:
+            return self._equal(name, embedding_name(config))
+        layer = layer_of(config, name)
+        return name.endswith(".rotary_emb.inv_freq") and (layer is None or layer < config.layers)
+
+    def _equal(self, first: str, second: str) -> bool:
+        one, other = (self._file(name).entries[name] for name in (first, second))
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        size = one.stop - one.start
+        return all(
+            np.array_equal(
+                self._files[first].data[one.start + offset : one.start + min(size, offset + HASH_BYTES)],
+                self._files[second].data[other.start + offset : other.start + min(size, offset + HASH_BYTES)],
+            )
+            for offset in range(0, size, HASH_BYTES)
+        )
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder} has no tensor {name}.")
+        return self._files[name]
+
+    def _add_shards(self) -> None:
+        index_path = self.folder / INDEX_FILE
+        weight_map = read_json_object(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index_path} has no weight_map.")
+        shards: dict[str, list[str]] = {}
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+                raise CheckpointError(f"{index_path} places tensor {name} in {shard!r}.")
+            shards.setdefault(shard, []).append(name)
+        for shard, names in sorted(shards.items()):
+            self._add_file(shard, names)
+
+    def _add_file(self, file_name: str, names: list[str] | None) -> None:
+        """Take the given tensors of a file, or all."""
+        path = self.folder / file_name
+        try:
+            found = path.is_file()
+        except OSError:  # such as a name that is too long
+            found = False
+        if not found:
+            raise CheckpointError(f"{self.folder} lacks the shard {file_name:.80}.", fix="Download it again.")
+        file = TensorFile.open(path)
+        self._hashed_paths.append(path)
+        for name in file.entries if names is None else names:
+            if name not in file.entries:
+                raise CheckpointError(f"{path} lacks tensor {name}, which {INDEX_FILE} places there.")
+            self._files[name] = file
+
+
+def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:
+    listed = sorted(names)
+    if listed:
+        more = f" and {len(listed) - LISTED_NAMES} more" if len(listed) > LISTED_NAMES else ""
+        raise CheckpointError(f"{folder} {what}: {', '.join(listed[:LISTED_NAMES])}{more}.")
+
+
+def _file_digest(
+    path: Path, progress: Callable[[int, int], None] | None, done_bytes: int, total_bytes: int
+) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(HASH_BYTES):
+                digest.update(piece)
+                done_bytes += len(piece)
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+    return digest.hexdigest()

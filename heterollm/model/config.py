@@ -1,0 +1,300 @@
+"""What a checkpoint's ``config.json`` says, checked, in one frozen object.
+
+Everything that the runtime would compute wrongly is refused here by name, before a weight is read. What a
+family may leave out and which fields it follows is declared in :mod:`heterollm.model.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heterollm.base import CheckpointError
+from heterollm.kernels.ops import Activation
+from heterollm.model.families import FAMILIES, Family, unsupported
+from heterollm.model.json_fields import Fields, read_json_object
+from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
+
+__all__ = ["LayerConfig", "ModelConfig"]
+
+ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By their names in ``config.json``."""
+
+MOST_LAYERS = 10_000
+"""A damaged number is refused before anything is listed for each layer."""
+
+OPTIONAL_FEATURES: Mapping[str, str] = {
+    "attn_logit_softcapping": "A soft cap on attention scores",
+    "final_logit_softcapping": "A soft cap on logits",
+    "no_rope_layers": "Layers without positions",
+    "num_experts": "A mixture of experts",
+    "num_local_experts": "A mixture of experts",
+    "query_pre_attn_scalar": "A scale of attention scores",
+    "use_bidirectional_attention": "Attention in both directions",
+}
+"""Fields that change what is computed wherever they are set, for the message that refuses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """How the attention of one layer differs from that of others.
+
+    Args:
+        window: Positions that a token sees, itself included; 0 for all.
+        rope: Rotary position embedding; None for a layer without positions.
+    """
+
+    window: int
+    rope: RopeConfig | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder and what the runtime needs to know of it.
+
+    Args:
+        model_type: A key of :data:`heterollm.model.families.FAMILIES`.
+        family: Display name of the model type.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of the feed-forward layer.
+        layers: Decoder layers.
+        heads: Query heads.
+        kv_heads: Key and value heads; divides ``heads``.
+        head_dim: Width of one head (even).
+        vocab_size: Rows of the embedding and of the LM head.
+        max_positions: Longest context the model was made for.
+        rms_norm_eps: Added to the mean square in every norm.
+        activation: Of the gate.
+        rope: Rotary position embedding of layers that see everything.
+        rotary_dim: Elements of a head that turn, even.
+        per_layer: Window and positions of each layer.
+        tie_word_embeddings: Whether the LM head is the embedding.
+        qkv_bias: Whether q, k and v have biases.
+        o_bias: Whether the attention output has a bias.
+        mlp_bias: Whether gate, up and down have biases.
+        bos_ids: Token ids that begin a text.
+        eos_ids: Every token id that ends an answer, of ``config.json`` and ``generation_config.json``.
+        pad_id: Padding token, if there is one.
+        head_norms: Whether each head of q and k is normed before it turns.
+        output_norms: Whether what attention and feed-forward add to the residual is normed first.
+        norm_offset: Added to the stored weight of every norm.
+        embedding_scale: Factor on the embedding.
+        attention_scale: Factor on the attention scores.
+        attention_soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
+        logit_soft_cap: The same for logits.
+    """
+
+    model_type: str
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    activation: Activation
+    rope: RopeConfig
+    rotary_dim: int
+    per_layer: tuple[LayerConfig, ...]
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    bos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+    head_norms: bool
+    output_norms: bool
+    norm_offset: float
+    embedding_scale: float
+    attention_scale: float
+    attention_soft_cap: float
+    logit_soft_cap: float
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> ModelConfig:
+        """Read ``config.json`` and, where there is one, ``generation_config.json``.
+
+        Raises:
+            CheckpointError: A file is missing or is not valid.
+            UnsupportedModelError: The model is not of a supported kind.
+        """
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} has no config.json.", fix="Point at a folder with a Hugging Face checkpoint."
+            )
+        generation_path = path.with_name("generation_config.json")
+        generation = read_json_object(generation_path) if generation_path.is_file() else {}
+        return cls.from_dict(read_json_object(path), generation)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Check the content of ``config.json`` (and of ``generation_config.json``).
+
+        Raises:
+            CheckpointError: A field is missing, of the wrong type, or contradicts another.
+            UnsupportedModelError: The model is not of a supported kind.
+        """
+        family = _check_supported(Fields(values))
+        fields = Fields({**family.defaults, **values})
+        hidden_size = fields.count("hidden_size")
+        heads = fields.count("num_attention_heads")
+        kv_heads = fields.count("num_key_value_heads", heads)
+        head_dim = _head_dim(fields, hidden_size, heads)
+        if heads % kv_heads:
+            raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
+        max_positions = fields.count("max_position_embeddings")
+        layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
+        rotary_dim = read_rotary_dim(fields, family, head_dim)
+        full, sliding = read_ropes(fields, family, rotary_dim, max_positions)
+        sources = (fields, Fields(generation or {}, "generation_config.json"))
+        vocab_size = fields.count("vocab_size")
+        attention_bias = _followed_flag(fields, family, "attention_bias")
+        return cls(
+            model_type=str(fields.get("model_type")),
+            family=family.name,
+            hidden_size=hidden_size,
+            intermediate_size=fields.count("intermediate_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            activation=_activation(fields, family),
+            rope=full,
+            rotary_dim=rotary_dim,
+            per_layer=tuple(
+                LayerConfig(window, (sliding if window else full) if turns else None)
+                for window, turns in zip(
+                    _windows(fields, family, layers), _turning(fields, family, layers), strict=True
+                )
+            ),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            qkv_bias=attention_bias or "qkv" in family.always_biased,
+            o_bias=attention_bias,
+            mlp_bias=_followed_flag(fields, family, "mlp_bias"),
+            bos_ids=_token_ids(sources, "bos_token_id", vocab_size, family.bos_ids),
+            eos_ids=_token_ids(sources, "eos_token_id", vocab_size, family.eos_ids),
+            pad_id=next(iter(_token_ids(sources, "pad_token_id", vocab_size, ())), None),
+            head_norms="query_head" in family.layout.norms,
+            output_norms="attention_output" in family.layout.norms,
+            norm_offset=family.norm_offset,
+            # In float32, as transformers has it for float32 weights.
+            embedding_scale=float(np.sqrt(np.float32(hidden_size))) if family.scales_embedding else 1.0,
+            attention_scale=fields.positive("query_pre_attn_scalar", head_dim) ** -0.5,
+            attention_soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
+            logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
+        )
+
+
+def _check_supported(fields: Fields) -> Family:
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        vision = " (with vision; its text part alone is gemma3_text)" if model_type == "gemma3" else ""
+        raise unsupported(f"Model type {model_type!r}{vision}")
+    family = FAMILIES[model_type]
+    architectures = fields.get("architectures")
+    if architectures and architectures != [family.architecture]:
+        raise unsupported(f"Architecture {architectures!r}")
+    code = fields.get("auto_map")
+    named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    if code and (named is None or named != family.published_code):
+        raise unsupported("A checkpoint that brings its own code (auto_map)")
+    quantization = fields.get("quantization_config")
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        )
+        raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method})")
+    for name, what in OPTIONAL_FEATURES.items():
+        if fields.get(name) not in (None, False) and name not in family.follows:
+            raise unsupported(f"{what} ({name}) in model type {model_type}")
+    return family
+
+
+def _activation(fields: Fields, family: Family) -> Activation:
+    field = "hidden_activation" if "hidden_activation" in family.follows else "hidden_act"
+    stated = fields.get(field)
+    named = "silu" if stated is None else stated
+    if not isinstance(named, str) or named not in ACTIVATIONS:
+        raise unsupported(f"Activation {named!r}")
+    return ACTIVATIONS[named]
+
+
+def _followed_flag(fields: Fields, family: Family, name: str) -> bool:
+    return fields.flag(name, False) if name in family.follows else False
+
+
+def _windows(fields: Fields, family: Family, layers: int) -> list[int]:
+    """Return the window of each layer, 0 for none."""
+    unused = "use_sliding_window" in family.follows and not fields.flag("use_sliding_window", False)
+    window = 0
+    if family.slides is not None and not unused and fields.get("sliding_window") is not None:
+        window = fields.count("sliding_window")
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        slides = family.slides
+        return [window if window and slides and slides(fields, at) else 0 for at in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise fields.fail("layer_types", f"a list of {layers} kinds of layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise unsupported(f"A layer of kind {kind!r}")
+    if "sliding_attention" in kinds and not window:
+        raise fields.fail("sliding_window", "a whole number, in use, for the layer_types that slide")
+    if "layer_types" not in family.follows and len({*kinds, *(["sliding_attention"] if window else [])}) > 1:
+        raise unsupported(f"Layers of different kinds (layer_types) in model type {family.name}")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def _turning(fields: Fields, family: Family, layers: int) -> list[bool]:
+    """Return whether each layer has positions."""
+    if "no_rope_layers" not in family.follows:
+        return [True] * layers
+    stated = fields.get("no_rope_layers")
+    if stated is None:
+        interval = fields.count("no_rope_layer_interval")
+        return [bool((at + 1) % interval) for at in range(layers)]
+    if not isinstance(stated, list) or len(stated) < layers or any(one not in (0, 1) for one in stated):
+        raise fields.fail("no_rope_layers", f"a list of {layers} times 0 or 1")
+    return [bool(one) for one in stated[:layers]]
+
+
+def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
+    if fields.get("head_dim") is None and hidden_size % heads:
+        raise CheckpointError(f"config.json: hidden_size {hidden_size} is not divisible by {heads} heads.")
+    head_dim = fields.count("head_dim", hidden_size // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs.")
+    return head_dim
+
+
+def _token_ids(
+    sources: tuple[Fields, ...], name: str, vocab_size: int, default: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Collect the ids that any source lists under ``name``, in order, each once."""
+    if not any(name in fields.values for fields in sources):
+        return tuple(token for token in default if token < vocab_size)
+    found: dict[int, None] = {}
+    for fields in sources:
+        value = fields.get(name)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        for token in listed:
+            # -1 is how some exporters write "none".
+            if type(token) is not int or token < -1:
+                raise fields.fail(name, "token ids")
+            if token >= vocab_size and name != "pad_token_id":
+                raise fields.fail(name, f"token ids below the vocabulary of {vocab_size}")
+            if 0 <= token < vocab_size:
+                found[token] = None
+    return tuple(found)

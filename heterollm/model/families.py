@@ -1,0 +1,297 @@
+"""The model families: for each, one declaration of what sets it apart.
+
+A declaration says where the weights are, what ``config.json`` may leave out, and which of its optional fields
+the family follows. :mod:`heterollm.model.config` turns it, with a checkpoint's fields, into a
+:class:`~heterollm.model.ModelConfig`; what computes reads that and never a family's name. Each follows the
+model's file in transformers (https://github.com/huggingface/transformers/tree/main/src/transformers/models).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from heterollm.base import UnsupportedModelError
+from heterollm.kernels.ops import Group
+from heterollm.model.json_fields import Fields
+
+__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "Layout", "Norm", "RopeKind", "unsupported"]
+
+Norm = Literal[
+    "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
+]
+"""The norms of a layer: of what two parts read, of what they add to the residual, of the heads of q and k."""
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+"""The position scalings that are supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensor names of a family, in its Hugging Face checkpoints.
+
+    Args:
+        modules: For each group in a layer, the module of each member, below the prefix. Members that share a
+            module are stacked in its tensor.
+        norms: For each norm in a layer, its module.
+        layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
+        embedding: Module of the token embedding.
+        final_norm: Module of the norm before the head.
+        head: Module of an untied LM head.
+    """
+
+    modules: Mapping[Group, Mapping[str, str]]
+    norms: Mapping[Norm, str]
+    layer: str = "model.layers.{layer}."
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What sets a model type apart.
+
+    Args:
+        name: Display name.
+        covers: The models that people know it by.
+        architecture: The class in transformers.
+        layout: Tensor names; the norms it lists are the norms that a layer has.
+        defaults: Values of fields that ``config.json`` may leave out, where they differ from Llama's.
+        follows: The optional fields that it follows; one that changes the result is refused elsewhere.
+        always_biased: Groups that have biases whatever the configuration says.
+        slides: Whether a layer has the sliding window where ``layer_types`` does not say; None where no layer
+            of the family has one.
+        rope_aliases: Other names of RoPE types.
+        norm_offset: Added to the stored weight of every norm.
+        scales_embedding: Whether the embedding is multiplied by the square root of its width.
+        published_code: What ``auto_map`` names where the makers' own checkpoints still bring the code that
+            transformers has had since; any other code is refused.
+        bos_ids: Default of ``bos_token_id``.
+        eos_ids: Default of ``eos_token_id``.
+    """
+
+    name: str
+    covers: str
+    architecture: str
+    layout: Layout
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    follows: frozenset[str] = frozenset()
+    always_biased: frozenset[Group] = frozenset()
+    slides: Callable[[Fields, int], bool] | None = None
+    rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
+    published_code: str | None = None
+    bos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+
+
+# ---- where the weights are ------------------------------------------------------------------------------
+
+SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+        "o": {"o": "self_attn.o_proj"},
+        "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
+        "down": {"down": "mlp.down_proj"},
+    }
+)
+FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        **SEPARATE,
+        "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj"),
+        "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+    }
+)
+
+NORMS: Mapping[Norm, str] = MappingProxyType(
+    {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
+)
+HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
+    {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
+)
+SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
+    {
+        "attention": "input_layernorm",
+        "attention_output": "post_attention_layernorm",
+        "feed_forward": "pre_feedforward_layernorm",
+        "feed_forward_output": "post_feedforward_layernorm",
+    }
+)
+
+
+# ---- which layers have the window -----------------------------------------------------------------------
+
+
+def every_layer(_fields: Fields, _layer: int) -> bool:
+    """Return true: the window is every layer's."""
+    return True
+
+
+def behind_the_full_layers(fields: Fields, layer: int) -> bool:
+    """Return whether a layer lies behind the first ``max_window_layers``, which see everything."""
+    return layer >= fields.count("max_window_layers", minimum=0)
+
+
+def all_but_every_nth(fields: Fields, layer: int) -> bool:
+    """Return whether a layer is none of every ``sliding_window_pattern``-th, which see everything."""
+    return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
+def where_nothing_turns(fields: Fields, layer: int) -> bool:
+    """Return whether a layer is one of every ``no_rope_layer_interval``-th, which have no positions."""
+    stated = fields.get("no_rope_layers")
+    if isinstance(stated, list):
+        return not stated[layer]
+    return (layer + 1) % fields.count("no_rope_layer_interval") == 0
+
+
+# ---- the families ---------------------------------------------------------------------------------------
+
+QWEN: Mapping[str, object] = MappingProxyType(
+    {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    }
+)
+WINDOW_FIELDS = frozenset({"use_sliding_window", "layer_types"})
+GEMMA: Mapping[str, object] = MappingProxyType(
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    }
+)
+GEMMA_FIELDS = frozenset(
+    {"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(
+            name="Llama",
+            covers="Llama 2 and 3, SmolLM and SmolLM2",
+            architecture="LlamaForCausalLM",
+            layout=Layout(SEPARATE, NORMS),
+            follows=frozenset({"attention_bias", "mlp_bias"}),
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "qwen2": Family(
+            name="Qwen2",
+            covers="Qwen2 and Qwen2.5",
+            architecture="Qwen2ForCausalLM",
+            layout=Layout(SEPARATE, NORMS),
+            defaults=QWEN,
+            follows=WINDOW_FIELDS,
+            always_biased=frozenset({"qkv"}),
+            slides=behind_the_full_layers,
+        ),
+        "qwen3": Family(
+            name="Qwen3",
+            covers="Qwen3",
+            architecture="Qwen3ForCausalLM",
+            layout=Layout(SEPARATE, {**NORMS, **HEAD_NORMS}),
+            defaults={**QWEN, "head_dim": 128},
+            follows=WINDOW_FIELDS | {"attention_bias"},
+            slides=behind_the_full_layers,
+        ),
+        "mistral": Family(
+            name="Mistral",
+            covers="Mistral 7B, Nemo and Small",
+            architecture="MistralForCausalLM",
+            layout=Layout(SEPARATE, NORMS),
+            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+            slides=every_layer,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "phi3": Family(
+            name="Phi-3",
+            covers="Phi-3 mini and medium, Phi-3.5 mini, Phi-4 and Phi-4 mini",
+            architecture="Phi3ForCausalLM",
+            layout=Layout(FUSED, NORMS),
+            defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+            follows=frozenset({"partial_rotary_factor"}),
+            slides=every_layer,
+            # What longrope was called in the first checkpoints.
+            rope_aliases={"su": "longrope", "yarn": "longrope"},
+            published_code="modeling_phi3.Phi3ForCausalLM",
+            bos_ids=(1,),
+            eos_ids=(32000,),
+        ),
+        "gemma2": Family(
+            name="Gemma 2",
+            covers="Gemma 2",
+            architecture="Gemma2ForCausalLM",
+            layout=Layout(SEPARATE, SANDWICH_NORMS),
+            defaults={
+                **GEMMA,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "sliding_window_pattern": 2,
+            },
+            follows=GEMMA_FIELDS | {"attn_logit_softcapping"},
+            slides=all_but_every_nth,
+            norm_offset=1.0,
+            scales_embedding=True,
+            bos_ids=(2,),
+            eos_ids=(1,),
+        ),
+        "gemma3_text": Family(
+            name="Gemma 3",
+            covers="Gemma 3 without vision",
+            architecture="Gemma3ForCausalLM",
+            layout=Layout(SEPARATE, {**SANDWICH_NORMS, **HEAD_NORMS}),
+            defaults={
+                **GEMMA,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0,
+            },
+            follows=GEMMA_FIELDS | {"rope_local_base_freq"},
+            slides=all_but_every_nth,
+            norm_offset=1.0,
+            scales_embedding=True,
+            bos_ids=(2,),
+            eos_ids=(1,),
+        ),
+        "smollm3": Family(
+            name="SmolLM3",
+            covers="SmolLM3",
+            architecture="SmolLM3ForCausalLM",
+            layout=Layout(SEPARATE, NORMS),
+            defaults={
+                "num_key_value_heads": 4,
+                "rope_theta": 2_000_000.0,
+                "tie_word_embeddings": True,
+                "use_sliding_window": False,
+                "no_rope_layer_interval": 4,
+            },
+            follows=WINDOW_FIELDS | {"attention_bias", "mlp_bias", "no_rope_layers"},
+            slides=where_nothing_turns,
+            bos_ids=(128000,),
+            eos_ids=(128001,),
+        ),
+    }
+)
+"""The supported values of ``model_type``."""
+
+
+def unsupported(what: str) -> UnsupportedModelError:
+    """Return the error that refuses a model by name and lists what is supported."""
+    listed = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
+    return UnsupportedModelError(
+        f"{what} is not supported.",
+        fix=f"Supported are {listed}; unquantised, text only, with RoPE of type {', '.join(ROPE_KINDS)}.",
+    )

@@ -1,0 +1,236 @@
+"""Which tensors a model has, and the operators that its layers become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from heterollm.kernels.formats import effective_block
+from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, WeightFormat
+from heterollm.model.config import ModelConfig
+from heterollm.model.families import FAMILIES, Layout, Norm
+
+__all__ = [
+    "HEAD_LAYER",
+    "TensorRows",
+    "bias_names",
+    "embedding_name",
+    "expected_tensors",
+    "final_norm_name",
+    "head_name",
+    "layer_norms",
+    "layer_of",
+    "linear_names",
+    "linear_rows",
+    "norm_name",
+    "op_specs",
+    "shortened_blocks",
+]
+
+HEAD_LAYER = -1
+"""The layer under which the LM head is listed."""
+
+HEAD_NORMS: tuple[Norm, ...] = ("query_head", "key_head")
+"""The norms of a head's width."""
+
+EMBEDDING_BITS: Literal[8] = 8
+"""Of embedding and LM head, always symmetric: in 8 bits a zero point gains nothing that can be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """Where a linear's weight lies: the rows ``[start, stop)`` of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
+    {
+        "qkv": ("attention_input", "qkv"),
+        "o": ("attention_output", "attention_delta"),
+        "gate_up": ("feed_forward_input", "gate_up"),
+        "down": ("activated", "feed_forward_delta"),
+        "head": ("head_input", "logits"),
+    }
+)
+"""The values that each group reads and writes."""
+
+
+def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
+    """Return the weight name of each member of each group of a layer, or of ``HEAD_LAYER``.
+
+    A tied head has the embedding's name; members that are stacked in one tensor share its name.
+    """
+    layout = _layout(config)
+    if layer == HEAD_LAYER:
+        return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
+    prefix = layout.layer.format(layer=layer)
+    return {
+        group: {member: f"{prefix}{module}.weight" for member, module in modules.items()}
+        for group, modules in layout.modules.items()
+    }
+
+
+def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, TensorRows]]:
+    """Return where the weight of each member of each group lies, as :func:`linear_names`."""
+    found: dict[Group, dict[str, TensorRows]] = {}
+    for group, members in linear_names(config, layer).items():
+        used: dict[str, int] = {}
+        found[group] = {}
+        for member, name in members.items():
+            start = used.get(name, 0)
+            used[name] = start + _rows(config, member)
+            found[group][member] = TensorRows(name, start, used[name])
+    return found
+
+
+def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
+    """Return the bias name of each member of each group that has biases, as :func:`linear_names`."""
+    biased: dict[Group, bool] = {
+        "qkv": config.qkv_bias,
+        "o": config.o_bias,
+        "gate_up": config.mlp_bias,
+        "down": config.mlp_bias,
+        "head": False,
+    }
+    return {
+        group: {member: f"{name.removesuffix('.weight')}.bias" for member, name in members.items()}
+        for group, members in linear_names(config, layer).items()
+        if biased[group]
+    }
+
+
+def layer_norms(config: ModelConfig) -> tuple[Norm, ...]:
+    """Return the norms that each layer has."""
+    return tuple(_layout(config).norms)
+
+
+def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
+    """Return the tensor name of one norm of a layer."""
+    layout = _layout(config)
+    return f"{layout.layer.format(layer=layer)}{layout.norms[norm]}.weight"
+
+
+def final_norm_name(config: ModelConfig) -> str:
+    """Return the tensor name of the norm before the head."""
+    return f"{_layout(config).final_norm}.weight"
+
+
+def embedding_name(config: ModelConfig) -> str:
+    """Return the tensor name of the token embedding."""
+    return f"{_layout(config).embedding}.weight"
+
+
+def head_name(config: ModelConfig) -> str:
+    """Return the tensor name of an untied LM head."""
+    return f"{_layout(config).head}.weight"
+
+
+def layer_of(config: ModelConfig, name: str) -> int | None:
+    """Return the number of the decoder layer that a tensor belongs to; None outside the layers."""
+    prefix = _layout(config).layer.partition("{layer}")[0]
+    number = name.removeprefix(prefix).partition(".")[0]
+    return int(number) if name.startswith(prefix) and number.isdecimal() else None
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that the model computes with, by name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        embedding_name(config): (config.vocab_size, config.hidden_size),
+        final_norm_name(config): (config.hidden_size,),
+    }
+    for layer in (*range(config.layers), HEAD_LAYER):
+        biases = bias_names(config, layer)
+        for group, members in linear_rows(config, layer).items():
+            for member, rows in members.items():
+                # The last of the members that share a tensor says how many rows it has.
+                shapes[rows.name] = (rows.stop, _columns(config, group))
+                if group in biases:
+                    shapes[biases[group][member]] = (rows.stop,)
+        if layer != HEAD_LAYER:
+            for norm in layer_norms(config):
+                width = config.head_dim if norm in HEAD_NORMS else config.hidden_size
+                shapes[norm_name(config, layer, norm)] = (width,)
+    return shapes
+
+
+def op_specs(
+    config: ModelConfig,
+    precision: Precision,
+    group_size: int,
+    symmetric: bool,
+    *,
+    float_bits: Literal[16, 32] = 16,
+) -> tuple[OpSpec, ...]:
+    """List every group of every layer, in the order in which a token meets them, and the head.
+
+    At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all of them, the head too,
+    read inputs that are rounded to int8. Where ``group_size`` does not divide the inputs of a
+    group, the largest power of two below it that does is its block.
+
+    Args:
+        config: The model.
+        precision: Of weights and activations.
+        group_size: Inputs that share one scale.
+        symmetric: Whether 4-bit weights have no zero points.
+        float_bits: Of the weights at precision ``fp16``: 32 where the device computes in float32.
+
+    Raises:
+        OptionError: No legal block divides the inputs of some group.
+    """
+
+    def spec(layer: int, group: Group) -> OpSpec:
+        columns = _columns(config, group)
+        weight = WeightFormat(float_bits)
+        if precision != "fp16":
+            block = effective_block(columns, group_size)
+            head = group == "head"
+            weight = WeightFormat(EMBEDDING_BITS, block) if head else WeightFormat(4, block, symmetric)
+        members = tuple(
+            Member(member, _rows(config, member)) for member in linear_names(config, layer)[group]
+        )
+        source, target = SOURCES[group]
+        rounded = precision == "w4a8"
+        return OpSpec(group, layer, members, columns, weight, source, target, integer_inputs=rounded)
+
+    layers = (spec(layer, group) for layer in range(config.layers) for group in GROUPS if group != "head")
+    return (*layers, spec(HEAD_LAYER, "head"))
+
+
+def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str]:
+    """Say, once for each width, where the block had to be smaller than asked for."""
+    found = {spec.columns: spec for spec in reversed(specs) if spec.weight.quantized}
+    for columns, spec in sorted(found.items()):
+        if spec.weight.block != group_size:
+            yield (
+                f"Weights with {columns} inputs ({spec.group}) have blocks of {spec.weight.block}: "
+                f"{group_size} does not divide {columns}."
+            )
+
+
+def _layout(config: ModelConfig) -> Layout:
+    return FAMILIES[config.model_type].layout
+
+
+def _rows(config: ModelConfig, member: str) -> int:
+    key_rows = config.kv_heads * config.head_dim
+    return {
+        "q": config.heads * config.head_dim,
+        "k": key_rows,
+        "v": key_rows,
+        "o": config.hidden_size,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+        "down": config.hidden_size,
+        "head": config.vocab_size,
+    }[member]
+
+
+def _columns(config: ModelConfig, group: Group) -> int:
+    if group == "o":
+        return config.heads * config.head_dim
+    return config.intermediate_size if group == "down" else config.hidden_size

@@ -1,0 +1,170 @@
+"""How ``config.json`` describes the rotary position embedding, checked, in frozen objects.
+
+Both the spelling of transformers 5 (``rope_parameters``, nested where kinds of layers differ) and the older
+one (``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``) are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from heterollm.model.families import ROPE_KINDS, Family, RopeKind, unsupported
+from heterollm.model.json_fields import Fields
+
+__all__ = ["RopeConfig", "read_ropes", "read_rotary_dim"]
+
+DEFAULT_ROPE_BASE = 10_000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: its base and how positions are scaled.
+
+    Only the fields of its kind matter; the rest keep their defaults.
+
+    Args:
+        kind: Which scaling.
+        base: ``rope_theta``.
+        max_positions: The model's ``max_position_embeddings``.
+        original_max_positions: Positions before the context was extended.
+        factor: How far it was extended; None derives it from the positions (yarn, longrope).
+        attention_factor: Multiplies cosine and sine; None derives it (yarn, longrope).
+        beta_fast: Rotations over the original context above which yarn leaves a frequency alone.
+        beta_slow: Rotations below which yarn interpolates it fully.
+        mscale: Numerator of yarn's attention factor.
+        mscale_all_dim: Denominator of yarn's attention factor.
+        truncate: Whether yarn rounds its range of dimensions to whole ones.
+        low_frequency_factor: llama3: wavelengths above ``original / this`` are divided by the factor.
+        high_frequency_factor: llama3: wavelengths below ``original / this`` are left alone.
+        short_factor: longrope: divisor of each frequency up to the original context.
+        long_factor: longrope: divisor of each frequency beyond it.
+    """
+
+    kind: RopeKind
+    base: float
+    max_positions: int
+    original_max_positions: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """Return how many elements of a head turn.
+
+    Raises:
+        CheckpointError: The number is not possible.
+        UnsupportedModelError: Part of a head, in a family that turns all of it.
+    """
+    inside = _section(fields)
+    source = inside if inside.get("partial_rotary_factor") is not None else fields
+    fraction = source.positive("partial_rotary_factor", 1.0)
+    if fraction != 1.0 and "partial_rotary_factor" not in family.follows:
+        raise unsupported(f"Rotary embedding of part of a head ({fraction:g}) in model type {family.name}")
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise source.fail("partial_rotary_factor", f"an even part of a head's {head_dim} elements")
+    return rotary_dim
+
+
+def read_ropes(
+    fields: Fields, family: Family, rotary_dim: int, max_positions: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the embedding of layers that see everything and that of layers with a window.
+
+    Args:
+        fields: Of ``config.json``.
+        family: The model's family.
+        rotary_dim: Elements of a head that turn.
+        max_positions: The model's ``max_position_embeddings``.
+
+    Raises:
+        CheckpointError: A field is missing, of the wrong type, or contradicts another.
+        UnsupportedModelError: The scaling is not supported.
+    """
+    section = _section(fields)
+    if "rope_local_base_freq" not in family.follows:
+        rope = _read(fields, section, "rope_theta", family, rotary_dim, max_positions)
+        return rope, rope
+    # The older spelling scales the layers that see everything and no others.
+    parts: dict[str, dict[str, Any]] = {FULL: dict(section.values), SLIDING: {}}
+    nested = Fields(fields.section("rope_parameters"), f"{fields.where}, rope_parameters")
+    if any(isinstance(nested.get(kind), dict) for kind in parts):
+        parts = {kind: nested.section(kind) for kind in parts}
+        parts[FULL] |= fields.section("rope_scaling")
+    full, sliding = (
+        _read(fields, Fields(part, f"{section.where}, {kind}"), base, family, rotary_dim, max_positions)
+        for (kind, part), base in zip(parts.items(), ("rope_theta", "rope_local_base_freq"), strict=True)
+    )
+    return full, sliding
+
+
+def _section(fields: Fields) -> Fields:
+    # transformers lets the older spelling win where both are there.
+    name = next(
+        (name for name in ("rope_scaling", "rope_parameters") if fields.section(name)), "rope_parameters"
+    )
+    return Fields(fields.section(name), f"{fields.where}, {name}")
+
+
+def _read(
+    fields: Fields, rope: Fields, base: str, family: Family, rotary_dim: int, max_positions: int
+) -> RopeConfig:
+    kind = _kind(rope, family)
+    # Beside the section it wins over one inside, as in transformers.
+    outside = fields if fields.get("original_max_position_embeddings") is not None else rope
+    pairs = rotary_dim // 2
+    config = RopeConfig(
+        kind=kind,
+        base=rope.optional_positive("rope_theta") or fields.positive(base, DEFAULT_ROPE_BASE),
+        max_positions=max_positions,
+        original_max_positions=outside.count("original_max_position_embeddings", max_positions),
+        factor=rope.optional_positive("factor"),
+        attention_factor=rope.optional_positive("attention_factor"),
+        beta_fast=rope.positive("beta_fast", 32.0),
+        beta_slow=rope.positive("beta_slow", 1.0),
+        mscale=rope.optional_positive("mscale"),
+        mscale_all_dim=rope.optional_positive("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+        low_frequency_factor=rope.positive("low_freq_factor", None if kind == "llama3" else 1.0),
+        high_frequency_factor=rope.positive("high_freq_factor", None if kind == "llama3" else 4.0),
+        short_factor=rope.numbers("short_factor", pairs) if kind == "longrope" else (),
+        long_factor=rope.numbers("long_factor", pairs) if kind == "longrope" else (),
+    )
+    _check(config, rope)
+    return config
+
+
+def _kind(rope: Fields, family: Family) -> RopeKind:
+    if any(isinstance(value, dict) for value in rope.values.values()):
+        raise unsupported(f"Rotary embedding that differs between layers in model type {family.name}")
+    named = rope.get("rope_type") or rope.get("type") or "default"
+    for kind in ROPE_KINDS:
+        if kind == (family.rope_aliases.get(named, named) if isinstance(named, str) else named):
+            return kind
+    raise unsupported(f"RoPE type {named!r}")
+
+
+def _check(config: RopeConfig, rope: Fields) -> None:
+    if config.kind in ("linear", "dynamic", "llama3") and config.factor is None:
+        raise rope.fail("factor", f"a number of at least 1 for RoPE type {config.kind}")
+    if config.kind != "default" and config.factor is not None and config.factor < 1:
+        raise rope.fail("factor", "a number of at least 1")
+    if config.kind == "longrope" and config.original_max_positions < 2:
+        raise rope.fail("original_max_position_embeddings", "a whole number of at least 2")
+    if config.beta_fast <= config.beta_slow:
+        raise rope.fail("beta_fast", f"more than beta_slow ({config.beta_slow:g})")
+    if config.high_frequency_factor <= config.low_frequency_factor:
+        raise rope.fail("high_freq_factor", f"more than low_freq_factor ({config.low_frequency_factor:g})")
+    if config.base <= 1:
+        raise rope.fail("rope_theta", "a number above 1")

@@ -1,0 +1,239 @@
+"""The cached file of a model's quantised weights: written in one pass, checked on every load."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import CheckpointError, EngineError, atomic_path, locked
+from heterollm.kernels.formats import QuantizedTensor, quantize
+from heterollm.kernels.ops import WeightFormat
+from heterollm.model.checkpoint import Checkpoint
+from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
+
+__all__ = ["Progress", "Recipe", "cached_tensors", "quantized_view"]
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+SCHEMA = "1"
+CHECKSUMS = "checksums"
+CODES, SCALES, ZERO_POINTS = ".codes", ".scales", ".zero_points"
+
+SLAB_WEIGHTS = 4 * 1024 * 1024
+"""Weights read and quantised at once: 16 MB of float32 for each thread."""
+
+Slab = tuple[str, int, int]
+"""A tensor's name and a range of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a cached file holds, and all that it depends on.
+
+    Args:
+        key: Hash of everything that determines the values.
+        formats: Number format of each tensor to quantise.
+        floats: The tensors to keep as float32.
+    """
+
+    key: str
+    formats: Mapping[str, WeightFormat]
+    floats: tuple[str, ...]
+
+
+def cached_tensors(
+    path: Path,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    progress: Progress | None = None,
+    cancelled: threading.Event | None = None,
+) -> TensorFile:
+    """Return the file of quantised weights, made first if it is missing or damaged.
+
+    Args:
+        path: The cached file.
+        checkpoint: Where the weights come from.
+        recipe: What the file must hold.
+        progress: Called with the checkpoint's bytes that are quantised.
+        cancelled: Stops the work when set.
+
+    Raises:
+        CheckpointError: A weight of the checkpoint cannot be used.
+        CacheError: The file cannot be written.
+        EngineError: ``cancelled`` was set.
+    """
+    entries = layout_tensors(_tensors(checkpoint, recipe))
+    with locked(path):
+        if path.exists():
+            file = _open_checked(path, recipe, entries)
+            if file is not None:
+                return file
+        _write(path, checkpoint, recipe, entries, progress, cancelled)
+        return TensorFile.open(path)
+
+
+def quantized_view(file: TensorFile, name: str, weight: WeightFormat) -> QuantizedTensor:
+    """Return a quantised tensor over the mapped file."""
+    zeros = None if weight.symmetric else file.bits(name + ZERO_POINTS)
+    bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
+    return QuantizedTensor(file.bits(name + CODES), file.bits(name + SCALES), zeros, bits, weight.block)
+
+
+def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tuple[int, ...]]]:
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, weight in recipe.formats.items():
+        rows, columns = checkpoint.shape(name)
+        blocks = columns // weight.block
+        tensors[name + CODES] = ("U8", (rows, blocks, weight.block * weight.bits // 8))
+        tensors[name + SCALES] = ("F16", (rows, blocks))
+        if not weight.symmetric:
+            tensors[name + ZERO_POINTS] = ("U8", (rows, -(-blocks * weight.bits // 8)))
+    tensors.update({name: ("F32", checkpoint.shape(name)) for name in recipe.floats})
+    tensors[CHECKSUMS] = ("U32", (len(tensors),))
+    return tensors
+
+
+def _open_checked(path: Path, recipe: Recipe, entries: dict[str, TensorEntry]) -> TensorFile | None:
+    """Map a cached file; None, with a warning, if it is not exactly what was written."""
+    try:
+        file = TensorFile.open(path)
+    except CheckpointError as error:
+        reason = error.message
+    else:
+        if file.metadata.get("schema") != SCHEMA or file.metadata.get("key") != recipe.key:
+            reason = "it belongs to other weights"
+        elif file.entries != entries:
+            reason = "it lists other tensors"
+        elif not np.array_equal(_checksums(file), file.bits(CHECKSUMS)):
+            reason = "its checksums do not match"
+        else:
+            return file
+    logger.warning("The quantised weights in %s are damaged and are made again: %s.", path, reason)
+    return None
+
+
+def _checksums(file: TensorFile) -> NDArray[np.uint32]:
+    """Return the CRC-32 of every tensor but the checksums themselves, in the file's order."""
+
+    def checksum(entry: TensorEntry) -> int:
+        return zlib.crc32(file.data[entry.start : entry.stop].data)
+
+    with ThreadPoolExecutor(worker_count()) as pool:
+        places = [entry for name, entry in file.entries.items() if name != CHECKSUMS]
+        return np.array(list(pool.map(checksum, places)), np.uint32)
+
+
+def _write(
+    path: Path,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    entries: dict[str, TensorEntry],
+    progress: Progress | None,
+    cancelled: threading.Event | None,
+) -> None:
+    metadata = {"schema": SCHEMA, "key": recipe.key, "model": checkpoint.folder.resolve().name}
+    with atomic_path(path) as temporary, temporary.open("r+b") as file:
+        start = write_header(file, entries, metadata)
+        file.truncate(start + max(entry.stop for entry in entries.values()))
+
+        def put(name: str, offset: int, values: NDArray[Any]) -> None:
+            # A plain write reports a full disk; through a memory map it would end the process.
+            file.seek(start + entries[name].start + offset)
+            file.write(np.ascontiguousarray(values).data)
+
+        for name in recipe.floats:
+            put(name, 0, checkpoint.read(name))
+        with contextlib.closing(_quantized_slabs(checkpoint, recipe, progress, cancelled)) as slabs:
+            for name, first_row, part in slabs:
+                rows = part.rows
+                put(name + CODES, first_row * (part.codes.nbytes // rows), part.codes)
+                put(name + SCALES, first_row * (part.scales.nbytes // rows), part.scales)
+                if part.zero_points is not None:
+                    put(name + ZERO_POINTS, first_row * (part.zero_points.nbytes // rows), part.zero_points)
+        file.flush()
+        put(CHECKSUMS, 0, _checksums(TensorFile.open(temporary)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _quantized_slabs(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    progress: Progress | None,
+    cancelled: threading.Event | None,
+) -> Generator[tuple[str, int, QuantizedTensor], None, None]:
+    """Quantise all tensors in slabs of rows on all cores; yield each slab's name, first row and result."""
+    slabs = [
+        (name, start, min(start + rows_at_once, rows))
+        for name in recipe.formats
+        for rows, columns in [checkpoint.shape(name)]
+        for rows_at_once in [max(1, SLAB_WEIGHTS // columns)]
+        for start in range(0, rows, rows_at_once)
+    ]
+
+    def work(slab: Slab) -> QuantizedTensor:
+        name, start, stop = slab
+        return _quantize_rows(checkpoint, name, (start, stop), recipe.formats[name])
+
+    total_bytes = sum(checkpoint.size_bytes(name) for name in recipe.formats)
+    done_bytes = 0
+    for (name, start, stop), part in _in_parallel(work, slabs):
+        if cancelled is not None and cancelled.is_set():
+            raise EngineError("Quantising was stopped.")
+        yield name, start, part
+        done_bytes += checkpoint.size_bytes(name) * (stop - start) // checkpoint.shape(name)[0]
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+
+def _quantize_rows(
+    checkpoint: Checkpoint, name: str, rows: tuple[int, int], weight: WeightFormat
+) -> QuantizedTensor:
+    values = checkpoint.read(name, rows)
+    bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
+    try:
+        return quantize(values, bits=bits, block=weight.block, symmetric=weight.symmetric)
+    except CheckpointError as error:
+        raise CheckpointError(f"Tensor {name}: {error.message}", fix=error.fix) from error
+
+
+def _in_parallel(
+    work: Callable[[Slab], QuantizedTensor], slabs: Iterable[Slab]
+) -> Iterator[tuple[Slab, QuantizedTensor]]:
+    """Yield each slab with its result, in order, with only a few results waiting at a time."""
+    workers = worker_count()
+    waiting: deque[tuple[Slab, Future[QuantizedTensor]]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="quantize")
+    try:
+        for slab in slabs:
+            waiting.append((slab, pool.submit(work, slab)))
+            if len(waiting) > workers:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def worker_count() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,229 @@
+"""A model's weights in the form that the runtime computes with, by layer and group."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.base import CheckpointError, cache_root
+from heterollm.kernels.formats import QUANTIZER_VERSION, LinearWeight, QuantizedTensor, take_rows
+from heterollm.kernels.ops import Group, OpSpec, Precision
+from heterollm.model.checkpoint import Checkpoint
+from heterollm.model.config import ModelConfig
+from heterollm.model.families import Norm
+from heterollm.model.layout import (
+    HEAD_LAYER,
+    bias_names,
+    embedding_name,
+    expected_tensors,
+    final_norm_name,
+    layer_norms,
+    linear_names,
+    linear_rows,
+    norm_name,
+    op_specs,
+    shortened_blocks,
+)
+from heterollm.model.weight_cache import SLAB_WEIGHTS, Progress, Recipe, cached_tensors, quantized_view
+
+__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights"]
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_FOLDER = "weights"
+"""Where quantised weights lie in the cache folder."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelWeights:
+    """Every weight of a model, in the formats that its operators compute with.
+
+    Args:
+        config: The model.
+        specs: Its groups of linears, in order, the head last.
+        content_key: Hash of everything that determines the values.
+        notes: What differs from what was asked for, a sentence each.
+        size_bytes: Of all weights together.
+        embedding: Token embedding ``[vocab, hidden]``.
+        head: LM head ``[vocab, hidden]``; the same object as ``embedding`` when tied.
+        linears: The linears of the layers by tensor name; floats are read when they are asked for.
+        floats: Norms and biases, float32, by tensor name.
+    """
+
+    config: ModelConfig
+    specs: tuple[OpSpec, ...]
+    content_key: str
+    notes: tuple[str, ...]
+    size_bytes: int
+    embedding: LinearWeight
+    head: LinearWeight
+    linears: Mapping[str, LinearWeight]
+    floats: Mapping[str, NDArray[np.float32]]
+
+    @property
+    def final_norm(self) -> NDArray[np.float32]:
+        """Weight of the norm before the head, ``[hidden]``."""
+        return self.floats[final_norm_name(self.config)]
+
+    def linear(self, layer: int, group: Group) -> tuple[LinearWeight, ...]:
+        """Return the weights ``[n, k]`` of a group's members, in order; the head is layer -1.
+
+        Raises:
+            CheckpointError: At precision ``fp16``, a value cannot be represented.
+        """
+        if layer == HEAD_LAYER:
+            return (self.head,)
+        members = linear_rows(self.config, layer)[group].values()
+        tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
+        return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
+
+    def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32] | None, ...]:
+        """Return the biases ``[n]`` of a group's members, in order; None where there is none."""
+        names = bias_names(self.config, layer).get(group, {})
+        members = linear_names(self.config, layer)[group]
+        return tuple(self.floats[names[member]] if names else None for member in members)
+
+    def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
+        """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
+        return self.floats[norm_name(self.config, layer, norm)]
+
+    def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Yield, one at a time, the float32 tensors that the runtime computes with, by their HF names."""
+        yield embedding_name(self.config), _as_float32(self.embedding)
+        for layer in range(self.config.layers):
+            biases = bias_names(self.config, layer)
+            for group, members in linear_names(self.config, layer).items():
+                for name in dict.fromkeys(members.values()):
+                    yield name, _as_float32(self.linears[name])
+                for name in biases.get(group, {}).values():
+                    yield name, self.floats[name]
+            for norm in layer_norms(self.config):
+                yield norm_name(self.config, layer, norm), self.norm(layer, norm)
+        yield final_norm_name(self.config), self.final_norm
+        if not self.config.tie_word_embeddings:
+            yield linear_names(self.config, HEAD_LAYER)["head"]["head"], _as_float32(self.head)
+
+
+class _FloatLinears(Mapping[str, LinearWeight]):
+    """Unquantised weights, read from the checkpoint each time, so that memory holds them only once."""
+
+    def __init__(self, checkpoint: Checkpoint, names: tuple[str, ...], dtype: np.dtype[Any]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> LinearWeight:
+        rows, columns = self._checkpoint.shape(name)
+        weight = np.empty((rows, columns), self._dtype)
+        rows_at_once = max(1, SLAB_WEIGHTS // columns)
+        for start in range(0, rows, rows_at_once):
+            stop = min(start + rows_at_once, rows)
+            with np.errstate(over="ignore"):
+                weight[start:stop] = self._checkpoint.read(name, (start, stop))
+            if not np.isfinite(weight[start:stop]).all():
+                raise CheckpointError(
+                    f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
+                    fix="Use precision w4a16.",
+                )
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    precision: Precision = "w4a16",
+    group_size: int = 32,
+    symmetric: bool = True,
+    float_dtype: DTypeLike = np.float16,
+    progress: Progress | None = None,
+    cancelled: threading.Event | None = None,
+) -> ModelWeights:
+    """Load a model's weights; except at ``fp16`` quantise them, or take them from the cache.
+
+    Args:
+        checkpoint: The tensors.
+        config: The model; its tensors are checked against the checkpoint's.
+        precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights) or ``fp16``.
+        group_size: Inputs that share one scale, except at ``fp16``.
+        symmetric: Whether 4-bit weights have no zero points.
+        float_dtype: Of the weights at ``fp16``: float16, or float32 where the device computes in it.
+        progress: Called with bytes done and in all while the checkpoint is hashed and then quantised; what is
+            cached already is skipped.
+        cancelled: Stops quantising when set.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the configuration, or a value cannot be used.
+        OptionError: ``group_size`` is not possible.
+        CacheError: The quantised weights cannot be stored.
+        EngineError: ``cancelled`` was set.
+    """
+    checkpoint.validate(config)
+    dtype = np.dtype(float_dtype)
+    float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
+    specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits)
+    notes = tuple(shortened_blocks(specs, group_size))
+    for note in notes:
+        logger.warning("%s", note)
+    variant = f"{dtype}" if precision == "fp16" else f"{group_size} {symmetric} {QUANTIZER_VERSION}"
+    formats = {embedding_name(config): specs[-1].weight}
+    for spec in specs:
+        formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
+    float_names = tuple(name for name in expected_tensors(config) if name not in formats)
+
+    hashed_bytes = checkpoint.file_bytes
+    work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
+    content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
+    stored = "fp16" if precision == "fp16" else "w4a16"
+    content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
+    linears: Mapping[str, LinearWeight]
+    if precision == "fp16":
+        floats = {name: checkpoint.read(name) for name in float_names}
+        linears = _FloatLinears(checkpoint, tuple(formats), dtype)
+    else:
+        path = cache_root() / WEIGHTS_FOLDER / f"{content_key[:32]}.safetensors"
+        recipe = Recipe(content_key, formats, float_names)
+        shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
+        file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
+        floats = {name: file.bits(name) for name in float_names}
+        linears = {name: quantized_view(file, name, weight) for name, weight in formats.items()}
+    embedding = linears[embedding_name(config)]
+    head_name = linear_names(config, HEAD_LAYER)["head"]["head"]
+    sizes = [weight.weight_bytes(*checkpoint.shape(name)) for name, weight in formats.items()]
+    return ModelWeights(
+        config=config,
+        specs=specs,
+        content_key=content_key,
+        notes=notes,
+        size_bytes=sum(sizes) + sum(values.nbytes for values in floats.values()),
+        embedding=embedding,
+        head=embedding if config.tie_word_embeddings else linears[head_name],
+        linears=linears,
+        floats=floats,
+    )
+
+
+def _shifted(progress: Progress | None, start_bytes: int, total_bytes: int) -> Progress | None:
+    """Return ``progress`` for one stage of the work, which begins with ``start_bytes`` done."""
+    if progress is None:
+        return None
+    return lambda done_bytes, _: progress(start_bytes + done_bytes, total_bytes)
+
+
+def _as_float32(weight: LinearWeight) -> NDArray[np.float32]:
+    if isinstance(weight, QuantizedTensor):
+        return weight.dequantize()
+    return weight.astype(np.float32, copy=False)

@@ -1,0 +1,210 @@
+"""Which standard lengths to build graphs of: for the prompts that come, within the time for building."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from heterollm.base import PlanError
+from heterollm.kernels.ops import OpSpec, feed_forward_blocks
+from heterollm.profiler.predict import nonnegative_fit
+from heterollm.profiler.records import GraphKey, Profile
+from heterollm.solver import RememberedCosts, choose_lengths, pass_weights
+
+if TYPE_CHECKING:
+    from heterollm.solver import Choice, Plan, Slices, Solver
+
+__all__ = ["BuildCosts", "LengthChoice", "LengthUse", "choose"]
+
+LEAST_RECORDS: Final = 4
+"""Measured builds from which on length and size are told apart; of fewer the mean counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildCosts:
+    """What building NPU graphs costs, by the profile.
+
+    Args:
+        terms_us: Microseconds of a graph, for each token of it, and for each million weights.
+        free: Whether one graph serves every length, so that another length costs nothing.
+    """
+
+    terms_us: tuple[float, float, float]
+    free: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile, *, free: bool) -> BuildCosts:
+        """Fit the builds that a profile has; one that took no time was there already.
+
+        Raises:
+            PlanError: The profile has none.
+        """
+        found = [
+            (key.point, record.values["build_us"])
+            for key, record in profile.of_kind(GraphKey)
+            if record.values.get("build_us", 0.0) > 0.0
+        ]
+        if not found:
+            raise PlanError(
+                f"The profile of {profile.device} has no build of an NPU graph, so that a budget for them "
+                "says nothing.",
+                fix="Run `heterollm profile --update`, or leave the budget out.",
+            )
+        times = np.array([build_us for _, build_us in found])
+        if len(found) < LEAST_RECORDS:
+            return cls((float(times.mean()), 0.0, 0.0), free)
+        terms = np.array([[1.0, point.tokens, point.flops / point.tokens / 2e6] for point, _ in found])
+        once, token, weights = (float(term) for term in nonnegative_fit(terms, times))
+        return cls((once, token, weights), free)
+
+    def graph_us(self, spec: OpSpec, rows: Sequence[int], length: int) -> float:
+        """Return the time to build one graph of some rows of each member."""
+        once, token, weights = self.terms_us
+        millions = sum(rows) * spec.columns / 1e6
+        if spec.then is not None:
+            millions += rows[0] * spec.then.rows / 1e6
+        return once + token * length + weights * millions
+
+
+@dataclass(frozen=True, slots=True)
+class LengthUse:
+    """What a set of standard lengths means for the prompts that come.
+
+    Args:
+        lengths: The set, ascending.
+        graphs: Graphs to build for the plan, of all layers.
+        build_us: How long building them takes.
+        pass_us: Mean time of the layers in a pass, by the histogram.
+        padding_fraction: Part of what the NPU computes that is padding.
+    """
+
+    lengths: tuple[int, ...]
+    graphs: int
+    build_us: float
+    pass_us: float
+    padding_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class LengthChoice:
+    """The set that was chosen, beside others.
+
+    Args:
+        chosen: The set and what it means.
+        every: The same of all lengths.
+        single: The same of one token and the one length that every prompt can be padded to.
+        budget_us: What building may take.
+    """
+
+    chosen: LengthUse
+    every: LengthUse
+    single: LengthUse
+    budget_us: float
+
+
+def choose(
+    solver: Solver,
+    histogram: Mapping[int, float],
+    builds: BuildCosts,
+    budget_us: float,
+    *,
+    device: str,
+    precision: str,
+) -> LengthChoice:
+    """Return the standard lengths that are worth building for some prompts, and what they mean.
+
+    Every set is tried with the slices that the NPU would hold if all lengths were built, of which each length
+    needs those that it runs then. If the plan of the chosen set has more graphs than that, a smaller one is
+    looked for.
+
+    Args:
+        solver: Knows all lengths.
+        histogram: How often prompts of each length come, and decode under length 1.
+        builds: What building costs.
+        budget_us: What it may take altogether.
+        device: Name of the device.
+        precision: Precision of the linears.
+
+    Raises:
+        OptionError: A number is out of range.
+        PlanError: With no set that can be built in time every pass can be run.
+    """
+    assert solver.limits is not None
+    limits, passes = solver.limits, pass_weights(histogram, solver.chunk_length)
+    labels = {"device": device, "precision": precision}
+
+    def of(lengths: Sequence[int]) -> LengthUse:
+        own = replace(solver, limits=replace(limits, standard_lengths=tuple(lengths)))
+        return _use(*own.solve(**labels, weights=histogram), own, passes, builds)
+
+    offered = limits.standard_lengths
+    plan, slices = solver.solve(**labels, weights=histogram)
+    every = _use(plan, slices, solver, passes, builds)
+    widest = next((length for length in offered if length >= max(passes, default=1)), max(offered))
+    single = of(sorted({1, widest} & set(offered)))
+    remembered = replace(solver, costs=RememberedCosts(solver.costs))
+    by_length = {length: _built_us(plan, solver, builds, (length,))[1] for length in offered}
+
+    def time_us(tokens: int, lengths: tuple[int, ...]) -> float:
+        own = replace(remembered, limits=replace(limits, standard_lengths=lengths))
+        try:
+            return own.length(tokens, slices).time_us
+        except PlanError:
+            return math.inf
+
+    def build_us(length: int) -> float:
+        return 0.0 if builds.free else by_length[length]
+
+    left_us = budget_us
+    while True:
+        lengths = choose_lengths(passes, offered, build_us, time_us, left_us)
+        chosen = of(lengths)
+        if chosen.build_us <= budget_us or builds.free or not lengths:
+            return LengthChoice(chosen, every, single, budget_us)
+        # One length less at least.
+        left_us = 0.999 * min(left_us, sum(map(build_us, lengths)))
+
+
+def _use(
+    plan: Plan, slices: Slices, solver: Solver, passes: Mapping[int, float], builds: BuildCosts
+) -> LengthUse:
+    """Return what the lengths of a solver mean for some passes, and its plan's graphs."""
+    assert solver.limits is not None
+    graphs, build_us = _built_us(plan, solver, builds, solver.limits.standard_lengths)
+    total_us = computed = padded = 0.0
+    for tokens, weight in passes.items():
+        chain = solver.length(tokens, slices)
+        total_us += weight * chain.time_us
+        for choice in chain.choices:
+            own, wasted = _work(choice, tokens)
+            computed, padded = computed + weight * own, padded + weight * wasted
+    mean_us = total_us / (sum(passes.values()) or 1.0)
+    return LengthUse(
+        solver.limits.standard_lengths, graphs, build_us, mean_us, padded / computed if computed else 0.0
+    )
+
+
+def _built_us(plan: Plan, solver: Solver, builds: BuildCosts, lengths: Collection[int]) -> tuple[int, float]:
+    """Return how many graphs of some lengths a plan needs, and how long building them takes."""
+    specs = {spec.group: spec for spec in (*solver.layer, solver.head, *feed_forward_blocks(solver.layer))}
+    slices = {
+        (entry.group, entry.placement.npu_rows, 1 if builds.free else length, entry.layers)
+        for entry in plan.entries
+        for length in entry.placement.npu_lengths
+        if length in lengths
+    }
+    layers = [high - low + 1 for *_, (low, high) in slices]
+    times_us = (builds.graph_us(specs[group], rows, length) for group, rows, length, _ in slices)
+    return sum(layers), sum(count * time_us for count, time_us in zip(layers, times_us, strict=True))
+
+
+def _work(choice: Choice, tokens: int) -> tuple[float, float]:
+    """Return the weights times tokens that the NPU computes of a group, and those that are padding."""
+    placement = choice.chosen.placement
+    run = sum(placement.npu_lengths)
+    weights = float(sum(placement.npu_rows) * choice.spec.columns)
+    return weights * run, weights * max(0, run - tokens)

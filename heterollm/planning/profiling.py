@@ -1,0 +1,188 @@
+"""What `heterollm profile` does: opens the device, reads the models' shapes, and measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+
+from heterollm.base import OptionError, ProfileError
+from heterollm.engine import check_precision
+from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.ops import Precision
+from heterollm.model import find_model, model_shape, read_config
+from heterollm.planning.load_options import check_options
+from heterollm.profiler import Progress, RunSummary, SessionOptions, profile_device
+from heterollm.profiler.records import Profile, profile_path
+from heterollm.profiler.work import ModelShape, default_shapes
+
+__all__ = ["Kept", "Profiled", "Profiling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A run that came to its end.
+
+    Args:
+        profile: Everything that is known of the device now.
+        summary: What the run did.
+        path: Where it is kept.
+        models: Whose shapes were measured.
+    """
+
+    profile: Profile
+    summary: RunSummary
+    path: Path
+    models: tuple[str, ...]
+
+    @property
+    def useless(self) -> bool:
+        """Whether everything that was tried failed."""
+        return 0 < self.summary.measured == self.summary.failed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return {
+            "device": self.profile.device,
+            "time": self.profile.time_kind,
+            "fingerprint": self.profile.fingerprint,
+            "path": str(self.path),
+            "records": len(self.profile.records),
+            "models": list(self.models),
+            "run": asdict(self.summary),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is left of a run that was stopped.
+
+    Args:
+        path: The file.
+        measured: Records of the run that are in it.
+        records: Records in all.
+    """
+
+    path: Path
+    measured: int
+    records: int
+
+
+class Profiling:
+    """A device that is about to be profiled.
+
+    Args:
+        device: Name of the device.
+        models: Folders of checkpoints, of which only ``config.json`` is read, or names of known models; by
+            default a documented set.
+        precisions: Of weights and activations.
+        group_size: Weights that share a scale.
+        gpu_threads: Threads of the GPU part on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
+
+    Raises:
+        OptionError: An option is not legal.
+        CheckpointError: A folder is no checkpoint.
+        UnsupportedModelError: A model is of no supported kind.
+        DeviceError: The device is missing, fails, or cannot compute at a precision.
+    """
+
+    def __init__(
+        self,
+        device: str = "auto",
+        *,
+        models: Sequence[str | Path] = (),
+        precisions: Sequence[Precision] = ("w4a16",),
+        group_size: int = 32,
+        gpu_threads: int | None = None,
+        npu_threads: int | None = None,
+    ) -> None:
+        if not precisions:
+            raise OptionError("No precision is named.", fix=f"Choose {' or '.join(get_args(Precision))}.")
+        for precision in precisions:
+            check_options("default", "auto", precision, group_size, True)
+        found_models = [find_model(model, closest=False) for model in models]
+        configs = [(model.config, model.name) for model in found_models]
+        self.device: Device = open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads)
+        self.named = bool(configs)
+        float_bits: Literal[16, 32] = 32 if self.device.activation_dtype == np.float32 else 16
+        try:
+            if not configs and self.device.time_kind == "emulated":
+                # The default set would keep an emulator busy for hours.
+                from heterollm.benchmarks import (
+                    bundled_model,  # loads much that a device with real time needs not
+                )
+
+                configs = [(read_config(bundled_model()), "the bundled model")]
+            shapes: list[ModelShape] = []
+            for precision in dict.fromkeys(precisions):
+                found = default_shapes(precision, block=group_size, float_bits=float_bits)
+                if configs:
+                    found = tuple(
+                        model_shape(
+                            config, name, precision=precision, group_size=group_size, float_bits=float_bits
+                        )
+                        for config, name in configs
+                    )
+                for shape in found:
+                    check_precision(self.device, precision, shape.specs)
+                    shapes.append(dataclasses.replace(shape, name=f"{shape.name} {precision}"))
+        except BaseException:
+            self.device.close()
+            raise
+        self.shapes = tuple(shapes)
+        self.path = profile_path(self.device.name, self.device.fingerprint())
+        self._begun_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.device.close()
+
+    def run(self, options: SessionOptions, progress: Progress | None = None) -> Profiled:
+        """Measure, and keep what was found.
+
+        Args:
+            options: Budget and extent; a quick run measures one model of the default set.
+            progress: Called with a stage, milliseconds done and milliseconds in all, both estimated.
+
+        Raises:
+            CacheError: The profile cannot be written.
+        """
+        shapes = self._shapes(options)
+        self._begun_s = time.time()
+        profile, summary = profile_device(self.device, shapes, options, path=self.path, progress=progress)
+        return Profiled(profile, summary, self.path, tuple(shape.name for shape in shapes))
+
+    def notes(self, options: SessionOptions) -> tuple[str, ...]:
+        """Return what should be known before a run: the device and why, and whose shapes are measured."""
+        names = ", ".join(shape.name for shape in self._shapes(options))
+        chosen = f": {self.device.reason}" if self.device.reason else ""
+        notes = [f"Device {self.device.name}{chosen}", f"Shapes of {names}"]
+        return tuple(notes)
+
+    def _shapes(self, options: SessionOptions) -> tuple[ModelShape, ...]:
+        return self.shapes if self.named or not options.quick else self.shapes[:1]
+
+    def kept(self) -> Kept:
+        """Return what is in the file after a run that was stopped."""
+        try:
+            profile = Profile.load(self.path)
+        except ProfileError:
+            return Kept(self.path, 0, 0)
+        # Rounded to milliseconds in the file.
+        own = [run for run in profile.runs.values() if run["started_s"] >= self._begun_s - 0.001]
+        measured = sum(run.get("measured", 0) for run in own)
+        return Kept(self.path, measured, len(profile.records))

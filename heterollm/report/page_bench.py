@@ -1,0 +1,215 @@
+"""One page about a bench: who is fastest, on what, by how much, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from heterollm.base import Section, format_bytes
+from heterollm.benchmarks import COMPARED, best_of, groups_of, verdicts
+from heterollm.report.page_parts import (
+    Bar,
+    bars_html,
+    kind_word,
+    list_html,
+    page_html,
+    section_html,
+    sentence_html,
+    text_html,
+)
+from heterollm.report.tables_bench import (
+    LEGEND,
+    bounds,
+    energy_words,
+    lacking_words,
+    most_telling,
+    operators_section,
+    rates_section,
+    short_label,
+    telling_row,
+    traces_section,
+)
+
+if TYPE_CHECKING:
+    from heterollm.benchmarks import BenchRow
+
+__all__ = ["bench_page"]
+
+LEVELS: Final = {"gpu": "gpu", "npu": "npu", "layer": "npu", "tensor": "both", "block": "both"}
+"""Which colour a level's bar has: of the part that computes its linear layers."""
+
+LEVEL_KEYS: Final = (
+    ("gpu", "on the GPU"),
+    ("npu", "npu and layer: on the NPU"),
+    ("both", "tensor and block: cut between both"),
+    ("other", "others"),
+)
+TRACE_KEYS: Final = (
+    ("gpu", "only the GPU works"),
+    ("both", "both work"),
+    ("npu", "only the NPU works"),
+    ("other", "neither"),
+)
+PART_KEYS: Final = (("gpu", "GPU"), ("npu", "NPU"), ("other", "engine thread"))
+
+
+def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) -> str:
+    """Return benches as one HTML page. Times of different kinds never share a chart or a table.
+
+    Args:
+        runs: The rows of each run.
+        notes: What to know about all of them.
+    """
+    rows = [row for run in runs for row in run]
+    kinds = dict.fromkeys(kind_word(row.time_kind) for row in rows if row.time_kind)
+    names = dict.fromkeys(_name(run) for run in runs)
+    body: list[str] = []
+    for place, run in enumerate(runs):
+        if len(runs) > 1:
+            body.append(f"<h2>Run {place + 1} of {len(runs)}: {text_html(_name(run))}</h2>")
+        body += _run(run, level=3 if len(runs) > 1 else 2)
+    body += [f"<p>{sentence_html(text)}</p>" for text in notes]
+    return page_html(f"Bench of {', '.join(names)}: {' and '.join(kinds) or 'nothing ran'}", body)
+
+
+def _name(run: Sequence[BenchRow]) -> str:
+    path = run[0].model_filename.replace("\\", "/").rstrip("/")
+    return path.rpartition("/")[2] or path or "a model"
+
+
+def _run(rows: Sequence[BenchRow], level: int) -> Iterator[str]:
+    yield _title("Verdict", level)
+    yield from list_html(verdicts(rows))
+    for (test, precision), group in groups_of(rows).items():
+        by_kind = _by_kind(group)
+        for kind, own in by_kind.items():
+            if kind == kind_word(None) and len(by_kind) > 1:
+                continue  # they are listed as failed
+            yield _title(f"{test}, {precision}: {kind}", level)
+            usable = [row for row in own if row.usable]
+            if usable:
+                yield from _rates_chart(usable, kind)
+            yield from section_html(rates_section(own), kind)
+    yield f"<p>{text_html(LEGEND)}</p>"
+    for kind, traced in _by_kind([row for row in rows if row.traced_ms is not None]).items():
+        section = traces_section(traced)
+        yield _title(f"{section.title}: {kind}", level)
+        yield from _traces_chart(traced, kind)
+        yield from section_html(Section("", section.columns, section.rows), kind)
+        for row in most_telling(traced):
+            yield from _operators(row, kind, level)
+    found = list(bounds(rows))
+    if found:
+        yield _title("What bounds each phase", level)
+        yield from list_html(found)
+    failed = list(dict.fromkeys(f"{row.label}, {row.test}: {row.error}" for row in rows if row.error))
+    if failed:
+        yield _title("Failed", level)
+        yield from list_html(failed)
+    kinds = dict.fromkeys(kind_word(row.time_kind) for row in rows if row.time_kind)
+    yield from section_html(_conditions(rows), ", ".join(kinds) or "nothing ran", level=level)
+
+
+def _title(words: str, level: int) -> str:
+    return f"<h{level}>{text_html(words)}</h{level}>"
+
+
+def _by_kind(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
+    found: dict[str, list[BenchRow]] = {}
+    for row in rows:
+        found.setdefault(kind_word(row.time_kind), []).append(row)
+    return found
+
+
+def _rates_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
+    best = best_of(rows)
+    drawn = [
+        Bar(
+            short_label(row),
+            ((row.median_ts or 0.0, _colour(row)),),
+            f"{row.median_ts or 0.0:.1f}",
+            (min(row.samples_ts), max(row.samples_ts)) if len(row.samples_ts) > 1 else None,
+            best=row is best and len(rows) > 1 and row.time_kind in COMPARED,
+        )
+        for row in rows
+    ]
+    used = {_colour(row) for row in rows}
+    keys = [(style, words) for style, words in LEVEL_KEYS if style in used]
+    caption = f"Tokens a second, {kind}: medians; the thin line goes from the slowest to the fastest sample."
+    yield from bars_html(drawn, caption, keys)
+
+
+def _colour(row: BenchRow) -> str:
+    return LEVELS.get(row.plan_level, "other") if row.engine == "self" else "other"
+
+
+def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
+    """Yield for each test how long one part worked, or both, or neither."""
+    for test in dict.fromkeys(row.test for row in rows):
+        drawn = []
+        for row in rows:
+            if row.test == test:
+                wall, both = row.traced_ms or 0.0, row.overlap_ms or 0.0
+                gpu, npu = (row.gpu_busy_ms or 0.0) - both, (row.npu_busy_ms or 0.0) - both
+                pieces = ((gpu, "gpu"), (both, "both"), (npu, "npu"), (wall - gpu - both - npu, "other"))
+                drawn.append(Bar(row.label, pieces, f"{wall:.1f} ms"))
+        yield from bars_html(drawn, f"Milliseconds of one traced run of {test}, {kind}", TRACE_KEYS)
+
+
+def _operators(row: BenchRow, kind: str, level: int) -> Iterator[str]:
+    section = operators_section(row)
+    if not section.rows:
+        return
+    yield _title(f"{section.title}: {kind}", level)
+    styles = {style: style for style, _ in PART_KEYS}
+    drawn = []
+    for item in row.operators or ():
+        time = item["time_ms"] if isinstance(item["time_ms"], int | float) else 0.0
+        pieces = ((time, styles.get(str(item["part"]), "other")),)
+        drawn.append(Bar(f"{item['operator']}", pieces, f"{time:.2f} ms"))
+    used = {style for bar in drawn for _, style in bar.pieces}
+    keys = [(style, words) for style, words in PART_KEYS if style in used]
+    yield from bars_html(drawn, f"Milliseconds of one traced run, {kind}", keys)
+    yield from section_html(Section("", section.columns, section.rows), kind)
+
+
+def _conditions(rows: Sequence[BenchRow]) -> Section:
+    """Return where and with what the rows came about; what differs between them stands side by side."""
+    first = telling_row(rows)
+    own = [row for row in rows if row.engine == "self"] or rows
+    description = first.description
+    size = None if first.model_size is None else format_bytes(first.model_size)
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    others = dict.fromkeys(f"{row.engine} {row.engine_version or ''}" for row in rows if row.engine != "self")
+    disturbed = [own for row in rows for own in row.samples_disturbed if own is not None]
+    times = sorted(row.test_time for row in rows if row.test_time)
+    facts: tuple[tuple[str, object], ...] = (
+        ("model", first.model_filename),
+        ("weights", ", ".join(word for word in (first.model_type, size) if word)),
+        ("device", _several(f"{row.device}, {kind_word(row.time_kind)}" for row in own if row.device)),
+        ("GPU part", description.get("gpu")),
+        ("GPU driver", description.get("gpu_driver")),
+        ("NPU part", description.get("npu")),
+        ("fingerprint", _several(row.fingerprint for row in own)),
+        ("threads, GPU + NPU", _several(_threads(row) for row in own)),
+        ("machine", first.cpu_info),
+        ("load before", None if first.load_average is None else f"{first.load_average:.1f}"),
+        ("disturbed", f"{sum(disturbed)} of {len(disturbed)} samples" if disturbed else "not known"),
+        ("samples of each", _several(str(len(row.samples_ns)) for row in rows if row.samples_ns)),
+        ("seed", _several(str(row.seed) for row in rows)),
+        ("begun", " to ".join(dict.fromkeys((times[0], times[-1]))) if times else None),
+        ("heterollm", f"{first.heterollm_version}, commit {first.build_commit or 'unknown'}"),
+        ("other engines", ", ".join(others)),
+        ("libraries", versions),
+    )
+    cells = tuple((name, str(value)) for name, value in facts if value not in (None, ""))
+    notes = (energy_words(rows), *dict.fromkeys(lacking_words(rows)))
+    return Section("Conditions", rows=cells, notes=notes)
+
+
+def _several(words: Iterator[str | None]) -> str:
+    return ", ".join(dict.fromkeys(word for word in words if word))
+
+
+def _threads(row: BenchRow) -> str | None:
+    return None if row.gpu_threads is None else f"{row.gpu_threads}+{row.npu_threads}"

@@ -1,0 +1,33 @@
+"""One page about a profile: tables and pictures in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from heterollm.report.page_parts import kind_word, page_html, picture_html, section_html
+from heterollm.report.tables_profile import sections
+
+if TYPE_CHECKING:
+    from heterollm.profiler import ProfileSummary
+
+__all__ = ["profile_page"]
+
+
+def profile_page(summary: ProfileSummary, pictures: Sequence[tuple[str, bytes]] = ()) -> str:
+    """Return a profile as one HTML page.
+
+    Args:
+        summary: The profile.
+        pictures: What each shows, and its PNG.
+    """
+    kind = kind_word(summary.time_kind)
+    first, *rest = sections(summary)
+    body = [*section_html(first, kind)]
+    if pictures:
+        body.append('<h2>Pictures</h2>\n<div class="pictures">')
+        body += [picture_html(caption, png) for caption, png in pictures]
+        body.append("</div>")
+    for section in rest:
+        body += section_html(section, kind)
+    return page_html(f"Profile of {summary.device}, {kind}", body)

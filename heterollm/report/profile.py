@@ -1,0 +1,238 @@
+"""What a profile says, for a person to read on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from heterollm.base import Progress, Section, format_bytes, format_duration, format_moment
+from heterollm.report.console import note, section_table, stderr_console, table
+from heterollm.report.tables_profile import sections
+
+if TYPE_CHECKING:
+    from heterollm.planning import Kept, Profiled
+    from heterollm.profiler import Comparison, ProfileSummary
+    from heterollm.profiler.records import StoredProfile
+
+__all__ = [
+    "comparison_report",
+    "interrupted_note",
+    "profile_report",
+    "profiles_table",
+    "run_report",
+    "time_bar",
+]
+
+LISTED_CHANGES: Final = 40
+TRUSTED_FRACTION: Final = 0.02
+"""Of the work, before the time left is judged by how fast it went."""
+
+SKIPPED_FRACTION: Final = 0.1
+"""Work that took less than this share of its estimate was not done but skipped."""
+
+
+@contextlib.contextmanager
+def time_bar() -> Iterator[Progress]:
+    """Show one bar with the time left, on a terminal only.
+
+    Steps are milliseconds of estimated work, so that what is left can be said from the start.
+    """
+    console = stderr_console()
+    bars = RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[left]}", markup=False),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    )
+    task = bars.add_task("Profiling", total=None, left="")
+    pace = Pace()
+
+    def report(stage: str, done: int, total: int) -> None:
+        left = f"{format_duration(pace.left_s(done, total, time.monotonic()))} left"
+        bars.update(task, description=stage, completed=done, total=max(total, 1), left=left)
+        bars.start()
+
+    try:
+        yield report
+    finally:
+        bars.stop()
+
+
+class Pace:
+    """Tells how long the rest of some work will take, from estimates and from how they held so far."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._estimated_s = self._taken_s = 0.0
+
+    def left_s(self, done_ms: int, total_ms: int, now_s: float) -> float:
+        """Return the seconds that are left.
+
+        Args:
+            done_ms: Estimated milliseconds of the work that is done.
+            total_ms: Of all work.
+            now_s: Any clock.
+        """
+        if self._last is not None:
+            estimated_s, taken_s = (done_ms - self._last[0]) / 1e3, now_s - self._last[1]
+            # What was known already is done in no time, and other work starts anew: neither says anything.
+            if 0 < estimated_s * SKIPPED_FRACTION <= taken_s:
+                self._estimated_s += estimated_s
+                self._taken_s += taken_s
+        self._last = done_ms, now_s
+        rest_s = max(0, total_ms - done_ms) / 1e3
+        trusted = self._estimated_s >= TRUSTED_FRACTION * total_ms / 1e3 and self._estimated_s > 0
+        return rest_s * self._taken_s / self._estimated_s if trusted else rest_s
+
+
+# -- runs --------------------------------------------------------------------------------------------
+
+
+def run_report(result: Profiled) -> Group:
+    """Return what a run did, where it is kept and what comes next."""
+    summary, profile = result.summary, result.profile
+    rows = {
+        "device": f"{profile.device}, {profile.time_kind} time, fingerprint {profile.fingerprint}",
+        "models": ", ".join(result.models),
+        "measured": f"{summary.measured} in {format_duration(summary.seconds)}",
+        "failed": f"{summary.failed}" + (", kept with their errors" if summary.failed else ""),
+        "known before": str(summary.known),
+        "left out by budget": f"{summary.left} pieces of work",
+        "skipped by rule": skipped_words(summary.skipped),
+        "drift": drift_words(summary.drift_fraction),
+        "file": str(result.path),
+    }
+    parts: list[RenderableType] = [
+        _pairs(rows),
+        Text("`heterollm profile show` prints what was found; `heterollm plan MODEL` plans with it."),
+    ]
+    if summary.left:
+        parts.append(note("`heterollm profile --update` with a longer --budget measures what was left out."))
+    return Group(*parts)
+
+
+def skipped_words(skipped: object) -> str:
+    """Return how many points were left out by which rule."""
+    counts = dict(skipped) if isinstance(skipped, dict) else {}
+    if not counts:
+        return "nothing"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+    return f"{sum(counts.values())} points ({reasons})"
+
+
+def drift_words(drift: object) -> str:
+    """Return how far the machine moved during a run."""
+    fractions = dict(drift) if isinstance(drift, dict) else {}
+    if not fractions:
+        return "not measured"
+    parts = ", ".join(f"{part} {fraction:.0%}" for part, fraction in fractions.items())
+    return f"{parts}: the slowest run of the reference operator above the fastest"
+
+
+def interrupted_note(kept: Kept) -> Text:
+    """Return what is kept of a run that was stopped, and how to go on."""
+    if not kept.measured:
+        return note("Stopped before anything was measured.")
+    return note(
+        f"Stopped. {kept.measured} measurements of this run are kept in {kept.path}.\n"
+        "The same command goes on where this one stopped."
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def profiles_table(stored: Sequence[StoredProfile]) -> RenderableType:
+    """Return the profiles of the cache, and what is wrong with damaged ones."""
+    if not stored:
+        return Text("There is no profile yet. Run `heterollm profile`.")
+    made = table("device", "time", "fingerprint", ">records", ">failed", ">runs", "newest", ">size")
+    for entry in stored:
+        size = format_bytes(entry.size_bytes)
+        if entry.problem:
+            made.add_row(Text("damaged", "red"), "", Text(entry.path.name), "", "", "", "", size)
+            continue
+        counts = [str(count) for count in (entry.records, entry.failed, entry.runs)]
+        newest = format_moment(entry.newest_s) if entry.newest_s else "never"
+        made.add_row(Text(entry.device), Text(entry.time_kind), entry.fingerprint, *counts, newest, size)
+    problems = [Text(entry.problem, "red") for entry in stored if entry.problem]
+    return Group(made, *problems)
+
+
+# -- one profile -------------------------------------------------------------------------------------
+
+
+def profile_report(summary: ProfileSummary, *, everything: bool = False) -> Group:
+    """Return a profile as tables.
+
+    Args:
+        summary: The profile.
+        everything: Whether cuts of groups and single graphs of them are listed too.
+    """
+    parts: list[RenderableType] = []
+    for section in sections(summary, everything=everything):
+        parts += _section(section)
+    return Group(*parts)
+
+
+def _section(section: Section) -> Iterator[RenderableType]:
+    yield Text(f"\n{section.title}", "bold")
+    if section.rows and section.columns:
+        yield section_table(replace(section, title=""))
+    elif section.rows:
+        yield _pairs({row[0]: row[1] for row in section.rows})
+    for line in section.notes:
+        yield note(line)
+
+
+def _pairs(rows: dict[str, str]) -> Table:
+    made = Table(box=box.SIMPLE, show_header=False)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows.items():
+        made.add_row(Text(name), Text(value))
+    return made
+
+
+# -- two profiles ------------------------------------------------------------------------------------
+
+
+def comparison_report(comparison: Comparison) -> Group:
+    """Return two profiles side by side: summaries, then what changed most."""
+    parts: list[RenderableType] = [Text(f"A  {comparison.first}"), Text(f"B  {comparison.second}")]
+    for name, (ours, theirs) in comparison.differences.items():
+        parts.append(note(f"{name}: A {ours!s:.80}, B {theirs!s:.80}"))
+    made = table("kind", ">in both", ">B / A", ">faster", ">slower", ">only A", ">only B", ">failed")
+    for kind in comparison.kinds:
+        ratio = "" if kind.ratio is None else f"{kind.ratio:.2f}"
+        counts = (kind.faster, kind.slower, kind.only_first, kind.only_second, kind.failed)
+        made.add_row(kind.kind, str(kind.both), ratio, *map(str, counts))
+    parts.append(made)
+    changed = [pair for pair in comparison.pairs if pair.verdict in ("faster", "slower") and pair.ratio]
+    changed.sort(key=lambda pair: -max(pair.ratio or 1.0, 1 / (pair.ratio or 1.0)))
+    if changed:
+        details = table("what", ">A us", ">B us", ">B / A", "B is")
+        for pair in changed[:LISTED_CHANGES]:
+            times = [f"{pair.first_us:.1f}", f"{pair.second_us:.1f}", f"{pair.ratio:.2f}"]
+            details.add_row(Text(f"{pair.kind}: {pair.label}"), *times, pair.verdict)
+        parts.append(details)
+    if len(changed) > LISTED_CHANGES:
+        parts.append(note(f"{len(changed) - LISTED_CHANGES} more changed less; --json lists all."))
+    same = sum(pair.verdict == "no change" for pair in comparison.pairs)
+    parts.append(note(f"{same} did not change: their quartiles overlap. B / A is the geometric mean."))
+    return Group(*parts)

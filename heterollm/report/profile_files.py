@@ -1,0 +1,53 @@
+"""Writes a profile as pictures and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heterollm.base import OptionError, labelled, save_file
+from heterollm.report.page_profile import profile_page
+from heterollm.report.plots import draw
+
+if TYPE_CHECKING:
+    from heterollm.profiler import ProfileSummary
+
+__all__ = ["write_outputs"]
+
+
+def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
+    """Write plots and page, and say what was written and what there is nothing to draw for.
+
+    Without matplotlib a page has its tables, and what is missing is said. Names of files say where times are
+    simulated.
+
+    Args:
+        summary: The profile.
+        folder: Where PNG files go; None for nowhere.
+        page: The file of the page; None for none.
+
+    Raises:
+        OptionError: Plots are asked for and matplotlib is not installed, or a file cannot be written.
+    """
+    try:
+        drawn = list(draw(summary))
+    except OptionError as error:
+        if folder is not None:
+            raise
+        drawn, said = [], [f"The page has no pictures. {error}"]
+    else:
+        said = [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
+    simulated = summary.time_kind == "simulated"
+    if folder is not None:
+        count = 0
+        for name, _, png in drawn:
+            if png is not None:
+                save_file(labelled(folder / f"{name}.png", simulated=simulated), png)
+                count += 1
+        said.append(f"Wrote {count} plots into {folder}.")
+    if page is not None:
+        page = labelled(page, simulated=simulated)
+        pictures = [(title, png) for _, title, png in drawn if png is not None]
+        save_file(page, profile_page(summary, pictures).encode())
+        said.append(f"Wrote {page}.")
+    return said

@@ -1,0 +1,94 @@
+"""Simulations on the terminal; every number is labelled as simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from heterollm.report.console import section_table, table
+from heterollm.report.tables_sweep import sweep_table
+
+if TYPE_CHECKING:
+    from heterollm.base import Section
+    from heterollm.simulate import PhaseUse, SimulatedRow, SimulationResult
+
+__all__ = ["sections_report", "simulation_report", "sweep_report"]
+
+
+def sweep_report(rows: Sequence[SimulatedRow]) -> RenderableType:
+    """Return the rows of a sweep, and what failed in it."""
+    return sections_report([sweep_table(rows)])
+
+
+def sections_report(sections: Sequence[Section]) -> RenderableType:
+    """Return tables with their notes, one after the other."""
+    parts: list[RenderableType] = []
+    for section in sections:
+        parts += [section_table(section), *(Text(note) for note in section.notes), Text()]
+    return Group(*parts)
+
+
+def simulation_report(result: SimulationResult) -> RenderableType:
+    """Return what a simulation found, as tables."""
+    data = result.to_dict()
+    head = (
+        f"{result.model} on {result.device}, plan level {result.plan.level}, sync {result.sync}: "
+        "simulated time, nothing here was measured"
+    )
+    parts: list[RenderableType] = [Text(head)]
+    if result.note:
+        parts.append(Text(result.note))
+    rates = table("simulated", "prefill", "decode")
+    phases = [result.prefill, result.decode]
+    rates.add_row("tokens", *_cells(phases, lambda use: f"{use.tokens}"))
+    rates.add_row("time", *_cells(phases, lambda use: f"{use.elapsed_us / 1e3:.1f} ms"))
+    rates.add_row("tokens a second", *_cells(phases, lambda use: f"{use.tokens_per_second:.2f}"))
+    rates.add_row("energy, J", *_cells(phases, _energy))
+    rates.add_row("power, W", *_cells(phases, _power))
+    rates.add_row("GPU, NPU, control thread busy", *_cells(phases, _busy))
+    rates.add_row(
+        "bandwidth, GB/s (peak)",
+        *_cells(phases, lambda use: f"{use.dram_gbps:.1f} ({use.peak_gbps:.1f})"),
+    )
+    rates.add_row(
+        "lost to hand-overs",
+        *_cells(phases, lambda use: f"{sum(use.lost_us.values()) / 1e3:.1f} ms"),
+    )
+    rates.add_row("NPU time on padding", *_cells(phases, lambda use: f"{use.padding_us / 1e3:.1f} ms"))
+    if result.prefill.frames is not None:
+        rates.add_row("frames in time", *_cells(phases, _frames))
+    parts += [Text(), rates, Text(f"Time to the first token: {data['ttft_ms']:.1f} ms (simulated).")]
+    slower = result.slowdown()
+    if slower is not None:
+        words = ", ".join(f"{phase} {factor:.2f} times" for phase, factor in slower.items())
+        parts.append(Text(f"Beside the game it takes longer: {words}."))
+    parts.append(Text("Energy is a range between assumptions: two numbers about power were published."))
+    return Group(*parts)
+
+
+def _cells(phases: Sequence[PhaseUse | None], text: Callable[[PhaseUse], str]) -> list[str]:
+    return ["" if use is None else text(use) for use in phases]
+
+
+def _busy(use: PhaseUse) -> str:
+    return ", ".join(f"{use.busy_fraction[part]:.0%}" for part in ("gpu", "npu", "host"))
+
+
+def _energy(use: PhaseUse) -> str:
+    energy = use.energy
+    return f"{energy.middle_joules:.2f} ({energy.low_joules:.2f} to {energy.high_joules:.2f})"
+
+
+def _power(use: PhaseUse) -> str:
+    energy = use.energy
+    return f"{energy.middle_watts:.2f} ({energy.low_watts:.2f} to {energy.high_watts:.2f})"
+
+
+def _frames(use: PhaseUse) -> str:
+    frames = use.frames
+    if frames is None:
+        return ""
+    return f"{frames.in_time} of {frames.due}, slowest {frames.slowest_ms:.1f} ms"

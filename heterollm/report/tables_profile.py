@@ -1,0 +1,312 @@
+"""The tables of a profile as words: the same ones go to the terminal and to the page."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final, get_args
+
+from heterollm.base import Section, format_bytes, format_duration, format_moment
+from heterollm.kernels.ops import Group
+from heterollm.profiler import GraphRow, LinearRow, ProfileSummary, RunRow, Times
+from heterollm.profiler.records import LinearPoint
+
+__all__ = ["format_us", "sections"]
+
+MOST_TOKEN_COLUMNS: Final = 8
+TOKEN_COLUMNS: Final = (1, 8, 32, 64, 128, 256, 512, 1024)
+LISTED_FAILURES: Final = 20
+PARTS: Final = {"gpu": "GPU", "npu": "NPU"}
+ORDER: Final[tuple[Group, ...]] = get_args(Group)
+
+FACTS: Final = {
+    "gpu": "GPU part",
+    "gpu_driver": "GPU driver",
+    "npu": "NPU part",
+    "npu_versions": "NPU versions",
+    "gpu_threads": "GPU threads",
+    "npu_threads": "NPU threads",
+    "activation_dtype": "activations",
+}
+
+
+def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[Section]:
+    """Yield the tables of a profile.
+
+    Args:
+        summary: The profile.
+        everything: Whether cuts of groups are listed too.
+    """
+    yield _device(summary)
+    yield _runs(summary.runs)
+    yield from _linear(summary, everything=everything)
+    yield _layers(summary)
+    yield _bandwidth(summary)
+    yield _contention(summary)
+    yield _launches(summary)
+    yield _hand_overs(summary)
+    yield _copies(summary)
+    yield _graphs(summary, everything=everything)
+    yield _power(summary)
+    yield _accuracy(summary)
+    yield _failures(summary)
+
+
+def format_us(time_us: float | None) -> str:
+    """Return a time with three digits and its unit."""
+    if time_us is None:
+        return ""
+    if time_us < 1e3:
+        return f"{time_us:.3g} us" if time_us < 100 else f"{time_us:.0f} us"
+    if time_us < 1e6:
+        return f"{time_us / 1e3:.1f} ms" if time_us < 1e5 else f"{time_us / 1e3:.0f} ms"
+    return f"{time_us / 1e6:.1f} s"
+
+
+def format_spread(times: Times) -> str:
+    """Return a median with its spread."""
+    return f"{format_us(times.median_us)} ±{times.spread_fraction / 2:.0%}"
+
+
+def _device(summary: ProfileSummary) -> Section:
+    rows = [("device", f"{summary.device}, {summary.time_kind} time"), ("fingerprint", summary.fingerprint)]
+    for name, title in FACTS.items():
+        value = summary.description.get(name)
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {version}" for key, version in value.items())
+        if value not in (None, "", 0):  # a modelled part has no threads
+            rows.append((title, str(value)))
+    notes: tuple[str, ...] = ()
+    if summary.time_kind != "real":
+        how = "they come from a model" if summary.time_kind == "simulated" else "what they cost here"
+        notes = (f"Times are {summary.time_kind}: {how}, and no claim about a real device.",)
+    return Section("Device", rows=tuple(rows), notes=notes)
+
+
+def _runs(runs: Sequence[RunRow]) -> Section:
+    rows = []
+    for run in runs:
+        drift = ", ".join(f"{part} {fraction:.0%}" for part, fraction in run.drift_fraction.items())
+        ended = "" if run.finished else ", stopped"
+        counts = (run.measured, run.failed, run.known, run.left, sum(run.skipped.values()))
+        took = f"{format_duration(run.seconds)}{ended}"
+        rows.append((format_moment(run.started_s), took, *map(str, counts), drift, ", ".join(run.models)))
+    columns = ("begun", ">took", ">measured", ">failed", ">known", ">left", ">skipped", "drift", "models")
+    return Section(
+        "Runs",
+        columns,
+        tuple(rows),
+        ("Drift: the slowest run of a part's reference operator above the fastest.",),
+    )
+
+
+# -- linear layers -----------------------------------------------------------------------------------
+
+
+def _linear(summary: ProfileSummary, *, everything: bool) -> Iterator[Section]:
+    by_table: dict[str, list[LinearRow]] = defaultdict(list)
+    cuts: Counter[str] = Counter()
+    for row in summary.linear:
+        point = row.point
+        inputs = ", int8 inputs" if point.integer_inputs else ""
+        where = "memory" if point.streamed else "a cache"
+        what = "Feed-forward blocks" if point.is_block else "Linear layers"
+        title = f"{what}, {PARTS[row.part]}, {point.weight}{inputs}, weights from {where}"
+        cuts[title] += not row.whole
+        if row.whole or everything:
+            by_table[title].append(row)
+    if not by_table:
+        yield Section("Linear layers", notes=("None was measured.",))
+    for title, rows in by_table.items():
+        yield _matrix(title, rows, 0 if everything else cuts[title])
+
+
+def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
+    """Return shapes by tokens."""
+    measured = sorted({row.point.tokens for row in rows})
+    tokens = measured
+    if len(measured) > MOST_TOKEN_COLUMNS:
+        tokens = [count for count in measured if count in TOKEN_COLUMNS][:MOST_TOKEN_COLUMNS]
+    lines: dict[tuple[int, LinearPoint], dict[int, str]] = defaultdict(dict)
+    for row in rows:
+        point = row.point
+        lines[ORDER.index(point.group), _without_tokens(point)][point.tokens] = format_spread(row.times)
+    forms = any(point.form for _, point in lines)
+    blocks = any(point.is_block for _, point in lines)
+    made = [
+        (
+            point.group,
+            point.shape,
+            *((point.form.replace("_", " "),) if forms else ()),
+            *(cells.get(count, "") for count in tokens),
+        )
+        for (_, point), cells in sorted(lines.items())
+    ]
+    shape = "outputs x width x inputs" if blocks else "rows x inputs"
+    heads = ("group", shape, *(("form",) if forms else ()), *(f">{count}" for count in tokens))
+    notes = ["Columns are tokens; ± is half the distance between the quartiles."]
+    if blocks:
+        notes.append("One graph each: gate, up, the activation, and down from as many of its inputs.")
+    if len(tokens) < len(measured):
+        others = ", ".join(str(count) for count in measured if count not in tokens)
+        notes.append(f"Also measured at {others} tokens; `heterollm profile show --json` has them.")
+    if cuts:
+        notes.append(f"Points of cuts that are left out: {cuts}. `heterollm profile show --all` lists them.")
+    return Section(title, heads, tuple(made), tuple(notes))
+
+
+def _without_tokens(point: LinearPoint) -> LinearPoint:
+    return LinearPoint(
+        point.group,
+        point.member_rows,
+        point.columns,
+        0,
+        point.bits,
+        point.block,
+        point.symmetric,
+        point.integer_inputs,
+        point.form,
+        point.streamed,
+    )
+
+
+def _layers(summary: ProfileSummary) -> Section:
+    tokens = sorted({row.tokens for row in summary.layers})
+    if len(tokens) > MOST_TOKEN_COLUMNS:
+        tokens = [count for count in tokens if count in TOKEN_COLUMNS][:MOST_TOKEN_COLUMNS]
+    lines: dict[tuple[str, str, int], dict[int, str]] = defaultdict(dict)
+    for row in summary.layers:
+        heads = f"{row.heads}/{row.kv_heads} heads of {row.head_dim}" if row.heads else ""
+        size = heads or str(row.hidden or "")
+        lines[row.operator.replace("_", " "), size, row.context][row.tokens] = format_us(row.times.median_us)
+    rows = tuple(
+        (operator, size, str(context or ""), *(cells.get(count, "") for count in tokens))
+        for (operator, size, context), cells in sorted(lines.items())
+    )
+    heads_row = ("operator", "size", ">context", *(f">{count}" for count in tokens))
+    notes = ("Columns are tokens.",) if rows else ("None was measured.",)
+    return Section("Other operators of a layer, GPU", heads_row, rows, notes)
+
+
+# -- memory and links --------------------------------------------------------------------------------
+
+
+def _bandwidth(summary: ProfileSummary) -> Section:
+    rows = tuple(
+        (
+            PARTS[row.part],
+            "beside the other part" if row.together else "alone",
+            format_bytes(row.size_bytes),
+            f"{row.gbps:.3g} GB/s",
+            "" if row.times is None else f"±{row.times.spread_fraction / 2:.0%}",
+        )
+        for row in summary.bandwidth
+    )
+    notes = [] if rows else ["It was not measured."]
+    for together in (False, True):
+        rates = [row.gbps for row in summary.bandwidth if row.together is together]
+        if together and len(rates) > 1:
+            notes.append(f"Both at once read {sum(rates):.3g} GB/s together.")
+    return Section("Memory bandwidth", ("part", "how", ">read", ">rate", ">spread"), rows, tuple(notes))
+
+
+def _contention(summary: ProfileSummary) -> Section:
+    rows = tuple(
+        (PARTS[row.part], f"{row.bound}-bound", f"{row.beside}-bound", f"{row.slowdown:.2f} x")
+        for row in summary.contention
+    )
+    notes = () if rows else ("It was not measured: it takes both parts.",)
+    heads = ("part", "its job", "the other part's job", ">time against alone")
+    return Section("Contention", heads, rows, notes)
+
+
+def _spread_cells(times: Times) -> tuple[str, str, str]:
+    quartiles = f"{format_us(times.low_us)} to {format_us(times.high_us)}"
+    return format_us(times.median_us), quartiles, format_us(times.high_tail_us)
+
+
+def _launches(summary: ProfileSummary) -> Section:
+    rows = tuple((row.measure.replace("_", " "), *_spread_cells(row.times)) for row in summary.launches)
+    notes = () if rows else ("They were not measured.",)
+    return Section("Launches", ("what", ">median", ">quartiles", ">9 in 10 below"), rows, notes)
+
+
+def _hand_overs(summary: ProfileSummary) -> Section:
+    rows = tuple(
+        (
+            row.strategy.replace("_", " "),
+            format_us(row.kernel_us),
+            *_spread_cells(row.times),
+            "" if row.processor_fraction is None else f"{row.processor_fraction:.0%}",
+        )
+        for row in summary.hand_overs
+    )
+    heads = ("strategy", ">kernel", ">latency", ">quartiles", ">9 in 10 below", ">processor")
+    notes = ("Processor: share of the wait that the waiting thread was computing.",)
+    return Section("Hand-overs, GPU to host", heads, rows, notes if rows else ("They were not measured.",))
+
+
+def _copies(summary: ProfileSummary) -> Section:
+    rows = tuple(
+        (row.method, format_bytes(row.size_bytes), *_spread_cells(row.times)) for row in summary.copies
+    )
+    notes = ("write and read copy; acquire and release are the zero-copy way.",)
+    heads = ("method", ">size", ">median", ">quartiles", ">9 in 10 below")
+    return Section("Copies", heads, rows, notes if rows else ("They were not measured.",))
+
+
+def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
+    shown = [row for row in summary.graphs if row.whole or everything]
+    rows = tuple(_graph(row) for row in shown)
+    notes = []
+    if not summary.graphs:
+        notes.append("None was built or loaded.")
+    elif len(shown) < len(summary.graphs):
+        left = len(summary.graphs) - len(shown)
+        notes.append(f"Graphs of cuts that are left out: {left}. `heterollm profile show --all` lists them.")
+    if any(row.point.is_block for row in shown):
+        notes.append("Of a feed-forward block (ffn) the shape is outputs x width x inputs.")
+    heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
+    return Section("NPU graphs", heads, rows, tuple(notes))
+
+
+def _graph(row: GraphRow) -> tuple[str, ...]:
+    point = row.point
+    size = "" if row.size_bytes is None else format_bytes(row.size_bytes)
+    names = (point.group, point.shape, str(point.weight), point.form.replace("_", " "))
+    return (*names, str(point.tokens), format_us(row.build_us), format_us(row.load_us), size)
+
+
+def _power(summary: ProfileSummary) -> Section:
+    rows = tuple((row.source, row.load, f"{row.watts:.2f} W") for row in summary.power)
+    notes = () if rows else ("Not measured: this system shows neither a RAPL counter nor a battery's gauge.",)
+    return Section("Power", ("source", "load", ">average"), rows, notes)
+
+
+# -- how far it can be trusted -----------------------------------------------------------------------
+
+
+def _accuracy(summary: ProfileSummary) -> Section:
+    rows = []
+    for row in summary.accuracy:
+        score = row.score
+        role = "in use" if row.used else "baseline" if row.baseline else ""
+        regret = "" if score.regret is None else f"{score.regret:.1%} of {score.choices}"
+        errors = (f"{score.median_error:.1%}", f"{score.high_error:.1%}")
+        rows.append((PARTS[score.part], score.model, role, *errors, regret, str(score.samples)))
+    heads = ("part", "model", "", ">median error", ">9 in 10 below", ">regret of choices", ">points")
+    notes: tuple[str, ...] = (
+        "On weight shapes kept out of the fit. Regret: time lost by choosing by predictions.",
+    )
+    if summary.accuracy_reason:
+        notes = (f"Not judged: {summary.accuracy_reason}.".replace("..", "."),)
+    return Section("Predicted against measured", heads, tuple(rows), notes)
+
+
+def _failures(summary: ProfileSummary) -> Section:
+    rows = tuple((row.kind, str(row.count), row.error) for row in summary.failures[:LISTED_FAILURES])
+    more = len(summary.failures) - len(rows)
+    notes = [] if rows else ["None."]
+    if more:
+        notes.append(f"{more} more errors; `heterollm profile show --json` lists all.")
+    return Section("Failed measurements", ("kind", ">times", "error"), rows, tuple(notes))

@@ -1,0 +1,155 @@
+"""Rows of a sweep as a table and as text for machines; every one says that it is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from heterollm.base import LABEL, InputError, OptionError, Section, atomic_path, check_target, labelled
+from heterollm.benchmarks import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
+from heterollm.simulate import ROW_FIELDS, SimulatedRow
+
+__all__ = [
+    "SWEEP_FORMATS",
+    "append_simulated",
+    "check_name",
+    "number",
+    "read_simulated",
+    "sweep_table",
+    "write_simulated",
+    "write_text",
+]
+
+CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
+"""Columns that are left out where nothing differs."""
+
+
+def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
+    """Return the rows as one table; columns in which all are alike are named in the title instead."""
+    cells = [_cells(row) for row in rows]
+    names = list(cells[0]) if cells else []
+    alike = [name for name in CHOICES if len({line[name] for line in cells}) == 1]
+    columns = [name for name in names if name not in alike]
+    said = ", ".join(f"{name} {cells[0][name]}" for name in alike if cells[0][name])
+    right = {"prompt", "decode", "ttft ms", "prefill t/s", "decode t/s", "prefill J", "J a token", "W"}
+    return Section(
+        f"Simulated, nothing here was measured{f': {said}' if said else ''}",
+        tuple(f">{name}" if name in right else name for name in columns),
+        tuple(tuple(line[name] for name in columns) for line in cells),
+        (
+            "Times are modelled. Energy is the middle of a range between assumptions; JSON has its ends.",
+            *_failures(rows),
+        ),
+    )
+
+
+def to_markdown(rows: Sequence[SimulatedRow]) -> str:
+    """Return a table under a heading that says what it is."""
+    return sweep_table(rows).to_markdown()
+
+
+def to_named_csv(rows: Sequence[SimulatedRow]) -> str:
+    """Return one header and one line a row."""
+    return to_csv(rows, ROW_FIELDS)
+
+
+SWEEP_FORMATS: Final[dict[str, Callable[[Sequence[SimulatedRow]], str]]] = {
+    "md": to_markdown,
+    "csv": to_named_csv,
+    "json": to_json,
+    "jsonl": to_jsonl,
+}
+"""How rows can be written, by the names of ``-o``."""
+
+
+def check_name(path: Path) -> None:
+    """Check that a file of simulated times says so in its name, and can be written.
+
+    Raises:
+        OptionError: It does not, or cannot.
+    """
+    if LABEL not in path.name.lower():
+        raise OptionError(
+            f"{path.name!r:.200} does not say that its times are simulated.",
+            fix=f"Name it {labelled(path).name}: files of simulated times carry the word in their names.",
+        )
+    check_target(path, "result")
+
+
+def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
+    """Append rows to a file of JSON lines.
+
+    Raises:
+        OptionError: Its name does not say that it is simulated.
+        CacheError: It cannot be written.
+    """
+    check_name(path)
+    append_jsonl(path, rows)
+
+
+def write_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
+    """Write rows to a file of JSON lines, in place of what was there.
+
+    Raises:
+        OptionError: Its name does not say that it is simulated.
+        CacheError: It cannot be written.
+    """
+    write_text(path, to_jsonl(rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of simulated times, in place of what was there.
+
+    Raises:
+        OptionError: Its name does not say that it is simulated.
+        CacheError: It cannot be written.
+    """
+    check_name(path)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, "utf-8", newline="\n")
+
+
+def read_simulated(path: Path) -> list[SimulatedRow]:
+    """Read a file that :func:`append_simulated` wrote.
+
+    Raises:
+        InputError: It cannot be read, or a line is no row of a simulation.
+    """
+    items = read_json_items(path)
+    try:
+        return [SimulatedRow.from_dict(item) for item in items]
+    except InputError as error:
+        raise InputError(f"{path}: {error.message}", fix=error.fix) from error
+
+
+def _failures(rows: Sequence[SimulatedRow]) -> list[str]:
+    """Return why cases failed, each reason once."""
+    reasons = [row.error for row in rows if row.error is not None]
+    return [
+        f"{reasons.count(reason)} failed: {' '.join(reason.split())}" for reason in dict.fromkeys(reasons)
+    ]
+
+
+def _cells(row: SimulatedRow) -> dict[str, str]:
+    return {
+        "model": Path(row.model).name,
+        "soc": Path(row.soc).stem,
+        "plan": row.plan_level,
+        "lengths": row.length_policy,
+        "sync": f"{row.sync}, resolved" if row.resolve else row.sync,
+        "game": row.gpu_load or "",
+        "prompt": str(row.prompt_tokens),
+        "decode": str(row.decode_tokens),
+        "ttft ms": "failed" if row.error is not None else number(row.ttft_ms, 1),
+        "prefill t/s": number(row.prefill_tokens_per_second, 1),
+        "decode t/s": number(row.decode_tokens_per_second, 2),
+        "prefill J": number(row.prefill_joules, 2),
+        "J a token": number(row.decode_joules_per_token, 3),
+        "W": number(row.average_watts, 2),
+    }
+
+
+def number(value: float | None, digits: int) -> str:
+    """Return a number with so many digits behind the point; nothing for None."""
+    return "" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,174 @@
+"""What is simulated of HeteroLLM's evaluation (arXiv 2501.14794, section 5), and how its rows are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from heterollm.kernels.sim import GpuLoad
+from heterollm.simulate.row import SimulatedRow, load_text
+from heterollm.simulate.run import SimulationRequest
+
+__all__ = [
+    "LENGTHS",
+    "LOADS",
+    "ODD_LENGTHS",
+    "OWN_WAYS",
+    "PAPER_MODELS",
+    "PAPER_WAYS",
+    "PaperRows",
+    "Way",
+    "paper_cases",
+]
+
+PAPER_MODELS: Final = ("llama-3-8b", "llama-2-7b", "llama-3.2-3b", "internlm2-1.8b")
+LENGTHS: Final = (64, 256, 1024)
+ODD_LENGTHS: Final = (135, 300, 525, 600, 1000)
+DECODE_AFTER: Final = 256
+DECODED: Final = 16
+"""Tokens whose rate is that of decoding; virtual time repeats itself, so few are enough."""
+
+LOADS: Final = (GpuLoad(60.0, 1000.0), GpuLoad(60.0, 3000.0), GpuLoad(60.0, 6000.0))
+"""Games of 60 frames a second; the paper does not state its game's GPU time a frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run a model.
+
+    Args:
+        name: What tables call it.
+        level: Of the plan.
+        every_form: Whether graphs may be of forms that the paper has not: FFN-down in pieces of its inputs.
+        length_policy: How lengths without a graph run.
+        sync: How the parts wait for each other.
+        resolve: Whether the plan is solved for ``sync``.
+        left_out: Forms that the plan cannot take.
+    """
+
+    name: str
+    level: str
+    every_form: bool = False
+    length_policy: Any = "padding"
+    sync: Any = "predict"
+    resolve: bool = False
+    left_out: tuple[str, ...] = ()
+
+    def request(
+        self, model: str, prompt: int, decode: int, load: GpuLoad | None, soc: str
+    ) -> SimulationRequest:
+        """Return the case of a model and a prompt run this way."""
+        return SimulationRequest(
+            model,
+            soc,
+            prompt,
+            decode,
+            self.level,
+            self.length_policy,
+            self.sync,
+            self.resolve,
+            load,
+            every_form=self.every_form,
+            left_out=self.left_out,
+        )
+
+
+GPU: Final = Way("gpu", "gpu")
+NPU: Final = Way("npu", "npu")
+LAYER: Final = Way("layer", "layer")
+TENSOR: Final = Way("tensor", "tensor")
+PAPER_WAYS: Final = (GPU, NPU, LAYER, TENSOR)
+
+PIECES: Final = Way("tensor, k-chunked", "tensor", every_form=True)
+BLOCK: Final = Way("block", "block", every_form=True, left_out=("k_chunked", "ffn_k_chunked"))
+BOTH: Final = Way("block, k-chunked", "block", every_form=True)
+OWN_WAYS: Final = (PIECES, BLOCK, BOTH)
+"""What this project adds: long rows in pieces, the feed-forward network cut as one, and both."""
+
+ONLINE: Final = Way("online-prepare", "layer", length_policy="online")
+PIPE: Final = Way("pipe", "layer", length_policy="pipe")
+PADDING: Final = Way("padding", "layer")
+ODD_WAYS: Final = (ONLINE, PADDING, PIPE, TENSOR, BOTH)
+
+DRIVER: Final = Way("tensor, driver", "tensor", sync="finish")
+RESOLVED: Final = Way("tensor, driver, solved for it", "tensor", sync="finish", resolve=True)
+GAME_WAYS: Final = (GPU, LAYER, TENSOR)
+
+
+def paper_cases(
+    models: Sequence[str] = PAPER_MODELS, soc: str = "snapdragon-8gen3"
+) -> tuple[SimulationRequest, ...]:
+    """Return every case, in an order in which neighbours share profiles and plans.
+
+    Args:
+        models: The models.
+        soc: The SoC.
+    """
+    return tuple(case for model in models for case in _cases_of(model, soc))
+
+
+def _cases_of(model: str, soc: str) -> Iterator[SimulationRequest]:
+    for length in LENGTHS:
+        decode = DECODED if length == DECODE_AFTER else 0
+        for way in (*PAPER_WAYS, *OWN_WAYS, DRIVER):
+            yield way.request(model, length, decode, None, soc)
+    yield RESOLVED.request(model, DECODE_AFTER, DECODED, None, soc)
+    for length in ODD_LENGTHS:
+        for way in ODD_WAYS:
+            yield way.request(model, length, 0, None, soc)
+    for load in LOADS:
+        for way in GAME_WAYS:
+            yield way.request(model, DECODE_AFTER, DECODED, load, soc)
+
+
+class PaperRows:
+    """Rows by what they are of.
+
+    Args:
+        rows: What a sweep over :func:`paper_cases` found.
+    """
+
+    def __init__(self, rows: Sequence[SimulatedRow]) -> None:
+        self.rows = tuple(rows)
+        self.models = tuple(dict.fromkeys(row.model for row in rows))
+        self._found = {_key_of(row): row for row in rows}
+
+    def get(self, model: str, prompt: int, way: Way, load: GpuLoad | None = None) -> SimulatedRow | None:
+        """Return a row; None where it is missing or failed."""
+        text = None if load is None else load_text(load.frames_per_s, load.frame_us)
+        key = model, prompt, way.level, way.every_form, way.left_out, way.length_policy, way.sync
+        row = self._found.get((*key, way.resolve, text))
+        return None if row is None or row.error is not None else row
+
+    def prefill(self, model: str, prompt: int, way: Way) -> float | None:
+        """Return tokens a second of a prompt."""
+        row = self.get(model, prompt, way)
+        return None if row is None else row.prefill_tokens_per_second
+
+    def ttft_ms(self, model: str, prompt: int, way: Way) -> float | None:
+        """Return the time to the first token."""
+        row = self.get(model, prompt, way)
+        return None if row is None else row.ttft_ms
+
+    def prefill_joules(self, model: str, way: Way) -> float | None:
+        """Return the energy of a prompt of 256, the middle of its range."""
+        row = self.get(model, DECODE_AFTER, way)
+        return None if row is None else row.prefill_joules
+
+    def decode(self, model: str, way: Way) -> float | None:
+        """Return tokens a second after a prompt of 256."""
+        row = self.get(model, DECODE_AFTER, way)
+        return None if row is None else row.decode_tokens_per_second
+
+
+def _key_of(row: SimulatedRow) -> tuple[Any, ...]:
+    return (
+        *(row.model, row.prompt_tokens, row.plan_level, row.every_form, row.left_out),
+        *(row.length_policy, row.sync, row.resolve, row.gpu_load),
+    )
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """Return one number over another; None where one is missing."""
+    return None if one is None or other is None or other == 0 else one / other

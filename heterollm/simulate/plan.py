@@ -1,0 +1,149 @@
+"""The plan of a simulation: that of a level, or the solver's, from a profile of the simulated device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from heterollm.base import LABEL, Progress, cache_name, cache_root
+from heterollm.engine import Placements
+from heterollm.kernels.device import Device
+from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.sim import SIMULATED
+from heterollm.model import ModelConfig, shape_of_specs
+from heterollm.planning import Planner, PlanRequest
+from heterollm.profiler import SessionOptions, profile_device, profile_for
+from heterollm.profiler.records import HandOverKey, Key, Profile, Record
+from heterollm.solver import (
+    RETURN_VALUE,
+    SOLVED_LEVELS,
+    LengthPolicy,
+    Plan,
+    PlanLevel,
+    SolvedLevel,
+    level_plan,
+)
+
+if TYPE_CHECKING:
+    from heterollm.kernels.gpu import Strategy
+    from heterollm.simulate.run import SimulationRequest
+
+__all__ = ["Planned", "planned", "profile_of", "with_one_strategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Who computes what.
+
+    Args:
+        plan: The plan.
+        placements: Who computes what at an exact length, where the solver says; None where the plan does.
+        planner: What solved it.
+    """
+
+    plan: Plan
+    placements: Placements | None = None
+    planner: Planner | None = None
+
+
+def planned(
+    device: Device,
+    model: str,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    request: SimulationRequest,
+    progress: Progress,
+    strategy: Strategy,
+) -> Planned:
+    """Return the plan of a simulation.
+
+    Args:
+        device: A simulated device to profile: without a game, so that it is what the plan is solved for.
+        model: Name of the model.
+        config: The model.
+        specs: Every group of it.
+        request: What is simulated.
+        progress: Called with a stage's name, steps done and steps in all.
+        strategy: How the parts wait for each other.
+    """
+
+    def planner(level: SolvedLevel) -> Planner:
+        profile = profile_of(device, model, config, specs, progress)
+        if request.resolve:
+            profile = with_one_strategy(profile, device, strategy)
+        # What comes is known here: this prompt once, and then so many tokens.
+        prompt = min(request.prompt, max(device.standard_lengths))
+        histogram = {1: float(max(1, request.decode)), prompt: 1.0}
+        asked = PlanRequest(config.max_positions, level=level, histogram=histogram)
+        return Planner(profile, config, specs, "w4a16", asked)
+
+    if request.level in SOLVED_LEVELS:
+        solved = planner(request.level)
+        return Planned(solved.plan, solved, solved)
+    by_time = request.length_policy == "auto" and request.level != "gpu"
+    policy: LengthPolicy = "padding"
+    if by_time or request.length_policy == "pipe":
+        policy = cast("LengthPolicy", request.length_policy)
+    plan = level_plan(
+        cast("PlanLevel", request.level),
+        specs,
+        device=device.name,
+        precision="w4a16",
+        standard_lengths=device.standard_lengths,
+        chunk_length=min(max(device.standard_lengths), config.max_positions),
+        length_policy="padding" if request.level == "gpu" else policy,
+        length_costs=planner("tensor").length_us if by_time else None,
+    )
+    return Planned(plan)
+
+
+def profile_of(
+    device: Device, model: str, config: ModelConfig, specs: Sequence[OpSpec], progress: Progress
+) -> Profile:
+    """Return the profile of a simulated device with a model's shapes in it; made where it is not kept.
+
+    Args:
+        device: The device.
+        model: Name of the model.
+        config: The model.
+        specs: Every group of it.
+        progress: Called with a stage's name, steps done and steps in all.
+
+    Raises:
+        CacheError: The profile cannot be written.
+    """
+    shape = shape_of_specs(config, specs, model)
+    # A file for each model: predictors are fitted to all that is in one.
+    key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
+    words = f"{model} {LABEL} {device.name.removeprefix(SIMULATED)}"
+    path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
+    profile = profile_for(device, path)[0]
+    if any(run["finished"] for run in profile.runs.values()):
+        return profile
+    options = SessionOptions.of(budget_s=None, update=True)
+    return profile_device(device, [shape], options, path=path, progress=progress)[0]
+
+
+def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> Profile:
+    """Return a profile as it would be if the parts could wait for each other in one way only.
+
+    The driver's way costs its wait and its copy on the way back as well, whatever the GPU does meanwhile.
+
+    Args:
+        profile: The profile.
+        device: The device.
+        strategy: The way.
+    """
+    from heterollm.kernels.sim import clock_of
+
+    costs = clock_of(device).costs
+    back_us = costs.finish_us + costs.write_us if strategy == "finish" else 0.0
+    records: dict[Key, Record] = {}
+    for key, record in profile.records.items():
+        if not isinstance(key, HandOverKey):
+            records[key] = record
+        elif key.strategy == strategy:
+            records[key] = replace(record, values={**record.values, RETURN_VALUE: back_us})
+    return Profile(profile.description, records, profile.runs)

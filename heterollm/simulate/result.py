@@ -1,0 +1,320 @@
+"""What a simulation found, labelled as simulated wherever it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from heterollm.engine import Placements
+from heterollm.kernels.device import Device
+from heterollm.kernels.ops import OpSpec, Phase, feed_forward_blocks
+from heterollm.kernels.sim import EnergyRange, Span, Totals, energy
+from heterollm.profiler.measure import usage_between
+from heterollm.solver import Plan, notation
+from heterollm.trace import Trace
+
+if TYPE_CHECKING:
+    from heterollm.simulate.run import SimulationRequest
+
+__all__ = ["Frames", "PhaseUse", "SimulationResult", "cuts_of", "padding_us", "used"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """A game's frames during a phase.
+
+    Args:
+        due: How many were drawn or dropped; they count in the phase in which the drawn one ended.
+        drawn: How many were drawn. The others fell due while one waited for a kernel, or was drawn.
+        in_time: How many were drawn within a period of when they were due.
+        slowest_ms: The longest that a drawn one took from when it was due.
+    """
+
+    due: int
+    drawn: int
+    in_time: int
+    slowest_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseUse:
+    """What a phase took and used.
+
+    Args:
+        phase: Prefill or decode.
+        tokens: Tokens of the prompt, or made.
+        elapsed_us: Virtual time.
+        energy: In joules, as a range.
+        busy_fraction: Part of the time that each part worked: ``gpu``, ``npu``, ``host``, ``game``.
+        dram_gbps: Traffic on average.
+        peak_gbps: Highest traffic.
+        lost_us: Time spent on handing over, by what it was: ``poll``, ``driver``, ``copy``, ``refill``.
+        padding_us: NPU time spent on padded rows.
+        spans: What each part did.
+        frames: Of a game beside it, if there is one.
+    """
+
+    phase: Phase
+    tokens: int
+    elapsed_us: float
+    energy: EnergyRange
+    busy_fraction: Mapping[str, float]
+    dram_gbps: float
+    peak_gbps: float
+    lost_us: Mapping[str, float]
+    padding_us: float
+    spans: tuple[Span, ...] = field(repr=False)
+    frames: Frames | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate."""
+        return self.tokens / self.elapsed_us * 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold, without the spans."""
+        return {
+            "tokens": self.tokens,
+            "milliseconds": self.elapsed_us / 1e3,
+            "joules_low": self.energy.low_joules,
+            "joules": self.energy.middle_joules,
+            "joules_high": self.energy.high_joules,
+            "busy_fraction": dict(self.busy_fraction),
+            "dram_gbps": self.dram_gbps,
+            "peak_gbps": self.peak_gbps,
+            "hand_over_ms": {name: value / 1e3 for name, value in self.lost_us.items()},
+            "padding_ms": self.padding_us / 1e3,
+            "frames": None if self.frames is None else asdict(self.frames),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What came out of one simulation; every time in it is simulated.
+
+    Args:
+        device: Name of the simulated device.
+        fingerprint: Of the device, its parameters included.
+        model: Name of the model.
+        note: What is approximated of it.
+        plan: The plan that ran.
+        sync: How the parts waited for each other.
+        length_policy: How lengths without a graph ran.
+        prefill: The prompt.
+        decode: The tokens after the first; None where none were asked for.
+        ttft_us: Time to the first token.
+        tokens: Likeliest tokens, where they were computed.
+        alone: Prefill and decode without the game that ran beside these, if one did.
+        trace: Every pass, where it was recorded.
+        cuts: By phase and group who computed it, as :func:`heterollm.solver.notation` writes it.
+    """
+
+    device: str
+    fingerprint: str
+    model: str
+    note: str
+    plan: Plan
+    sync: str
+    length_policy: str
+    prefill: PhaseUse
+    decode: PhaseUse | None
+    ttft_us: float
+    tokens: tuple[int, ...] = ()
+    alone: tuple[PhaseUse, PhaseUse | None] | None = None
+    trace: Trace | None = None
+    cuts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: SimulationRequest,
+        device: Device,
+        model: tuple[str, str],
+        plan: Plan,
+        phases: tuple[PhaseUse, PhaseUse | None],
+        alone: tuple[PhaseUse, PhaseUse | None] | None,
+        tokens: tuple[int, ...],
+        trace: Trace | None,
+        cuts: Mapping[str, Mapping[str, str]],
+    ) -> SimulationResult:
+        """Return the result of a request.
+
+        Args:
+            request: What was simulated.
+            device: On what.
+            model: Name of the model, and what is approximated of it.
+            plan: The plan that ran.
+            phases: Prefill and decode.
+            alone: The same without a game beside them.
+            tokens: What was chosen.
+            trace: What was recorded, if anything was.
+            cuts: By phase and group who computed it.
+        """
+        prefill, decode = phases
+        return cls(
+            device.name,
+            device.fingerprint(),
+            *model,
+            plan,
+            request.sync,
+            request.length_policy,
+            prefill,
+            decode,
+            prefill.elapsed_us,
+            tokens if request.numerics else (),
+            alone,
+            trace,
+            cuts,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        phases = [self.prefill, *([self.decode] if self.decode else [])]
+        elapsed_us = sum(phase.elapsed_us for phase in phases)
+        joules = sum(phase.energy.middle_joules for phase in phases)
+        decode = self.decode
+        return {
+            "simulated": True,
+            "time": "simulated",
+            "device": self.device,
+            "fingerprint": self.fingerprint,
+            "model": self.model,
+            "note": self.note,
+            "plan_level": self.plan.level,
+            "sync": self.sync,
+            "length_policy": self.length_policy,
+            "prompt_tokens": self.prefill.tokens,
+            "decode_tokens": 0 if decode is None else decode.tokens,
+            "ttft_ms": self.ttft_us / 1e3,
+            "prefill_ms": self.prefill.elapsed_us / 1e3,
+            "prefill_tokens_per_second": self.prefill.tokens_per_second,
+            "decode_tokens_per_second": None if decode is None else decode.tokens_per_second,
+            "prefill_joules": self.prefill.energy.middle_joules,
+            "decode_joules_per_token": None
+            if decode is None
+            else decode.energy.middle_joules / decode.tokens,
+            "average_watts": joules / elapsed_us * 1e6,
+            "prefill": self.prefill.to_dict(),
+            "decode": None if decode is None else decode.to_dict(),
+            "slowdown": self.slowdown(),
+            **({"tokens": list(self.tokens)} if self.tokens else {}),
+        }
+
+    def slowdown(self) -> dict[str, float] | None:
+        """Return how many times longer each phase took beside the game; None without one."""
+        if self.alone is None:
+            return None
+        found = {"prefill": self.prefill.elapsed_us / self.alone[0].elapsed_us}
+        if self.decode is not None and self.alone[1] is not None:
+            found["decode"] = self.decode.elapsed_us / self.alone[1].elapsed_us
+        return found
+
+
+def used(
+    device: Device,
+    phase: Phase,
+    tokens: int,
+    before: Totals,
+    begin_us: float,
+    spans: Sequence[Span],
+    padding: float,
+) -> PhaseUse:
+    """Return what a phase used that has just ended.
+
+    Args:
+        device: The simulated device.
+        phase: The phase.
+        tokens: Its tokens.
+        before: What was used when it began.
+        begin_us: When it began.
+        spans: What each part did in it.
+        padding: NPU time on padded rows, in microseconds.
+    """
+    from heterollm.kernels.sim import clock_of, soc_of
+
+    clock = clock_of(device)
+    after, elapsed_us = clock.totals, clock.now_us - begin_us
+    usage = usage_between(before, after, elapsed_us)
+    frames_us = after.frame_us[len(before.frame_us) :]
+    frames = None
+    if clock.load is not None:
+        in_time = sum(time <= clock.load.period_us for time in frames_us)
+        due = after.frames_due - before.frames_due
+        frames = Frames(due, len(frames_us), in_time, max(frames_us, default=0.0) / 1e3)
+    busy: dict[str, float] = {
+        part: (after.busy_us[part] - before.busy_us[part]) / elapsed_us for part in after.busy_us
+    }
+    return PhaseUse(
+        phase,
+        tokens,
+        elapsed_us,
+        energy(soc_of(device), usage),
+        busy,
+        usage.dram_bytes / elapsed_us / 1e3,
+        after.peak_gbps,
+        {name: value - before.overhead_us.get(name, 0.0) for name, value in after.overhead_us.items()},
+        padding,
+        tuple(spans),
+        frames,
+    )
+
+
+def padding_us(
+    spans: Sequence[Span],
+    placements: Placements,
+    specs: Sequence[OpSpec],
+    phase: Phase,
+    passes: Sequence[int],
+) -> float:
+    """Return the NPU's time on rows that stand for no token.
+
+    Args:
+        spans: What the parts did.
+        placements: Who computed what.
+        specs: Every group of the model.
+        phase: The phase.
+        passes: Tokens of its passes, which took the NPU in order.
+    """
+    blocks = feed_forward_blocks(specs)
+    named = {spec.group: spec for spec in (*specs, *blocks) if spec.layer <= 0}
+    wasted: dict[str, list[float]] = {group: [] for group in named}
+    for tokens in passes:
+        whole = None if not blocks else placements.block_placement(phase, tokens, blocks[0])
+        for group, spec in named.items():
+            rows = 1 if group == "head" else tokens
+            found = whole
+            if spec.then is None:
+                # What a block holds has no placements of its own.
+                inside = whole is not None and group in ("gate_up", "down")
+                found = None if inside else placements.placement(phase, rows, spec)
+            padded = 0 if found is None else sum(found.npu_lengths)
+            wasted[group].append(max(0.0, 1.0 - rows / padded) if padded else 0.0)
+    return sum(
+        (span.end_us - span.begin_us) * sum(shares) / len(shares)
+        for span in spans
+        if span.part == "npu" and (shares := wasted.get(span.name.split(" of layer")[0]))
+    )
+
+
+def cuts_of(placements: Placements, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:
+    """Return who computes each group of a layer, and the head, by phase.
+
+    Args:
+        placements: Who computes what.
+        specs: Every group of the model.
+        prompt: Tokens of the prefill pass; the head sees one of them.
+    """
+    found: dict[str, dict[str, str]] = {}
+    blocks = feed_forward_blocks(specs)
+    passes: tuple[tuple[Phase, int], ...] = (("prefill", prompt), ("decode", 1))
+    for phase, tokens in passes:
+        cuts = found.setdefault(phase, {})
+        whole = placements.block_placement(phase, tokens, blocks[0]) if blocks else None
+        for spec in (spec for spec in specs if spec.layer <= 0):
+            if whole is not None and spec.group in ("gate_up", "down"):
+                cuts["ffn"] = notation(whole, blocks[0], tokens)
+                continue
+            rows = 1 if spec.group == "head" else tokens
+            cuts[spec.group] = notation(placements.placement(phase, rows, spec), spec, rows)
+    return found

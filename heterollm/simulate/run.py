@@ -1,0 +1,293 @@
+"""What ``heterollm simulate`` does: a model's shapes on a simulated SoC, through the whole stack.
+
+Profile, fit, solve, compile and run are those of a real device; only the parts behind them are modelled and
+the clock is virtual. Whatever comes out is labelled simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
+
+import numpy as np
+
+from heterollm.base import OptionError, Progress, silent
+from heterollm.engine import Engine, Placements
+from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.gpu import Strategy
+from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, Form, NpuBackend
+from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
+from heterollm.kernels.sim import SIMULATED, GpuLoad, SimulatedClock, Simulation, Span, clock_of
+from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
+from heterollm.simulate.plan import Planned, planned, profile_of
+from heterollm.simulate.result import PhaseUse, SimulationResult, cuts_of, padding_us, used
+from heterollm.solver import SOLVED_LEVELS
+from heterollm.trace import Trace, TracedEngine
+
+__all__ = [
+    "LENGTH_CHOICES",
+    "PLAN_LEVELS",
+    "SYNC_CHOICES",
+    "LengthChoice",
+    "SimulatedSync",
+    "SimulationRequest",
+    "needs_profile",
+    "profile_ahead",
+    "simulate",
+]
+
+PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
+
+LengthChoice: TypeAlias = Literal["auto", "padding", "pipe", "online"]
+LENGTH_CHOICES: Final[tuple[LengthChoice, ...]] = get_args(LengthChoice)
+"""How ``npu`` and ``layer`` run lengths without a graph; ``online`` builds the exact one when it is asked
+for, and counts that."""
+
+SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
+SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
+    "finish": "finish",
+    "poll": "poll",
+    "predict": "sleep_poll",
+}
+"""The driver's waits and copies, as without fast synchronisation; polling; sleeping for the predicted time
+first."""
+
+GROUP_SIZE: Final = 128
+LONGEST_RUN: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRequest:
+    """What to simulate.
+
+    Args:
+        model: A known model, a folder or a ``config.json``.
+        soc: A SoC that is known by name, or a YAML file.
+        prompt: Tokens of the prompt.
+        decode: Tokens made after the first.
+        level: Of the plan.
+        length_policy: How lengths without a graph run; the solver's levels need none.
+        sync: How the parts wait for each other.
+        resolve: Whether the plan is solved for ``sync``; otherwise it is that of the fastest.
+        load: A game beside the model.
+        overrides: Parameters of the SoC by dotted name.
+        head_bits: Bits of the head and the embedding.
+        every_form: Whether the NPU's graphs may be of forms that HeteroLLM does not have; None lets ``block``
+            have them.
+        numerics: Whether everything is computed as well, of a checkpoint with weights; its head has 8 bits.
+        trace: Whether every pass is recorded.
+        left_out: Forms of graphs that the NPU does not offer, to see what they bring.
+
+    Raises:
+        OptionError: One of them is not legal.
+    """
+
+    model: str
+    soc: str = "snapdragon-8gen3"
+    prompt: int = 256
+    decode: int = 64
+    level: str = "tensor"
+    length_policy: LengthChoice = "auto"
+    sync: SimulatedSync = "predict"
+    resolve: bool = False
+    load: GpuLoad | None = None
+    overrides: Mapping[str, float] = field(default_factory=dict)
+    head_bits: int = 4
+    every_form: bool | None = None
+    numerics: bool = False
+    trace: bool = False
+    left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        choices: tuple[tuple[str, object, Sequence[object]], ...] = (
+            ("plan level", self.level, PLAN_LEVELS),
+            ("length policy", self.length_policy, LENGTH_CHOICES),
+            ("sync", self.sync, tuple(SYNC_CHOICES)),
+            ("number of head bits", self.head_bits, (4, 8)),
+            *(("form", form, get_args(Form)) for form in self.left_out),
+        )
+        for what, given, legal in choices:
+            if given not in legal:
+                raise OptionError(
+                    f"There is no {what} {given!r:.40} here.", fix=f"Choose {', '.join(map(str, legal))}."
+                )
+        if self.numerics and self.head_bits != 8:
+            raise OptionError(
+                "With numerics the head has 8 bits, as weights are quantised.", fix="Give 8 head bits."
+            )
+        if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
+            raise OptionError(
+                f"A prompt of {self.prompt} and {self.decode} tokens after it cannot be simulated.",
+                fix=f"Give 1 to {LONGEST_RUN} and 0 to {LONGEST_RUN}.",
+            )
+
+    @property
+    def forms(self) -> bool:
+        """Whether every form of graphs is offered."""
+        return self.level == "block" if self.every_form is None else self.every_form
+
+
+def simulate(request: SimulationRequest, progress: Progress | None = None) -> SimulationResult:
+    """Simulate a prompt and the tokens after it.
+
+    Args:
+        request: What to simulate.
+        progress: Called with a stage's name, steps done and steps in all.
+
+    Raises:
+        OptionError: There is no such model or SoC, or it cannot run what is asked.
+        HeteroLLMError: The plan cannot be made.
+    """
+    found = find_model(request.model, closest=not request.numerics)
+    positions = request.prompt + request.decode
+    if positions > found.config.max_positions:
+        raise OptionError(
+            f"{found.name} holds {found.config.max_positions} positions, not {positions}.",
+            fix="Simulate a shorter prompt or fewer tokens.",
+        )
+    if request.numerics:
+        Checkpoint(request.model)  # what has no weights is refused before the work
+    specs = _specs(found.config, request.head_bits)
+    report, alone = progress or silent, replace(request, load=None)
+    strategy = SYNC_CHOICES[request.sync]
+    how = planned(
+        _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
+    )
+    device = _open(request)
+    run = _Run(device, found.config, specs, how, request)
+    phases = run.measured(report)
+    without = None
+    if request.load is not None:
+        quiet = replace(request, load=None, trace=False)
+        without = _Run(_open(alone), found.config, specs, how, quiet).measured(report)
+    model = found.name, found.note
+    first = next(length for _, length in how.plan.chunks(request.prompt))
+    cuts = cuts_of(how.placements or how.plan, specs, first)
+    return SimulationResult.of(
+        request, device, model, how.plan, phases, without, tuple(run.tokens), run.trace, cuts
+    )
+
+
+def profile_ahead(request: SimulationRequest) -> None:
+    """Make the profile that the plan of a request is solved from, where it needs one and none is kept.
+
+    Raises:
+        HeteroLLMError: What is asked for cannot be simulated.
+    """
+    if not needs_profile(request):
+        return
+    found = find_model(request.model)
+    device = _open(replace(request, load=None, numerics=False))
+    profile_of(device, found.name, found.config, _specs(found.config, request.head_bits), silent)
+
+
+def needs_profile(request: SimulationRequest) -> bool:
+    """Return whether the plan of a request follows from a profile, and from no rule alone."""
+    by_time = request.length_policy == "auto" and request.level != "gpu"
+    return request.level in SOLVED_LEVELS or by_time
+
+
+def _open(request: SimulationRequest) -> Device:
+    own = (request.prompt,) if request.length_policy == "online" and request.level in ("npu", "layer") else ()
+    how = Simulation(request.numerics, request.overrides, request.load, own, request.forms)
+    device = open_device(f"{SIMULATED}{request.soc}", simulation=how)
+    if request.left_out and device.npu is not None:
+        device.npu = cast("NpuBackend", FewerForms(device.npu, request.left_out))
+    return device
+
+
+def _specs(config: ModelConfig, head_bits: int) -> tuple[OpSpec, ...]:
+    """Return the groups at W4A16 in blocks of 128, as the papers have them."""
+    specs = op_specs(config, "w4a16", GROUP_SIZE, True)
+    if head_bits == 8:
+        return specs
+    head = specs[-1]
+    return (*specs[:-1], replace(head, weight=WeightFormat(4, head.weight.block)))
+
+
+class _Run:
+    """One engine on one simulated device.
+
+    Attributes:
+        tokens: What was chosen, the first after the prompt; with numerics the likeliest.
+        trace: What was recorded, if anything was.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: ModelConfig,
+        specs: tuple[OpSpec, ...],
+        how: Planned,
+        request: SimulationRequest,
+    ) -> None:
+        self.device = device
+        self.config = config
+        self.specs = specs
+        self.how = how
+        self.request = request
+        self.tokens: list[int] = []
+        self.trace: Trace | None = None
+
+    def measured(self, progress: Progress) -> tuple[PhaseUse, PhaseUse | None]:
+        """Return what prefill and decode took and used."""
+        request, clock = self.request, clock_of(self.device)
+        engine = self._engine(progress)
+        cache = engine.new_cache()
+        lengths = tuple(dict.fromkeys(length for _, length in self.how.plan.chunks(request.prompt)))
+        # Graphs are there beforehand, except those that are built online.
+        online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
+        engine.compile_ahead(cache, () if online else lengths, progress)
+        if isinstance(engine, TracedEngine):
+            engine.take_trace()
+        ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size
+
+        def prefill() -> None:
+            engine.prefill(cache, 0, ids, "prefill", None)
+
+        def decode() -> None:
+            for position in range(request.prompt, request.prompt + request.decode):
+                self._choose(engine)
+                engine.decode(cache, position, self.tokens[-1])
+
+        first = self._phase(clock, "prefill", request.prompt, prefill)
+        second = self._phase(clock, "decode", request.decode, decode) if request.decode else None
+        self._choose(engine)
+        if isinstance(engine, TracedEngine):
+            self.trace = engine.take_trace()
+        return first, second
+
+    def _engine(self, progress: Progress) -> Engine:
+        request, plan = self.request, self.how.plan
+        if request.numerics:
+            weights = load_weights(Checkpoint(request.model), self.config, group_size=GROUP_SIZE)
+        else:
+            weights = shape_only_weights(self.config, self.specs)
+        sync: Any = SYNC_CHOICES[request.sync] if plan.uses_npu else "auto"
+        kind = TracedEngine if request.trace else Engine
+        context = request.prompt + request.decode
+        options: dict[str, Any] = {"sync": sync, "placements": self.how.placements}
+        return kind(self.device, weights, plan, context, progress, **options)
+
+    def _choose(self, engine: Engine) -> None:
+        """Take the likeliest token; without numerics every token is as likely as any."""
+        self.tokens.append(int(engine.last_logits.argmax()) if self.request.numerics else 0)
+
+    def _phase(self, clock: SimulatedClock, phase: Phase, tokens: int, work: Callable[[], None]) -> PhaseUse:
+        # What the devices did while graphs were built, a game's frames, is no part of the phase.
+        clock.last_job()
+        clock.spans.clear()
+        clock.recording = True
+        clock.totals.peak_gbps = 0.0
+        before, begin_us = clock.totals.copy(), clock.now_us
+        try:
+            work()
+            clock.last_job()
+        finally:
+            clock.recording = False
+        spans: list[Span] = list(clock.spans)
+        placements: Placements = self.how.placements or self.how.plan
+        lengths = [length for _, length in self.how.plan.chunks(tokens)] if phase == "prefill" else [1]
+        wasted_us = padding_us(spans, placements, self.specs, phase, lengths)
+        return used(self.device, phase, tokens, before, begin_us, spans, wasted_us)

@@ -1,0 +1,356 @@
+"""The token loop, independent of devices: prefill, sample, decode, until something says stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+
+from heterollm.base import EngineError, InputError, OptionError
+from heterollm.text.sampling import Logits, Sampler, SamplingOptions, TokenIds
+from heterollm.text.tokenizer import StreamDecoder
+
+__all__ = [
+    "Generation",
+    "GenerationOptions",
+    "GenerationResult",
+    "GenerationStep",
+    "StopReason",
+    "StopStrings",
+    "StreamingTokenizer",
+    "TokenSource",
+]
+
+StopReason = Literal["eos", "stop", "length", "context", "cancelled"]
+"""Why an answer ended: an end token, a stop string, the wanted length, a full context, the caller."""
+
+
+class TokenSource(Protocol):
+    """What computes logits: a session of the engine.
+
+    The returned logits are float32 ``[vocab]``, valid until the next call.
+    """
+
+    @property
+    def position(self) -> int:
+        """Tokens that the source holds."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that the source can hold."""
+
+    def prefill(self, ids: Sequence[int], /) -> Logits:
+        """Append tokens and return the logits after the last one."""
+
+    def decode(self, token_id: int, /) -> Logits:
+        """Append one token and return the logits after it."""
+
+
+class StreamingTokenizer(Protocol):
+    """What the loop needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+
+    def stream_decoder(self) -> StreamDecoder:
+        """Return a fresh decoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What to generate.
+
+    Args:
+        max_new_tokens: Upper limit; None for as many as the context holds.
+        sampling: How tokens are chosen.
+        stop: Texts that end the answer; the answer is cut before them.
+        ignore_eos: Go on past end tokens.
+        log_probabilities: Report the model's log-probability of every token.
+
+    Raises:
+        OptionError: A value is not legal.
+    """
+
+    max_new_tokens: int | None = None
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    log_probabilities: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.max_new_tokens
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise OptionError(f"max_new_tokens is {limit!r}, but must be a whole number of at least 0.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise OptionError(f"stop is {self.stop!r}, but must be a tuple of texts, none empty.")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStep:
+    """One token of an answer.
+
+    Args:
+        text: Text settled by this token, possibly none: it may wait for the rest of a character or for
+            what shows whether a stop string begins in it.
+        token_id: The token, end tokens included.
+        log_probability: Natural logarithm of the model's probability of it, where asked for.
+    """
+
+    text: str
+    token_id: int
+    log_probability: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished answer; rates are None where nothing was measured.
+
+    Args:
+        text: The texts of all steps, joined.
+        token_ids: All generated tokens, an end token or those of a stop string included.
+        prompt_tokens: Length of the whole prompt.
+        generated_tokens: Length of ``token_ids``.
+        stop_reason: Why it ended.
+        ttft_s: Seconds from the start to the first token.
+        prefill_tokens_per_s: Rate of the tokens that were prefilled (not those already held).
+        decode_tokens_per_s: Rate of the tokens after the first, the caller's time between them left out.
+        log_probabilities: One for each token, where asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    generated_tokens: int
+    stop_reason: StopReason
+    ttft_s: float | None
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    log_probabilities: tuple[float, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self)
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces.
+
+    The string that completes first ends the text, of several that complete together the longest, however
+    the text is divided into pieces.
+
+    Args:
+        stops: The strings, none empty.
+    """
+
+    __slots__ = ("_held", "_longest", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Return the text that no stop string can reach any more, and whether one was completed."""
+        text = self._held + piece
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            self._held = text[-length:]
+            if any(stop.startswith(self._held) for stop in self._stops):
+                return text[:-length], False
+        self._held = ""
+        return text, False
+
+    def finish(self) -> str:
+        """Return the text held back, since nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Generation:
+    """One answer, as an iterator of its tokens; afterwards :attr:`result` holds it whole.
+
+    Prompt and answer together fill at most the context. An error of the source ends the iteration.
+
+    Args:
+        source: Holds the first ``reused`` tokens of the prompt and nothing else.
+        tokenizer: Turns tokens into text, and says which tokens end an answer.
+        prompt_ids: The whole prompt.
+        options: What to generate.
+        reused: Leading tokens of the prompt that the source already holds; fewer than the prompt has.
+        cancel: Ends the answer before the next token when set, from any thread. Text that was still held
+            back is then dropped.
+        clock: Seconds that the source's work takes, from any moment; the host's by default.
+
+    Raises:
+        InputError: The prompt is empty, longer than the context, does not continue what the source
+            holds, or is not token ids.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        tokenizer: StreamingTokenizer,
+        prompt_ids: Sequence[int],
+        options: GenerationOptions,
+        *,
+        reused: int = 0,
+        cancel: threading.Event | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        _check_prompt(source, prompt_ids, reused)
+        self._source = source
+        self._clock = clock or time.perf_counter
+        self._options = options
+        self._prompt_ids = prompt_ids
+        self._reused = reused
+        self._cancel = cancel or threading.Event()
+        self._eos_ids = frozenset() if options.ignore_eos else tokenizer.eos_ids
+        self._decoder = tokenizer.stream_decoder()
+        self._stops = StopStrings(options.stop)
+        self._sampler: Sampler | None = None
+        self._logits: Logits | None = None
+        room = source.context - len(prompt_ids)
+        wanted = options.max_new_tokens
+        self._at_limit: StopReason = "length" if wanted is not None and wanted <= room else "context"
+        self._limit = room if wanted is None else min(wanted, room)
+        # Prompt and answer, filled as tokens come; allocated once.
+        self._history: TokenIds = np.empty(len(prompt_ids) + self._limit, np.int64)
+        self._history[: len(prompt_ids)] = prompt_ids
+        self._log_probabilities = np.empty(self._limit if options.log_probabilities else 0)
+        self._count = 0
+        self._texts: list[str] = []
+        self._prefill_s = self._ttft_s = self._decode_s = 0.0
+        self._result: GenerationResult | None = None
+        self._closed = False
+
+    def __iter__(self) -> Iterator[GenerationStep]:
+        return self
+
+    def __next__(self) -> GenerationStep:
+        if self._closed:
+            raise StopIteration
+        if self._cancel.is_set():
+            self._finish("cancelled")
+            raise StopIteration
+        if self._count == self._limit:
+            self._finish(self._at_limit)
+            raise StopIteration
+        try:
+            return self._step()
+        except BaseException:
+            self._closed = True
+            raise
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished answer.
+
+        Raises:
+            EngineError: The answer is not finished, or an error ended it.
+        """
+        if self._result is None:
+            raise EngineError(
+                "The answer is not finished.", fix="Iterate to the end, or call run() or close() first."
+            )
+        return self._result
+
+    def run(self) -> GenerationResult:
+        """Generate to the end and return the finished answer."""
+        for _ in self:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """End the answer here, as if cancelled; does nothing after its end."""
+        if not self._closed:
+            self._finish("cancelled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _step(self) -> GenerationStep:
+        begin = self._clock()
+        if self._logits is None or self._sampler is None:
+            self._logits = self._source.prefill(self._prompt_ids[self._reused :])
+            self._prefill_s = self._clock() - begin
+            self._sampler = Sampler(self._options.sampling, len(self._logits))
+        else:
+            self._logits = self._source.decode(int(self._history[len(self._prompt_ids) + self._count - 1]))
+        return self._accept(self._sampler, self._logits, begin)
+
+    def _accept(self, sampler: Sampler, logits: Logits, begin: float) -> GenerationStep:
+        """Choose a token from the logits of a step that began at ``begin``, and say what it settles."""
+        end = len(self._prompt_ids) + self._count
+        token = sampler.sample(logits, self._history[:end] if sampler.uses_history else self._history)
+        log_probability = None
+        if self._options.log_probabilities:
+            log_probability = sampler.log_probability(logits, token)
+            self._log_probabilities[self._count] = log_probability
+        self._history[end] = token
+        self._count += 1
+        reason: StopReason | None = None
+        text, stopped = self._stops.push(self._decoder.push(token))
+        if stopped:
+            reason = "stop"
+        elif token in self._eos_ids:
+            reason = "eos"
+        elif self._count == self._limit:
+            reason = self._at_limit
+        if reason is not None and not stopped:
+            rest, stopped = self._stops.push(self._decoder.finish())
+            text += rest + self._stops.finish()
+            reason = "stop" if stopped else reason
+        self._texts.append(text)
+        if self._count == 1:
+            self._ttft_s = self._clock() - begin
+        else:
+            self._decode_s += self._clock() - begin
+        if reason is not None:
+            self._finish(reason)
+        return GenerationStep(text, token, log_probability)
+
+    def _finish(self, reason: StopReason) -> None:
+        self._closed = True
+        prompt = len(self._prompt_ids)
+        prefilled = prompt - self._reused
+        wanted = self._options.log_probabilities
+        self._result = GenerationResult(
+            text="".join(self._texts),
+            token_ids=tuple(self._history[prompt : prompt + self._count].tolist()),
+            prompt_tokens=prompt,
+            generated_tokens=self._count,
+            stop_reason=reason,
+            ttft_s=self._ttft_s if self._count else None,
+            prefill_tokens_per_s=prefilled / self._prefill_s if self._prefill_s > 0 else None,
+            decode_tokens_per_s=(self._count - 1) / self._decode_s if self._decode_s > 0 else None,
+            log_probabilities=tuple(self._log_probabilities[: self._count].tolist()) if wanted else None,
+        )
+
+
+def _check_prompt(source: TokenSource, prompt_ids: Sequence[int], reused: int) -> None:
+    if len(prompt_ids) == 0:
+        raise InputError("The prompt has no tokens.", fix="Give at least one word.")
+    if len(prompt_ids) > source.context:
+        raise InputError(
+            f"The prompt has {len(prompt_ids)} tokens, but the context holds {source.context}.",
+            fix="Shorten the prompt or load the model with a larger context.",
+        )
+    if source.position != reused or not 0 <= reused < len(prompt_ids):
+        raise InputError(
+            f"The session holds {source.position} tokens, of which {reused} are to begin a prompt of"
+            f" {len(prompt_ids)}.",
+            fix="Truncate the session to the shared beginning, which must leave one token to prefill.",
+        )
+    if not all(isinstance(index, int | np.integer) and 0 <= index < 1 << 31 for index in prompt_ids):
+        raise InputError("The prompt holds something that is not a token id.", fix="Encode the text first.")

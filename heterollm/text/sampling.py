@@ -1,0 +1,219 @@
+"""Choosing the next token from logits.
+
+Filters come in the order of transformers' ``generate``: repetition penalty, temperature, top-k, top-p,
+min-p; ties at the limit of top-k stay, as there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from heterollm.base import EngineError, OptionError
+
+__all__ = ["Logits", "Sampler", "SamplingOptions", "TokenIds"]
+
+Logits = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+
+_NUCLEUS_GUESSES = (1024, 16384)
+"""Tokens sorted first for top-p: nearly always enough, and far quicker than the whole vocabulary."""
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+"""A smaller temperature would be 0 in float32; this one already leaves only the likeliest tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen; the default is greedy.
+
+    Args:
+        temperature: Logits are divided by it; 0 chooses the likeliest token and ignores the filters.
+        top_k: Keep this many of the likeliest tokens; 0 keeps all.
+        top_p: Keep the fewest tokens that reach this probability together, in (0, 1].
+        min_p: Drop tokens less likely than this fraction of the likeliest one, in [0, 1].
+        repetition_penalty: Logits of earlier tokens, prompt included, are divided by it where positive
+            and multiplied where negative; greater than 0, 1 for none.
+        seed: Equal seeds give equal tokens; None for a fresh one.
+
+    Raises:
+        OptionError: A value is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0, math.inf)
+        _check("top_p", self.top_p, 0, 1, above=True)
+        _check("min_p", self.min_p, 0, 1)
+        _check("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            if not (name == "seed" and value is None) and (type(value) is not int or value < 0):
+                raise OptionError(f"{name} is {value!r}, but must be a whole number of at least 0.")
+
+
+def _check(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if math.isfinite(number) and (low < number <= high or (number == low and not above)):
+        return
+    limit = f" and at most {high}" if high < math.inf else ""
+    raise OptionError(
+        f"{name} is {value!r}, but must be {'more than' if above else 'at least'} {low}{limit}."
+    )
+
+
+class Sampler:
+    """Chooses tokens for one answer; not for several threads at once.
+
+    Args:
+        options: How to choose.
+        vocab_size: Length of the logits.
+    """
+
+    def __init__(self, options: SamplingOptions, vocab_size: int) -> None:
+        self._options = options
+        self._random = np.random.default_rng(options.seed)
+        self._greedy = options.temperature == 0
+        self._penalized = options.repetition_penalty != 1
+        self._scores = np.empty(0 if self._greedy and not self._penalized else vocab_size, np.float32)
+        self._work = np.empty(0 if self._greedy else vocab_size, np.float32)
+        self._weights = np.empty(0 if self._greedy else vocab_size, np.float64)
+        self._exponents = np.empty(vocab_size, np.float64)
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether :meth:`sample` looks at the history at all."""
+        return self._penalized
+
+    def sample(self, logits: Logits, history: TokenIds) -> int:
+        """Return the next token.
+
+        Args:
+            logits: ``[vocab]``, left as they are; −∞ excludes a token.
+            history: ``[n]``, the tokens so far, prompt included.
+
+        Raises:
+            EngineError: A logit is NaN or +∞, or all are −∞.
+        """
+        if self._greedy:
+            scores = self._penalize(logits, history) if self._penalized else logits
+            token = int(scores.argmax())
+            _check_top(float(scores[token]))
+            return token
+        ids, weights = self._candidates(logits, history)
+        cumulative = np.cumsum(weights, out=weights)
+        chosen = int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
+        return chosen if ids is None else int(ids[chosen])
+
+    def distribution(self, logits: Logits, history: TokenIds) -> npt.NDArray[np.float64]:
+        """Return the probabilities ``[vocab]`` from which :meth:`sample` would draw.
+
+        Raises:
+            EngineError: As :meth:`sample`.
+        """
+        result = np.zeros(len(logits), np.float64)
+        if self._greedy:
+            result[self.sample(logits, history)] = 1
+            return result
+        ids, weights = self._candidates(logits, history)
+        result[slice(None) if ids is None else ids] = weights / weights.sum()
+        return result
+
+    def log_probability(self, logits: Logits, token: int) -> float:
+        """Return the natural logarithm of the model's own probability of a token, before any filter.
+
+        Raises:
+            EngineError: A logit is NaN or +∞, or all are −∞.
+        """
+        top = float(logits.max())
+        _check_top(top)
+        np.subtract(logits, top, out=self._exponents, dtype=np.float64)
+        np.exp(self._exponents, out=self._exponents)
+        return float(logits[token]) - top - math.log(float(self._exponents.sum()))
+
+    def _penalize(self, logits: Logits, history: TokenIds) -> Logits:
+        scores = self._scores
+        np.copyto(scores, logits)
+        if len(history):
+            # A token that came twice is written twice with one value, so that it is penalised once.
+            seen = scores[history]
+            penalty = np.float32(self._options.repetition_penalty)
+            scores[history] = np.where(seen < 0, seen * penalty, seen / penalty)
+        return scores
+
+    def _candidates(
+        self, logits: Logits, history: TokenIds
+    ) -> tuple[TokenIds | None, npt.NDArray[np.float64]]:
+        """Return the ids that pass the filters (None for all, in order) and weights to draw by."""
+        options = self._options
+        if self._penalized:
+            self._penalize(logits, history)
+        else:
+            np.copyto(self._scores, logits)
+        top = float(self._scores.max())
+        _check_top(top)
+        # Relative to the likeliest token, so that small temperatures cannot overflow.
+        np.subtract(self._scores, np.float32(top), out=self._scores)
+        with np.errstate(over="ignore"):
+            np.divide(self._scores, max(options.temperature, _SMALLEST), out=self._scores)
+        floor = math.log(options.min_p) if options.min_p > 0 else -math.inf
+        ids: TokenIds | None = None
+        if 0 < options.top_k < len(logits):
+            ids = self._likeliest(options.top_k)
+        if options.top_p < 1:
+            ids = self._nucleus(ids, options.top_p)
+        elif ids is None and floor > -math.inf:
+            ids = np.flatnonzero(self._scores >= floor)
+        if ids is None:
+            return None, np.exp(self._scores, out=self._weights)
+        chosen = self._scores[ids].astype(np.float64)
+        keep = chosen >= floor
+        return ids[keep], np.exp(chosen[keep])
+
+    def _likeliest(self, count: int) -> TokenIds:
+        """Return the ids of the ``count`` likeliest tokens and of those that tie with the last one."""
+        np.copyto(self._work, self._scores)
+        place = len(self._work) - count
+        self._work.partition(place)
+        return np.flatnonzero(self._scores >= self._work[place])
+
+    def _nucleus(self, ids: TokenIds | None, top_p: float) -> TokenIds:
+        """Return the fewest of ``ids`` (None for all) that reach ``top_p`` of their probability."""
+        if ids is None:
+            total = float(np.exp(self._scores, out=self._weights).sum())
+            for guess in _NUCLEUS_GUESSES:
+                if guess < len(self._scores):
+                    some, reached = self._sorted_nucleus(self._likeliest(guess), total, top_p)
+                    if reached:
+                        return some
+            ids = np.arange(len(self._scores))
+        else:
+            total = float(np.exp(self._scores[ids].astype(np.float64)).sum())
+        return self._sorted_nucleus(ids, total, top_p)[0]
+
+    def _sorted_nucleus(self, ids: TokenIds, total: float, top_p: float) -> tuple[TokenIds, bool]:
+        """Return the nucleus among ``ids`` and whether they were enough to reach ``top_p``."""
+        scores = self._scores[ids]
+        order = np.argsort(-scores, kind="stable")
+        cumulative = np.cumsum(np.exp(scores[order].astype(np.float64))) / total
+        count = int(cumulative.searchsorted(top_p)) + 1
+        return ids[order[:count]], count <= len(ids)
+
+
+def _check_top(top: float) -> None:
+    """Refuse logits whose largest value is NaN (which ``max`` passes on) or infinite."""
+    if not math.isfinite(top):
+        what = "all -inf" if top == -math.inf else "NaN or +inf"
+        raise EngineError(
+            f"The model's logits are {what}.",
+            fix="Run `heterollm doctor`: a kernel or the checkpoint's weights are not sound.",
+        )

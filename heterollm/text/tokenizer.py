@@ -1,0 +1,399 @@
+"""Text to token ids and back, with the tokenizer and the chat template that a checkpoint brings.
+
+`tokenizer.json` is loaded as it stands, which is what the checkpoint was published with; transformers
+adds the special tokens of `tokenizer_config.json` and renders the chat template in its own sandbox. As in
+transformers 5, what `tokenizer.json` writes before a text outweighs `add_bos_token` in the configuration.
+Older checkpoints without that file go through transformers' `AutoTokenizer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from heterollm.base import CheckpointError, InputError, parse_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Message", "StreamDecoder", "Tokenizer"]
+
+Message = Mapping[str, str]
+"""One chat message: ``{"role": "user", "content": "…"}``."""
+
+_FIX = "Download the checkpoint again, with all of its tokenizer files."
+_OLD_FORMATS = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CHARACTER_BYTES = 4
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+class _Wrapper(Protocol):
+    """What is used of transformers' tokenizers, which come without types."""
+
+    chat_template: str | dict[str, str] | None
+    eos_token_id: int | None
+
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer; made by :meth:`from_folder`.
+
+    Args:
+        wrapper: transformers' tokenizer, which holds the special tokens and the chat template.
+        folder: Where it came from, for messages.
+        eos_ids: Ids that end an answer.
+    """
+
+    def __init__(self, wrapper: _Wrapper, folder: Path, eos_ids: frozenset[int]) -> None:
+        self._wrapper = wrapper
+        self._folder = folder
+        self._backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
+        # Both may be baked into the file; a prompt cut short in silence would be a wrong answer.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._eos_ids = eos_ids
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        base: int = self._backend.get_vocab_size(False)
+        self._vocab_size = max(base, max(added, default=-1) + 1)
+        self._prefix = self._added_prefix()
+        self._byte_ids = self._byte_fallback_ids()
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint folder; nothing is downloaded and no remote code runs.
+
+        Args:
+            path: Folder with `tokenizer.json` (or `tokenizer.model`, or `vocab.json` and `merges.txt`).
+
+        Raises:
+            CheckpointError: A file is missing or damaged; the message names it.
+        """
+        folder = Path(path)
+        _check_small_files(folder)
+        wrapper = _load_wrapper(folder)
+        if not isinstance(wrapper.chat_template, str | dict | None):
+            raise CheckpointError(f"The chat template in {folder} is not text.", fix=_FIX)
+        eos_ids = set(_configured_eos_ids(folder))
+        if wrapper.eos_token_id is not None:
+            eos_ids.add(int(wrapper.eos_token_id))
+        with _LIBRARY:
+            return cls(wrapper, folder, frozenset(eos_ids))
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends an answer, by the tokenizer and by the generation configuration."""
+        return self._eos_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that :meth:`encode` returns; a model may have more rows."""
+        return self._vocab_size
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint brings a chat template; else a plain form of the dialogue is used."""
+        return self._wrapper.chat_template is not None
+
+    @property
+    def chat_stop_strings(self) -> tuple[str, ...]:
+        """What else ends an answer in a chat: with the plain form, the next question."""
+        return () if self.has_chat_template else ("\n\nUser:", "\n\nSystem:")
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: Any text; special tokens written out in it become their ids.
+            add_bos: Begin with the tokens with which this checkpoint begins a text (often one BOS, for
+                some checkpoints none), unless the text itself already does.
+
+        Raises:
+            InputError: The text is not valid Unicode.
+        """
+        try:
+            with _LIBRARY:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InputError(
+                f"The text is not valid Unicode text: {error}.", fix="Remove lone surrogates."
+            ) from error
+        prefix = self._prefix
+        return prefix + ids if add_bos and ids[: len(prefix)] != prefix else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens; ids past the vocabulary are empty text.
+
+        Raises:
+            InputError: An id is negative or not a whole number below 2³².
+        """
+        try:
+            with _LIBRARY:
+                text: str = self._backend.decode(ids, skip_special_tokens=True)
+        except (OverflowError, TypeError) as error:
+            raise InputError(f"The token ids cannot be decoded: {error}.") from error
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of a dialogue, ready for prefill.
+
+        Without a template the dialogue reads ``User: …``, blank line, ``Assistant: …``, blank line, and
+        so on, each role with a capital letter, and begins as :meth:`encode` begins a text.
+
+        Args:
+            messages: Role and content of each message, oldest first.
+            add_generation_prompt: End with the words that open the assistant's answer.
+
+        Raises:
+            InputError: There is no message, or the template refuses these.
+            CheckpointError: The template itself is damaged.
+        """
+        if not messages:
+            raise InputError("A chat prompt needs at least one message.")
+        if self.has_chat_template:
+            return self.encode(self._render(messages, add_generation_prompt), add_bos=False)
+        turns = [f"{message['role'].capitalize()}: {message['content'].strip()}\n\n" for message in messages]
+        # No space after the colon: most vocabularies keep it with the next word.
+        return self.encode("".join(turns) + ("Assistant:" if add_generation_prompt else ""))
+
+    def stream_decoder(self) -> StreamDecoder:
+        """Return a decoder for ids that arrive one at a time."""
+        return StreamDecoder(self._backend, self._special_ids, self._byte_ids)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        try:
+            text: str = self._wrapper.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"The chat template in {self._folder} is damaged: {error}.", fix=_FIX
+            ) from error
+        except jinja2.TemplateError as error:
+            raise InputError(f"The chat template refuses these messages: {error}.") from error
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"The chat template in {self._folder} fails: {error}.", fix=_FIX) from error
+        return text
+
+    def _added_prefix(self) -> list[int]:
+        """Return the ids that the post-processor puts before a text (never those it puts after)."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        ids: list[int] = []
+        for index, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
+            if not special:
+                break
+            ids.append(index)
+        return ids
+
+    def _byte_fallback_ids(self) -> frozenset[int]:
+        """Return the ids of single bytes that the decoder joins to characters (sentencepiece)."""
+        names = {value: f"<0x{value:02X}>" for value in range(256)}
+        ids = {name: self._backend.token_to_id(name) for name in names.values()}
+        return frozenset(
+            index
+            for name, index in ids.items()
+            if index is not None and self._backend.decode([index]) != name
+        )
+
+
+class StreamDecoder:
+    """Turns ids that arrive one at a time into text, never splitting a character.
+
+    The pieces that :meth:`push` and :meth:`finish` return, joined, equal ``Tokenizer.decode`` of all ids.
+    Only the tokens since the last settled text, and the ones just before them, are decoded each time, so
+    that a leading space is kept and the cost per token does not grow.
+
+    Text waits for its last bytes when a character is spread over tokens. With byte fallback a whole run
+    of byte tokens waits for the token after it, since one wrong byte makes all of the run unreadable.
+
+    Args:
+        backend: The tokenizer.
+        special_ids: Ids without text.
+        byte_ids: Ids of single bytes, if the decoder falls back to bytes.
+    """
+
+    __slots__ = ("_backend", "_byte_ids", "_ids", "_settled", "_special_ids", "_start")
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_ids: frozenset[int], byte_ids: frozenset[int]
+    ) -> None:
+        self._backend = backend
+        self._special_ids = special_ids
+        self._byte_ids = byte_ids
+        # The tokens of the last settled text, then from `_start` on those whose text is not settled.
+        self._ids: list[int] = []
+        self._start = 0
+        # Characters of the text of `_ids` that were handed out.
+        self._settled = 0
+
+    def push(self, token_id: int) -> str:
+        """Take one id and return the text that it settles, often all of its own, sometimes none."""
+        if token_id in self._special_ids or self._backend.id_to_token(token_id) is None:
+            return ""
+        self._ids.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        text = self._text()
+        if text.endswith(_REPLACEMENT) and not self._byte_ids:
+            return self._hold(text)
+        piece = text[self._settled :]
+        del self._ids[: self._start]
+        self._start = len(self._ids)
+        self._settled = len(self._text())
+        return piece
+
+    def finish(self) -> str:
+        """Return the text that is still held, with unfinished characters as U+FFFD, and start anew."""
+        text = self._text()
+        piece = text[self._settled :]
+        self._ids.clear()
+        self._start = self._settled = 0
+        return piece
+
+    def _hold(self, text: str) -> str:
+        """Hand out all but the last character, which further bytes may still change."""
+        piece = text[self._settled : -1]
+        self._settled = len(text) - 1
+        if len(self._ids) > 4 * _CHARACTER_BYTES:
+            # Unreadable bytes only. UTF-8 finds its step again within one character, and a token has at
+            # least one byte, so as many tokens as a character has bytes decode to the same ending.
+            self._ids = self._ids[-_CHARACTER_BYTES:]
+            self._start = 0
+            self._settled = len(self._text()) - 1
+        return piece
+
+    def _text(self) -> str:
+        with _LIBRARY:
+            text: str = self._backend.decode(self._ids, skip_special_tokens=True)
+        return text
+
+
+class _LibraryGuard:
+    """Turns failures of the tokenizers library into errors of ours.
+
+    It raises bare exceptions for damaged files, and its panics are no ``Exception`` at all.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if type(error) is Exception or type(error).__module__ == "pyo3_runtime":
+            raise CheckpointError(f"The checkpoint's tokenizer fails: {error}.", fix=_FIX) from error
+
+
+_LIBRARY = _LibraryGuard()
+
+
+def _check_small_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no checkpoint folder {folder}.", fix="Check the path.")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        _read_json(folder / name)
+    template = folder / "chat_template.jinja"
+    try:
+        if template.exists():
+            template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{template} cannot be read: {error}.", fix=_FIX) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where there is no such file."""
+    try:
+        value = parse_json(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.", fix=_FIX) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object.", fix=_FIX)
+    return value
+
+
+def _load_wrapper(folder: Path) -> _Wrapper:
+    """Return transformers' tokenizer for a folder."""
+    with _no_advice():
+        import transformers  # here: half a second, and most commands need no tokenizer
+    name = "tokenizer.json"
+    kind = transformers.PreTrainedTokenizerFast
+    if not (folder / name).is_file():
+        old = next(
+            (names for names in _OLD_FORMATS if all((folder / part).is_file() for part in names)), None
+        )
+        if old is None:
+            raise CheckpointError(f"{folder / name} is missing.", fix=_FIX)
+        name = old[0]
+        kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
+    try:
+        with _quiet(transformers.utils.logging), _LIBRARY:
+            wrapper: _Wrapper = kind.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        # The tokenizers library raises bare exceptions for damaged files.
+        raise CheckpointError(f"{folder / name} cannot be loaded: {error}.", fix=_FIX) from error
+    if not hasattr(wrapper, "backend_tokenizer"):
+        raise CheckpointError(
+            f"{folder / name} is a tokenizer of a kind without a fast form ({type(wrapper).__name__}).",
+            fix="Convert it to tokenizer.json with transformers' save_pretrained.",
+        )
+    return wrapper
+
+
+class _Verbosity(Protocol):
+    """transformers' own logging module."""
+
+    def get_verbosity(self) -> int: ...
+    def set_verbosity(self, verbosity: int) -> None: ...
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Import transformers without a remark that it has no models where PyTorch is missing."""
+    given = _ADVICE in os.environ
+    os.environ.setdefault(_ADVICE, "1")
+    yield
+    if not given:
+        del os.environ[_ADVICE]
+
+
+@contextmanager
+def _quiet(verbosity: _Verbosity) -> Iterator[None]:
+    """Silence transformers' warnings, which speak of its own models, for a moment."""
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        verbosity.set_verbosity(before)
+
+
+def _configured_eos_ids(folder: Path) -> list[int]:
+    """Return the end ids of `generation_config.json`, or of `config.json` where that is missing."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        path = folder / "config.json"
+    value = _read_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for index in ids:
+        if type(index) is not int or index < 0:
+            raise CheckpointError(f"{path} has eos_token_id {value!r}, not token ids.", fix=_FIX)
+    return ids

@@ -1,0 +1,7 @@
+"""Records the passes of an engine, and says where their time went."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

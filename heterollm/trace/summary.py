@@ -1,0 +1,312 @@
+"""What a trace says in numbers: where the time went, how much both parts did at once, what it all waited for.
+
+The engine thread's times add up to the wall: each of its spans counts without those inside it, what no span
+covers is Python's, and what lies between two passes (sampling, text, the caller) is named so. The critical
+path goes back from a pass's end, each time to the kernel or graph run that ended last before; what lies
+between two of them is a gap, and a hand-over where the part changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeAlias, get_args
+
+from heterollm.base import bandwidth_gbps
+from heterollm.kernels.npu import TimeKind
+from heterollm.kernels.ops import Phase
+from heterollm.trace.spans import Category, Pass, Span, Trace, Track
+
+__all__ = ["BETWEEN", "PYTHON", "OperatorTime", "TraceSummary", "busy", "summarise", "summarise_phases"]
+
+PYTHON: Final = "python"
+"""Time of the engine thread in a pass that no span covers."""
+
+BETWEEN: Final = "between passes"
+HAND_OVER: Final = "hand-over"
+SAME_PART: Final = "gap within one part"
+ENDS: Final = "start and end of passes"
+
+Intervals: TypeAlias = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTime:
+    """All runs of one operator on one part.
+
+    Args:
+        track: Which part.
+        category: Of which kind.
+        operator: Which.
+        count: Runs.
+        time_us: Of all together.
+        weight_bytes: Weights that were read, where it is linear.
+        flops: Operations, where it is linear.
+    """
+
+    track: Track
+    category: Category
+    operator: str
+    count: int
+    time_us: float
+    weight_bytes: int
+    flops: int
+
+    @property
+    def gbps(self) -> float | None:
+        """Weights read, in 10⁹ bytes a second; None where nothing is linear."""
+        return bandwidth_gbps(self.weight_bytes, self.time_us) if self.flops and self.time_us else None
+
+    @property
+    def gflops(self) -> float | None:
+        """10⁹ operations a second; None where nothing is linear."""
+        return self.flops / (self.time_us * 1e3) if self.flops and self.time_us else None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """Some passes in numbers; times are those of all of them together.
+
+    Args:
+        device: Name of the device.
+        time_kind: Whether the times are real, emulated or simulated.
+        plan: The plan's level.
+        precision: Of the linears.
+        passes: How many passes.
+        failed: How many of them an error ended.
+        tokens: Tokens that they took.
+        wall_us: From beginning to end, what lies between passes that follow each other included.
+        between_us: Of that, what lies between passes.
+        gpu_busy_us: While a kernel ran, in passes.
+        npu_busy_us: While an NPU graph ran.
+        overlap_us: While both did.
+        hand_over_us: Gaps of the critical path at which the part changes: what hand-overs cost.
+        hand_overs: How many.
+        engine_us: Times of the engine thread by category; they add up to the wall.
+        critical_us: Times of the critical path by part and category, gaps included; they add up to the wall
+            of the passes.
+        operators: Times by part and operator, the longest first.
+        clock_uncertainty_us: By how much kernels may be shifted against the rest.
+        notes: Those of the trace.
+    """
+
+    device: str
+    time_kind: TimeKind
+    plan: str
+    precision: str
+    passes: int
+    failed: int
+    tokens: int
+    wall_us: float
+    between_us: float
+    gpu_busy_us: float
+    npu_busy_us: float
+    overlap_us: float
+    hand_over_us: float
+    hand_overs: int
+    engine_us: Mapping[str, float]
+    critical_us: Mapping[str, float]
+    operators: tuple[OperatorTime, ...]
+    clock_uncertainty_us: float
+    notes: tuple[str, ...]
+
+    @property
+    def passes_us(self) -> float:
+        """Time in passes."""
+        return self.wall_us - self.between_us
+
+    @property
+    def gpu_idle_us(self) -> float:
+        """Time in passes while no kernel ran."""
+        return self.passes_us - self.gpu_busy_us
+
+    @property
+    def npu_idle_us(self) -> float:
+        """Time in passes while no NPU graph ran."""
+        return self.passes_us - self.npu_busy_us
+
+    @property
+    def both_idle_us(self) -> float:
+        """Time in passes while neither part worked."""
+        return self.passes_us - self.gpu_busy_us - self.npu_busy_us + self.overlap_us
+
+    @property
+    def overlap_fraction(self) -> float:
+        """The time both worked at once, of the shorter part's; 0 where one did nothing."""
+        shorter_us = min(self.gpu_busy_us, self.npu_busy_us)
+        return self.overlap_us / shorter_us if shorter_us else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        derived = ("gpu_idle_us", "npu_idle_us", "both_idle_us", "overlap_fraction")
+        rows = [asdict(row) | {"gbps": row.gbps, "gflops": row.gflops} for row in self.operators]
+        return asdict(self) | {name: getattr(self, name) for name in derived} | {"operators": rows}
+
+
+def summarise(trace: Trace) -> TraceSummary:
+    """Return a trace in numbers; :meth:`Trace.select` first for some of its passes.
+
+    Args:
+        trace: Any, of any kind of time.
+    """
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        spans[span.number].append(span)
+    engine: dict[str, float] = defaultdict(float)
+    critical: dict[str, float] = defaultdict(float)
+    busy_us = dict.fromkeys(("gpu", "npu", "both"), 0.0)
+    hand_overs = 0
+    for one in trace.passes:
+        own = spans[one.number]
+        for category, time_us in _self_times(own):
+            engine[category] += time_us
+        parts = {track: _clipped(busy(own, track), one) for track in ("gpu", "npu")}
+        for track, intervals in parts.items():
+            busy_us[track] += _length_us(intervals)
+        busy_us["both"] += _length_us(_common(parts["gpu"], parts["npu"]))
+        for name, time_us in _critical_path(one, own, round(1e3 * trace.clock_uncertainty_us)):
+            critical[name] += time_us
+            hand_overs += name == HAND_OVER
+    between_us = 0.0
+    for before, after in itertools.pairwise(trace.passes):
+        if after.number == before.number + 1:
+            read_us = sum(span.duration_us for span in spans[before.number] if span.category == "tracing")
+            engine["tracing"] += read_us
+            engine[BETWEEN] += (after.begin_ns - before.end_ns) / 1e3 - read_us
+            between_us += (after.begin_ns - before.end_ns) / 1e3
+    return TraceSummary(
+        trace.device,
+        trace.time_kind,
+        trace.plan,
+        trace.precision,
+        len(trace.passes),
+        sum(one.failed for one in trace.passes),
+        sum(one.tokens for one in trace.passes),
+        sum(one.end_ns - one.begin_ns for one in trace.passes) / 1e3 + between_us,
+        between_us,
+        busy_us["gpu"],
+        busy_us["npu"],
+        busy_us["both"],
+        critical.get(HAND_OVER, 0.0),
+        hand_overs,
+        dict(sorted(engine.items(), key=lambda item: -item[1])),
+        dict(sorted(critical.items(), key=lambda item: -item[1])),
+        _operators(trace.spans),
+        trace.clock_uncertainty_us,
+        trace.notes,
+    )
+
+
+def summarise_phases(trace: Trace) -> dict[str, TraceSummary]:
+    """Return the summary of each phase that has passes, by its name."""
+    found: dict[str, TraceSummary] = {}
+    for phase in get_args(Phase):
+
+        def wanted(one: Pass, phase: str = phase) -> bool:
+            return one.phase == phase
+
+        part = trace.select(wanted)
+        if part.passes:
+            found[phase] = summarise(part)
+    return found
+
+
+# -- pieces ------------------------------------------------------------------------------------------
+
+
+def busy(spans: Iterable[Span], track: Track) -> Intervals:
+    """Return when a part worked, as intervals in order that do not touch, in nanoseconds."""
+    merged: list[tuple[int, int]] = []
+    for begin_ns, end_ns in sorted((span.begin_ns, span.end_ns) for span in spans if span.track == track):
+        if merged and begin_ns <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_ns))
+        else:
+            merged.append((begin_ns, end_ns))
+    return merged
+
+
+def _self_times(spans: Iterable[Span]) -> Iterator[tuple[str, float]]:
+    """Yield the time of each span of the engine thread in its pass without the spans in it."""
+    nested: list[tuple[Span, int]] = []
+    for span in [*spans, None]:
+        if span is not None and (span.track != "engine" or span.category == "tracing"):
+            continue
+        while nested and (span is None or nested[-1][0].end_ns <= span.begin_ns):
+            closed, inside_ns = nested.pop()
+            length_ns = closed.end_ns - closed.begin_ns
+            if nested:
+                outer, already_ns = nested[-1]
+                nested[-1] = outer, already_ns + length_ns
+            name = PYTHON if closed.category == "pass" else closed.category
+            yield name, (length_ns - inside_ns) / 1e3
+        if span is not None:
+            nested.append((span, 0))
+
+
+def _critical_path(one: Pass, spans: Iterable[Span], slack_ns: int) -> Iterator[tuple[str, float]]:
+    """Yield what the path through a pass consists of, from its end back to its beginning.
+
+    Args:
+        one: The pass.
+        spans: Its spans.
+        slack_ns: By how much a kernel may seem to end after what followed it has begun.
+    """
+    at_ns = one.end_ns
+    after: Track | None = None
+    for span in sorted((span for span in spans if span.track != "engine"), key=lambda span: -span.end_ns):
+        begin_ns = max(span.begin_ns, one.begin_ns)
+        if span.end_ns > at_ns + slack_ns or begin_ns >= at_ns:
+            continue
+        if span.end_ns < at_ns:
+            gap = ENDS if after is None else SAME_PART if after == span.track else HAND_OVER
+            yield gap, (at_ns - span.end_ns) / 1e3
+        yield f"{span.track} {span.category}", (min(span.end_ns, at_ns) - begin_ns) / 1e3
+        at_ns, after = begin_ns, span.track
+    if at_ns > one.begin_ns:
+        yield ENDS, (at_ns - one.begin_ns) / 1e3
+
+
+def _clipped(intervals: Intervals, one: Pass) -> Intervals:
+    """Return intervals without what lies outside of a pass, where clocks agree only so far."""
+    inside = ((max(begin, one.begin_ns), min(end, one.end_ns)) for begin, end in intervals)
+    return [(begin, end) for begin, end in inside if begin < end]
+
+
+def _common(first: Intervals, second: Intervals) -> Intervals:
+    """Return the intervals that lie in both."""
+    found = []
+    place = other = 0
+    while place < len(first) and other < len(second):
+        begin = max(first[place][0], second[other][0])
+        end = min(first[place][1], second[other][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[place][1] <= second[other][1]:
+            place += 1
+        else:
+            other += 1
+    return found
+
+
+def _length_us(intervals: Intervals) -> float:
+    return sum(end - begin for begin, end in intervals) / 1e3
+
+
+def _operators(spans: Iterable[Span]) -> tuple[OperatorTime, ...]:
+    runs: dict[tuple[Track, Category, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.track != "engine":
+            runs[span.track, span.category, span.operator].append(span)
+    rows = [
+        OperatorTime(
+            *key,
+            len(found),
+            sum(span.end_ns - span.begin_ns for span in found) / 1e3,
+            sum(span.work.weight_bytes for span in found if span.work),
+            sum(span.work.flops for span in found if span.work),
+        )
+        for key, found in runs.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.time_us))

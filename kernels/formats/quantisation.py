@@ -1,0 +1,223 @@
+"""Block quantisation with scales of least squared error, in NumPy.
+
+A scale of ``max / 7`` wastes codes on one weight and leaves the error of all others as it falls. Here a few
+starting scales per block are tried; for the integers that each gives, the scale of least squared error has
+a closed form, ``<w, q> / <q, q>``, and the best block error after rounding the scale to FP16 wins. The same
+idea is behind ``make_qx_quants`` in https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import CheckpointError, OptionError
+from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
+
+__all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "effective_block", "quantize"]
+
+QUANTIZER_VERSION = 1
+"""Part of every cache key: raised whenever equal weights would give other codes or scales."""
+
+MINIMUM_BLOCK = 16
+"""Smallest block that MatMulNBits knows."""
+
+CHUNK_BYTES = 256 * 1024
+"""Float32 weights worked on at once, so that the chunk and its scratch copy stay in a core's L2 cache."""
+
+LARGEST_SCALE = float(np.finfo(np.float16).max)
+SMALLEST_SCALE = float(np.finfo(np.float16).smallest_subnormal)
+
+SYMMETRIC_REACH: dict[int, tuple[float, ...]] = {4: (7.0, 7.6, 8.2, 8.8, 9.6), 8: (127.0,)}
+"""Steps from zero at which the block's largest magnitude is placed, on the longer, negative side.
+
+The first is plain scaling by the maximum; beyond 8 the largest weights are clipped for the others' sake.
+"""
+
+ASYMMETRIC_SHRINK: dict[int, tuple[float, ...]] = {4: (1.0, 0.95, 0.9, 0.84), 8: (1.0,)}
+"""Fractions of the block's range that the codes span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The scale, and the lowest and highest step that a code can reach, of every block of a chunk."""
+
+    scale: NDArray[np.float32]
+    low: NDArray[np.float32] | np.float32
+    high: NDArray[np.float32] | np.float32
+
+
+def effective_block(columns: int, block: int) -> int:
+    """Return the largest power of two from 16 to ``block`` that divides ``columns``.
+
+    Raises:
+        OptionError: ``block`` is no power of two of at least 16, or none divides ``columns``.
+    """
+    _check_block(block)
+    candidate = block
+    while candidate >= MINIMUM_BLOCK:
+        if columns % candidate == 0:
+            return candidate
+        candidate //= 2
+    raise OptionError(
+        f"A weight with {columns} inputs cannot be quantised in blocks of {MINIMUM_BLOCK} to {block}: "
+        "none of these powers of two divides it.",
+        fix="Use precision fp16.",
+    )
+
+
+def quantize(
+    weight: NDArray[np.float32], *, bits: Literal[4, 8], block: int, symmetric: bool = True
+) -> QuantizedTensor:
+    """Quantise a float32 weight ``[n, k]`` in blocks of ``block`` inputs.
+
+    The squared error of a block is never above that of scaling by its maximum, unless its scale is below
+    FP16's normal range. Scales can be negative: the codes reach one step further below zero than above it,
+    and the sign puts that step where it is needed.
+
+    Args:
+        weight: Finite values ``[n, k]``.
+        bits: 4 or 8.
+        block: A power of two of at least 16 that divides ``k``.
+        symmetric: Whether the zero point is fixed at the middle code rather than stored for each block.
+
+    Raises:
+        OptionError: ``bits`` or ``block`` is not possible for this shape.
+        CheckpointError: A value is NaN or infinite, or too large for an FP16 scale.
+    """
+    rows, columns = weight.shape
+    if bits not in SYMMETRIC_REACH:
+        raise OptionError(f"{bits}-bit weights are not supported.", fix="Use 4 or 8 bits.")
+    _check_block(block)
+    if columns % block:
+        raise OptionError(f"A weight with {columns} inputs cannot be quantised in blocks of {block}.")
+    blocks = np.ascontiguousarray(weight, np.float32).reshape(-1, block)
+    codes = np.empty((blocks.shape[0], block * bits // 8), np.uint8)
+    scales = np.empty(blocks.shape[0], np.float16)
+    zeros = np.empty(0 if symmetric else blocks.shape[0], np.uint8)
+    for part, values, steps in _chunks(blocks):
+        grid = _symmetric_grid(values, steps, bits) if symmetric else _asymmetric_grid(values, steps, bits)
+        _round_to_steps(values, grid, steps)
+        steps -= grid.low
+        codes[part] = _pack(steps.astype(np.uint8), bits).T
+        scales[part] = grid.scale
+        if not symmetric:
+            zeros[part] = -grid.low
+    per_row = columns // block
+    return QuantizedTensor(
+        codes.reshape(rows, per_row, -1),
+        scales.reshape(rows, per_row),
+        None if symmetric else _pack_zero_points(zeros.reshape(rows, per_row), bits),
+        bits,
+        block,
+    )
+
+
+def _check_block(block: int) -> None:
+    if block < MINIMUM_BLOCK or block & (block - 1):
+        raise OptionError(
+            f"A block of {block} is not a power of two of at least {MINIMUM_BLOCK}.", fix="Use 32, 64 or 128."
+        )
+
+
+def _chunks(blocks: NDArray[np.float32]) -> Iterator[tuple[slice, NDArray[np.float32], NDArray[np.float32]]]:
+    """Yield parts of ``[count, block]`` as ``(slice of blocks, values [block, part], scratch alike)``.
+
+    With the blocks on the inner axis, sums over a block and multiplications by its scale are whole-vector
+    operations; on the outer axis they would be loops of 32 elements each.
+    """
+    count, block = blocks.shape
+    size = max(1, min(count, CHUNK_BYTES // (4 * block)))
+    values = np.empty((block, size), np.float32)
+    scratch = np.empty_like(values)
+    for start in range(0, count, size):
+        part = slice(start, min(start + size, count))
+        taken = part.stop - start
+        np.copyto(values[:, :taken], blocks[part].T)
+        yield part, values[:, :taken], scratch[:, :taken]
+
+
+def _symmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> Grid:
+    highest, lowest = values.max(axis=0), values.min(axis=0)
+    extreme = np.where(highest >= -lowest, highest, lowest)
+    half = 1 << (bits - 1)
+    _check_range(extreme, half - 1)
+    low, high = np.float32(-half), np.float32(half - 1)
+    return _best_grid(
+        values, steps, [Grid(_to_scale(extreme / -reach), low, high) for reach in SYMMETRIC_REACH[bits]]
+    )
+
+
+def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> Grid:
+    highest, lowest = np.maximum(values.max(axis=0), 0), np.minimum(values.min(axis=0), 0)
+    levels = (1 << bits) - 1
+    _check_range(np.maximum(highest, -lowest), levels // 2)
+    candidates = []
+    for shrink in ASYMMETRIC_SHRINK[bits]:
+        scale = _to_scale((highest - lowest) * (shrink / levels))
+        low = np.clip(np.rint(lowest * shrink / scale), -levels, 0)
+        candidates.append(Grid(scale, low, low + levels))
+    return _best_grid(values, steps, candidates)
+
+
+def _best_grid(values: NDArray[np.float32], steps: NDArray[np.float32], candidates: list[Grid]) -> Grid:
+    """Refit the scale of each candidate to the integers that it gives; keep each block's best."""
+    best = np.full(values.shape[1], np.inf, np.float32)
+    scale = np.empty_like(best)
+    low = np.empty_like(best)
+    for grid in candidates:
+        _round_to_steps(values, grid, steps)
+        product = np.einsum("ij,ij->j", values, steps)
+        square = np.einsum("ij,ij->j", steps, steps)
+        refitted = _to_scale(product / np.maximum(square, 1))
+        # The squared error less <w, w>, which all candidates share.
+        error = refitted * (refitted * square - 2 * product)
+        better = error < best
+        np.copyto(best, error, where=better)
+        np.copyto(scale, refitted, where=better)
+        np.copyto(low, grid.low, where=better)
+    first = candidates[0]
+    if isinstance(first.low, np.float32):
+        return Grid(scale, first.low, first.high)
+    return Grid(scale, low, low + (first.high - first.low))
+
+
+def _round_to_steps(values: NDArray[np.float32], grid: Grid, steps: NDArray[np.float32]) -> None:
+    """Write the nearest reachable number of scale steps of each value to ``steps``."""
+    np.multiply(values, 1 / grid.scale, out=steps)
+    np.rint(steps, out=steps)
+    np.clip(steps, grid.low, grid.high, out=steps)
+
+
+def _to_scale(scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round to FP16, away from zero where it would underflow, so that it can be divided by."""
+    magnitude = np.clip(np.abs(scale), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float16)
+    return np.copysign(magnitude.astype(np.float32), scale)
+
+
+def _check_range(extreme: NDArray[np.float32], steps: int) -> None:
+    largest = float(np.abs(extreme).max(initial=0.0))
+    if not largest <= LARGEST_SCALE * steps:
+        raise CheckpointError(
+            f"A weight of magnitude {largest:g} cannot be quantised: its FP16 scale would overflow.",
+            fix="The checkpoint is damaged, or was not trained as a language model.",
+        )
+
+
+def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Pack codes along the first axis: two nibbles a byte, the even one low."""
+    if bits == 8:
+        return codes
+    packed = np.left_shift(codes[1::2], 4, dtype=np.uint8)
+    packed |= codes[0::2]
+    return packed
+
+
+def _pack_zero_points(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 4 and zeros.shape[1] % 2:
+        zeros = np.pad(zeros, ((0, 0), (0, 1)))
+    return np.ascontiguousarray(_pack(zeros.T, bits).T)

@@ -1,0 +1,35 @@
+"""Random weights of any shape and format, made quickly: what self-tests and the profiler compute with."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, cast
+
+import numpy as np
+
+from heterollm.kernels.formats.quantized_tensor import LinearWeight, QuantizedTensor
+from heterollm.kernels.ops import WeightFormat
+
+__all__ = ["RANDOM_FLOATS", "random_weight"]
+
+RANDOM_FLOATS: Final = 1 << 20
+"""Random floats that are made; more are the same over again."""
+
+
+def random_weight(
+    generator: np.random.Generator, rows: int, columns: int, weight: WeightFormat
+) -> LinearWeight:
+    """Return a random weight ``[rows, columns]`` of a format, scaled so that outputs come near to one."""
+    if not weight.quantized:
+        tile = generator.standard_normal(min(RANDOM_FLOATS, rows * columns), np.float32)
+        tile /= np.float32(np.sqrt(columns))
+        values = np.resize(tile, rows * columns).reshape(rows, columns)
+        return values.astype(np.float16) if weight.bits == 16 else values
+    bits = cast("Literal[4, 8]", weight.bits)
+    blocks = columns // weight.block
+    codes = generator.integers(0, 256, (rows, blocks, weight.block * bits // 8), np.uint8)
+    steps = 1 << (bits - 2)
+    scales = generator.uniform(0.5, 1.5, (rows, blocks)) / (steps * np.sqrt(columns))
+    zeros = None
+    if not weight.symmetric:
+        zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
+    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, weight.block)

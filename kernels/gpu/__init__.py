@@ -1,0 +1,7 @@
+"""Runs kernels through OpenCL: the runtime, its memory, and prepared launches of every operator."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

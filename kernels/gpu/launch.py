@@ -1,0 +1,86 @@
+"""Prepared calls of OpenCL kernels: arguments set once, enqueued again and again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from heterollm.kernels.gpu.binding import OpenClError, cl
+from heterollm.kernels.gpu.memory import SharedArray
+
+__all__ = ["Argument", "ChainedLaunch", "Launch", "host_address"]
+
+Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
+"""A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
+
+
+class Launch:
+    """One kernel with its arguments set, ready to be enqueued again and again.
+
+    It owns its kernel object, and keeps the memory that the arguments name: OpenCL does not.
+    """
+
+    __slots__ = ("_enqueue", "_queue", "arguments", "global_size", "kernel", "label", "local_size")
+
+    def __init__(
+        self,
+        queue: cl.CommandQueue,
+        kernel: cl.Kernel,
+        arguments: Sequence[Argument],
+        global_size: tuple[int, ...],
+        local_size: tuple[int, ...],
+        label: str,
+    ) -> None:
+        self._queue = queue
+        self._enqueue = cl.enqueue_nd_range_kernel
+        self.kernel = kernel
+        self.arguments = tuple(arguments)
+        self.global_size = global_size
+        self.local_size = local_size
+        self.label = label
+        kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
+
+    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+        """Name other memory in place of ``old``."""
+        index = next(place for place, argument in enumerate(self.arguments) if argument is old)
+        self.kernel.set_arg(index, new.buffer)
+        self.arguments = (*self.arguments[:index], new, *self.arguments[index + 1 :])
+
+    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
+        """Enqueue the kernel without waiting; returns its event."""
+        return self._enqueue(self._queue, self.kernel, self.global_size, self.local_size)
+
+    def __del__(self) -> None:
+        # The memory may go with the launch, and a kernel that still runs must not see it freed.
+        with contextlib.suppress(OpenClError):
+            self._queue.finish()
+
+
+class ChainedLaunch(Launch):
+    """A launch that enqueues another one first, which prepares its input."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: Launch, *arguments: Any) -> None:  # noqa: ANN401 - those of Launch
+        super().__init__(*arguments)
+        self.before = before
+
+    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
+        """Enqueue both kernels without waiting; returns the event of the last."""
+        self.before()
+        return super().__call__()
+
+
+def host_address(argument: Argument) -> int:
+    """Return where an argument's memory lies, where that is the host's; 0 for a null pointer."""
+    if argument is None:
+        return 0
+    if isinstance(argument, SharedArray):
+        return int(argument.array.ctypes.data)
+    if isinstance(argument, cl.SVM):
+        return int(argument.mem.ctypes.data)
+    buffer: Any = argument
+    return int(buffer.get_host_array((1,), np.uint8).ctypes.data)

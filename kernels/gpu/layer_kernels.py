@@ -1,0 +1,161 @@
+"""What the launches between the linear layers share: the step buffer, cut outputs, the choice of a kernel.
+
+Each kernel that reads a linear's output takes the two segments of a row cut (:class:`Segments`). Kernels
+read the position, the length and the head's first row of a pass from the step buffer, so that a launch
+serves every pass of its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.rounding import RoundedInputs
+from heterollm.kernels.gpu.runtime import OpenClRuntime
+from heterollm.kernels.gpu.variants import KernelStyle, Variant, variants_for
+from heterollm.kernels.ops import Join
+
+__all__ = [
+    "STEP_HEAD_ROW",
+    "STEP_LENGTH",
+    "STEP_POSITION",
+    "STEP_WORDS",
+    "Defines",
+    "LayerKernels",
+    "Segments",
+]
+
+STEP_POSITION: Final = 0
+"""Index in the step buffer (int32) of the position of the pass's first token."""
+STEP_LENGTH: Final = 1
+"""Index of the tokens of the pass; what lies behind them is neither read nor written."""
+STEP_HEAD_ROW: Final = 2
+"""Index of the first row that the head reads."""
+STEP_WORDS: Final = 16
+"""Words of the step buffer."""
+
+Defines: TypeAlias = dict[str, str | int]
+"""Preprocessor definitions of a kernel."""
+
+COMMON_FILES: Final = ("common.h", "rounding.h", "layers.h")
+SIMT_ITEMS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The output of a linear group under a row cut, or of a block under a cut of its width.
+
+    Of member ``j`` the first ``splits[j]`` rows (output columns of the activation) lie in ``a``, the rest in
+    ``b``; in each segment the members follow one another. A segment that no member uses may be any memory.
+
+    Args:
+        a: ``[m_padded, sum(splits)]`` in the activation type.
+        b: ``[m, sum(rows) - sum(splits)]`` in the activation type.
+        rows: Output rows of each member.
+        splits: How many of them lie in ``a``; nothing with ``sum``.
+        join: With ``sum`` there is one member, whose output is the sum of ``a`` and ``b``, each ``[m, rows]``
+            (``a`` may have more rows). Only the norms add.
+    """
+
+    a: SharedArray
+    b: SharedArray
+    rows: tuple[int, ...]
+    splits: tuple[int, ...]
+    join: Join = "concatenate"
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.splits) or not all(
+            0 <= split <= rows for split, rows in zip(self.splits, self.rows, strict=True)
+        ):
+            raise KernelError(f"Splits {self.splits} do not lie inside members of {self.rows} rows.")
+        if self.join == "sum" and len(self.rows) != 1:
+            raise KernelError(f"Two parts are summed for one member, not for {len(self.rows)}.")
+
+    def require_concatenated(self, label: str) -> None:
+        """Refuse parts that must be added up first.
+
+        Raises:
+            KernelError: They must.
+        """
+        if self.join == "sum":
+            raise KernelError(f"{label}: two parts are to be summed, which only a norm does.")
+
+
+class LayerKernels:
+    """Builds the kernels between the linear layers; what makes their launches extends it.
+
+    Args:
+        runtime: The OpenCL device.
+        activation_dtype: float32 or float16, of what linears read and write.
+        kv_dtype: float32 or float16, of the KV cache.
+        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
+
+    Raises:
+        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
+    """
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        activation_dtype: DTypeLike,
+        kv_dtype: DTypeLike,
+        *,
+        style: KernelStyle | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._item_bytes = _float_bytes(activation_dtype, "Activations")
+        self._kv_dtype = np.dtype(kv_dtype)
+        self._variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
+        self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self._item_bytes == 2 else {}
+        self._kv_defines: dict[str, str | int] = (
+            {"KV_HALF": 1} if _float_bytes(kv_dtype, "The KV cache") == 2 else {}
+        )
+
+    def _kernel(
+        self,
+        files: Sequence[str],
+        name: str,
+        defines: Callable[[KernelStyle], Defines] = lambda _: {},
+        rounded: RoundedInputs | None = None,
+        rounds: Callable[[KernelStyle], bool] = lambda _: True,
+    ) -> tuple[Any, KernelStyle, int]:
+        """Return a kernel of the first variant that builds, its style and its work-group's items.
+
+        Args:
+            files: Source files beside the common ones; ``{style}`` stands for the style.
+            name: Kernel function.
+            defines: What a style defines beside what all kernels do.
+            rounded: Where its output's codes go, if it rounds its output.
+            rounds: Whether a style of it does.
+        """
+
+        def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
+            style = variant.style
+            items = 1 if style == "vector" else SIMT_ITEMS
+            named = tuple(file.replace("{style}", style) for file in files)
+            own = self._defines | variant.defines | {"WG": items} | defines(style)
+            own |= rounded.defines if rounded and rounds(style) else {}
+            return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
+
+        what = name.replace("_", " ") + (" with int8 codes" if rounded else "")
+        return self._runtime.variants.first(what, self._variants, build)
+
+    @staticmethod
+    def _check(slot: SharedArray, elements: int, item_bytes: int, what: str) -> None:
+        if slot.array.nbytes < elements * item_bytes:
+            raise KernelError(
+                f"The {what} slot has {slot.array.nbytes} bytes, {elements * item_bytes} are needed."
+            )
+
+
+def _float_bytes(dtype: DTypeLike, what: str) -> int:
+    kind = np.dtype(dtype)
+    if kind not in (np.float32, np.float16):
+        raise KernelError(f"{what} must be float32 or float16, not {kind}.")
+    return kind.itemsize

@@ -1,0 +1,252 @@
+"""What lies between the linear layers, as prepared launches on the OpenCL device.
+
+Norms, the gated activation, the join of the logits and their soft cap are here; rotary positions with the KV
+write and attention come from :mod:`heterollm.kernels.gpu.attention`. Each kernel that writes a linear's input
+writes the type that the linear reads on either part.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from heterollm.base import KernelError, round_up
+from heterollm.kernels.gpu.attention import GpuAttention, head_stride
+from heterollm.kernels.gpu.launch import Argument, Launch
+from heterollm.kernels.gpu.layer_kernels import (
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    Segments,
+)
+from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.rounding import RoundedInputs
+from heterollm.kernels.ops import Activation
+from heterollm.kernels.sim import GpuWork
+
+__all__ = [
+    "STEP_HEAD_ROW",
+    "STEP_LENGTH",
+    "STEP_POSITION",
+    "STEP_WORDS",
+    "GpuLayers",
+    "Segments",
+    "head_stride",
+]
+
+ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
+"""In the order of pointwise.cl's numbers."""
+
+VECTOR_COLUMNS: Final = 2048
+
+
+class GpuLayers(GpuAttention):
+    """Makes the launches between the linear layers.
+
+    Args:
+        runtime: The OpenCL device.
+        activation_dtype: float32 or float16, of what linears read and write.
+        kv_dtype: float32 or float16, of the KV cache.
+        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
+
+    Raises:
+        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
+    """
+
+    # -- norms ---------------------------------------------------------------------------------------
+
+    def rms_norm(
+        self,
+        residual: SharedArray,
+        weight: Argument,
+        out: SharedArray,
+        *,
+        hidden: int,
+        tokens: int,
+        epsilon: float,
+        delta: Segments | None = None,
+        bias: Argument = None,
+        post: Argument = None,
+        rounded: RoundedInputs | None = None,
+        label: str = "norm",
+    ) -> Launch:
+        """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
+
+        With a bias the delta is ``delta + bias``; with ``post`` that, normed: ``delta / rms(delta) * post``.
+
+        Args:
+            residual: float32 ``[tokens, hidden]``, updated in place where there is a delta.
+            weight: float32 ``[hidden]``.
+            out: ``[tokens, hidden]`` in the activation type.
+            hidden: Width of the model.
+            tokens: Rows.
+            epsilon: Added to the mean square.
+            delta: Output of the linear before, one member, or two parts of it to sum; None at the start of
+                the model.
+            bias: float32 ``[hidden]`` of that linear, or None.
+            post: float32 ``[hidden]``, weight of the norm of the delta, or None.
+            rounded: Where the int8 codes of ``out`` go as well, or None.
+            label: Name for traces and errors.
+        """
+        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
+        self._check(residual, tokens * hidden, 4, f"{label} residual")
+        flags = delta is not None, bias is not None, post is not None
+        return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, label)
+
+    def final_norm(
+        self,
+        residual: SharedArray,
+        weight: Argument,
+        out: SharedArray,
+        step: SharedArray,
+        *,
+        hidden: int,
+        rows: int,
+        epsilon: float,
+        delta: Segments,
+        bias: Argument = None,
+        post: Argument = None,
+        rounded: RoundedInputs | None = None,
+        label: str = "final norm",
+    ) -> Launch:
+        """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
+
+        As :meth:`rms_norm`, but the sum is not stored back, so that it may run again for other rows of the
+        pass; output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
+        """
+        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
+        flags = 2, bias is not None, post is not None
+        return self._norm(arguments, epsilon, flags, rows, out, hidden, rounded, label)
+
+    def _norm_arguments(
+        self,
+        residual: SharedArray,
+        weight: Argument,
+        out: SharedArray,
+        hidden: int,
+        delta: Segments | None,
+        bias: Argument,
+        post: Argument,
+        step: SharedArray,
+    ) -> tuple[Argument, ...]:
+        if delta is None:
+            delta = Segments(out, out, (hidden,), (0,))
+        elif delta.rows != (hidden,):
+            raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
+        # What is not there is never read, but an argument must be some memory.
+        extra = (weight if memory is None else memory for memory in (bias, post))
+        split = -1 if delta.join == "sum" else delta.splits[0]
+        sizes = (np.int32(split), np.int32(hidden))
+        return (residual, weight, out, delta.a, delta.b, *extra, step, *sizes)
+
+    def _norm(
+        self,
+        arguments: tuple[Argument, ...],
+        epsilon: float,
+        flags: tuple[int, ...],
+        rows: int,
+        out: SharedArray,
+        hidden: int,
+        rounded: RoundedInputs | None,
+        label: str,
+    ) -> Launch:
+        self._check(out, rows * hidden, self._item_bytes, f"{label} output")
+        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
+        codes = rounded.arguments(rows, hidden, label) if rounded else ()
+        values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
+        elements, item = rows * hidden, self._item_bytes
+        # Flag 1 is a delta whose sum is stored, 2 one whose sum is not.
+        read = elements * (4 + (item if flags[0] else 0))
+        written = elements * (item + (4 if flags[0] == 1 else 0))
+        demand = GpuWork("elementwise", 6 * elements, read, written + _code_bytes(elements, rounded))
+        return self._runtime.launch(kernel, values, (rows * items,), (items,), label, demand=demand)
+
+    # -- point by point ------------------------------------------------------------------------------
+
+    def gated_activation(
+        self,
+        gate_up: Segments,
+        out: SharedArray,
+        *,
+        tokens: int,
+        intermediate: int,
+        activation: Activation = "silu",
+        bias: Argument = None,
+        rounded: RoundedInputs | None = None,
+        label: str = "activation",
+    ) -> Launch:
+        """Return the launch of ``out = activation(gate) * up``.
+
+        Args:
+            gate_up: Output of the group, two members of ``intermediate`` rows.
+            out: ``[tokens, intermediate]`` in the activation type.
+            tokens: Rows.
+            intermediate: Width of the feed-forward network.
+            activation: Of the gate.
+            bias: float32 of gate and up one after the other, added first, or None.
+            rounded: Where the int8 codes of ``out`` go as well, or None.
+            label: Name for traces and errors.
+        """
+        gate_up.require_concatenated(label)
+        if gate_up.rows != (intermediate, intermediate):
+            raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
+        self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
+        memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
+        sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
+        elements, item = tokens * intermediate, self._item_bytes
+        written = item * elements + _code_bytes(elements, rounded)
+        demand = GpuWork("elementwise", 10 * elements, 2 * item * elements, written)
+        return self._pointwise("gated_activation", memory, sizes, tokens, label, demand, rounded)
+
+    def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
+        """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
+        head.require_concatenated(label)
+        if len(head.rows) != 1:
+            raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
+        self._check(out, rows * head.rows[0], 4, f"{label} output")
+        sizes = (head.splits[0], head.rows[0])
+        elements = rows * head.rows[0]
+        demand = GpuWork("elementwise", elements, self._item_bytes * elements, 4 * elements)
+        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, demand)
+
+    def soft_cap(
+        self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"
+    ) -> Launch:
+        """Return the launch of ``logits = cap * tanh(logits / cap)``, in place.
+
+        Args:
+            logits: float32 ``[rows, vocabulary]``.
+            cap: Above every magnitude that comes out.
+            rows: Rows.
+            vocabulary: Columns.
+            label: Name for traces and errors.
+        """
+        self._check(logits, rows * vocabulary, 4, f"{label} logits")
+        elements = rows * vocabulary
+        demand = GpuWork("elementwise", 10 * elements, 4 * elements, 4 * elements)
+        return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, demand)
+
+    def _pointwise(
+        self,
+        name: str,
+        memory: tuple[Argument, ...],
+        sizes: tuple[int, ...],
+        rows: int,
+        label: str,
+        demand: GpuWork,
+        rounded: RoundedInputs | None = None,
+    ) -> Launch:
+        columns = sizes[-1]
+        kernel, style, items = self._kernel(("pointwise.cl",), name, rounded=rounded)
+        span = VECTOR_COLUMNS if style == "vector" else 8
+        width = round_up(-(-columns // span), items)
+        codes = rounded.arguments(rows, columns, label) if rounded else ()
+        arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
+        return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label, demand=demand)
+
+
+def _code_bytes(elements: int, rounded: RoundedInputs | None) -> int:
+    """Return the bytes of the int8 codes that are written beside the output."""
+    return 0 if rounded is None else elements + 8 * elements // rounded.block

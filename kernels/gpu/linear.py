@@ -1,0 +1,379 @@
+"""Linear layers on the OpenCL device: packing of the weights, and one launch for any cut of a group.
+
+Weights keep their number format. Output rows are stored in blocks of 64 whose words of consecutive inputs lie
+side by side (`kernels/gpu/opencl/linear.h`): 64 work-items of a GPU read one contiguous run, and so does one
+work-item of a CPU with 8-wide vectors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.base import KernelError, round_up
+from heterollm.kernels.formats import LinearWeight
+from heterollm.kernels.gpu.launch import Argument, Launch
+from heterollm.kernels.gpu.memory import SharedArray, aligned_empty
+from heterollm.kernels.gpu.packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
+from heterollm.kernels.gpu.parameters import ShapeClass, default_parameters
+from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch, scratch_codes
+from heterollm.kernels.gpu.runtime import OpenClRuntime
+from heterollm.kernels.gpu.variants import BuildError, KernelStyle, Variant, variants_for
+from heterollm.kernels.gpu.work import embedding_demand, linear_demand
+from heterollm.kernels.ops import WeightFormat
+
+__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "KernelStyle", "RowRange"]
+
+RowRange: TypeAlias = tuple[int, int]
+"""Output rows ``[start, stop)`` of one member."""
+
+ROW_ALIGNMENT: Final = 64
+"""Multiple at which the kept rows of a member may start; they may stop anywhere."""
+
+SIMT_EMBEDDING_SPAN: Final = 16
+SIMT_EMBEDDING_ITEMS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one launch computes; as the arguments of :meth:`GpuLinear.launch`, with nothing left open."""
+
+    x: SharedArray
+    y: SharedArray
+    tokens: int
+    first_token: int
+    kept: tuple[RowRange, ...]
+    columns: tuple[int, int]
+    half_output: bool
+    rounded: RoundedInputs | None
+    label: str
+
+    @property
+    def width(self) -> int:
+        """Inputs of every row."""
+        return self.columns[1] - self.columns[0]
+
+
+class GpuLinear:
+    """The linear layers of one group, packed and uploaded; made by :meth:`pack`.
+
+    Attributes:
+        member_rows: Output rows of each member.
+        columns: Inputs ``k``.
+        format: Number format of the weights.
+        integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
+        size_bytes: Device memory that the weights take.
+    """
+
+    __slots__ = (
+        "_half",
+        "_parameters",
+        "_runtime",
+        "_scales",
+        "_tiles",
+        "_weights",
+        "_zeros",
+        "columns",
+        "format",
+        "integer_inputs",
+        "member_rows",
+        "size_bytes",
+    )
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        member_rows: tuple[int, ...],
+        columns: int,
+        number_format: WeightFormat,
+        arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None],
+        activation_dtype: DTypeLike,
+        integer_inputs: bool,
+    ) -> None:
+        self.member_rows = member_rows
+        self.integer_inputs = integer_inputs
+        self.columns = columns
+        self.format = number_format
+        self.size_bytes = sum(array.nbytes for array in arrays if array is not None)
+        self._runtime = runtime
+        self._half = np.dtype(activation_dtype) == np.float16
+        self._weights, self._scales, self._zeros = (
+            None if array is None else runtime.upload(array) for array in arrays
+        )
+        self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
+        self._tiles: dict[tuple[RowRange, ...], tuple[Any, int]] = {}
+
+    @classmethod
+    def pack(
+        cls,
+        runtime: OpenClRuntime,
+        members: Sequence[LinearWeight],
+        *,
+        activation_dtype: DTypeLike,
+        integer_inputs: bool = False,
+    ) -> GpuLinear:
+        """Pack the weights of a group and give them to the device.
+
+        Args:
+            runtime: The device.
+            members: Weights ``[n, k]`` of one format and one ``k``.
+            activation_dtype: float32 or float16, of inputs and outputs.
+            integer_inputs: Round the inputs of each block to int8 before multiplying, as ONNX Runtime's
+                MatMulNBits does at accuracy level 4 (:func:`heterollm.kernels.formats.round_inputs`).
+
+        Raises:
+            KernelError: A shape or format that the kernels cannot compute, or too little device memory.
+        """
+        number_format, columns = check_members(members)
+        if np.dtype(activation_dtype) not in (np.float32, np.float16):
+            raise KernelError(f"Activations are float32 or float16, not {np.dtype(activation_dtype)}.")
+        if integer_inputs and not number_format.quantized:
+            raise KernelError(f"Inputs cannot be rounded to int8 for {number_format} weights.")
+        blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(codes, members))
+        depth = columns * number_format.bits // 32 if number_format.quantized else columns
+        word = np.dtype(np.uint32) if number_format.quantized else codes(members[0]).dtype
+        weights = aligned_empty((blocks, depth, 64), word)
+        scales = zeros = None
+        if number_format.quantized:
+            groups = columns // number_format.block
+            scales = aligned_empty((blocks, groups, 64), np.float16)
+            zeros = None if number_format.symmetric else aligned_empty((blocks, groups, 64), np.uint8)
+        first = 0
+        for member in members if runtime.computes else ():
+            count = round_up(codes(member).shape[0], 64) // 64
+            pack_member(member, first, count, weights, scales, zeros)
+            first += count
+        rows = tuple(codes(member).shape[0] for member in members)
+        arrays = (weights, scales, zeros)
+        return cls(runtime, rows, columns, number_format, arrays, activation_dtype, integer_inputs)
+
+    def launch(
+        self,
+        x: SharedArray,
+        y: SharedArray,
+        *,
+        tokens: int,
+        first_token: int = 0,
+        kept: Sequence[RowRange] | None = None,
+        columns: tuple[int, int] | None = None,
+        output_dtype: DTypeLike | None = None,
+        rounded: RoundedInputs | None = None,
+        style: KernelStyle | Variant | None = None,
+        label: str,
+    ) -> Launch:
+        """Return the prepared call of ``y[t] = x[t] @ kept rows of W.T`` for ``tokens`` rows.
+
+        Args:
+            x: Slot that starts with the activations, ``[first_token + tokens, k]`` in the activation type;
+                with ``columns`` those alone, next to each other.
+            y: Slot for the output, ``[first_token + tokens, kept rows]``.
+            tokens: Rows ``m`` to compute.
+            first_token: The first of them; both slots are counted from token 0.
+            kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; default all. The
+                output columns are the kept rows of the members one after the other.
+            columns: Inputs ``[start, stop)`` to multiply by, of every row: a partial sum. Both are multiples
+                of the block and of :data:`COLUMNS_MULTIPLE`; default all.
+            output_dtype: float32, where the activations are float16 and the output is not.
+            rounded: Where the kernel that wrote ``x`` has left its codes, the first row that of
+                ``first_token``; by default a launch before this one rounds ``x``. For integer inputs alone.
+            style: Kernel family or variant; by default the first that works, by what the device is and what
+                was tuned on it.
+            label: Name for traces and errors.
+
+        Raises:
+            KernelError: Ranges that do not fit, a slot that is too small, or codes made for other weights.
+        """
+        if tokens < 1 or first_token < 0:
+            raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
+        half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
+        ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
+        taken = self._check_columns((0, self.columns) if columns is None else columns, label)
+        call = _Call(x, y, tokens, first_token, ranges, taken, half_output, rounded, label)
+        if rounded is not None:
+            if not self.integer_inputs:
+                raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
+            rounded.check(self.format, tokens, call.width, label)
+
+        def build(variant: Variant) -> Launch:
+            with self._blamed(variant, shape):
+                return self._launch(variant, call)
+
+        def try_out(variant: Variant) -> None:
+            with self._blamed(variant, shape):
+                self._try(variant)
+
+        test = try_out if self._runtime.tests_kernels and style is None else None
+        variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
+        shape = self._shape_class(tokens)
+        tuned = self._runtime.tuning.parameters(shape) if style is None else None
+        if tuned is not None:
+            variants = (Variant(tuned.style, parameters=tuned), *variants)
+        return self._runtime.variants.first(shape.layer, variants, build, test)
+
+    def _shape_class(self, tokens: int) -> ShapeClass:
+        return ShapeClass.of(self.format, integer_inputs=self.integer_inputs, half=self._half, tokens=tokens)
+
+    @contextlib.contextmanager
+    def _blamed(self, variant: Variant, shape: ShapeClass) -> Iterator[None]:
+        """Put a variant's tuned parameters in quarantine where it fails; the next takes its place."""
+        try:
+            yield
+        except BuildError as error:
+            tuning, parameters = self._runtime.tuning, variant.parameters
+            if parameters is not None and tuning.parameters(shape) == parameters:
+                tuning.quarantine(shape, parameters, error.message.splitlines()[0])
+            raise
+
+    def _try(self, variant: Variant) -> None:
+        from heterollm.kernels.gpu.self_test import try_linear
+
+        try_linear(self._runtime, variant, self.format, half=self._half, integer_inputs=self.integer_inputs)
+
+    def _launch(self, variant: Variant, call: _Call) -> Launch:
+        rows = sum(stop - start for start, stop in call.kept)
+        tiles, tile_count = self._tile_map(call.kept, call.label)
+        last = call.first_token + call.tokens
+        _check_slot(call.x, last * call.width * (2 if self._half else 4), f"{call.label} input")
+        _check_slot(call.y, last * rows * (2 if call.half_output else 4), f"{call.label} output")
+        chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(call.tokens)
+        if parameters is None or parameters.many != (shape.tokens == "many"):
+            parameters = default_parameters(chosen, shape)
+        grid = parameters.grid(call.tokens, tile_count)
+        defines = variant.defines | {"BITS": self.format.bits} | grid.defines
+        if self._half:
+            defines["ACT_HALF"] = 1
+            if not call.half_output:
+                defines["OUT_FLOAT"] = 1
+        files = ["common.h", "linear.h"]
+        inputs: tuple[Argument, ...] = (call.x,)
+        before = None
+        if self.integer_inputs:
+            files.append("linear_int8.h")
+            rounded, before = self._rounded(variant, call)
+            inputs = (rounded.codes, rounded.blocks)
+            if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
+                defines["INTEGER_DOT"] = 1
+        if chosen == "vector":
+            files.append("linear_wide.h")
+        name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
+        kernel = self._runtime.kernel((*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines)
+        sizes = (np.int32(call.width), np.int32(rows), *self._parameters)
+        part = (np.int32(self.columns), np.int32(call.columns[0]))
+        span = (np.int32(call.first_token), np.int32(call.tokens), np.int32(grid.token_step))
+        arguments: tuple[Argument, ...]
+        arguments = (*self._device_weights(), *inputs, call.y, tiles, *sizes, *part, *span)
+        item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
+        output_bytes = 2 if call.half_output else 4
+        demand = linear_demand(self.format, rows, call.width, call.tokens, item_bytes, output_bytes)
+        size = grid.global_size, grid.local_size
+        return self._runtime.launch(kernel, arguments, *size, call.label, before, demand=demand)
+
+    def _rounded(self, variant: Variant, call: _Call) -> tuple[RoundedInputs, Launch | None]:
+        """Return the codes of a call's inputs, and the launch that makes them where none did before."""
+        if call.rounded is not None:
+            return call.rounded, None
+        rounded = scratch_codes(self._runtime, self.format, call.tokens, call.width)
+        before = rounding_launch(
+            self._runtime,
+            call.x,
+            rounded,
+            columns=call.width,
+            tokens=call.tokens,
+            first_token=call.first_token,
+            half=self._half,
+            variant=variant,
+        )
+        return rounded, before
+
+    def _check_columns(self, columns: tuple[int, int], label: str) -> tuple[int, int]:
+        """Return a range of inputs that starts and stops where a launch can."""
+        (start, stop), unit = columns, max(self.format.block, COLUMNS_MULTIPLE)
+        if not 0 <= start < stop <= self.columns or start % unit or stop % unit:
+            raise KernelError(
+                f"{label}: inputs [{start}, {stop}) of {self.columns}; a range starts and stops at multiples "
+                f"of {unit}, inside, and is not empty."
+            )
+        return columns
+
+    def embed_launch(
+        self,
+        tokens: SharedArray,
+        y: SharedArray,
+        *,
+        count: int,
+        scale: float = 1.0,
+        style: KernelStyle | None = None,
+        label: str = "embedding",
+    ) -> Launch:
+        """Return the prepared call of ``y[t] = scale * W[tokens[t]]`` for ``count`` tokens.
+
+        The table is the only member, so that a tied head and the embedding share one copy.
+
+        Args:
+            tokens: Slot that starts with int32 row ids; the kernel limits them to the table.
+            y: Slot for the float32 residual stream ``[count, k]``.
+            count: Tokens to look up.
+            scale: Factor on every element.
+            style: Kernel family; default by what the device is.
+            label: Name for traces and errors.
+
+        Raises:
+            KernelError: Several members, or a slot that is too small.
+        """
+        if len(self.member_rows) != 1 or count < 1:
+            raise KernelError(f"{label}: cannot look up {count} tokens in {len(self.member_rows)} tables.")
+        _check_slot(tokens, count * 4, f"{label} token")
+        _check_slot(y, count * self.columns * 4, f"{label} output")
+
+        def build(variant: Variant) -> tuple[Any, KernelStyle]:
+            defines = variant.defines | {"BITS": self.format.bits}
+            files = ("common.h", "linear.h", "embedding.cl")
+            return self._runtime.kernel(files, "embedding", defines), variant.style
+
+        variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
+        kernel, chosen = self._runtime.variants.first(f"embedding {self.format}", variants, build)
+        span, items = self.columns, 1
+        if chosen == "simt":
+            span, items = SIMT_EMBEDDING_SPAN, SIMT_EMBEDDING_ITEMS
+        sizes = (np.int32(self.columns), np.int32(self.member_rows[0]), *self._parameters, np.int32(span))
+        arguments: tuple[Argument, ...] = (*self._device_weights(), tokens, y, *sizes, np.float32(scale))
+        global_size = (round_up(self.columns // span, items), count)
+        demand = embedding_demand(self.format, self.columns, count)
+        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label, demand=demand)
+
+    def _device_weights(self) -> tuple[Argument, Argument, Argument]:
+        # Arguments that a format does not use still need a buffer on some drivers.
+        return self._weights, self._scales or self._weights, self._zeros or self._weights
+
+    def _tile_map(self, kept: tuple[RowRange, ...], label: str) -> tuple[Any, int]:
+        if kept in self._tiles:
+            return self._tiles[kept]
+        if len(kept) != len(self.member_rows):
+            raise KernelError(f"{label}: {len(kept)} row ranges for {len(self.member_rows)} members.")
+        tiles: list[tuple[int, int, int, int]] = []
+        first_block = column = 0
+        for (start, stop), rows in zip(kept, self.member_rows, strict=True):
+            if not 0 <= start <= stop <= rows or (start < stop and start % ROW_ALIGNMENT):
+                raise KernelError(
+                    f"{label}: rows [{start}, {stop}) of a member with {rows} rows; a range starts at a "
+                    f"multiple of {ROW_ALIGNMENT} and lies inside."
+                )
+            for row in range(start, stop, 64):
+                width = min(64, stop - row)
+                tiles.append((first_block + row // 64, column, width, 0))
+                column += width
+            first_block += round_up(rows, 64) // 64
+        if not tiles:
+            raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
+        self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
+        return self._tiles[kept]
+
+
+def _check_slot(slot: SharedArray, size_bytes: int, what: str) -> None:
+    if slot.array.nbytes < size_bytes:
+        raise KernelError(f"The {what} slot has {slot.array.nbytes} bytes, {size_bytes} are needed.")

@@ -1,0 +1,84 @@
+"""Memory that host, NPU runtime and OpenCL device share without copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.base import PAGE_BYTES, KernelError, round_up
+from heterollm.kernels.gpu.binding import cl
+
+__all__ = ["SharedArray", "aligned_empty", "aligned_zeros"]
+
+
+class SharedArray:
+    """Page-aligned memory that host, NPU runtime and OpenCL device all address.
+
+    ``array`` is the host's view. On a coherent device (a CPU) both sides always see each other's writes
+    once the queue is done. Elsewhere the host must :meth:`acquire` before it reads or writes and
+    :meth:`release` before the device does.
+    """
+
+    __slots__ = ("_mapped", "_queue", "array", "buffer", "coherent")
+
+    def __init__(
+        self, array: NDArray[Any], buffer: cl.Buffer, queue: cl.CommandQueue, coherent: bool
+    ) -> None:
+        self.array = array
+        self.buffer = buffer
+        self.coherent = coherent
+        self._queue = queue
+        self._mapped: Any = None
+
+    def acquire(self) -> None:
+        """Wait for the device and make its writes visible to the host, which may write too."""
+        self._map(cl.map_flags.READ | cl.map_flags.WRITE)
+
+    def acquire_to_read(self) -> None:
+        """Like :meth:`acquire`, for a host that only reads: kernels may go on reading meanwhile."""
+        self._map(cl.map_flags.READ)
+
+    def release(self) -> None:
+        """Make the host's writes visible to the device."""
+        if self._mapped is not None:
+            self._mapped.release(self._queue)
+            self._mapped = None
+
+    def _map(self, flags: int) -> None:
+        if self.coherent or self._mapped is not None:
+            return
+        view, _ = cl.enqueue_map_buffer(
+            self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
+        )
+        self._mapped = view.base
+
+    def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the start of the memory as an array of another type and shape."""
+        count = int(np.prod(shape))
+        flat = self.array.reshape(-1).view(np.uint8)
+        size = count * np.dtype(dtype).itemsize
+        if size > flat.nbytes:
+            raise KernelError(f"A view of {shape} {np.dtype(dtype)} exceeds a slot of {flat.nbytes} bytes.")
+        return flat[:size].view(dtype).reshape(shape)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return uninitialised page-aligned memory, padded to whole pages."""
+    return _aligned(shape, dtype, np.empty)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return zeroed page-aligned memory, padded to whole pages, which count once they are used."""
+    return _aligned(shape, dtype, np.zeros)
+
+
+def _aligned(
+    shape: tuple[int, ...], dtype: DTypeLike, make: Callable[..., NDArray[np.uint8]]
+) -> NDArray[Any]:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = make(round_up(max(size, 1), PAGE_BYTES) + PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % PAGE_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)

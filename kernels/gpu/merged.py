@@ -1,0 +1,203 @@
+"""Many launches as one, on devices that are the host's processor.
+
+Between two kernels of a queue a CPU runtime puts its threads to sleep and wakes them again: 13 us on PoCL
+with two threads, beside kernels of 3 to 300 us of which a decoded token needs 200. Here one launch runs the
+work-groups of all of them: its workers take tasks in order and wait for those before by spinning
+(merged_end.h).
+
+The kernels' sources stay as they are: the preprocessor turns each into a function of its work-group, and the
+arguments lie in a table. Pointers in a table are host pointers, so this is for CPU devices alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu.launch import ChainedLaunch, Launch, host_address
+from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.runtime import KernelKind, OpenClRuntime, read_sources
+
+__all__ = ["MergedLaunch", "merge_launches"]
+
+logger = logging.getLogger(__name__)
+
+# As in merged_end.h.
+ENTRY_WORDS: Final = 40
+ENTRY_ARGUMENTS: Final = 8
+COUNTERS: Final = 96
+
+LARGEST_MERGE: Final = 24
+"""Launches in one: a worker that has left comes back with the next."""
+
+MACRO: Final = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+TYPE: Final = re.compile(
+    r"^typedef\b[^{;]*?\b(\w+)(?:\s*__attribute__\(\(.*\)\))?;|^\}\s*(\w+);", re.MULTILINE
+)
+KERNEL: Final = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(")
+FUNCTION: Final = re.compile(r"^static inline\b[^(;]*?\b(\w+)\(", re.MULTILINE)
+
+
+class MergedLaunch:
+    """Launches that run one after the other as a single one; made by :func:`merge_launches`.
+
+    Attributes:
+        label: The first and the last of them.
+        labels: Those of all, in order, for traces.
+    """
+
+    __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
+
+    def __init__(
+        self, runtime: OpenClRuntime, launches: Sequence[Launch], kinds: Sequence[KernelKind], source: str
+    ) -> None:
+        units = runtime.traits.compute_units
+        self._table = runtime.shared((len(launches), ENTRY_WORDS), np.uint64)
+        self._pointers = np.zeros((len(launches), ENTRY_WORDS), np.bool_)
+        self._memory = [list(launch.arguments) for launch in launches]
+        self.label = f"{launches[0].label} to {launches[-1].label}"
+        self.labels = tuple(launch.label for launch in launches)
+        first = 0
+        for row, launch in enumerate(launches):
+            groups = _groups(launch)
+            # One run of neighbours for each worker: weights are then read as few long streams, which takes
+            # 15 ms a token where 16 runs for each take 20.
+            grain = -(-math.prod(groups) // units)
+            tasks = -(-math.prod(groups) // grain)
+            kind = kinds.index(runtime.kind(launch.kernel))
+            self._table.array[row, :7] = (kind, first, first + tasks, grain, *groups)
+            first += tasks
+            for column, argument in enumerate(launch.arguments, ENTRY_ARGUMENTS):
+                pointer = not isinstance(argument, np.generic)
+                self._pointers[row, column] = pointer
+                self._table.array[row, column] = host_address(argument) if pointer else _bits(argument)
+        kernel = runtime.kernel_of_source(source, "merged")
+        workers = 1 if units == 1 else 2 * units
+        counters = runtime.shared((COUNTERS,), np.int32)
+        arguments = (self._table, np.int32(len(launches)), counters)
+        self._launch = runtime.launch(kernel, arguments, (workers,), (1,), self.label)
+
+    def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
+        """Enqueue all without waiting; returns the event."""
+        return self._launch()
+
+    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+        """Name other memory in place of ``old`` wherever it is an argument; nothing may be running."""
+        if old is None:
+            return
+        table = self._table.array
+        table[self._pointers & (table == host_address(old))] = host_address(new)
+        for arguments in self._memory:
+            arguments[:] = [new if argument is old else argument for argument in arguments]
+
+
+def merge_launches(runtime: OpenClRuntime, calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Return a list of calls with each run of two or more launches in it merged, where the device allows.
+
+    Args:
+        runtime: The device.
+        calls: Launches and other calls, in order.
+    """
+    merged: list[Callable[[], Any]] = []
+    run: list[Launch] = []
+
+    def end_run() -> None:
+        merged.extend(_merged(runtime, run))
+        run.clear()
+
+    for call in calls:
+        if isinstance(call, Launch) and _mergeable(runtime, call):
+            run.extend((call.before, call) if isinstance(call, ChainedLaunch) else (call,))
+        else:
+            end_run()
+            merged.append(call)
+    end_run()
+    return merged
+
+
+def _mergeable(runtime: OpenClRuntime, launch: Launch) -> bool:
+    if not (runtime.traits.is_cpu and runtime.traits.coherent):
+        return False
+    parts = (launch.before, launch) if isinstance(launch, ChainedLaunch) else (launch,)
+    return all(
+        set(part.local_size) == {1} and len(part.arguments) <= ENTRY_WORDS - ENTRY_ARGUMENTS for part in parts
+    )
+
+
+def _merged(runtime: OpenClRuntime, launches: list[Launch]) -> list[Any]:
+    if len(launches) < 2:
+        return list(launches)
+    examples = {runtime.kind(launch.kernel): launch for launch in launches}
+    kinds = list(examples)
+    count = -(-len(launches) // LARGEST_MERGE)
+    size = -(-len(launches) // count)
+    try:
+        source = _source(kinds, examples)
+        return [
+            MergedLaunch(runtime, launches[first : first + size], kinds, source)
+            for first in range(0, len(launches), size)
+        ]
+    except KernelError as error:
+        # Slower, and right all the same.
+        logger.warning("Launches are not merged: %s", error.message)
+        return list(launches)
+
+
+def _groups(launch: Launch) -> tuple[int, int, int]:
+    x, y, z = (*launch.global_size, 1, 1)[:3]
+    return x, y, z
+
+
+def _bits(value: Any) -> int:  # noqa: ANN401 - a NumPy scalar of any type
+    return int.from_bytes(value.tobytes(), "little")
+
+
+def _source(kinds: Sequence[KernelKind], examples: Mapping[KernelKind, Launch]) -> str:
+    """Return the program that has each kernel as a function and calls it by its number."""
+    cases = []
+    for number, kind in enumerate(kinds):
+        arguments = ", ".join(
+            _argument(argument, place) for place, argument in enumerate(examples[kind].arguments)
+        )
+        cases.append(f"  case {number}: kernel_{number}(task_group, task_groups, {arguments}); break;")
+    dispatch = "static void run_task(int kind, const uint *task_group, const uint *task_groups, "
+    dispatch += "__global const ulong *arguments) {\n  switch (kind) {\n" + "\n".join(cases) + "\n  }\n}\n"
+    functions = [_as_function(number, kind) for number, kind in enumerate(kinds)]
+    return "\n".join(
+        [read_sources(("merged_begin.h",)), *functions, dispatch, read_sources(("merged_end.h",))]
+    )
+
+
+def _argument(value: Any, place: int) -> str:  # noqa: ANN401 - an argument of a launch
+    word = f"arguments[{place}]"
+    if not isinstance(value, np.generic):
+        return f"(__global void *){word}"
+    if value.dtype.kind == "f":
+        return f"as_float((uint){word})"
+    return word if value.dtype.itemsize == 8 else f"(int){word}"
+
+
+def _as_function(number: int, kind: KernelKind) -> str:
+    """Return a kernel's source with every name in it made its own, and no macro left behind."""
+    files, name, defines = kind
+    text = read_sources(files)
+    own = [first or second for first, second in TYPE.findall(text)] + FUNCTION.findall(text)
+    kernels = KERNEL.findall(text)
+    lines = [f"#define {key} {value}" for key, value in defines]
+    lines += [f"#define {word} {word}_{number}" for word in dict.fromkeys(own)]
+    # Functions of their group; the file's other kernels stay unused.
+    lines += [
+        f"#define {word}(...) {'kernel' if word == name else word}_{number}"
+        "(const uint *task_group, const uint *task_groups, __VA_ARGS__)"
+        for word in kernels
+    ]
+    lines.append(text)
+    macros = [*(key for key, _ in defines), *MACRO.findall(text), *own, *kernels]
+    lines += [f"#undef {word}" for word in dict.fromkeys(macros)]
+    return "\n".join(lines)

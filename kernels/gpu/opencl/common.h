@@ -1,0 +1,90 @@
+// Shared by every kernel file: put it first in the list of sources.
+//
+// OpenCL C 1.2 without cl_khr_fp16: half is a storage type only, arithmetic is float.
+//   act_t                     element of an activation row: half with -DACT_HALF, else float
+//   load_act(p, i)            float   from act_t element i        (p: __global act_t pointer)
+//   load_act8(p, i)           float8  from elements i .. i+7      (element alignment suffices)
+//   store_act(v, p, i)        float   into element i
+//   store_act8(v, p, i)       float8  into elements i .. i+7
+//   load_half[8], store_half[8], load_float8, store_float8, load_uint8: the same for a fixed type
+//   ROUND8(v)                 int8    the nearest integers, halves to the even one
+//   BYTES8(v)                 uchar8  the lowest bits of integers
+//   FMA(a, b, c), UNROLL, sum8(v), max8(v)
+// With -DPLAIN no instruction of a certain processor is named (kernels/gpu/variants.py).
+
+#ifdef PLAIN
+// Nothing that only some processors have: the compiler may be at fault where a faster program fails.
+#undef __AVX2__
+#undef __AVX512BW__
+#undef __AVX512F__
+#undef __AVX512VNNI__
+#undef __F16C__
+#endif
+
+// A bare a*b+c contracts to one instruction; fma() and mad() are slow library calls on PoCL 3.
+#pragma OPENCL FP_CONTRACT ON
+#define FMA(a, b, c) ((a) * (b) + (c))
+// PoCL does not unroll on its own; GEMM is six times slower without.
+#define UNROLL _Pragma("unroll")
+
+#if defined(__clang__) && defined(__x86_64__) && defined(__F16C__)
+// PoCL on x86: its vload and vstore are calls that are not inlined, so vectors are read through pointers
+// of element alignment, and half is converted by the processor's instruction.
+typedef float8 loose_float8 __attribute__((aligned(4)));
+typedef uint8 loose_uint8 __attribute__((aligned(4)));
+typedef short8 loose_short8 __attribute__((aligned(2)));
+typedef short half_bits8 __attribute__((__vector_size__(16)));
+typedef float half_values8 __attribute__((__vector_size__(32)));
+#define load_float8(p, i) (*(__global const loose_float8 *)((p) + (i)))
+#define load_uint8(p, i) (*(__global const loose_uint8 *)((p) + (i)))
+#define store_float8(v, p, i) (*(__global loose_float8 *)((p) + (i)) = (v))
+static inline float8 half8_to_float8(short8 bits) {
+  return __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits, half_bits8)), float8);
+}
+static inline short8 float8_to_half8(float8 value) {
+  return __builtin_astype(__builtin_ia32_vcvtps2ph256(__builtin_astype(value, half_values8), 0), short8);
+}
+#define load_half8(p, i) half8_to_float8(*(__global const loose_short8 *)((p) + (i)))
+#define load_half(p, i) half8_to_float8((short8)(((__global const short *)(p))[i])).s0
+#define store_half8(v, p, i) (*(__global loose_short8 *)((p) + (i)) = float8_to_half8(v))
+#define store_half(v, p, i) (((__global short *)(p))[i] = float8_to_half8((float8)(v)).s0)
+// As the processor is set up, its conversion rounds halves to the even integer.
+#define ROUND8(v) __builtin_astype(__builtin_ia32_cvtps2dq256(__builtin_astype(v, half_values8)), int8)
+#define BYTES8(v) __builtin_convertvector(v, uchar8)
+#else
+#define load_float8(p, i) vload8(0, (p) + (i))
+#define load_uint8(p, i) vload8(0, (p) + (i))
+#define store_float8(v, p, i) vstore8(v, 0, (p) + (i))
+#define load_half8(p, i) vload_half8(0, (p) + (i))
+#define load_half(p, i) vload_half(i, p)
+#define store_half8(v, p, i) vstore_half8_rte(v, 0, (p) + (i))
+#define store_half(v, p, i) vstore_half_rte(v, i, p)
+#define ROUND8(v) convert_int8_rte(v)
+#define BYTES8(v) convert_uchar8((v) & 255)
+#endif
+
+#ifdef ACT_HALF
+typedef half act_t;
+#define load_act(p, i) load_half(p, i)
+#define load_act8(p, i) load_half8(p, i)
+#define store_act(v, p, i) store_half(v, p, i)
+#define store_act8(v, p, i) store_half8(v, p, i)
+#else
+typedef float act_t;
+#define load_act(p, i) ((p)[i])
+#define load_act8(p, i) load_float8(p, i)
+#define store_act(v, p, i) ((p)[i] = (v))
+#define store_act8(v, p, i) store_float8(v, p, i)
+#endif
+
+static inline float sum8(float8 value) {
+  float4 half_sum = value.lo + value.hi;
+  float2 quarter = half_sum.lo + half_sum.hi;
+  return quarter.x + quarter.y;
+}
+
+static inline float max8(float8 value) {
+  float4 upper = fmax(value.lo, value.hi);
+  float2 pair = fmax(upper.lo, upper.hi);
+  return fmax(pair.x, pair.y);
+}

@@ -1,0 +1,91 @@
+"""The packed layout of linear weights on the GPU part (`kernels/gpu/opencl/linear.h`), and what fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import KernelError
+from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.ops import WeightFormat
+
+__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "check_members", "codes", "pack_member"]
+
+COLUMNS_MULTIPLE: Final = 16
+"""Multiple that the inputs of a linear must be of."""
+
+BLOCKS: Final = (16, 32, 64, 128)
+"""Quantisation blocks that the kernels take."""
+
+
+def codes(weight: LinearWeight) -> NDArray[Any]:
+    """Return the array ``[n, ...]`` that holds a weight: its codes, or its floats."""
+    return weight.codes if isinstance(weight, QuantizedTensor) else weight
+
+
+def check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
+    """Return the number format and the inputs ``k`` that all members of a group share.
+
+    Raises:
+        KernelError: They differ, or the kernels cannot compute them.
+    """
+    if not members:
+        raise KernelError("A group needs at least one linear layer.")
+    formats = {weight_format(member) for member in members}
+    widths = {
+        member.columns if isinstance(member, QuantizedTensor) else int(member.shape[1]) for member in members
+    }
+    if len(formats) != 1 or len(widths) != 1:
+        raise KernelError(
+            f"The linears of a group differ: formats {sorted(map(str, formats))}, inputs {sorted(widths)}."
+        )
+    number_format, columns = formats.pop(), widths.pop()
+    if columns < 1 or columns % COLUMNS_MULTIPLE or not all(codes(member).shape[0] for member in members):
+        raise KernelError(
+            f"Linears with {columns} inputs and {[codes(member).shape[0] for member in members]} output "
+            f"rows cannot be computed: inputs must be a multiple of {COLUMNS_MULTIPLE}, rows at least one."
+        )
+    if number_format.quantized and number_format.block not in BLOCKS:
+        raise KernelError(f"A quantisation block of {number_format.block} is not one of {BLOCKS}.")
+    return number_format, columns
+
+
+def pack_member(
+    member: LinearWeight,
+    first: int,
+    count: int,
+    weights: NDArray[Any],
+    scales: NDArray[Any] | None,
+    zeros: NDArray[Any] | None,
+) -> None:
+    """Write one member into its row blocks.
+
+    Args:
+        member: ``[n, k]``.
+        first: Its first row block.
+        count: Its row blocks.
+        weights: ``[blocks, words of k, 64]`` of all members.
+        scales: float16 ``[blocks, k / block, 64]``, or None for floats.
+        zeros: uint8 of that shape, or None without zero points.
+    """
+    if isinstance(member, QuantizedTensor):
+        packed = np.ascontiguousarray(member.codes).reshape(member.rows, -1)
+        _interleave(packed.view(np.uint32), weights[first : first + count])
+        if scales is not None:
+            _interleave(member.scales, scales[first : first + count])
+        if zeros is not None:
+            _interleave(member.unpacked_zero_points(), zeros[first : first + count])
+    else:
+        _interleave(member, weights[first : first + count])
+
+
+def _interleave(source: NDArray[Any], target: NDArray[Any]) -> None:
+    """Write ``source [n, depth]`` into ``target [ceil(n / 64), depth, 64]``, padded with zeros."""
+    whole, rest = divmod(source.shape[0], 64)
+    target[:whole] = source[: whole * 64].reshape(whole, 64, source.shape[1]).transpose(0, 2, 1)
+    if rest:
+        target[whole] = 0
+        target[whole, :, :rest] = source[whole * 64 :].T

@@ -1,0 +1,342 @@
+"""How the linear kernels divide their work: the numbers that tuning may choose, and what is legal.
+
+Each kernel (a style for one or a few tokens, or for many) has its own numbers; :data:`LEGAL` lists them all.
+What is not listed exists with one value only: the rounding of inputs, the embedding and the packed layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from heterollm.base import OptionError, round_up
+from heterollm.kernels.gpu.variants import KernelStyle
+from heterollm.kernels.ops import WeightFormat
+
+__all__ = [
+    "FEW_TOKEN_STEPS",
+    "LEGAL",
+    "Grid",
+    "KernelParameters",
+    "ShapeClass",
+    "TokenClass",
+    "all_parameters",
+    "default_parameters",
+    "differences",
+    "with_numbers",
+]
+
+TokenClass = Literal["one", "few", "many"]
+"""Tokens of a launch: 1, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""
+
+Fields: TypeAlias = dict[str, tuple[int, ...]]
+
+FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
+"""Tokens that share one pass over the weights in the kernels for a few tokens. For more, weights are unpacked
+once for all of them: measured no slower from 9 tokens on (PoCL with AVX-512)."""
+
+LANES: Final = 64
+"""Output rows of a block, as in linear.h."""
+
+SIMT_ITEM_COLUMNS: Final = 4
+"""Columns of a work-item in the simt kernels for many tokens: a vector of that size."""
+
+VECTOR_STRIP_TOKENS: Final = 8
+"""Largest strip that the vector kernels choose by the processor's vector width."""
+
+PREFETCH_BYTES: Final = (0, 1024, 2048, 4096, 8192, 16384)
+
+LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
+    # (style, for many tokens): values of the fields that the kernel has; the others are 0.
+    ("vector", False): {
+        "token_step": FEW_TOKEN_STEPS,
+        "part_columns": (0, 16, 32, 64),
+        "prefetch_bytes": PREFETCH_BYTES,
+    },
+    ("vector", True): {
+        "token_step": (32, 48, 64, 96, 128, 192, 256),
+        "items": (1, 2),
+        "item_tokens": (0, 4, 6, 8, 12),
+        "depth_inputs": (128, 256, 512),
+        "prefetch_bytes": PREFETCH_BYTES,
+    },
+    ("simt", False): {
+        "token_step": FEW_TOKEN_STEPS,
+        "items": (1, 2, 4, 8),
+        "depth_inputs": (0, 256, 512, 1024),
+    },
+    ("simt", True): {
+        "token_step": (16, 32, 64),
+        "item_tokens": (4, 8),
+        "depth_inputs": (16, 32),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeClass:
+    """What the linear launches that share their parameters have in common.
+
+    Rows and inputs are no part of it: between the narrow and the wide layers of a TinyLlama-size model no
+    difference was found that exceeded the noise.
+
+    Args:
+        weight: Number format of the weights.
+        integer_inputs: Whether inputs are rounded to int8.
+        half: Whether activations are float16 rather than float32.
+        tokens: How many tokens a launch computes.
+    """
+
+    weight: WeightFormat
+    integer_inputs: bool
+    half: bool
+    tokens: TokenClass
+
+    @classmethod
+    def of(cls, weight: WeightFormat, *, integer_inputs: bool, half: bool, tokens: int) -> ShapeClass:
+        """Return the class of a launch of ``tokens`` tokens."""
+        kind: TokenClass = "one" if tokens == 1 else "few" if tokens <= FEW_TOKEN_STEPS[-1] else "many"
+        return cls(weight, integer_inputs, half, kind)
+
+    def __str__(self) -> str:
+        inputs = ", int8 inputs" if self.integer_inputs else ""
+        activations = "float16" if self.half else "float32"
+        return f"{self.weight}{inputs}, {activations}, {self.tokens} token{'s' * (self.tokens != 'one')}"
+
+    @property
+    def layer(self) -> str:
+        """What the linear layers are called in notes about their kernels."""
+        return f"linear {self.weight}{' with int8 inputs' if self.integer_inputs else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: object) -> ShapeClass:
+        """Return the class that :meth:`to_dict` gave.
+
+        Raises:
+            OptionError: A field is missing, unknown or out of range.
+        """
+        record = _record(value, "A shape class", {field.name for field in fields(cls)})
+        weight = _record(record["weight"], "A weight format", {"bits", "block", "symmetric"})
+        bits, block = weight["bits"], weight["block"]
+        _check(type(bits) is int and bits in (4, 8, 16, 32), "weight bits", bits)
+        legal_block = (16, 32, 64, 128) if bits <= 8 else (0,)
+        _check(type(block) is int and block in legal_block, "weight block", block)
+        for flag in (weight["symmetric"], record["integer_inputs"], record["half"]):
+            _check(type(flag) is bool, "a flag", flag)
+        _check(weight["symmetric"] or bits <= 8, "zero points of float weights", weight["symmetric"])
+        _check(bits <= 8 or not record["integer_inputs"], "int8 inputs of float weights", bits)
+        _check(record["tokens"] in get_args(TokenClass), "a token class", record["tokens"])
+        number_format = WeightFormat(bits, block, weight["symmetric"])
+        return cls(number_format, record["integer_inputs"], record["half"], record["tokens"])
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a launch is divided.
+
+    Args:
+        suffix: Ending of the kernel's name.
+        token_step: Tokens of a work-group.
+        global_size: Work-items in two dimensions.
+        local_size: Work-items of a work-group.
+        defines: What tells the sources.
+    """
+
+    suffix: Literal["few", "many"]
+    token_step: int
+    global_size: tuple[int, int]
+    local_size: tuple[int, int]
+    defines: dict[str, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelParameters:
+    """The numbers of one linear kernel; those that it does not have are 0 (:data:`LEGAL`).
+
+    Args:
+        style: How the work is divided.
+        many: Whether this is the kernel for many tokens.
+        token_step: Tokens that share one pass over the weights, at most.
+        items: Work-items that share a row block (vector) or a column (simt).
+        item_tokens: Tokens whose sums a work-item holds in registers; 0 in the vector kernels for as many as
+            fit the processor's vectors.
+        part_columns: Columns whose sums a work-item holds in registers; 0 for as many as fit.
+        depth_inputs: Inputs whose weights are unpacked at a time (vector) or that are staged in local memory
+            (simt).
+        prefetch_bytes: How far ahead of their use weights are fetched; 0 for not at all.
+
+    Raises:
+        OptionError: A value is not legal for this kernel.
+    """
+
+    style: KernelStyle
+    many: bool
+    token_step: int
+    items: int = 0
+    item_tokens: int = 0
+    part_columns: int = 0
+    depth_inputs: int = 0
+    prefetch_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.style in get_args(KernelStyle), "a kernel style", self.style)
+        _check(type(self.many) is bool, "a flag", self.many)
+        legal = LEGAL[self.style, self.many]
+        for name in NUMBERS:
+            value = getattr(self, name)
+            _check(type(value) is int and value in legal.get(name, (0,)), f"{name} of {self.kernel}", value)
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that they are for, such as ``vector_few``."""
+        return f"{self.style}_{'many' if self.many else 'few'}"
+
+    def __str__(self) -> str:
+        names = LEGAL[self.style, self.many]
+        return f"{self.kernel} " + " ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    def check_for(self, shape: ShapeClass) -> None:
+        """Refuse parameters that the kernels of a shape class cannot take.
+
+        Raises:
+            OptionError: They are for another number of tokens, or do not divide its blocks.
+        """
+        _check(self.many == (shape.tokens == "many"), f"a kernel for {shape.tokens} tokens", self.kernel)
+        _check(shape.tokens != "one" or self.token_step == 1, "a token step for one token", self.token_step)
+        if self.style == "simt" and not self.many:
+            # The int8 kernel reads its inputs where they are.
+            _check((self.depth_inputs == 0) == shape.integer_inputs, f"depth for {shape}", self.depth_inputs)
+        if self.style == "simt" and self.many:
+            block = shape.weight.block or 16
+            _check(block % self.depth_inputs == 0, f"depth for {shape}", self.depth_inputs)
+
+    def work_group(self) -> int:
+        """Return the work-items of a work-group."""
+        if self.style == "vector":
+            return 1
+        if self.many:
+            return LANES // SIMT_ITEM_COLUMNS * (self.token_step // self.item_tokens)
+        return LANES * self.items
+
+    def local_bytes(self) -> int:
+        """Return the local memory of a work-group."""
+        if self.style == "vector":
+            return 0
+        if self.many:
+            return 4 * self.depth_inputs * (self.token_step + LANES)
+        return 4 * self.token_step * (self.depth_inputs + self.items * LANES)
+
+    def grid(self, tokens: int, tiles: int) -> Grid:
+        """Return how ``tokens`` tokens by ``tiles`` row blocks are divided, and the defines for it."""
+        if self.many:
+            return self._many_grid(tokens, tiles)
+        step = min(self.token_step, next(step for step in FEW_TOKEN_STEPS if tokens <= step))
+        steps = -(-tokens // step)
+        defines: dict[str, str | int] = {"TOKENS": step}
+        if self.style == "simt":
+            defines["SLICES"] = self.items
+            if self.depth_inputs:
+                defines["CHUNK"] = self.depth_inputs
+            return Grid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
+        defines["PREFETCH_BYTES"] = self.prefetch_bytes
+        if self.part_columns:
+            defines["PART_COLUMNS"] = self.part_columns
+        return Grid("few", step, (tiles, steps), (1, 1), defines)
+
+    def _many_grid(self, tokens: int, tiles: int) -> Grid:
+        defines: dict[str, str | int] = {"DEPTH": self.depth_inputs}
+        steps = -(-tokens // self.token_step)
+        if self.style == "simt":
+            local = LANES // SIMT_ITEM_COLUMNS, self.token_step // self.item_tokens
+            defines |= {"TILE_TOKENS": self.token_step, "ITEM_TOKENS": self.item_tokens}
+            return Grid("many", self.token_step, (local[0] * tiles, local[1] * steps), local, defines)
+        # Equal steps: a short last one would unpack all weights again for a few tokens.
+        strip = self.item_tokens or VECTOR_STRIP_TOKENS
+        token_step = min(self.token_step, round_up(-(-tokens // steps), strip))
+        defines |= {"MAX_TOKEN_STEP": self.token_step, "ITEMS": self.items}
+        defines["PREFETCH_BYTES"] = self.prefetch_bytes
+        if self.item_tokens:
+            defines["STRIP"] = self.item_tokens
+        return Grid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: object) -> KernelParameters:
+        """Return the parameters that :meth:`to_dict` gave.
+
+        Raises:
+            OptionError: A field is missing, unknown or out of range.
+        """
+        names = {field.name for field in fields(cls)}
+        return cls(**_record(value, "Kernel parameters", names))
+
+
+NUMBERS: Final = tuple(field.name for field in fields(KernelParameters))[2:]
+
+
+def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameters:
+    """Return what is used where nothing was tuned."""
+    if style == "vector" and shape.tokens == "many":
+        return KernelParameters(style, True, 128, items=2, depth_inputs=128, prefetch_bytes=4096)
+    if style == "simt" and shape.tokens == "many":
+        return KernelParameters(style, True, 32, item_tokens=4, depth_inputs=16)
+    step = 1 if shape.tokens == "one" else FEW_TOKEN_STEPS[-1]
+    if style == "vector":
+        return KernelParameters(style, False, step, prefetch_bytes=4096)
+    depth = 0 if shape.integer_inputs else 1024 if shape.tokens == "one" else 512
+    return KernelParameters(style, False, step, items=4, depth_inputs=depth)
+
+
+def all_parameters(style: KernelStyle, shape: ShapeClass) -> list[KernelParameters]:
+    """Return every legal combination for a shape class, those that differ least from the default first."""
+    default = default_parameters(style, shape)
+    legal = LEGAL[style, default.many]
+    found = []
+    for values in itertools.product(*legal.values()):
+        parameters = with_numbers(default, dict(zip(legal, values, strict=True)))
+        try:
+            parameters.check_for(shape)
+        except OptionError:
+            continue
+        found.append(parameters)
+    return sorted(found, key=lambda parameters: len(differences(parameters, default)))
+
+
+def with_numbers(parameters: KernelParameters, numbers: Mapping[str, int]) -> KernelParameters:
+    """Return ``parameters`` with some of their numbers changed.
+
+    Raises:
+        OptionError: A value is not legal.
+    """
+    changed: dict[str, Any] = dict(numbers)
+    return replace(parameters, **changed)
+
+
+def differences(parameters: KernelParameters, other: KernelParameters) -> dict[str, int]:
+    """Return the numbers in which ``parameters`` differ from ``other``."""
+    return {
+        name: getattr(parameters, name)
+        for name in NUMBERS
+        if getattr(parameters, name) != getattr(other, name)
+    }
+
+
+def _record(value: object, what: str, names: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != names:
+        given = sorted(map(str, value)) if isinstance(value, dict) else type(value).__name__
+        raise OptionError(f"{what} has the fields {sorted(names)}, not {given!s:.200}.")
+    return value
+
+
+def _check(right: object, what: str, value: object) -> None:
+    if not right:
+        raise OptionError(f"{value!r:.80} is not legal as {what}.")

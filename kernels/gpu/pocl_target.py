@@ -1,0 +1,186 @@
+"""Give PoCL a processor name when its LLVM is older than the processor.
+
+The PyPI wheel carries PoCL 3.0 with LLVM 14. On a processor that this LLVM does not know,
+``getHostCPUName`` answers ``generic``, which its own compiler then refuses: every build fails with
+"unknown target CPU 'generic'" (https://github.com/pocl/pocl/issues/1049). PoCL reads no option for the
+name, but keeps it as a string pointer beside the target triple in its device structure. Where exactly
+that pair is found, the pointer is turned to the newest processor whose features this machine has.
+
+The same way an older processor can be named on purpose (:data:`TARGET_VARIABLE`), to see or measure what the
+kernels do there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from heterollm.base import DeviceError
+
+__all__ = ["TARGET_VARIABLE", "chosen_target", "mend_target", "target_for", "target_for_this_machine"]
+
+logger = logging.getLogger(__name__)
+
+TARGET_VARIABLE: Final = "HETEROLLM_POCL_TARGET"
+"""Environment variable with the name in TARGETS of the processor that PoCL shall compile for."""
+
+STRUCTURE_BYTES: Final = 2048
+UNKNOWN: Final = re.compile(rb"generic")
+ANY_PROCESSOR: Final = re.compile(rb"[a-z0-9][a-z0-9._-]{1,30}")
+TRIPLE_PREFIX: Final = b"x86_64-"
+AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+AVX512: Final = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
+TARGETS: Final = (
+    ("cascadelake", AVX512 | {"avx512_vnni"}),
+    ("skylake-avx512", AVX512),
+    ("haswell", AVX2),
+    ("ivybridge", frozenset({"avx", "f16c"})),
+    ("nehalem", frozenset({"sse4_2"})),
+)
+
+# PoCL keeps the pointer for the life of the process, so the bytes must live as long.
+_names: list[ctypes.Array[ctypes.c_char]] = []
+# By device: what was chosen and what was set when its first runtime was opened, for all later ones.
+_settled: dict[int, tuple[str | None, str | None]] = {}
+
+
+def target_for(flags: frozenset[str]) -> str | None:
+    """Return the LLVM processor name to use for ``/proc/cpuinfo`` flags, or None if there is none."""
+    return next((name for name, needed in TARGETS if needed <= flags), None)
+
+
+def chosen_target() -> str | None:
+    """Return the processor that :data:`TARGET_VARIABLE` names, or None if it is not set.
+
+    Raises:
+        DeviceError: The name is not in TARGETS, or this machine lacks what that processor has.
+    """
+    name = os.environ.get(TARGET_VARIABLE)
+    if not name:
+        return None
+    names = ", ".join(known for known, _ in TARGETS)
+    needed = dict(TARGETS).get(name)
+    if needed is None:
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {name!r}, which is not a known processor.",
+            fix=f"Unset it, or name one of {names}.",
+        )
+    if missing := needed - _processor_flags():
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {name}, but this processor lacks {', '.join(sorted(missing))}.",
+            fix=f"Unset it, or name another of {names}.",
+        )
+    return name
+
+
+def target_for_this_machine() -> str | None:
+    """Return the LLVM processor name that is chosen or fits this machine, or None if none of the list does.
+
+    Raises:
+        DeviceError: The choice cannot be met (:func:`chosen_target`).
+    """
+    return chosen_target() or target_for(_processor_flags())
+
+
+def mend_target(device_pointer: int) -> str | None:
+    """Name the processor in PoCL's device structure if PoCL could not, or if one is chosen.
+
+    The first call of the process decides for a device; later ones return the same.
+
+    Args:
+        device_pointer: The ``cl_device_id`` of a PoCL 3 CPU device on Linux x86-64.
+
+    Returns:
+        The name that is set, or None if nothing had to or could be changed.
+
+    Raises:
+        DeviceError: The choice cannot be met (:func:`chosen_target`), not by this PoCL, or changed since the
+            first call.
+    """
+    chosen = chosen_target()
+    if device_pointer not in _settled:
+        _settled[device_pointer] = chosen, _set_target(device_pointer, chosen)
+    first, target = _settled[device_pointer]
+    if chosen != first:
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {chosen or 'nothing'}, but this process compiles OpenCL for "
+            f"{target or 'what PoCL detects'}: the device was first opened with {first or 'nothing'}.",
+            fix="Start another process for another target.",
+        )
+    return target
+
+
+def _set_target(device_pointer: int, chosen: str | None) -> str | None:
+    readable = _readable_ranges()
+    slot = _find_name_slot(device_pointer, readable, ANY_PROCESSOR if chosen else UNKNOWN)
+    if slot is None:
+        if chosen:
+            raise DeviceError(
+                f"{TARGET_VARIABLE} names {chosen}, but this build of PoCL keeps its target elsewhere.",
+                fix="Unset it, or use PyPI's PoCL: `pip install pocl-binary-distribution==3.0`.",
+            )
+        return None
+    target = target_for_this_machine()
+    if target is None:
+        return None
+    name = ctypes.create_string_buffer(target.encode())
+    _names.append(name)
+    slot.value = ctypes.addressof(name)
+    reason = "asked to" if chosen else "PoCL does not know this processor"
+    logger.info("%s; compiling its kernels for %s", reason, target)
+    return target
+
+
+def _find_name_slot(
+    device_pointer: int, readable: list[tuple[int, int]], name_pattern: re.Pattern[bytes]
+) -> ctypes.c_uint64 | None:
+    """Find the pointer to a matching name that follows the pointer to the target triple, if it is there."""
+    for offset in range(0, STRUCTURE_BYTES, 8):
+        here = device_pointer + offset
+        if not _is_readable(here, 16, readable):
+            return None
+        triple = ctypes.c_uint64.from_address(here)
+        name = ctypes.c_uint64.from_address(here + 8)
+        if _text_at(triple.value, readable).startswith(TRIPLE_PREFIX) and name_pattern.fullmatch(
+            _text_at(name.value, readable)
+        ):
+            return name
+    return None
+
+
+def _text_at(address: int, readable: list[tuple[int, int]], limit: int = 64) -> bytes:
+    if not _is_readable(address, limit, readable):
+        return b""
+    return ctypes.string_at(address, limit).split(b"\0", 1)[0]
+
+
+def _is_readable(address: int, size: int, readable: list[tuple[int, int]]) -> bool:
+    return any(start <= address and address + size <= stop for start, stop in readable)
+
+
+def _readable_ranges() -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode = line.split()[:2]
+        if mode.startswith("r"):
+            start, stop = (int(part, 16) for part in span.split("-"))
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+    return ranges
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()

@@ -1,0 +1,387 @@
+"""OpenCL devices, and one opened: its programs, its memory, its queue.
+
+All OpenCL calls of the project go through one small family of modules: this one, memory
+(:mod:`heterollm.kernels.gpu.memory`) and launches (:mod:`heterollm.kernels.gpu.launch`), above the
+binding (:mod:`heterollm.kernels.gpu.binding`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.base import CacheError, DeviceError, KernelError, atomic_path, cache_root, format_bytes, see
+from heterollm.kernels.gpu.binding import OpenClError, cl
+from heterollm.kernels.gpu.host_time import HostTime
+from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch
+from heterollm.kernels.gpu.memory import SharedArray, aligned_empty, aligned_zeros
+from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
+from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
+from heterollm.kernels.gpu.tuning import DeviceTuning
+from heterollm.kernels.gpu.variants import BuildError, VariantRecord
+from heterollm.kernels.gpu.work import Demand
+
+__all__ = [
+    "DeviceTraits",
+    "KernelKind",
+    "OpenClError",
+    "OpenClRuntime",
+    "is_cpu",
+    "list_opencl_devices",
+    "read_sources",
+    "runtime_advice",
+]
+
+logger = logging.getLogger(__name__)
+
+KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
+"""What a kernel is made from: source files, its name, and defines in order."""
+
+POCL_NAME: Final = "Portable Computing Language"
+
+
+class OpenClRuntime(HostTime):
+    """One opened OpenCL device with one in-order queue.
+
+    Args:
+        device: The pyopencl device.
+        profiling: Whether events carry timestamps; costs a little on every launch.
+        coherent: Overrides whether host and device see each other's writes without map and unmap.
+    """
+
+    def __init__(self, device: cl.Device, *, profiling: bool = False, coherent: bool | None = None) -> None:
+        self.target = _mend_pocl(device)
+        self.traits = _traits(device, coherent)
+        self._device = device
+        try:
+            self.context = cl.Context([device])
+            properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
+            self.queue = cl.CommandQueue(self.context, device, properties)
+        except OpenClError as error:
+            raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
+        self.variants = VariantRecord(self.traits.name)
+        self.tuning = DeviceTuning(self.traits.identity(self.target))
+        # What PoCL compiles is tested with every change of this project; other compilers are not.
+        self.tests_kernels = self.traits.platform != POCL_NAME
+        self._shared_scratch: dict[str, cl.Buffer] = {}
+        self._written: dict[KernelKind, tuple[bool, ...]] = {}
+        self._sources: dict[int, tuple[tuple[str, ...], frozenset[tuple[str, str | int]]]] = {}
+        self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
+
+    # -- programs ------------------------------------------------------------------------------------
+
+    def kernel(
+        self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
+    ) -> cl.Kernel:
+        """Build the named source files (once per set of defines) and return a new kernel object.
+
+        Args:
+            files: File names inside ``heterollm.kernels.gpu.opencl``, joined in order.
+            name: Kernel function.
+            defines: Preprocessor definitions.
+
+        Raises:
+            BuildError: The program does not build; the message carries the compiler's log.
+        """
+        # A pass of a new length asks for hundreds of kernels, so the way to a built program is short.
+        key = (tuple(files), frozenset((defines or {}).items()))
+        program = self._programs.get(key)
+        if program is None:
+            options = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+            program = self._programs[key] = self._build(read_sources(files), options, name)
+            self._sources[program.int_ptr] = key
+        try:
+            return cl.Kernel(program, name)
+        except OpenClError as error:
+            raise BuildError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
+
+    def kind(self, kernel: cl.Kernel) -> KernelKind:
+        """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
+        files, defines = self._sources[kernel.program.int_ptr]
+        return files, kernel.function_name, tuple(sorted(defines))
+
+    def written_arguments(self, kernel: cl.Kernel) -> tuple[bool, ...]:
+        """Return for each argument of a kernel of :meth:`kernel` whether it is memory that is not constant.
+
+        For checks: the program is built once more, since compilers keep this only where they are asked to.
+        """
+        files, name, defines = kind = self.kind(kernel)
+        found = self._written.get(kind)
+        if found is None:
+            options = ["-cl-kernel-arg-info", *(f"-D{key}={value}" for key, value in defines)]
+            twin = cl.Kernel(self._build(read_sources(files), options, name), name)
+            spaces, kinds = cl.kernel_arg_address_qualifier, cl.kernel_arg_type_qualifier
+            info = cl.kernel_arg_info
+            found = self._written[kind] = tuple(
+                twin.get_arg_info(index, info.ADDRESS_QUALIFIER) == spaces.GLOBAL
+                and not twin.get_arg_info(index, info.TYPE_QUALIFIER) & kinds.CONST
+                for index in range(twin.num_args)
+            )
+        return found
+
+    def kernel_of_source(self, source: str, name: str) -> cl.Kernel:
+        """Build a program (once) and return a new kernel object, as :meth:`kernel` does with files."""
+        key = ((source,), frozenset[tuple[str, str | int]]())
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._build(source, [], name)
+        return cl.Kernel(program, name)
+
+    def launch(
+        self,
+        kernel: cl.Kernel,
+        arguments: Sequence[Argument],
+        global_size: tuple[int, ...],
+        local_size: tuple[int, ...],
+        label: str,
+        before: Launch | None = None,
+        *,
+        demand: Demand | None = None,  # noqa: ARG002 - a simulated device takes its time from it
+    ) -> Launch:
+        """Return the prepared call of a kernel, which enqueues ``before`` first if there is one."""
+        own = self.queue, kernel, arguments, global_size, local_size, label
+        try:
+            return Launch(*own) if before is None else ChainedLaunch(before, *own)
+        except (OpenClError, TypeError) as error:
+            raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
+
+    def _build(self, source: str, options: list[str], name: str) -> cl.Program:
+        # PoCL keeps binaries itself; for the others one file per program and driver is kept here.
+        own_cache = self.traits.platform != POCL_NAME
+        device_key = hashlib.sha256(repr((self.traits, source, options)).encode()).hexdigest()
+        path = cache_root() / "opencl" / f"{device_key}.bin"
+        with warnings.catch_warnings():
+            # Some compilers write to the log on success, and pyopencl warns about it.
+            warnings.simplefilter("ignore", cl.CompilerWarning)
+            if own_cache and path.exists():
+                program = self._from_binary(path)
+                if program is not None:
+                    return program
+            try:
+                # pyopencl's own cache reads pickles; it stays off.
+                program = cl.Program(self.context, source).build(options=options, cache_dir=False)
+            except OpenClError as error:
+                raise BuildError(
+                    f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
+                    f"with kernel {name!r} and options {' '.join(options)}: {error}",
+                    fix="Run `heterollm doctor` and report its table. "
+                    + see("the-opencl-compiler-refuses-a-program"),
+                ) from error
+        if own_cache:
+            self._keep_binary(path, program)
+        return program
+
+    def _from_binary(self, path: os.PathLike[str]) -> cl.Program | None:
+        with open(path, "rb") as file:  # noqa: PTH123
+            digest, binary = file.read(32), file.read()
+        if hashlib.sha256(binary).digest() != digest:
+            logger.warning("The cached OpenCL program %s is damaged; building it again", path)
+            return None
+        try:
+            return cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
+        except OpenClError as error:
+            logger.warning(
+                "The driver refuses the cached OpenCL program %s (%s); building it again", path, error
+            )
+            return None
+
+    @staticmethod
+    def _keep_binary(path: Any, program: cl.Program) -> None:  # noqa: ANN401
+        binary = program.get_info(cl.program_info.BINARIES)[0]
+        try:
+            with atomic_path(path) as temporary:
+                temporary.write_bytes(hashlib.sha256(binary).digest() + binary)
+        except CacheError as error:
+            logger.warning("OpenCL programs are not kept: %s", error)
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
+        """Return zeroed memory that host and device share without copies; pages count once they are used."""
+        array = aligned_zeros(shape, dtype)
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
+        return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
+
+    def upload(self, array: NDArray[Any]) -> cl.Buffer:
+        """Return read-only device memory with the array's content.
+
+        On a CPU the array's own memory is used and must not change; the buffer keeps it alive.
+        """
+        array = np.ascontiguousarray(array)
+        if self.traits.is_cpu:
+            if array.ctypes.data % 64:
+                aligned = aligned_empty(array.shape, array.dtype)
+                aligned[...] = array
+                array = aligned
+            return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, array)
+        return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, array)
+
+    def scratch(self, size_bytes: int) -> cl.Buffer:
+        """Return device memory that the host never reads."""
+        self._check_size(size_bytes)
+        if self.traits.is_cpu:
+            return self.shared((max(1, size_bytes),), np.uint8).buffer
+        return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(1, size_bytes))
+
+    def shared_scratch(self, name: str, size_bytes: int) -> cl.Buffer:
+        """Return device memory of at least that size for what one launch leaves to the next.
+
+        All launches share it by name: the queue is in order.
+        """
+        held = self._shared_scratch.get(name)
+        if held is None or held.size < size_bytes:
+            # Doubled, so that launches of ever more tokens do not each keep a buffer of their own.
+            held = self._shared_scratch[name] = self.scratch(1 << (size_bytes - 1).bit_length())
+        return held
+
+    def _buffer(self, flags: int, array: NDArray[Any]) -> cl.Buffer:
+        self._check_size(array.nbytes)
+        try:
+            return cl.Buffer(self.context, flags, hostbuf=array)
+        except OpenClError as error:
+            raise KernelError(
+                f"{self.traits.name!r} cannot allocate {format_bytes(array.nbytes)}: {error}.",
+                fix="Use a smaller model or context, or close other programs.",
+            ) from error
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.traits.max_buffer_bytes:
+            raise KernelError(
+                f"One buffer of {format_bytes(size_bytes)} exceeds the limit of {self.traits.name!r}, "
+                f"{format_bytes(self.traits.max_buffer_bytes)}.",
+                fix="Use a smaller model or context. " + see("one-buffer-is-too-large"),
+            )
+
+    # -- queue ---------------------------------------------------------------------------------------
+
+    @property
+    def merges_launches(self) -> bool:
+        """Whether launches that follow each other gain by being one: where the host's processor runs them."""
+        return self.traits.is_cpu and self.traits.coherent
+
+    def profiling_twin(self) -> OpenClRuntime:
+        """Return another runtime on the same device, whose events carry timestamps."""
+        return OpenClRuntime(self._device, profiling=True, coherent=self.traits.coherent)
+
+    def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401 - a buffer and an array, either way
+        """Copy between host and device memory, and wait for it."""
+        cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+
+    def enqueue_marker(self) -> Any:  # noqa: ANN401 - an OpenCL event
+        """Enqueue a marker and return its event, which is complete once the queue got there."""
+        return cl.enqueue_marker(self.queue)
+
+    def flush(self) -> None:
+        """Start what is enqueued."""
+        self.queue.flush()
+
+    def finish(self) -> None:
+        """Wait until everything enqueued is done.
+
+        Raises:
+            KernelError: A kernel failed.
+        """
+        try:
+            self.queue.finish()
+        except OpenClError as error:
+            raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
+
+    def hand_to_host(self) -> None:
+        """Wait for everything as the baseline of hand-overs does; simulated, with the driver's copies."""
+        self.finish()
+
+
+def read_sources(files: Sequence[str]) -> str:
+    """Return the OpenCL C of the named files, joined in order."""
+    folder = resources.files("heterollm.kernels.gpu.opencl")
+    return "\n".join(folder.joinpath(name).read_text("utf-8") for name in files)
+
+
+def list_opencl_devices() -> list[tuple[str, cl.Device]]:
+    """Return every OpenCL device of the process with its platform's name.
+
+    Raises:
+        DeviceError: No OpenCL runtime is installed.
+    """
+    try:
+        platforms = cl.get_platforms()
+    except OpenClError as error:
+        raise DeviceError(f"No OpenCL runtime was found ({error}).", fix=runtime_advice()) from error
+    found: list[tuple[str, cl.Device]] = []
+    for entry in platforms:
+        try:
+            found.extend((entry.name, device) for device in entry.get_devices())
+        except OpenClError as error:
+            logger.info("OpenCL platform %s has no usable device: %s", entry.name, error)
+    return found
+
+
+def is_cpu(device: cl.Device) -> bool:
+    """Whether a device computes on the host's processor."""
+    return bool(device.type & cl.device_type.CPU)
+
+
+def runtime_advice() -> str:
+    """Return the command that installs an OpenCL runtime for the CPU on this platform."""
+    system, machine = platform.system(), platform.machine()
+    advice = "Install the OpenCL driver of the machine's vendor."
+    if (system, machine) in {("Linux", "x86_64"), ("Windows", "AMD64")}:
+        advice = "Install one with `pip install 'heterollm[host]'`."
+    elif system == "Linux":
+        advice = "Install the distribution's PoCL, such as `apt install pocl-opencl-icd`."
+    return f"{advice} {see('no-opencl-runtime-for-the-cpu')}"
+
+
+def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
+    extensions = tuple(device.extensions.split())
+    return DeviceTraits(
+        name=device.name.strip(),
+        platform=device.platform.name.strip(),
+        version=device.version.strip(),
+        driver=device.driver_version.strip(),
+        is_cpu=is_cpu(device),
+        has_half="cl_khr_fp16" in extensions,
+        has_subgroups="cl_khr_subgroups" in extensions or "cl_intel_subgroups" in extensions,
+        has_integer_dot="cl_khr_integer_dot_product" in extensions,
+        compute_units=device.max_compute_units,
+        max_work_group=device.max_work_group_size,
+        max_buffer_bytes=device.max_mem_alloc_size,
+        global_bytes=device.global_mem_size,
+        local_bytes=device.local_mem_size,
+        cache_bytes=_cache_bytes(device),
+        coherent=is_cpu(device) if coherent is None else coherent,
+        extensions=extensions,
+    )
+
+
+def _cache_bytes(device: cl.Device) -> int:
+    """Return the size of the last cache before memory.
+
+    A GPU's driver reports the GPU's own cache, and not one that it shares with the rest of a SoC: then the
+    result is assumed, and rather too large.
+    """
+    if is_cpu(device):
+        return host_cache_bytes()
+    return max(DEFAULT_CACHE_BYTES, int(device.global_mem_cache_size))
+
+
+def _mend_pocl(device: cl.Device) -> str | None:
+    known = device.platform.name.strip() == POCL_NAME and device.driver_version.startswith("3.")
+    if known and (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+        return mend_target(device.int_ptr)
+    if chosen := chosen_target():
+        raise DeviceError(
+            f"{TARGET_VARIABLE} names {chosen}, which only PoCL 3 on Linux x86-64 can be told, not "
+            f"{device.platform.name.strip()} {device.driver_version.strip()}.",
+            fix=f"Unset {TARGET_VARIABLE}. {see('pocl-and-new-processors')}",
+        )
+    return None

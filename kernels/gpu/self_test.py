@@ -1,0 +1,55 @@
+"""A quick test of one variant of the linear kernels on the device at hand, before it is relied on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from heterollm.kernels.formats import linear, linear_errors, random_weight, round_inputs
+from heterollm.kernels.gpu.binding import OpenClError
+from heterollm.kernels.gpu.linear import GpuLinear
+from heterollm.kernels.gpu.runtime import OpenClRuntime
+from heterollm.kernels.gpu.variants import BuildError, Variant
+from heterollm.kernels.ops import WeightFormat
+
+__all__ = ["try_linear"]
+
+ROWS: Final = 70
+TOKENS: Final = (1, 9)
+"""One for the kernels for a few tokens, one for those for many."""
+
+WRONG_NMSE: Final = 1e-5
+"""Far above what float16 outputs round to (1e-7), far below what a wrong element makes."""
+
+
+def try_linear(
+    runtime: OpenClRuntime, variant: Variant, number_format: WeightFormat, *, half: bool, integer_inputs: bool
+) -> None:
+    """Compute one small linear layer.
+
+    Raises:
+        BuildError: It does not build or run, or the numbers are wrong.
+    """
+    generator = np.random.default_rng(0)
+    columns = 4 * max(number_format.block, 16)
+    weight = random_weight(generator, ROWS, columns, number_format)
+    dtype = np.float16 if half else np.float32
+    layer = GpuLinear.pack(runtime, [weight], activation_dtype=dtype, integer_inputs=integer_inputs)
+    for tokens in TOKENS:
+        x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, ROWS), dtype)
+        x.acquire()
+        x.array[...] = generator.standard_normal((tokens, columns))
+        exact = x.array.astype(np.float64)
+        x.release()
+        try:
+            layer.launch(x, y, tokens=tokens, style=variant, label="self-test")()
+            runtime.finish()
+        except OpenClError as error:
+            raise BuildError(f"it does not run ({error}).") from error
+        y.acquire()
+        seen = round_inputs(exact, number_format.block) if integer_inputs else exact
+        errors = linear_errors(y.array, linear(seen, [weight]))
+        y.release()
+        if not errors.nmse <= WRONG_NMSE:
+            raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")

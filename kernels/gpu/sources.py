@@ -1,0 +1,33 @@
+"""Which sources these are: what was measured, tuned or solved with others says nothing about them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib import resources
+
+__all__ = ["kernel_source_hash", "source_hash"]
+
+
+@functools.cache
+def kernel_source_hash() -> str:
+    """Return a short hash of all OpenCL C in ``heterollm.kernels.gpu.opencl``, names and contents.
+
+    It is part of the key of whatever depends on the kernels: tuned parameters and measured samples.
+    """
+    return source_hash("heterollm.kernels.gpu.opencl", (".cl", ".h"))
+
+
+def source_hash(package: str, endings: tuple[str, ...]) -> str:
+    """Return a short hash of the files of a package, names and contents.
+
+    Args:
+        package: Its dotted name.
+        endings: Of the names of the files that count.
+    """
+    digest = hashlib.sha256()
+    for entry in sorted(resources.files(package).iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(endings):
+            content = entry.read_bytes().replace(b"\r\n", b"\n")
+            digest.update(f"{entry.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,60 @@
+"""What a GPU device reports about itself."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from heterollm.base import MIB
+from heterollm.kernels.gpu.tuning import DeviceIdentity
+
+__all__ = ["DEFAULT_CACHE_BYTES", "DeviceTraits", "host_cache_bytes"]
+
+DEFAULT_CACHE_BYTES: Final = 32 * MIB
+"""Where nothing says: as much as laptops have; more than any phone's system-level cache."""
+
+SYSFS: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+UNITS: Final = {"K": 1024, "M": MIB}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """What an OpenCL device reports about itself, and how large the last cache before memory is."""
+
+    name: str
+    platform: str
+    version: str
+    driver: str
+    is_cpu: bool
+    has_half: bool
+    has_subgroups: bool
+    has_integer_dot: bool
+    compute_units: int
+    max_work_group: int
+    max_buffer_bytes: int
+    global_bytes: int
+    local_bytes: int
+    cache_bytes: int
+    coherent: bool
+    extensions: tuple[str, ...]
+
+    def identity(self, target: str | None = None) -> DeviceIdentity:
+        """Return what tuned kernel parameters are filed under; ``target`` is what the compiler was told."""
+        limits = self.compute_units, self.max_work_group, self.local_bytes
+        driver = self.driver if target is None else f"{self.driver} for {target}"
+        return DeviceIdentity(self.name, self.platform, *limits, driver)
+
+
+@functools.cache
+def host_cache_bytes(folder: Path = SYSFS) -> int:
+    """Return the size of the host's largest cache, as Linux reports it; 32 MiB where it does not."""
+    sizes = []
+    for path in folder.glob("index*/size"):
+        try:
+            text = path.read_text("ascii").strip()
+            sizes.append(int(text[:-1]) * UNITS[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=DEFAULT_CACHE_BYTES)

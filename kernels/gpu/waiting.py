@@ -1,0 +1,174 @@
+"""How the host waits without keeping the processor or the interpreter from others.
+
+Pure Python: a sleep, whose precision is a property of the platform and is measured, and polling that lets
+other threads of the interpreter run at every turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import select
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+__all__ = [
+    "STRATEGIES",
+    "HostClock",
+    "Strategy",
+    "WaitPrediction",
+    "lower_timer_slack",
+    "sleep_overshoot_us",
+    "yield_interpreter",
+]
+
+Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"]
+"""How the host waits for the GPU: see :mod:`heterollm.kernels.sync.handover`."""
+
+STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
+
+SET_TIMER_SLACK: Final = 29
+"""``PR_SET_TIMERSLACK`` of Linux's ``prctl``."""
+
+PROBES: Final = 15
+PROBE_US: Final = 100.0
+
+LEAST_MARGIN_US: Final = 30.0
+MARGIN_DEVIATIONS: Final = 2.0
+"""The wait ends sleeping so much before the predicted end: of 2 deviations on, the end is seen at once."""
+
+GAIN: Final = 0.25
+"""Weight of a new observation in the averages."""
+
+OVERSLEPT_STEP: Final = 0.05
+OVERSLEPT_LIMIT: Final = 0.5
+
+_slack = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class HostClock:
+    """What a wait asks of the host; tests put their own in its place.
+
+    Args:
+        now_ns: Nanoseconds from any fixed moment.
+        sleep_s: Sleeps for so many seconds.
+        yield_lock: Lets other threads of the interpreter run.
+        overshoot_us: By how much a sleep comes back late.
+    """
+
+    now_ns: Callable[[], int]
+    sleep_s: Callable[[float], object]
+    yield_lock: Callable[[], object]
+    overshoot_us: float
+
+    @classmethod
+    def of_this_thread(cls) -> HostClock:
+        """Return the host's own clock and lower the calling thread's timer slack."""
+        lower_timer_slack()
+        return cls(time.perf_counter_ns, time.sleep, yield_interpreter(), sleep_overshoot_us())
+
+
+def lower_timer_slack() -> bool:
+    """Let the calling thread wake up on time, where the system can be told (Linux); returns whether it was.
+
+    By default Linux wakes a thread up to 50 us late, to wake several at once.
+    """
+    if not hasattr(_slack, "lowered"):
+        _slack.lowered = False
+        if sys.platform == "linux":
+            try:
+                _slack.lowered = ctypes.CDLL(None).prctl(SET_TIMER_SLACK, 1, 0, 0, 0) == 0
+            except (OSError, AttributeError):
+                _slack.lowered = False
+    return bool(_slack.lowered)
+
+
+def _by_select() -> None:
+    select.select((), (), (), 0)
+
+
+def _by_sleep() -> None:
+    time.sleep(0)
+
+
+@functools.cache
+def yield_interpreter() -> Callable[[], None]:
+    """Return the cheapest call that gives up the interpreter lock for a moment.
+
+    ``time.sleep(0)`` does everywhere, but goes through a timer: 40 to 80 us on one Linux machine, where an
+    empty ``select`` took 0.7 us. Measured once.
+    """
+    if os.name != "posix":
+        return _by_sleep  # an empty select is an error on Windows
+    return min(_by_select, _by_sleep, key=lambda call: _median_us(call, PROBES))
+
+
+def _median_us(call: Callable[[], object], count: int) -> float:
+    samples = []
+    for _ in range(count):
+        begin = time.perf_counter_ns()
+        call()
+        samples.append(time.perf_counter_ns() - begin)
+    return statistics.median(samples) / 1e3
+
+
+@functools.cache
+def sleep_overshoot_us() -> float:
+    """Return by how much a short sleep usually comes back late on this platform; measured once."""
+    lower_timer_slack()
+    return max(0.0, _median_us(lambda: time.sleep(PROBE_US / 1e6), PROBES) - PROBE_US)
+
+
+class WaitPrediction:
+    """Learns how long the waits at one place take: moving averages of duration and deviation.
+
+    A sleep that went past the end hides when the end was. The duration is then taken to be shorter than what
+    was seen, by more with each such wait in a row: a single late wake-up changes little, a load that has
+    become much shorter is followed within a few waits. An unusually long wait counts only so far, since a
+    prediction that is too long costs a late hand-over, and one that is too short only some polling.
+
+    Attributes:
+        mean_us: Average duration; 0 before the first observation.
+        deviation_us: Average distance from it.
+    """
+
+    __slots__ = ("_overslept", "deviation_us", "mean_us")
+
+    def __init__(self) -> None:
+        self.mean_us = 0.0
+        self.deviation_us = 0.0
+        self._overslept = 0
+
+    def observe(self, duration_us: float, *, overslept: bool = False) -> None:
+        """Add a wait.
+
+        Args:
+            duration_us: From the signal's sending until it was seen.
+            overslept: Whether it was there already when the sleep ended.
+        """
+        if overslept:
+            share = OVERSLEPT_STEP * (1 << min(self._overslept, 8))
+            duration_us *= 1.0 - min(OVERSLEPT_LIMIT, share)
+            self._overslept += 1
+        else:
+            self._overslept = 0
+        if not self.mean_us:
+            self.mean_us, self.deviation_us = duration_us, duration_us / 4
+            return
+        longest = self.mean_us + max(4 * self.deviation_us, 4 * LEAST_MARGIN_US)
+        error = min(duration_us, longest) - self.mean_us
+        self.mean_us += GAIN * error
+        self.deviation_us += GAIN * (abs(error) - self.deviation_us)
+
+    def sleep_us(self, overshoot_us: float) -> float:
+        """Return how long after the sending a sleep may last; 0 where it is not worth its imprecision."""
+        margin_us = max(LEAST_MARGIN_US, MARGIN_DEVIATIONS * self.deviation_us) + overshoot_us
+        length_us = self.mean_us - margin_us
+        return length_us if length_us > overshoot_us else 0.0

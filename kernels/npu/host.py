@@ -1,0 +1,154 @@
+"""The NPU part of the ``host`` device: ONNX Runtime's CPU provider on the same graphs, in float32.
+
+A session leaves ``m`` symbolic and serves all lengths of its slice; the backend still accepts standard
+lengths only. Measured with a 4-bit [8192, 2048] slice of 10 MB: a session keeps 8 MB in memory, the codes
+packed for the CPU, and 2 MB of scales mapped; loaded from bytes instead of a file it would keep 30 MB.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from heterollm.base import DeviceError, GraphError, OptionError
+from heterollm.kernels.npu.forms import every_block_form, every_form
+from heterollm.kernels.npu.graphs import write_graph
+from heterollm.kernels.npu.parts import NpuPart, PartKey
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, Form, TimeKind, check_prepare
+from heterollm.kernels.npu.session import SessionGraph, runtime_errors, session_options
+from heterollm.kernels.ops import Activation, WeightFormat
+
+__all__ = ["HostNpu"]
+
+FLOAT_FORMS: Final[tuple[Form, ...]] = ("activation_first", "weight_first")
+
+
+class HostNpu:
+    """ONNX Runtime's CPU provider behind the NPU protocol.
+
+    Args:
+        threads: Threads that compute one graph; with 1 the calling thread computes alone.
+
+    Raises:
+        OptionError: ``threads`` is not positive.
+        DeviceError: ONNX Runtime cannot be imported.
+    """
+
+    name = "host NPU (ONNX Runtime CPU)"
+    time_kind: TimeKind = "real"
+    standard_lengths = STANDARD_LENGTHS
+    row_alignment = 64
+    activation_dtype: np.dtype[Any] = np.dtype(np.float32)
+    loaded_count = 0
+    """Always 0: a graph is built in milliseconds, so none is cached."""
+
+    def __init__(self, threads: int = 1) -> None:
+        if threads < 1:
+            raise OptionError(f"The host NPU needs at least one thread, not {threads}.")
+        _share_arena()
+        self.threads = threads
+        self.compiled_count = 0
+        self._sessions: dict[tuple[PartKey, Form], Any] = {}
+
+    def forms(
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
+    ) -> tuple[Form, ...]:
+        """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+
+    def block_forms(
+        self,
+        weight: WeightFormat,
+        *,
+        width: int,
+        columns: int,  # noqa: ARG002 - any is legal here
+        length: int,  # noqa: ARG002
+        integer_inputs: bool,
+        activation: Activation,  # noqa: ARG002
+    ) -> tuple[Form, ...]:
+        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return every_block_form(weight, width=width, integer_inputs=integer_inputs)
+
+    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
+        """Return a graph of the part's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        chosen = check_prepare(self, part, length, form)
+        key = (part.key, chosen)
+        if key not in self._sessions:
+            self._sessions[key] = self._open(part, chosen)
+            self.compiled_count += 1
+        return SessionGraph(
+            self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
+        )
+
+    def count_cycles(
+        self,
+        part: NpuPart,
+        length: int,
+        form: Form | None = None,
+        *,
+        runs: int,
+    ) -> None:
+        """Return None: ONNX Runtime counts no cycles, and this backend's time is real."""
+
+    def release(self, part: NpuPart) -> None:
+        """Drop the sessions of a part; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        for key in [key for key in self._sessions if key[0] == part.key]:
+            del self._sessions[key]
+
+    def versions(self) -> dict[str, str]:
+        """Return the version of ONNX Runtime."""
+        import onnxruntime
+
+        return {"onnxruntime": onnxruntime.__version__}
+
+    def close(self) -> None:
+        """Drop all sessions."""
+        self._sessions.clear()
+
+    def _open(self, part: NpuPart, form: Form) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+        """Open a session through a temporary file, which ONNX Runtime maps rather than copies."""
+        import onnxruntime
+
+        options = session_options(self.threads)
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        folder = None
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="heterollm-graph-"))
+            model = write_graph(part, form, self.activation_dtype, folder)
+            return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        except OSError as error:
+            reason = error.strerror or error
+            raise GraphError(
+                f"Cannot write the graph of {part.label} into {tempfile.gettempdir()}: {reason}.",
+                fix="Free some space there, or set TMPDIR to another folder.",
+            ) from error
+        except runtime_errors() as error:
+            raise GraphError(f"ONNX Runtime refused the graph of {part.label}: {error}") from error
+        finally:
+            if folder is not None:
+                # Windows keeps files that are mapped; whatever it keeps lies in the temporary folder.
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _share_arena() -> None:
+    """Let all sessions of the process take their scratch memory from one arena.
+
+    Each would otherwise keep its own: 48 MB more over six weight-first [8192, 2048] slices at 256 tokens.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise DeviceError(
+            f"ONNX Runtime cannot be imported: {error}.", fix="Reinstall it: pip install onnxruntime"
+        ) from error
+    memory = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    onnxruntime.create_and_register_allocator(memory, None)

@@ -1,0 +1,187 @@
+"""What one NPU graph computes of a layer: rows of a group of linears, or part of a feed-forward block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import GraphError
+from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.ops import Activation, Group, WeightFormat
+
+__all__ = ["NpuBlock", "NpuPart", "NpuSlice", "PartKey"]
+
+PartKey: TypeAlias = tuple[str | int | WeightFormat | tuple[tuple[int, int], ...], ...]
+"""What tells the numbers of one part apart from any other's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NpuSlice:
+    """The NPU's output rows of one group of linear layers.
+
+    Args:
+        weight: ``[r, k]``, the rows of all members stacked in member order.
+        layer: Decoder layer; -1 for the head.
+        group: Name of the group.
+        row_ranges: Rows ``[start, stop)`` taken of each member.
+        weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
+        integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
+
+    Raises:
+        GraphError: The ranges do not add up to the weight's rows.
+    """
+
+    weight: LinearWeight
+    layer: int
+    group: str
+    row_ranges: tuple[tuple[int, int], ...]
+    weights_key: str
+    integer_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        stated = sum(stop - start for start, stop in self.row_ranges)
+        if stated != self.rows or any(not 0 <= start <= stop for start, stop in self.row_ranges):
+            raise GraphError(
+                f"{self.label} has {self.rows} rows, but the ranges {self.row_ranges} name {stated}."
+            )
+        if self.rows < 1 or self.columns < 1:
+            raise GraphError(f"{self.label} is empty: [{self.rows}, {self.columns}].")
+
+    @property
+    def rows(self) -> int:
+        """Output rows ``r`` of all members together."""
+        return _shape(self.weight)[0]
+
+    @property
+    def columns(self) -> int:
+        """Inputs ``k``."""
+        return _shape(self.weight)[1]
+
+    @property
+    def format(self) -> WeightFormat:
+        """The number format."""
+        return weight_format(self.weight)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads."""
+        return self.format.weight_bytes(self.rows, self.columns)
+
+    @property
+    def label(self) -> str:
+        """What to call the slice in messages."""
+        return f"{self.group} of layer {self.layer}" if self.layer >= 0 else self.group
+
+    @property
+    def key(self) -> PartKey:
+        """What tells this slice's numbers apart from any other's."""
+        return (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NpuBlock:
+    """The NPU's part of a feed-forward network, cut along its intermediate width.
+
+    ``y = down @ (activation(gate @ x + gate bias) * (up @ x + up bias))`` over ``c`` rows of gate and up and
+    the same columns of down: a partial sum of every output, without the bias of down.
+
+    Args:
+        gate_up: ``[2c, h]``, the rows of the gate over those of up.
+        down: ``[h, c]``, the columns that meet them.
+        activation: Of the gate.
+        bias: float32 ``[2c]`` of gate and up one after the other, or None.
+        layer: Decoder layer.
+        weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
+        cut: The part ``[start, stop)`` of the intermediate width that it is.
+        integer_inputs: Whether the inputs of each linear are rounded to int8 for each block of its weights.
+
+    Raises:
+        GraphError: The weights do not fit together or the cut, or differ in format.
+    """
+
+    gate_up: LinearWeight
+    down: LinearWeight
+    activation: Activation
+    bias: NDArray[np.float32] | None
+    layer: int
+    weights_key: str
+    cut: tuple[int, int]
+    integer_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        start, stop = self.cut
+        if not 0 <= start < stop or _shape(self.gate_up)[0] != 2 * self.width or self.columns < 1:
+            raise GraphError(
+                f"{self.label} cut at {self.cut} does not fit a gate and up of {_shape(self.gate_up)}."
+            )
+        if _shape(self.down)[1] != self.width or self.rows < 1:
+            raise GraphError(f"{self.label} cut at {self.cut} does not fit a down of {_shape(self.down)}.")
+        if weight_format(self.gate_up) != weight_format(self.down):
+            raise GraphError(
+                f"{self.label} has {weight_format(self.gate_up)} and {weight_format(self.down)} weights; one "
+                f"graph takes one format."
+            )
+        if self.bias is not None and self.bias.shape != (2 * self.width,):
+            raise GraphError(
+                f"{self.label} needs a bias of {2 * self.width} elements, not {self.bias.shape}."
+            )
+
+    @property
+    def group(self) -> Group:
+        """Name of the group."""
+        return "ffn"
+
+    @property
+    def rows(self) -> int:
+        """Outputs ``h``."""
+        return _shape(self.down)[0]
+
+    @property
+    def columns(self) -> int:
+        """Inputs ``h``."""
+        return _shape(self.gate_up)[1]
+
+    @property
+    def width(self) -> int:
+        """The part ``c`` of the intermediate width."""
+        return self.cut[1] - self.cut[0]
+
+    @property
+    def row_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Rows ``[start, stop)`` taken of gate and of up."""
+        return (self.cut, self.cut)
+
+    @property
+    def format(self) -> WeightFormat:
+        """The number format of all weights."""
+        return weight_format(self.gate_up)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads."""
+        gate_up = self.format.weight_bytes(2 * self.width, self.columns)
+        return gate_up + self.format.weight_bytes(self.rows, self.width)
+
+    @property
+    def label(self) -> str:
+        """What to call the part in messages."""
+        return f"{self.group} of layer {self.layer}"
+
+    @property
+    def key(self) -> PartKey:
+        """What tells this part's numbers apart from any other's."""
+        identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
+        return (*identity, self.activation, self.bias is not None)
+
+
+NpuPart: TypeAlias = NpuSlice | NpuBlock
+"""What a graph of an NPU backend computes."""
+
+
+def _shape(weight: LinearWeight) -> tuple[int, int]:
+    if isinstance(weight, QuantizedTensor):
+        return weight.rows, weight.columns
+    return int(weight.shape[0]), int(weight.shape[1])

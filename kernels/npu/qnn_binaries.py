@@ -1,0 +1,176 @@
+"""The cache of compiled NPU graphs: what a context binary is known by, and how it is checked before use.
+
+A graph is three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the context
+binary, which it maps) and ``<name>.json`` (what made them, and their checksums), written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from heterollm.base import GraphError, atomic_path, cache_error, cache_root, parse_json
+
+__all__ = ["GRAPHS_FOLDER", "ContextBinary", "temporary_graphs"]
+
+GRAPHS_FOLDER = "graphs"
+"""Where compiled graphs lie in the cache folder."""
+
+TEMPORARY_SUFFIX = ".temporary"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextBinary:
+    """One compiled graph in the cache.
+
+    Args:
+        identity: What the graph computes and for which target; names the files.
+        made_by: Versions of what compiled it; a file made by others is stale and is replaced.
+        folder: Where the files are; by default the graphs' folder of the cache.
+    """
+
+    identity: Mapping[str, Any]
+    made_by: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def model(self) -> Path:
+        """The wrapper to open."""
+        text = json.dumps(dict(self.identity), sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return (self.folder or cache_root() / GRAPHS_FOLDER) / f"{name}.onnx"
+
+    @property
+    def binary(self) -> Path:
+        """The context binary, under the name that ONNX Runtime gives it."""
+        return self.model.with_name(f"{self.model.stem}_qnn.bin")
+
+    @property
+    def manifest(self) -> Path:
+        """The description and the checksums."""
+        return self.model.with_suffix(".json")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the files that there are."""
+        return sum(path.stat().st_size for path in (self.model, self.binary, self.manifest) if path.exists())
+
+    def problem(self) -> str | None:
+        """Return why the files cannot be used, "missing" if there are none, or None if they are sound."""
+        try:
+            stored = parse_json(self.manifest.read_bytes())
+        except FileNotFoundError:
+            return "incomplete" if self.binary.exists() else "missing"
+        except (OSError, ValueError):
+            return "damaged (its description cannot be read)"
+        if not isinstance(stored, dict) or stored.get("identity") != self._plain(self.identity):
+            return "damaged (its description is of another graph)"
+        if stored.get("made_by") != self._plain(self.made_by):
+            return f"stale (made by {stored.get('made_by')})"
+        try:
+            sums = self._checksums()
+        except OSError:
+            return "damaged (a file cannot be read)"
+        return None if stored.get("sha256") == sums else "damaged (a checksum differs)"
+
+    def build(self, compile_into: Callable[[Path, Path], None]) -> None:
+        """Replace the files with newly compiled ones; the caller holds the lock of :attr:`model`.
+
+        Args:
+            compile_into: Called with an empty folder for sources and with the wrapper's path to write.
+
+        Raises:
+            GraphError: The compiler failed or wrote nothing.
+            CacheError: The folder cannot be written or the disk is full.
+        """
+        building = self.model.with_name(f".{self.model.stem}.building")
+        try:
+            shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
+            building.mkdir(parents=True)
+            model = building / self.model.name
+            compile_into(building, model)
+            self.manifest.unlink(missing_ok=True)
+            (building / self.binary.name).replace(self.binary)
+            model.replace(self.model)
+            description = {
+                "identity": self._plain(self.identity),
+                "made_by": self._plain(self.made_by),
+                "sha256": self._checksums(),
+            }
+            with atomic_path(self.manifest) as path:
+                path.write_text(json.dumps(description))
+        except FileNotFoundError as error:
+            raise GraphError(f"QNN compiled a graph but wrote no {Path(error.filename).name}.") from error
+        except OSError as error:
+            raise cache_error(self.model, error) from error
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Delete the files, as far as the system lets them go; no other process may be using them."""
+        for path in (self.manifest, self.model, self.binary, self.model.with_name(f"{self.model.name}.lock")):
+            with contextlib.suppress(OSError):  # Windows keeps files that are mapped
+                path.unlink(missing_ok=True)
+
+    def _checksums(self) -> dict[str, str]:
+        sums = {}
+        for path in (self.model, self.binary):
+            with path.open("rb") as file:
+                sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return sums
+
+    @staticmethod
+    def _plain(mapping: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
+        """Return a mapping as it reads back from JSON."""
+        return json.loads(json.dumps(dict(mapping)))
+
+
+@contextlib.contextmanager
+def temporary_graphs() -> Iterator[Path]:
+    """Yield a new folder for graphs that nobody needs again, and delete it at the end.
+
+    It lies in the cache, where there is room for graphs. Folders of processes that were killed are deleted
+    too: as long as a process lives, it holds the lock of its folder.
+
+    Raises:
+        CacheError: The cache folder cannot be written.
+    """
+    parent = cache_root() / GRAPHS_FOLDER
+    folder = parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    lock = FileLock(_lock_path(folder))
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f".*{TEMPORARY_SUFFIX}"):
+            _delete_if_left(left)
+        lock.acquire()
+        folder.mkdir()
+    except OSError as error:
+        raise cache_error(folder, error) from error
+    try:
+        yield folder
+    finally:
+        lock.release()
+        _delete_if_left(folder)
+
+
+def _delete_if_left(folder: Path) -> None:
+    """Delete a folder unless a process holds its lock."""
+    lock_path = _lock_path(folder)
+    with contextlib.suppress(Timeout, OSError), FileLock(lock_path, timeout=0):
+        shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        with contextlib.suppress(OSError):
+            lock_path.unlink(missing_ok=True)
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")

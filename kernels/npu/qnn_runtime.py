@@ -1,0 +1,194 @@
+"""ONNX Runtime's QNN execution provider: whether it is there, opening sessions on it, and nothing else.
+
+Every session refuses CPU fallback, and its provider is checked: silent fallback is what users of this
+provider complain of most. Nothing heavy is imported before the first session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heterollm.base import DeviceError, GraphError, see
+from heterollm.kernels.npu.session import runtime_errors, session_options
+
+__all__ = ["PROVIDER", "QnnTarget", "open_session", "qnn_available", "qnn_versions"]
+
+PROVIDER = "QNNExecutionProvider"
+
+EMULATOR_PLATFORMS = {("Linux", "x86_64")}
+HEXAGON_PLATFORMS = {("Linux", "aarch64"), ("Windows", "ARM64")}
+
+UNPLACED = "assigned to the default CPU EP"
+"""Part of the message with which ONNX Runtime refuses a graph that the provider did not take whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class QnnTarget:
+    """Where sessions run: the emulator or a real Hexagon, and the provider's options.
+
+    Args:
+        emulator: Whether to use the emulator in the x86-64 Linux wheel.
+        options: Options of the QNN execution provider.
+    """
+
+    emulator: bool
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
+    """Return whether QNN is there, what was found or why not, and what to do about it.
+
+    A real Hexagon can be seen only by loading the provider, so that question takes a moment where the
+    platform is right.
+    """
+    machine = (platform.system(), platform.machine())
+    where = " ".join(machine)
+    if emulator and machine not in EMULATOR_PLATFORMS:
+        text = f"The HTP emulator exists for x86-64 Linux only, not {where}."
+        return False, text, "Use the host device."
+    if not emulator and machine not in HEXAGON_PLATFORMS:
+        text = f"Hexagon NPUs are reached from Windows on Arm or 64-bit Arm Linux, not {where}."
+        return False, text, "Use the emulator or host device here."
+    for package in ("onnxruntime", "onnxruntime_qnn"):
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            return False, f"{name} is not installed.", f"Run `pip install {name}` (CPython 3.11 to 3.14)."
+    version = importlib.metadata.version("onnxruntime-qnn")
+    if not emulator:
+        try:
+            _provider_device(emulator=False)
+        except DeviceError as error:
+            return False, error.message, error.fix
+    return True, f"onnxruntime-qnn {version} {'HTP emulator' if emulator else 'on a Hexagon NPU'}", ""
+
+
+@functools.cache
+def qnn_versions() -> dict[str, str]:
+    """Return the versions of ONNX Runtime, of the QNN provider and of the SDK that it was built with."""
+    import onnxruntime
+    from onnxruntime_qnn import build_and_package_info
+
+    return {
+        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime-qnn": importlib.metadata.version("onnxruntime-qnn"),
+        "qairt": str(getattr(build_and_package_info, "qnn_version", "unknown")),
+    }
+
+
+def open_session(
+    model: Path, target: QnnTarget, label: str, *, context: Path | None = None, log_severity: int = 4
+) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    """Open a session whose every node runs on HTP.
+
+    Args:
+        model: A model with static shapes, or the wrapper of a context binary.
+        target: Where to run.
+        label: What to call the graph in messages.
+        context: Write the compiled graph there (``.onnx``, with ``_qnn.bin`` beside it).
+        log_severity: 4 is silent; 0 has the provider log to stderr why it rejects a node.
+
+    Raises:
+        DeviceError: The provider or its device is missing.
+        GraphError: The graph does not compile, load, or land on HTP as a whole.
+    """
+    import onnxruntime
+
+    device = _provider_device(emulator=target.emulator)
+    options = session_options(1)
+    options.log_severity_level = log_severity
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if context is not None:
+        options.add_session_config_entry("ep.context_enable", "1")
+        options.add_session_config_entry("ep.context_file_path", str(context))
+    options.add_provider_for_devices([device], target.options)
+    try:
+        with _quiet_stdout(target.emulator):
+            session = onnxruntime.InferenceSession(str(model), options, enable_fallback=False)
+    except runtime_errors() as error:
+        raise _session_error(label, str(error)) from error
+    if PROVIDER not in session.get_providers():
+        raise GraphError(f"{label} runs on {session.get_providers()} instead of the NPU.")
+    return session
+
+
+def _session_error(label: str, text: str) -> GraphError:
+    if UNPLACED in text:
+        return GraphError(
+            f"{label} does not run on the NPU as a whole: {text}",
+            fix=see("a-graph-does-not-run-on-the-npu-as-a-whole"),
+        )
+    return GraphError(
+        f"QNN refused {label}: {text}",
+        fix="Run `heterollm doctor`; a context binary must come from the same SDK and SoC. "
+        + see("qnn-refuses-a-context-binary"),
+    )
+
+
+@functools.cache
+def _provider_device(*, emulator: bool) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    """Register the provider once per process and return the device to run on."""
+    import onnxruntime
+    import onnxruntime_qnn
+
+    onnxruntime.set_default_logger_severity(4)
+    try:
+        if not any(device.ep_name == PROVIDER for device in onnxruntime.get_ep_devices()):
+            onnxruntime.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
+        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
+    except runtime_errors() as error:
+        raise DeviceError(
+            f"The QNN library does not load: {error}",
+            fix="Reinstall onnxruntime-qnn, or install the libraries that it names. "
+            + see("the-hexagon-is-not-found"),
+        ) from error
+    kinds = onnxruntime.OrtHardwareDeviceType
+    wanted = kinds.CPU if emulator else kinds.NPU
+    for device in devices:
+        if device.device.type == wanted:
+            return device
+    raise DeviceError(
+        f"QNN offers {len(devices)} device(s), but no {'emulator' if emulator else 'Hexagon NPU'}.",
+        fix="Use the host device."
+        if emulator
+        else f"Install or update Qualcomm's NPU driver. {see('the-hexagon-is-not-found')}",
+    )
+
+
+_stdout_is_dirty = True
+
+
+@contextlib.contextmanager
+def _quiet_stdout(emulator: bool) -> Iterator[None]:
+    """Keep the line that the emulator's native code prints at the first session off standard output."""
+    global _stdout_is_dirty
+    if not (emulator and _stdout_is_dirty):
+        yield
+        return
+    _stdout_is_dirty = False
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # standard output is closed, so nothing can be printed there
+        yield
+        return
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # the line sits in the C library's buffer, not in Python's
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(sink)

@@ -1,0 +1,7 @@
+"""Simulates a SoC behind the protocols of real devices, on a virtual clock."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

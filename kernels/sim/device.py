@@ -1,0 +1,123 @@
+"""Opens a simulated SoC as a device: the classes that real parts have, on one virtual clock."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from heterollm.base import OptionError
+from heterollm.kernels.device import Device, DeviceStatus, open_device
+from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.sim.clock import ClockCosts, Rates, SimulatedClock
+from heterollm.kernels.sim.npu import SimulatedNpu
+from heterollm.kernels.sim.options import SIMULATED, Simulation
+from heterollm.kernels.sim.runtime import SimulatedRuntime
+from heterollm.kernels.sim.soc.memory_model import shared_rates
+from heterollm.kernels.sim.soc.parameters import load_soc, soc_names
+from heterollm.kernels.sim.soc.quantities import SocParameters
+from heterollm.kernels.threads import ThreadSplit
+
+__all__ = ["clock_costs", "clock_of", "open_simulated", "simulated_devices", "soc_of"]
+
+
+def simulated_devices() -> list[DeviceStatus]:
+    """Return the SoCs that can be simulated by name, everywhere; ``auto`` never picks one."""
+    return [
+        DeviceStatus(
+            f"{SIMULATED}{name}",
+            True,
+            "modelled",
+            "modelled",
+            "Its times are simulated, none is measured; auto never picks it.",
+            "",
+            "simulated",
+        )
+        for name in soc_names()
+    ]
+
+
+def open_simulated(
+    name: str,
+    simulation: Simulation | None = None,
+    *,
+    gpu_threads: int | None = None,
+    npu_threads: int | None = None,
+) -> Device:
+    """Open a simulated SoC.
+
+    Args:
+        name: ``sim:`` and the name of a SoC or the path of a YAML file.
+        simulation: How to simulate; without numerics by default.
+        gpu_threads: Threads of the OpenCL part that computes, for numerics.
+        npu_threads: The same of the NPU part; 0 leaves the NPU part out.
+
+    Raises:
+        OptionError: There is no such SoC, or a parameter is not legal.
+        DeviceError: With numerics, what computes is missing or fails.
+    """
+    how = simulation or Simulation()
+    soc = load_soc(name.removeprefix(SIMULATED), dict(how.overrides))
+    clock = SimulatedClock(clock_costs(soc), _rates_of(soc), how.load)
+    real = open_device("host", gpu_threads=gpu_threads, npu_threads=npu_threads) if how.numerics else None
+    gpu = SimulatedRuntime(soc, clock, None if real is None else real.gpu)
+    lengths = tuple(sorted({*STANDARD_LENGTHS, *how.lengths}))
+    npu = None
+    if npu_threads != 0:
+        real_npu = None if real is None else real.npu
+        npu = SimulatedNpu(soc, clock, real_npu, gpu.settle_real, lengths=lengths, every_form=how.every_form)
+    half = np.dtype(np.float16)
+    return Device(
+        f"{SIMULATED}{soc.name}",
+        gpu,
+        npu,
+        ThreadSplit((), ()),
+        half if real is None else real.activation_dtype,
+        half if real is None else real.cache_dtype,
+        "simulated",
+    )
+
+
+def clock_of(device: Device) -> SimulatedClock:
+    """Return the virtual clock of a simulated device.
+
+    Raises:
+        OptionError: The device is not simulated.
+    """
+    if not isinstance(device.gpu, SimulatedRuntime):
+        raise OptionError(
+            f"Device {device.name} is not simulated.", fix="Open one such as sim:snapdragon-8gen3."
+        )
+    return device.gpu.clock
+
+
+def soc_of(device: Device) -> SocParameters:
+    """Return the parameters of a simulated device.
+
+    Raises:
+        OptionError: The device is not simulated.
+    """
+    clock_of(device)
+    assert isinstance(device.gpu, SimulatedRuntime)
+    return device.gpu.soc
+
+
+def clock_costs(soc: SocParameters) -> ClockCosts:
+    """Return what the control thread's calls cost on a SoC."""
+    return ClockCosts(
+        submit_us=soc.cpu.submit_us,
+        refill_us=soc.hand_over.refill_us,
+        gap_us=soc.gpu.kernel_gap_us,
+        finish_us=soc.hand_over.finish_us,
+        write_us=soc.hand_over.write_us,
+        poll_us=soc.hand_over.poll_us,
+        sleep_us=soc.cpu.sleep_granularity_us,
+        npu_start_share=soc.npu.execute_exposed_fraction,
+    )
+
+
+def _rates_of(soc: SocParameters) -> Rates:
+    def rates(
+        gpu_gbps: float, npu_gbps: float, gpu_computes: bool, npu_computes: bool
+    ) -> tuple[float, float]:
+        return shared_rates(soc, gpu_gbps, npu_gbps, gpu_arithmetic=gpu_computes, npu_arithmetic=npu_computes)
+
+    return rates

@@ -1,0 +1,236 @@
+"""The NPU of a simulated SoC behind the backend protocol: graphs take modelled time on the virtual clock.
+
+Without numerics a graph computes nothing; with numerics another backend computes it, in real time that nobody
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import GraphError
+from heterollm.kernels.npu import (
+    STANDARD_LENGTHS,
+    Form,
+    NpuBackend,
+    NpuBlock,
+    NpuGraph,
+    NpuPart,
+    PartKey,
+    TimeKind,
+    check_array,
+    check_prepare,
+    every_block_form,
+    every_form,
+)
+from heterollm.kernels.ops import Activation, WeightFormat
+from heterollm.kernels.sim.clock import Job, SimulatedClock
+from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.kernels.sim.soc.power_model import build_us
+from heterollm.kernels.sim.soc.quantities import SocParameters
+
+__all__ = ["SimulatedNpu", "npu_work"]
+
+FLOAT_FORMS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
+
+BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
+"""The forms that HeteroLLM has; the others are this project's own."""
+
+
+class SimulatedNpu:
+    """The NPU part of a simulated SoC.
+
+    Args:
+        soc: Its parameters.
+        clock: Its clock, shared with the GPU part.
+        real: Computes what graphs are to compute; None computes nothing.
+        settle: Called before anything is computed: the GPU part must have computed its input.
+        lengths: Lengths of its graphs, ascending.
+        every_form: Whether forms beside the baseline's are offered.
+    """
+
+    time_kind: TimeKind = "simulated"
+    row_alignment = 256
+    loaded_count = 0
+
+    def __init__(
+        self,
+        soc: SocParameters,
+        clock: SimulatedClock,
+        real: NpuBackend | None = None,
+        settle: Callable[[], None] = lambda: None,
+        *,
+        lengths: tuple[int, ...] = STANDARD_LENGTHS,
+        every_form: bool = True,
+    ) -> None:
+        self.name = f"simulated NPU of {soc.name}"
+        self.standard_lengths = lengths
+        self.activation_dtype = np.dtype(np.float16) if real is None else real.activation_dtype
+        self.compiled_count = 0
+        self._soc = soc
+        self._clock = clock
+        self._real = real
+        self._settle = settle
+        self._every_form = every_form
+        self._built: dict[PartKey, set[tuple[int, Form]]] = {}
+        self._shapes: set[NpuWork] = set()
+
+    def forms(
+        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
+    ) -> tuple[Form, ...]:
+        """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        return self._offered(found)
+
+    def block_forms(
+        self,
+        weight: WeightFormat,
+        *,
+        width: int,
+        columns: int,  # noqa: ARG002 - any is legal here
+        length: int,  # noqa: ARG002
+        integer_inputs: bool,
+        activation: Activation,  # noqa: ARG002
+    ) -> tuple[Form, ...]:
+        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return self._offered(every_block_form(weight, width=width, integer_inputs=integer_inputs))
+
+    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SimulatedGraph:
+        """Return a part's graph; building one of a new shape takes virtual time.
+
+        Graphs of one shape serve all layers, as the papers' do, whose layers share four graphs: the weights
+        are theirs to bind.
+        """
+        chosen = check_prepare(self, part, length, form)
+        built = self._built.setdefault(part.key, set())
+        if (length, chosen) not in built:
+            built.add((length, chosen))
+            self.compiled_count += 1
+        work = npu_work(part, length, chosen)
+        if work not in self._shapes:
+            self._shapes.add(work)
+            self._clock.work(build_us(self._soc, length), "build")
+        real = None if self._real is None else self._real.prepare(part, length, chosen)
+        return SimulatedGraph(
+            self._soc, self._clock, part.label, work, self.activation_dtype, real, self._settle
+        )
+
+    def count_cycles(
+        self,
+        part: NpuPart,
+        length: int,
+        form: Form | None = None,
+        *,
+        runs: int,
+    ) -> None:
+        """Return None: the model gives times, not cycles."""
+
+    def release(self, part: NpuPart) -> None:
+        """Forget a part; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        self._built.pop(part.key, None)
+        if self._real is not None:
+            self._real.release(part)
+
+    def versions(self) -> dict[str, str]:
+        """Return what determines times: the parameters, and which forms are offered."""
+        return {"soc": self._soc.digest(), "forms": "all" if self._every_form else "baseline"}
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._built.clear()
+        if self._real is not None:
+            self._real.close()
+
+    def _offered(self, forms: tuple[Form, ...]) -> tuple[Form, ...]:
+        return tuple(form for form in forms if self._every_form or form in BASELINE_FORMS)
+
+
+class SimulatedGraph:
+    """One part at one length.
+
+    Args:
+        soc: Parameters of the SoC.
+        clock: Its clock.
+        label: What to call the part.
+        work: What a run computes.
+        dtype: Element type of input and output.
+        real: Computes it, if anything does.
+        settle: Called before it computes.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_dtype",
+        "_label",
+        "_real",
+        "_settle",
+        "_time",
+        "columns",
+        "length",
+        "rows",
+        "work",
+    )
+
+    def __init__(
+        self,
+        soc: SocParameters,
+        clock: SimulatedClock,
+        label: str,
+        work: NpuWork,
+        dtype: np.dtype[Any],
+        real: NpuGraph | None,
+        settle: Callable[[], None],
+    ) -> None:
+        self.length = work.tokens
+        self.rows = work.rows
+        self.columns = work.columns
+        self.work = work
+        self._clock = clock
+        self._label = label
+        self._dtype = dtype
+        self._real = real
+        self._settle = settle
+        self._time = npu_time(soc, work)
+
+    def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
+        """Return a call that takes the run's time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
+        check_array(x, f"input of {self._label}", (self.length, self.columns), self._dtype)
+        check_array(y, f"output of {self._label}", (self.length, self.rows), self._dtype)
+        if np.may_share_memory(x, y):
+            raise GraphError(f"Input and output of {self._label} overlap.")
+        compute = None if self._real is None else self._real.bind(x, y)
+        clock, settle, time, label = self._clock, self._settle, self._time, self._label
+        arithmetic_bound = time.arithmetic_bound
+
+        def call() -> None:
+            if compute is not None:
+                settle()
+                compute()
+            clock.run_npu(Job(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound))
+
+        return call
+
+
+def npu_work(part: NpuPart, length: int, form: Form) -> NpuWork:
+    """Return the work of a run of a part.
+
+    Args:
+        part: The part.
+        length: Tokens, padding included.
+        form: How it is written.
+    """
+    weight = part.format
+    return NpuWork(
+        part.rows,
+        part.columns,
+        length,
+        weight.bits,
+        weight.block,
+        form,
+        part.integer_inputs,
+        part.width if isinstance(part, NpuBlock) else 0,
+    )

@@ -1,0 +1,142 @@
+"""Time of a GPU kernel: a roofline whose efficiency rises with the number of tokens.
+
+A linear layer has two kernels, and the faster runs. One for few tokens unpacks weights as it reads them:
+``max(bytes / bandwidth, operations / small)``. One for many brings all weights into tiles first, unpacked,
+and then multiplies: ``weights / prepare + operations / gemm``; the first term is a floor that more tokens
+share. The FP16 weights of llm.npu's Table 3 show the same floor as HeteroLLM's 4-bit ones. What the queue
+costs between kernels (``gpu.kernel_gap_us``) and what a hand-over costs are not in these times. (HeteroLLM,
+section 3.1; ``docs/soc-model.md``.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from heterollm.base import OptionError
+from heterollm.kernels.sim.soc.quantities import SocParameters
+
+__all__ = ["GpuBound", "GpuKind", "GpuTime", "GpuWork", "gpu_time", "linear_work"]
+
+GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
+GpuBound = Literal["memory", "arithmetic", "prepare"]
+
+KINDS: Final = get_args(GpuKind)
+FLOAT_BYTES: Final = 2
+"""Of an activation and of an unpacked weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWork:
+    """One kernel, or the two of a linear layer that unpacks first.
+
+    Args:
+        kind: What it computes.
+        flops: Operations, a multiply-add as two; of causal attention only those before the diagonal.
+        read_bytes: Read, each byte once.
+        written_bytes: Written.
+        tokens: Tokens ``m``.
+        weights: Weights of a linear layer; else 0.
+        bits: Of a weight: 4 or 8 for codes, 16 or 32 for floats; 0 where there are none.
+
+    Raises:
+        OptionError: A number is negative, or the kind is none.
+    """
+
+    kind: GpuKind
+    flops: float
+    read_bytes: float
+    written_bytes: float
+    tokens: int = 1
+    weights: int = 0
+    bits: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.flops, self.read_bytes, self.written_bytes, self.tokens, self.weights, self.bits)
+        if self.kind not in KINDS or min(numbers) < 0:
+            raise OptionError(f"The modelled GPU has no such work: {self}.")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTime:
+    """What work takes while nothing else runs, in a queue that is busy.
+
+    Args:
+        alone_us: Time, without the gap before it.
+        dram_bytes: Bytes moved, those of unpacked weights included.
+        bound: What takes longest.
+    """
+
+    alone_us: float
+    dram_bytes: float
+    bound: GpuBound
+
+    @property
+    def demand_gbps(self) -> float:
+        """DRAM bandwidth that it asks for."""
+        return self.dram_bytes / (self.alone_us * 1e3) if self.alone_us > 0 else 0.0
+
+    @property
+    def arithmetic_bound(self) -> bool:
+        """Whether its units compute all the time, rather than wait for memory."""
+        return self.bound != "memory"
+
+
+def linear_work(rows: int, columns: int, tokens: int, *, bits: int = 4, block: int = 32) -> GpuWork:
+    """Return the work of a linear layer.
+
+    Args:
+        rows: Output rows ``n``.
+        columns: Inputs ``k``.
+        tokens: Tokens ``m``.
+        bits: Of a weight.
+        block: Inputs that share an FP16 scale; 0 for floats.
+    """
+    weights = rows * columns
+    packed_bytes = weights * bits / 8 + (2 * weights / block if block else 0)
+    return GpuWork(
+        "linear",
+        2.0 * weights * tokens,
+        packed_bytes + columns * tokens * FLOAT_BYTES,
+        rows * tokens * FLOAT_BYTES,
+        tokens,
+        weights,
+        bits,
+    )
+
+
+def gpu_time(soc: SocParameters, work: GpuWork) -> GpuTime:
+    """Return what work takes on a modelled GPU.
+
+    Args:
+        soc: The SoC.
+        work: The work.
+    """
+    gpu = soc.gpu
+    moved_bytes = work.read_bytes + work.written_bytes
+    memory_us = moved_bytes / (gpu.dram_gbps * 1e3)
+    if work.kind != "linear":
+        rate = gpu.attention_tflops if work.kind == "attention" else gpu.gemm_tflops
+        arithmetic_us = work.flops / (rate * 1e6)
+        return _bounded(memory_us, arithmetic_us, moved_bytes)
+    few = _bounded(memory_us, work.flops / (gpu.small_tflops * 1e6), moved_bytes)
+    many = _prepared(soc, work, moved_bytes, memory_us)
+    return min(few, many, key=lambda time: time.alone_us)
+
+
+def _bounded(memory_us: float, arithmetic_us: float, moved_bytes: float) -> GpuTime:
+    bound: GpuBound = "memory" if memory_us >= arithmetic_us else "arithmetic"
+    return GpuTime(max(memory_us, arithmetic_us), moved_bytes, bound)
+
+
+def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: float) -> GpuTime:
+    """Return the time of the kernel for many tokens, which brings every weight into its tiles first."""
+    arithmetic_us = work.flops / (soc.gpu.gemm_tflops * 1e6)
+    prepare_us = work.weights / (soc.gpu.prepare_gweights_per_s * 1e3)
+    copied_bytes = 0.0
+    if work.bits <= 8:
+        # The unpacked copy is written once and read once: tiles are such that it is not read more often.
+        copied_bytes = 2.0 * FLOAT_BYTES * work.weights
+        prepare_us = max(prepare_us, copied_bytes / (soc.gpu.dram_gbps * 1e3))
+    bound: GpuBound = "arithmetic" if arithmetic_us >= prepare_us else "prepare"
+    return GpuTime(prepare_us + max(arithmetic_us, memory_us), moved_bytes + copied_bytes, bound)

@@ -1,0 +1,173 @@
+"""Kernels and graphs that take as long as is asked, and signals that never come.
+
+For the profiler and for tests. Delays lie inside the kernel and the graph, since those in the Python around
+them would prove nothing about waits: the data must really come late.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from heterollm.kernels.gpu import SOURCES, Launch, OpenClRuntime, SharedArray
+from heterollm.kernels.sim import GpuWork
+
+__all__ = ["Gate", "LateWriter", "delay_graph"]
+
+PROBE_TURNS: Final = 100_000
+PROBES: Final = 8
+TURN_FLOPS: Final = 1000
+"""What a simulated device counts for a turn of the loop: some nanoseconds."""
+
+
+class LateWriter:
+    """Kernels that compute for about a given time and then fill ``data`` with the number of their run.
+
+    Args:
+        runtime: The device.
+        words: Elements of ``data``.
+
+    Attributes:
+        data: ``[words]`` uint32, complete only at the very end of a run.
+    """
+
+    def __init__(self, runtime: OpenClRuntime, words: int = 64) -> None:
+        self._runtime = runtime
+        self.data: SharedArray = runtime.shared((words,), np.uint32)
+        self._rounds = runtime.shared((1,), np.uint32)
+        self.runs = 0
+        self.turns_per_us = self._calibrate()
+
+    def launch(self, duration_us: float) -> Launch:
+        """Return a prepared kernel that takes about so long, as the machine is fast now."""
+        return self._launch(max(1, int(duration_us * self.turns_per_us)))
+
+    def number(self) -> int:
+        """Return how many runs have ended; the queue must be finished."""
+        self._rounds.acquire_to_read()
+        number = int(self._rounds.array[0])
+        self._rounds.release()
+        return number
+
+    def _launch(self, turns: int) -> Launch:
+        kernel = self._runtime.kernel(SOURCES, "late_write")
+        words = np.int32(self.data.array.size)
+        arguments = (self.data, words, self._rounds, np.int32(min(turns, 2**31 - 1)))
+        demand = GpuWork("elementwise", TURN_FLOPS * turns, 0, 4 * self.data.array.size)
+        return self._runtime.launch(kernel, arguments, (1,), (1,), "late write", demand=demand)
+
+    def _calibrate(self) -> float:
+        """Return loop turns in a microsecond: the difference of two lengths, free of what a launch costs.
+
+        Of the shortest times, which a machine that is busy otherwise delays least.
+        """
+        times_us = []
+        for turns in (PROBE_TURNS, 3 * PROBE_TURNS):
+            launch = self._launch(turns)
+            samples = []
+            for _ in range(PROBES + 1):
+                begin = self._runtime.now_ns()
+                launch()
+                self._runtime.finish()
+                samples.append((self._runtime.now_ns() - begin) / 1e3)
+            times_us.append(min(samples[1:]))
+        return 2 * PROBE_TURNS / max(times_us[1] - times_us[0], 1.0)
+
+
+class Gate:
+    """A kernel that does not end until the host opens the gate: a signal that never comes.
+
+    For coherent devices only, on which a running kernel sees the host's writes. It ends by itself some time
+    later in any case, so that a failed test leaves no device busy.
+
+    Args:
+        runtime: The device.
+        turns: Looks at the gate after which the kernel gives up; some seconds.
+    """
+
+    def __init__(self, runtime: OpenClRuntime, turns: int = 2_000_000_000) -> None:
+        self._word = runtime.shared((64,), np.uint32)
+        kernel = runtime.kernel(SOURCES, "stand_at_gate")
+        self._launch = runtime.launch(kernel, (self._word, np.int32(turns)), (1,), (1,), "gate")
+
+    def close(self) -> None:
+        """Enqueue the kernel; what is enqueued behind it waits."""
+        self._word.array[0] = 0
+        self._launch()
+
+    def open(self) -> None:
+        """Let the kernel end."""
+        self._word.array[0] = 1
+
+
+def delay_graph(model: Path, turns: int) -> None:
+    """Rewrite an ONNX file so that its output comes after a loop of so many turns, each some microseconds.
+
+    The loop computes a zero that is added to the output, whose values stay the same. Runtimes do not fold
+    loops, and this one depends on the input's shape besides.
+
+    Args:
+        model: File with one output; weights beside it stay where they are.
+        turns: Turns of the loop.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    graph_model: Any = onnx.load(str(model), load_external_data=False)
+    graph = graph_model.graph
+    output = graph.output[0]
+    kind = output.type.tensor_type.elem_type
+    for node in graph.node:
+        for place, name in enumerate(node.output):
+            if name == output.name:
+                node.output[place] = "undelayed"
+    graph.initializer.extend(
+        [
+            helper.make_tensor("delay_turns", TensorProto.INT64, [], [turns]),
+            helper.make_tensor("delay_true", TensorProto.BOOL, [], [True]),
+            helper.make_tensor("delay_nothing", TensorProto.FLOAT, [1], [0.0]),
+            helper.make_tensor("delay_square", TensorProto.INT64, [2], [64, 64]),
+            helper.make_tensor("delay_first", TensorProto.INT64, [1], [0]),
+        ]
+    )
+    graph.node.extend(
+        [
+            helper.make_node("Shape", [graph.input[0].name], ["delay_shape"]),
+            helper.make_node("Gather", ["delay_shape", "delay_first"], ["delay_length"]),
+            helper.make_node("Cast", ["delay_length"], ["delay_float"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["delay_float", "delay_nothing"], ["delay_zero"]),
+            helper.make_node("Expand", ["delay_zero", "delay_square"], ["delay_start"]),
+            helper.make_node(
+                "Loop", ["delay_turns", "delay_true", "delay_start"], ["delay_end"], body=_delay_body()
+            ),
+            helper.make_node("ReduceMax", ["delay_end"], ["delay_sum"], keepdims=0),
+            helper.make_node("Cast", ["delay_sum"], ["delay_added"], to=kind),
+            helper.make_node("Add", ["undelayed", "delay_added"], [output.name]),
+        ]
+    )
+    onnx.save(graph_model, str(model))
+
+
+def _delay_body() -> Any:  # noqa: ANN401 - an ONNX graph
+    """Return one turn of the loop: a product with zeros."""
+    from onnx import TensorProto, helper
+
+    return helper.make_graph(
+        [
+            helper.make_node("Identity", ["delay_condition_in"], ["delay_condition_out"]),
+            helper.make_node("MatMul", ["delay_in", "delay_zeros"], ["delay_out"]),
+        ],
+        "delay",
+        [
+            helper.make_tensor_value_info("delay_turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("delay_condition_in", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("delay_in", TensorProto.FLOAT, [64, 64]),
+        ],
+        [
+            helper.make_tensor_value_info("delay_condition_out", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("delay_out", TensorProto.FLOAT, [64, 64]),
+        ],
+        [helper.make_tensor("delay_zeros", TensorProto.FLOAT, [64, 64], np.zeros(64 * 64, np.float32))],
+    )

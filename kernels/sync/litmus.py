@@ -1,0 +1,108 @@
+"""Does a host that sees the flag see the data too? A test in many rounds, where OpenCL promises nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import DeviceError
+from heterollm.kernels.gpu import SOURCES, OpenClRuntime, SharedArray, flag_word
+
+__all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus"]
+
+LITMUS_ROUNDS: Final = 100_000
+"""For ``doctor``, as the design asks (section 7): some seconds."""
+
+LITMUS_QUICK_ROUNDS: Final = 500
+"""Before a device's strategies are used or profiled."""
+
+WORDS: Final = 4096
+PATIENCE_S: Final = 1.0
+"""Kernels take microseconds; a machine that is busy otherwise may keep them waiting."""
+
+MOST_UNSEEN: Final = 3
+
+
+class Litmus(NamedTuple):
+    """What a litmus test saw.
+
+    Attributes:
+        rounds: Rounds run.
+        stale: Rounds in which the flag was not seen, or data written before it was old.
+        stale_bytes: Old data, in all rounds in which the flag was seen.
+    """
+
+    rounds: int
+    stale: int
+    stale_bytes: int = 0
+
+
+def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: float = math.inf) -> Litmus:
+    """Let a kernel write an array and another raise the flag, and read the array the moment it is seen.
+
+    The data is read as a hand-over's is: mapped where memory is not coherent. A test that loses the flag
+    three times ends early.
+
+    Args:
+        runtime: The device.
+        rounds: Rounds to run.
+        limit_s: Seconds after which no other round begins.
+
+    Raises:
+        DeviceError: The device has no memory for a flag.
+    """
+    flag = flag_word(runtime)
+    if flag is None:
+        raise DeviceError(
+            f"{runtime.traits.name!r} has no memory in which the host could see a flag.",
+            fix="Use another hand-over strategy.",
+        )
+    local = min(64, runtime.traits.max_work_group)
+    data, counter = runtime.shared((WORDS,), np.uint32), runtime.shared((1,), np.uint32)
+    write = runtime.kernel(SOURCES, "write_round")
+    count = runtime.kernel(SOURCES, "count_round")
+    calls = (
+        runtime.launch(write, (data, counter), (WORDS,), (local,), "litmus data"),
+        runtime.launch(count, (counter,), (1,), (1,), "litmus round"),
+    )
+    # Some runtimes compile a kernel at its first launch.
+    for call in (*calls, flag.send):
+        call()
+    runtime.finish()
+    first = int(_acquired(counter)[0])
+    stale = stale_bytes = unseen = done = 0
+    end_s = time.perf_counter() + limit_s
+    while done < rounds and unseen < MOST_UNSEEN and time.perf_counter() < end_s:
+        done += 1
+        calls[0]()
+        flag.send()
+        number, give_up = flag.sent, time.perf_counter() + PATIENCE_S
+        while not (seen := flag.reached(number)) and time.perf_counter() < give_up:
+            pass
+        data.acquire_to_read()
+        if not seen:
+            unseen += 1
+            stale += 1
+            runtime.finish()
+            if not flag.reached(number):
+                flag.resynchronise()
+        elif not (fresh := data.array == first + done).all():
+            stale += 1
+            stale_bytes += data.array.itemsize * int(np.count_nonzero(~fresh))
+        data.release()
+        # Enqueued only now, as the data's kernel reads what this one writes.
+        calls[1]()
+    runtime.finish()
+    return Litmus(done, stale, stale_bytes)
+
+
+def _acquired(memory: SharedArray) -> NDArray[Any]:
+    """Return a copy of what the device has written."""
+    memory.acquire_to_read()
+    copy = memory.array.copy()
+    memory.release()
+    return copy

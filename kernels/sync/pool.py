@@ -1,0 +1,47 @@
+"""The slots through which the parts hand activations to each other and from layer to layer.
+
+A few page-aligned slots serve all layers and are never reallocated, so that the addresses that NPU
+sessions and kernels were bound to stay valid (HeteroLLM, section 4.2: "a dedicated memory pool").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """Named, fixed slots of shared memory.
+
+    Args:
+        runtime: The OpenCL part that addresses them.
+        sizes_bytes: Size of every slot.
+    """
+
+    def __init__(self, runtime: OpenClRuntime, sizes_bytes: dict[str, int]) -> None:
+        # One byte type: the same slot holds different shapes at different lengths.
+        self._slots = {name: runtime.shared((size,), "uint8") for name, size in sizes_bytes.items()}
+
+    def __getitem__(self, name: str) -> SharedArray:
+        """Return a slot by name."""
+        try:
+            return self._slots[name]
+        except KeyError:
+            raise KernelError(f"The pool has no slot {name!r}, only {', '.join(self._slots)}.") from None
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return len(self._slots)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots together."""
+        return sum(slot.array.nbytes for slot in self._slots.values())

@@ -1,0 +1,314 @@
+"""Memory bandwidth of each part alone and of both, and how much each slows while the other runs.
+
+Each part has two jobs. The one bound by memory reads float weights for one token, which on every device is
+all reading; the one bound by arithmetic computes a linear layer at 256 tokens. Beside the other part an NPU
+with units of its own reads 4-bit weights instead, as decode does: it unpacks them more slowly than memory
+could bring them, and leaves the other part more. A part's job is timed alone,
+and again and again while the other part is at one of its own (HeteroLLM, sections 3 and 4.3: decode gains by
+the bandwidth of both). An NPU with units of its own has a third job, rows too long for its chip: whose
+bandwidth these take differs from device to device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from heterollm.base import MIB, DeviceError, bandwidth_gbps
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import GpuLinear, Launch, SharedArray, is_complete, kernel_times_ns
+from heterollm.kernels.npu import NpuBackend, NpuSlice
+from heterollm.kernels.ops import WeightFormat
+from heterollm.profiler.measure.caches import eviction_bytes, reading_bytes, reading_launch
+from heterollm.profiler.measure.gpu_timer import gpu_timer
+from heterollm.profiler.measure.random_data import fill_shared, weight_for
+from heterollm.profiler.measure.sampling import MOST_SAMPLES, take_samples
+from heterollm.profiler.measure.task import Task
+from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
+
+__all__ = ["SharedLoad", "bandwidth_tasks"]
+
+STAGE: Final = "Bandwidth and contention"
+
+NPU_READ_BYTES: Final = 384 * MIB
+"""At most: ONNX Runtime may hold the weights twice."""
+EMULATED_READ_BYTES: Final = 4 * MIB
+"""An emulator takes a second for more."""
+
+READ_COLUMNS: Final = 4096
+LONG_COLUMNS: Final = 4 * READ_COLUMNS
+COMPUTE_ROWS: Final = 2048
+COMPUTE_ROWS_FACTOR: Final = 8
+"""Of an NPU with units of its own, so fast that starting a graph would be much of the time."""
+COMPUTE_COLUMNS: Final = 2048
+COMPUTE_TOKENS: Final = 256
+EMULATED_COMPUTE_ROWS: Final = 256
+PACKED: Final = WeightFormat(4, 32)
+
+ROUNDS: Final = 3
+"""Runs of the slower part, at least, in one measurement of both."""
+
+TURNS: Final = range(3, 10)
+"""Of alone and together in a measurement of contention: how many at least and at most."""
+TURNS_US: Final = 1.5e6
+"""Time after which those at least are enough."""
+RUNS_ALONE: Final = 3
+"""Runs of each part alone between two measurements of both."""
+
+Job: TypeAlias = Bound | Literal["packed", "spill_compute"]
+"""A job of a part; ``packed`` reads 4-bit weights, ``spill_compute`` has the tokens of ``compute``."""
+
+GPU_BOUNDS: Final[tuple[Bound, ...]] = ("compute", "memory")
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
+
+
+class SharedLoad:
+    """The jobs of both parts, made when first needed.
+
+    Args:
+        device: An opened device with both parts; the calling thread is its engine thread.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._timer = gpu_timer(device.gpu)
+        self._jobs: dict[tuple[Part, Job], Any] = {}
+        self._alone_us: dict[tuple[Part, Job], tuple[tuple[float, ...], tuple[float, ...]]] = {}
+        self._kept: list[SharedArray] = []
+        self._slices: list[NpuSlice] = []
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that the device has."""
+        return PARTS if self._device.npu is not None else ("gpu",)
+
+    def alone_us(self, part: Part, bound: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return samples and warm-up runs of a part's job alone, measured once."""
+        key = part, bound
+        if key not in self._alone_us:
+            self._alone_us[key] = self.alone_now_us(part, bound)
+        return self._alone_us[key]
+
+    def alone_now_us(
+        self, part: Part, bound: Job, *, most: int = MOST_SAMPLES
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """As :meth:`alone_us`, measured anew: what both parts do at once is compared with this."""
+        job = self.job(part, bound)
+        once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
+        return take_samples(once, most=most)
+
+    def now_us(self) -> float:
+        """Return the time of the clock that the jobs are timed by."""
+        return self._timer.runtime.now_ns() / 1e3
+
+    @property
+    def npu_bounds(self) -> tuple[Bound, ...]:
+        """The kinds of jobs that the NPU has beside the GPU; see the head of this module."""
+        return get_args(Bound) if self._has_own_units else GPU_BOUNDS
+
+    @property
+    def _has_own_units(self) -> bool:
+        return not self._device.gpu.traits.is_cpu
+
+    def beside(self, gpu: Bound, npu: Bound) -> Job:
+        """Return the NPU's job of a kind beside one of the GPU."""
+        if npu == "spill" and gpu == "compute":
+            return "spill_compute"
+        return "packed" if npu == "memory" and self._has_own_units else npu
+
+    def together_us(self, gpu: Bound, npu: Job) -> dict[Part, tuple[float, ...]]:
+        """Return samples of both parts' jobs while the other part was at work all the time.
+
+        Raises:
+            DeviceError: The runs never overlapped.
+        """
+        launch, call = self.job("gpu", gpu), self.job("npu", npu)
+        gpu_us = statistics.median(self.alone_us("gpu", gpu)[0])
+        npu_us = statistics.median(self.alone_us("npu", npu)[0])
+        count = max(ROUNDS, round(ROUNDS * npu_us / gpu_us) + 1)
+        for more in (1, 4):
+            found = self._both_at_work(launch, call, count * more)
+            if found["npu"]:
+                return found
+        raise DeviceError("The parts did not run at the same time: the GPU had ended before the NPU.")
+
+    def _both_at_work(self, launch: Any, call: Any, count: int) -> dict[Part, tuple[float, ...]]:  # noqa: ANN401
+        """Run the GPU's job so often, and the NPU's meanwhile; the NPU has no samples if it came too late."""
+        events = [launch() for _ in range(count)]
+        self._timer.runtime.flush()
+        npu_samples: list[float] = []
+        while True:
+            elapsed_us = self._wall_us(call)
+            if is_complete(events[-1]):
+                break
+            npu_samples.append(elapsed_us)
+        self._timer.runtime.finish()
+        times = [kernel_times_ns(event) for event in events]
+        # The first launch may have begun before the NPU did, and the first run of the NPU before the GPU.
+        gpu_samples = tuple((moment.end - moment.start) / 1e3 for moment in times[1:])
+        return {"gpu": gpu_samples, "npu": tuple(npu_samples[1:] or npu_samples)}
+
+    def rest(self, seconds: float) -> None:
+        """Do nothing for some time."""
+        self._timer.runtime.host_clock().sleep_s(seconds)
+
+    def close(self) -> None:
+        """Free the jobs; they are made again when needed."""
+        self._jobs.clear()
+        self._kept.clear()
+        for part in self._slices:
+            if self._device.npu is not None:
+                self._device.npu.release(part)
+        self._slices.clear()
+
+    def run_once(self, part: Part) -> None:
+        """Run a part's job that is bound by arithmetic, and wait for it."""
+        self.job(part, "compute")()
+        self._timer.runtime.finish()
+
+    def job(self, part: Part, bound: Job) -> Any:  # noqa: ANN401 - a launch or the call of a graph
+        """Return a part's prepared job: a launch on the GPU, the call of a graph on the NPU."""
+        key = part, bound
+        if key not in self._jobs:
+            self._jobs[key] = (self._gpu_job if part == "gpu" else self._npu_job)(bound)
+        return self._jobs[key]
+
+    def read_bytes(self, part: Part) -> int:
+        """Return what a part's job that is bound by memory reads."""
+        if part == "gpu":
+            return reading_bytes(self._timer.runtime, eviction_bytes(self._timer.runtime.traits.cache_bytes))
+        npu = self._device.npu
+        if npu is not None and npu.time_kind == "emulated":
+            return EMULATED_READ_BYTES
+        return min(NPU_READ_BYTES, eviction_bytes(self._timer.runtime.traits.cache_bytes))
+
+    def _gpu_job(self, bound: Job) -> Launch:
+        runtime = self._timer.runtime
+        if bound == "memory":
+            return reading_launch(runtime, self.read_bytes("gpu"))
+        weight = weight_for(runtime, COMPUTE_ROWS, COMPUTE_COLUMNS, PACKED)
+        linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
+        x = self._filled((COMPUTE_TOKENS, COMPUTE_COLUMNS), np.dtype(np.float32))
+        y = runtime.shared((COMPUTE_TOKENS, COMPUTE_ROWS), np.float32)
+        return linear.launch(x, y, tokens=COMPUTE_TOKENS, label="computing")
+
+    def _npu_job(self, bound: Job) -> Callable[[], None]:
+        npu = self._device.npu
+        if npu is None:
+            raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
+        if bound == "spill_compute":
+            return self._graph(npu, COMPUTE_ROWS, LONG_COLUMNS, PACKED, COMPUTE_TOKENS)
+        if bound != "compute":
+            weight = next(
+                item
+                for item in ((WeightFormat(32), WeightFormat(16), PACKED) if bound == "memory" else (PACKED,))
+                if npu.forms(item, columns=READ_COLUMNS, length=1)
+            )
+            columns = LONG_COLUMNS if bound == "spill" else READ_COLUMNS
+            rows = self.read_bytes("npu") // weight.weight_bytes(1, columns)
+            return self._graph(npu, rows, columns, weight, 1)
+        rows = EMULATED_COMPUTE_ROWS if npu.time_kind == "emulated" else COMPUTE_ROWS
+        if self._has_own_units:
+            rows *= COMPUTE_ROWS_FACTOR
+        return self._graph(npu, rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS)
+
+    def _graph(
+        self, npu: NpuBackend, rows: int, columns: int, weight: WeightFormat, length: int
+    ) -> Callable[[], None]:
+        values = weight_for(self._timer.runtime, rows, columns, weight)
+        part = NpuSlice(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
+        graph = npu.prepare(part, length)
+        dtype = npu.activation_dtype
+        x, y = self._filled((length, columns), dtype), self._timer.runtime.shared((length, rows), dtype)
+        y.acquire()
+        x.acquire()
+        self._kept += [x, y]
+        self._slices.append(part)
+        return graph.bind(x.array, y.array)
+
+    def _wall_us(self, call: Callable[[], None]) -> float:
+        now_ns = self._timer.runtime.now_ns
+        begin = now_ns()
+        call()
+        return (now_ns() - begin) / 1e3
+
+    def _filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SharedArray:
+        array = self._timer.runtime.shared(shape, dtype)
+        fill_shared(self._timer.runtime, array)
+        return array
+
+
+def bandwidth_tasks(load: SharedLoad) -> list[Task]:
+    """Return the work of measuring bandwidth and contention; less where the device has no NPU part."""
+    parts = load.parts
+    tasks = [
+        Task(
+            STAGE,
+            (BandwidthKey(part, load.read_bytes(part), together=False),),
+            partial(_alone, load, part),
+            1.0,
+            essential=True,
+        )
+        for part in parts
+    ]
+    if parts != PARTS:
+        return tasks
+    keys = tuple(BandwidthKey(part, load.read_bytes(part), together=True) for part in parts)
+    tasks.append(Task(STAGE, keys, partial(_both, load), 1.5, essential=True))
+    for gpu in GPU_BOUNDS:
+        for npu in load.npu_bounds:
+            pair = (ContentionKey("gpu", gpu, npu), ContentionKey("npu", npu, gpu))
+            tasks.append(Task(STAGE, pair, partial(_contention, load, gpu, npu), 1.0, essential=True))
+    return tasks
+
+
+def _alone(load: SharedLoad, part: Part) -> Iterator[Record]:
+    samples, warmup = load.alone_us(part, "memory")
+    yield _bandwidth(load, part, samples, warmup, together=False)
+
+
+def _both(load: SharedLoad) -> Iterator[Record]:
+    for part, samples in load.together_us("memory", "memory").items():
+        yield _bandwidth(load, part, samples, (), together=True)
+
+
+def _bandwidth(
+    load: SharedLoad, part: Part, samples: tuple[float, ...], warmup: tuple[float, ...], *, together: bool
+) -> Record:
+    size = load.read_bytes(part)
+    rate = bandwidth_gbps(size, statistics.median(samples))
+    return Record(BandwidthKey(part, size, together), samples, warmup, {"gbps": round(rate, 3)})
+
+
+def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
+    job = load.beside(gpu, npu)
+    jobs: dict[Part, Job] = {"gpu": gpu, "npu": job}
+
+    def alone_us() -> dict[Part, float]:
+        return {
+            part: statistics.median(load.alone_now_us(part, bound, most=RUNS_ALONE)[0])
+            for part, bound in jobs.items()
+        }
+
+    # In turns, each compared with right before and right after: clocks of a processor move more within
+    # seconds than parts slow, and one disturbed moment must not decide every plan.
+    together: dict[Part, list[float]] = {part: [] for part in PARTS}
+    slowdowns: dict[Part, list[float]] = {part: [] for part in PARTS}
+    before, begin_us = alone_us(), load.now_us()
+    for turn in range(1, TURNS.stop):
+        both = load.together_us(gpu, job)
+        after = alone_us()
+        for part, samples in both.items():
+            together[part] += samples
+            slowdowns[part].append(2.0 * statistics.median(samples) / (before[part] + after[part]))
+        before = after
+        if turn >= TURNS.start and load.now_us() - begin_us > TURNS_US:
+            break
+    bounds: tuple[tuple[Part, Bound, Bound], ...] = (("gpu", gpu, npu), ("npu", npu, gpu))
+    for part, bound, beside in bounds:
+        slowdown = round(statistics.median(slowdowns[part]), 4)
+        yield Record(ContentionKey(part, bound, beside), tuple(together[part]), values={"slowdown": slowdown})

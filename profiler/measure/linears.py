@@ -1,0 +1,363 @@
+"""Measures linear groups: one slice at a time, on one part, through the classes that a pass runs.
+
+A GPU slice is timed inside a busy queue, without the host's wake-up; an NPU slice as the executor runs it,
+from the call to its return on the calling thread. Weights and activations are random, padding rows too.
+Where a model is larger than the caches, they are emptied before each run of few tokens, on the same part and
+outside the time. Inputs that are rounded to int8 are there rounded: the operator that writes them does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from heterollm.base import DeviceError, HeteroLLMError
+from heterollm.kernels.device import Device
+from heterollm.kernels.formats import LinearWeight, concatenate_rows, take_rows
+from heterollm.kernels.gpu import GpuLinear, SharedArray, kernel_source_hash, scratch_codes
+from heterollm.kernels.npu import GRAPH_VERSION, Form, NpuBackend, NpuBlock, NpuGraph, NpuPart, NpuSlice
+from heterollm.kernels.ops import OpSpec
+from heterollm.profiler.measure.caches import COLD_TOKENS, HostReader, eviction_bytes
+from heterollm.profiler.measure.gpu_timer import gpu_timer
+from heterollm.profiler.measure.judge import Judge
+from heterollm.profiler.measure.random_data import fill_shared, members_for
+from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, SLOW_US, taken
+from heterollm.profiler.measure.task import Task
+from heterollm.profiler.measure.timing import Timer
+from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
+from heterollm.profiler.work import BLOCK_ACTIVATION, ModelShape, Skipped, Tier, WorkPoint, enumerate_points
+
+__all__ = ["LinearBench", "code_of", "linear_tasks"]
+
+COUNTED_RUNS: Final = 3
+"""Runs whose cycles are counted; the smallest repeats."""
+
+EMULATED_SAMPLES: Final = 3
+"""Runs of a part whose time means nothing."""
+
+STAGE: Final = "Linear layers"
+TASK_S: Final = 1.0
+
+# Rough rates for estimates, a second: measured on one core and on the emulator, published for a phone.
+CORE_FLOPS: Final = 70e9
+CORE_BYTES: Final = 10e9
+GPU_FLOPS: Final = 1e12
+GPU_BYTES: Final = 40e9
+NPU_FLOPS: Final = 4e12
+EMULATED_FLOPS: Final = 4e9
+EMULATED_BYTES: Final = 6e6
+USUAL_RUNS: Final = 8
+USUAL_SLOW_RUNS: Final = 4
+OVERHEAD_S: Final = 0.02
+"""Of a point: launches and graphs are made, and its share of the random weights."""
+
+
+def code_of(part: Part) -> str:
+    """Return the version of what computes linears on a part, as in :class:`LinearKey`."""
+    return kernel_source_hash() if part == "gpu" else f"graph-{GRAPH_VERSION}"
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group's random weights, and what was made of them."""
+
+    spec: OpSpec
+    members: list[LinearWeight]
+    linear: GpuLinear | None = None
+    slices: dict[tuple[int, ...], NpuPart] = field(default_factory=dict)
+    prepared: set[LinearPoint] = field(default_factory=set)
+
+
+class LinearBench:
+    """Measures points on an opened device; holds the weights of one group at a time.
+
+    Args:
+        device: The device; the calling thread is its engine thread.
+        timer: Times NPU runs, in nanoseconds; the device's by default.
+
+    Attributes:
+        evictions: How often the NPU's thread emptied the caches.
+    """
+
+    def __init__(self, device: Device, *, timer: Timer | None = None) -> None:
+        self.evictions = 0
+        self._device = device
+        self._timer = timer or device.gpu.now_ns
+        self._group: _Group | None = None
+        self._slots: dict[str, SharedArray] = {}
+        self._reader: HostReader | None = None
+
+    def measure(self, work: WorkPoint) -> list[Record]:
+        """Measure one point.
+
+        Returns:
+            Its record and, where a graph was built or loaded for it, the record of that. A failure is a
+            record too.
+        """
+        key = LinearKey(work.part, work.point, code_of(work.part))
+        try:
+            group = self._load(work.spec)
+            if work.part == "gpu":
+                return [self._on_gpu(key, work, group)]
+            return self._on_npu(key, work, group)
+        except HeteroLLMError as error:
+            return [Record(key, error=error.message)]
+
+    def close(self) -> None:
+        """Free weights, graphs and slots; measuring again makes them anew."""
+        self._drop()
+        self._slots.clear()
+        self._reader = None
+
+    # -- the parts -----------------------------------------------------------------------------------
+
+    def _on_gpu(self, key: LinearKey, work: WorkPoint, group: _Group) -> Record:
+        timer, point, spec = gpu_timer(self._device.gpu), work.point, work.spec
+        dtype = self._device.activation_dtype
+        if group.linear is None:
+            group.linear = GpuLinear.pack(
+                timer.runtime, group.members, activation_dtype=dtype, integer_inputs=spec.integer_inputs
+            )
+        # Alone on the GPU the head writes the logits; beside the NPU its rows of them.
+        whole_head = spec.group == "head" and point.member_rows == spec.member_rows
+        output = np.dtype(np.float32) if whole_head else dtype
+        x, y = self._slot_pair(point, dtype, output)
+        kept = tuple(
+            (rows - own, rows) for rows, own in zip(spec.member_rows, point.member_rows, strict=True)
+        )
+        make = partial(
+            group.linear.launch,
+            *(x, y),
+            tokens=point.tokens,
+            kept=kept,
+            output_dtype=output,
+            label=f"profiling of {spec.group}",
+        )
+        launch = make()
+        if spec.integer_inputs:
+            # This launch rounds the inputs first and leaves their codes behind.
+            launch()
+            launch = make(rounded=scratch_codes(timer.runtime, spec.weight, point.tokens, point.columns))
+        cold = point.streamed and point.tokens <= COLD_TOKENS
+        return taken(key, lambda: timer.time_us([launch], cold=cold), lambda: timer.time_us([launch]))
+
+    def _on_npu(self, key: LinearKey, work: WorkPoint, group: _Group) -> list[Record]:
+        npu, point = self._device.npu, work.point
+        if npu is None:
+            raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
+        part = self._slice(group, point)
+        graph, records = self._graph(npu, group, part, point)
+        dtype = npu.activation_dtype
+        x, y = self._slot_pair(point, dtype, dtype)
+        x.acquire()
+        y.acquire()
+        try:
+            call = graph.bind(
+                x.view(dtype, (point.tokens, point.columns)), y.view(dtype, (point.tokens, point.outputs))
+            )
+            real = npu.time_kind == "real"
+            cold = real and point.streamed and point.tokens <= COLD_TOKENS
+            record = taken(
+                key,
+                lambda: self._run_us(call, cold=cold),
+                lambda: self._run_us(call, cold=False),
+                values=lambda: _cycles(npu, part, point),
+                most=MOST_SAMPLES if real else EMULATED_SAMPLES,
+            )
+        finally:
+            x.release()
+            y.release()
+        return [record, *records]
+
+    def _run_us(self, call: Callable[[], None], *, cold: bool) -> float:
+        if cold:
+            if self._reader is None:
+                self._reader = HostReader(eviction_bytes(self._device.gpu.traits.cache_bytes))
+            self._reader()
+            self.evictions += 1
+        begin = self._timer()
+        call()
+        return (self._timer() - begin) / 1e3
+
+    # -- what they need ------------------------------------------------------------------------------
+
+    def _load(self, spec: OpSpec) -> _Group:
+        """Return the weights of a group, dropping those of another."""
+        if self._group is None or self._group.spec != spec:
+            self._drop()
+            self._group = _Group(spec, members_for(self._device.gpu, spec))
+        return self._group
+
+    def _drop(self) -> None:
+        if self._group is not None and self._device.npu is not None:
+            for part in self._group.slices.values():
+                self._device.npu.release(part)
+        self._group = None
+
+    def _slice(self, group: _Group, point: LinearPoint) -> NpuPart:
+        rows, spec = point.member_rows, group.spec
+        if rows not in group.slices:
+            parts = [
+                take_rows(member, [(0, own)]) for member, own in zip(group.members, rows, strict=True) if own
+            ]
+            ranges = tuple((0, own) for own in rows)
+            # Random numbers of the same group are the same, so that graphs in the cache are found again.
+            name = f"random {spec.member_rows}"
+            weight, layer, rounded = concatenate_rows(parts), spec.layer, spec.integer_inputs
+            if spec.then is None:
+                group.slices[rows] = NpuSlice(weight, layer, spec.group, ranges, name, rounded)
+            else:
+                [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
+                group.slices[rows] = NpuBlock(
+                    gate_up=weight,
+                    down=down,
+                    activation=BLOCK_ACTIVATION,
+                    bias=None,
+                    layer=layer,
+                    weights_key=name,
+                    cut=ranges[0],
+                    integer_inputs=rounded,
+                )
+        return group.slices[rows]
+
+    def _graph(
+        self, npu: NpuBackend, group: _Group, part: NpuPart, point: LinearPoint
+    ) -> tuple[NpuGraph, list[Record]]:
+        """Return a graph and, where it was built or loaded just now, the record of that."""
+        form: Form = point.form  # type: ignore[assignment]
+        if point in group.prepared:
+            return npu.prepare(part, point.tokens, form), []
+        values: dict[str, float] = {}
+        compiled, loaded = npu.compiled_count, npu.loaded_count
+        now_ns = self._device.gpu.now_ns
+        begin_ns = now_ns()
+        # Only some backends keep graphs in files; there loading is timed apart from building.
+        build: Callable[..., Any] | None = getattr(npu, "build", None)
+        if build is not None:
+            values["size_bytes"] = float(build(part, point.tokens, form).size_bytes)
+        built_us, begin_ns = (now_ns() - begin_ns) / 1e3, now_ns()
+        graph = npu.prepare(part, point.tokens, form)
+        prepared_us = (now_ns() - begin_ns) / 1e3
+        group.prepared.add(point)
+        is_new = npu.compiled_count > compiled
+        if not is_new and npu.loaded_count == loaded:
+            return graph, []
+        if is_new:
+            values["build_us"] = prepared_us if build is None else built_us
+        samples = () if is_new and build is None else (prepared_us,)
+        return graph, [Record(GraphKey(point, code_of("npu")), samples, values=values)]
+
+    def _slot_pair(
+        self, point: LinearPoint, input_dtype: np.dtype[Any], output_dtype: np.dtype[Any]
+    ) -> tuple[SharedArray, SharedArray]:
+        x = self._slot("x", point.tokens * point.columns, input_dtype)
+        return x, self._slot("y", point.tokens * point.outputs, output_dtype)
+
+    def _slot(self, name: str, elements: int, dtype: np.dtype[Any]) -> SharedArray:
+        """Return memory of at least that size; inputs are random in all of it."""
+        key = f"{name} {dtype}"
+        held = self._slots.get(key)
+        if held is None or held.array.size < elements:
+            held = self._slots[key] = gpu_timer(self._device.gpu).runtime.shared((elements,), dtype)
+            fill_shared(self._device.gpu, held)
+        return held
+
+
+def _cycles(npu: NpuBackend, part: NpuPart, point: LinearPoint) -> dict[str, float]:
+    """Return the cycles of a run, where the backend counts them."""
+    form: Form = point.form  # type: ignore[assignment]
+    cycles = npu.count_cycles(part, point.tokens, form, runs=COUNTED_RUNS)
+    return {} if cycles is None else {"cycles": float(min(cycles))}
+
+
+# -- tasks -------------------------------------------------------------------------------------------
+
+
+def linear_tasks(
+    device: Device,
+    shapes: Iterable[ModelShape],
+    *,
+    tier: Tier = 1,
+    known: Mapping[Key, Record] | None = None,
+) -> tuple[list[Task], Skipped]:
+    """Return the work of measuring the linear groups of some models, the most needed first.
+
+    Args:
+        device: The opened device; tasks run on the thread that opened it.
+        shapes: The models.
+        tier: How fine: 0 for what plans need, 1 by default, 2 for the full grid.
+        known: What was measured before, which tells poor forms.
+
+    Returns:
+        The tasks; those of tier 0 are essential. And what is left out, which grows while tasks run: points
+        that turn out not to be worth their time are dropped.
+    """
+    points, skipped = enumerate_points(
+        shapes,
+        device.npu,
+        cache_bytes=device.gpu.traits.cache_bytes,
+        max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
+    )
+    bench, judge = LinearBench(device), Judge(known or {}, comparable=device.time_kind != "emulated")
+
+    def run(chunk: Sequence[WorkPoint]) -> Iterator[Record]:
+        for work in chunk:
+            objection = judge.objection(work)
+            if objection is not None:
+                skipped.add(objection)
+                continue
+            for record in bench.measure(work):
+                judge.learn(record)
+                yield record
+
+    tasks = [
+        Task(
+            STAGE,
+            tuple(LinearKey(work.part, work.point, code_of(work.part)) for work in chunk),
+            partial(run, chunk),
+            estimate_s,
+            chunk[0].tier == 0,
+        )
+        for chunk, estimate_s in _chunks([work for work in points if work.tier <= tier], device)
+    ]
+    return tasks, skipped
+
+
+def _chunks(points: Iterable[WorkPoint], device: Device) -> Iterator[tuple[list[WorkPoint], float]]:
+    """Yield runs of points of one group, part and tier that take about a second, with their estimates."""
+    chunk: list[WorkPoint] = []
+    total_s = 0.0
+    for work in points:
+        point_s = _estimate_s(work, device)
+        same = chunk and (chunk[0].spec, chunk[0].part, chunk[0].tier) == (work.spec, work.part, work.tier)
+        if chunk and not (same and total_s + point_s <= TASK_S):
+            yield chunk, total_s
+            chunk, total_s = [], 0.0
+        chunk.append(work)
+        total_s += point_s
+    if chunk:
+        yield chunk, total_s
+
+
+def _estimate_s(work: WorkPoint, device: Device) -> float:
+    """Return about how long a point takes to measure."""
+    if not device.gpu.computes:
+        return NOTHING_COMPUTED_S
+    point = work.point
+    if work.part == "gpu":
+        traits = device.gpu.traits
+        rates = (CORE_FLOPS * traits.compute_units, CORE_BYTES) if traits.is_cpu else (GPU_FLOPS, GPU_BYTES)
+    elif device.npu is not None and device.npu.time_kind == "emulated":
+        rates = EMULATED_FLOPS, EMULATED_BYTES
+    else:
+        cores = len(device.split.npu_cores)
+        rates = (CORE_FLOPS * cores, CORE_BYTES) if cores else (NPU_FLOPS, GPU_BYTES)
+    run_s = max(point.flops / rates[0], point.weight_bytes / rates[1])
+    runs = USUAL_RUNS if run_s * 1e6 < SLOW_US else USUAL_SLOW_RUNS
+    if point.streamed and point.tokens <= COLD_TOKENS:
+        run_s += eviction_bytes(device.gpu.traits.cache_bytes) / CORE_BYTES
+    return OVERHEAD_S + run_s * runs

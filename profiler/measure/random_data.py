@@ -1,0 +1,56 @@
+"""Random weights and activations of any shape, made quickly.
+
+What they hold does not matter as long as it is not zero: Qualcomm's emulator skips zeros.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.kernels.formats import RANDOM_FLOATS, LinearWeight, random_weight, shape_only_weight
+from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+from heterollm.kernels.ops import OpSpec, WeightFormat
+
+__all__ = ["fill_random", "fill_shared", "members_for", "random_members", "weight_for"]
+
+
+def members_for(runtime: OpenClRuntime, spec: OpSpec) -> list[LinearWeight]:
+    """Return what :func:`random_members` does; shapes alone where the device computes nothing."""
+    if runtime.computes:
+        return random_members(spec)
+    return [shape_only_weight(member.rows, spec.columns, spec.weight) for member in spec.members]
+
+
+def weight_for(runtime: OpenClRuntime, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
+    """Return a random weight, always the same; its shape alone where the device computes nothing."""
+    if runtime.computes:
+        return random_weight(np.random.default_rng(0), rows, columns, weight)
+    return shape_only_weight(rows, columns, weight)
+
+
+def fill_shared(runtime: OpenClRuntime, shared: SharedArray) -> None:
+    """Fill shared memory with random numbers, if the device reads any."""
+    if runtime.computes:
+        shared.acquire()
+        fill_random(shared.array)
+        shared.release()
+
+
+def random_members(spec: OpSpec) -> list[LinearWeight]:
+    """Return a weight for each member of a group, the same ones for the same group."""
+    text = f"{spec.group} {spec.member_rows} {spec.columns} {spec.weight}"
+    generator = np.random.default_rng(zlib.crc32(text.encode()))
+    return [random_weight(generator, member.rows, spec.columns, spec.weight) for member in spec.members]
+
+
+def fill_random(array: NDArray[Any], seed: int = 0) -> None:
+    """Fill an array of floats with normal numbers, every row of it."""
+    flat = array.reshape(-1)
+    tile = np.random.default_rng(seed).standard_normal(min(RANDOM_FLOATS, flat.size), np.float32)
+    for start in range(0, flat.size, RANDOM_FLOATS):
+        part = flat[start : start + RANDOM_FLOATS]
+        part[...] = tile[: part.size]

@@ -1,0 +1,7 @@
+"""Predicts times from a profile, and says how good the predictions are."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

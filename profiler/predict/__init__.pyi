@@ -1,0 +1,13 @@
+from .fitted import fitted_predictor as fitted_predictor
+from .fitted import profile_digest as profile_digest
+from .monotone import nonnegative_fit as nonnegative_fit
+from .predictor import BASELINES as BASELINES
+from .predictor import CANDIDATES as CANDIDATES
+from .predictor import Predictor as Predictor
+from .time_model import Hull as Hull
+from .time_model import Kind as Kind
+from .validation import HIGH as HIGH
+from .validation import Score as Score
+from .validation import Times as Times
+from .validation import held_out_predictions as held_out_predictions
+from .validation import percentile as percentile

@@ -1,0 +1,201 @@
+"""What measured slices say of the time of another one: straight lines between them, and bounds beside them.
+
+A model that was fitted to few points may predict a wide slice to be faster than a narrow one that was
+measured, or eight times the tokens for the price of one. Between two measured widths of a weight time is
+nearly linear, since what a cut leaves out is work alike; beside them, and at other lengths, four things hold
+on every processor that was looked at:
+
+- more rows take no less time, and within a stage of 32 tokens more tokens neither. From one stage to the next
+  time may fall (one order of the emulator costs less at 33 tokens than at 32), but never below one token's;
+- a row, or a token, costs no less in a narrower or shorter slice than in one that was measured: fixed costs
+  are shared by fewer. Within a stage tokens are not counted so, nor is this said of inputs (Hexagon takes 3.5
+  times as long for each weight of 14336 inputs as for one of 4096);
+- two slices cost at least as much as one of both together;
+- of weights with other inputs, none of the same size or larger was faster for each weight at that length.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from heterollm.profiler.predict.features import ARRAY, stage
+from heterollm.profiler.predict.monotone import isotonic_median
+from heterollm.profiler.predict.time_model import Kind, Prediction, TimeModel
+from heterollm.profiler.records import LinearPoint
+
+__all__ = ["LINE", "Neighbours"]
+
+LINE: Final = "line"
+"""Source of what lies between two measured widths."""
+
+NOISE: Final = 0.9
+"""A row may cost so much of what it does in a wider slice: times are noisy, and caches end somewhere."""
+
+_Bounds: TypeAlias = tuple[float, float]
+
+
+class Widths:
+    """The measured widths of a weight at one length.
+
+    Args:
+        times_us: Rows and times; of the same rows several are allowed.
+    """
+
+    def __init__(self, times_us: Iterable[tuple[int, float]]) -> None:
+        found: dict[int, list[float]] = defaultdict(list)
+        for rows, time_us in times_us:
+            found[rows].append(time_us)
+        self.rows: Final = sorted(found)
+        # A run that was disturbed stands out; half of its neighbours decide, not their mean.
+        self.times_us: Final = isotonic_median([statistics.median(found[rows]) for rows in self.rows])
+
+    def line(self, rows: int) -> float | None:
+        """Return the time between two measured widths, or at one; None beside them."""
+        place = bisect.bisect_left(self.rows, rows)
+        if place == len(self.rows) or (place == 0 and rows != self.rows[0]):
+            return None
+        if self.rows[place] == rows:
+            return self.times_us[place]
+        share = (rows - self.rows[place - 1]) / (self.rows[place] - self.rows[place - 1])
+        return self.times_us[place - 1] + share * (self.times_us[place] - self.times_us[place - 1])
+
+    def bounds(self, rows: int) -> _Bounds:
+        """Return the least and the most that some rows can take."""
+        if rows < self.rows[0]:
+            return NOISE * self.times_us[0] * rows / self.rows[0], self.times_us[0]
+        if rows > self.rows[-1]:
+            return self.times_us[-1], self.times_us[-1] * rows / self.rows[-1]
+        on_line = self.line(rows)
+        assert on_line is not None
+        return on_line, on_line
+
+
+class Weights:
+    """The measured weights of one kind at one length, whatever their inputs.
+
+    Args:
+        times_us: Weights and times.
+    """
+
+    def __init__(self, times_us: Iterable[tuple[int, float]]) -> None:
+        ordered = sorted(times_us)
+        self._sizes: Final = [size for size, _ in ordered]
+        rates = [time_us / size for size, time_us in ordered]
+        for place in range(len(rates) - 2, -1, -1):
+            rates[place] = min(rates[place], rates[place + 1])
+        self._us_per_weight: Final = rates
+
+    def bounds(self, size: int) -> _Bounds:
+        """Return the least that so many weights can take; of more than were measured, that of the most."""
+        place = bisect.bisect_left(self._sizes, size)
+        if place == len(self._sizes):
+            return self._sizes[-1] * self._us_per_weight[-1], math.inf
+        return size * self._us_per_weight[place], math.inf
+
+
+class Neighbours:
+    """Every measured slice of a part, by what it bounds.
+
+    Args:
+        times_us: The measured times.
+    """
+
+    def __init__(self, times_us: Mapping[LinearPoint, float]) -> None:
+        widths: dict[tuple[Kind, int], dict[int, list[tuple[int, float]]]] = {}
+        weights: dict[Kind, dict[int, list[tuple[int, float]]]] = {}
+        for point, time_us in times_us.items():
+            kind = Kind.of(point)
+            own = widths.setdefault((kind, point.columns), {})
+            own.setdefault(point.tokens, []).append((point.rows, time_us))
+            every = weights.setdefault(kind, {})
+            every.setdefault(point.tokens, []).append((_weights(point), time_us))
+        self._widths = {
+            key: {tokens: Widths(found) for tokens, found in lengths.items()}
+            for key, lengths in widths.items()
+        }
+        self._weights = {
+            kind: {tokens: Weights(found) for tokens, found in lengths.items()}
+            for kind, lengths in weights.items()
+        }
+        self._lengths = {key: sorted(lengths) for key, lengths in self._widths.items()}
+        self._lengths_of_kind = {kind: sorted(lengths) for kind, lengths in self._weights.items()}
+
+    def predict(self, point: LinearPoint, model: TimeModel) -> Prediction:
+        """Return the time between measured widths; else what a model says, within the bounds.
+
+        Where the bounds contradict each other, since times were noisy, the middle of them is the answer.
+
+        Raises:
+            ProfileError: As :meth:`heterollm.profiler.predict.time_model.TimeModel.predict`.
+        """
+        kind = Kind.of(point)
+        widths = self._widths.get((kind, point.columns), {}).get(point.tokens)
+        on_line = None if widths is None else widths.line(point.rows)
+        if on_line is not None:
+            low, high = min(model.spread[0], 1.0), max(model.spread[1], 1.0)
+            return Prediction(on_line, on_line * low, on_line * high, True, LINE)
+        found = model.predict(point)
+        low_us, high_us = self._bounds(kind, point)
+        if low_us <= found.us <= high_us:
+            return found
+        us = (low_us + high_us) / 2 if low_us > high_us else min(max(found.us, low_us), high_us)
+        # As likely as before to be anywhere between what the model said and the bound.
+        return Prediction(us, min(found.low_us, us), max(found.high_us, us), found.known, found.source)
+
+    def _bounds(self, kind: Kind, point: LinearPoint) -> _Bounds:
+        """Return the least and the most that a slice can take, by the measured lengths that say anything."""
+        own = self._widths.get((kind, point.columns))
+        if own is not None:
+            found = (
+                (*own[length].bounds(point.rows), low, high)
+                for length, low, high in _telling(self._lengths[kind, point.columns], point.tokens)
+            )
+        else:
+            size, lengths = _weights(point), self._lengths_of_kind.get(kind, [])
+            found = (
+                (*self._weights[kind][length].bounds(size), low, high)
+                for length, low, high in _telling(lengths, point.tokens)
+            )
+        low_us, high_us = 0.0, math.inf
+        for own_low, own_high, low, high in found:
+            low_us, high_us = max(low_us, own_low * low), min(high_us, own_high * high)
+        return low_us, high_us
+
+
+def _weights(point: LinearPoint) -> int:
+    """Return the weights of a slice, of all linears of a block."""
+    return point.flops // (2 * point.tokens)
+
+
+def _telling(lengths: Sequence[int], tokens: int) -> list[tuple[int, float, float]]:
+    """Return the measured lengths that bound another, with what their least and their most are multiplied by.
+
+    Args:
+        lengths: Measured numbers of tokens, ascending.
+        tokens: Of the slice that is asked for.
+    """
+    place = bisect.bisect_left(lengths, tokens)
+    own = stage(tokens)
+    found: list[tuple[int, float, float]] = []
+    if lengths and lengths[0] == 1 < tokens:
+        found.append((1, 1.0, math.inf))
+    for length in reversed(lengths[:place]):
+        # Within its first array a part may well take more than twice as long for twice the tokens.
+        high = float(-(-tokens // length)) if length >= ARRAY else math.inf
+        found.append((length, 1.0 if stage(length) == own else 0.0, high))
+        break
+    for length in lengths[place:]:
+        if length == tokens:
+            found.append((length, 1.0, 1.0))
+        elif stage(length) == own:
+            found.append((length, 0.0, 1.0))
+        else:
+            # The last array may be filled in part only.
+            found.append((length, tokens / (ARRAY * stage(length)), math.inf))
+            break
+    return found

@@ -1,0 +1,7 @@
+"""Holds what a profile is made of: keys, records, and the file of a device."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

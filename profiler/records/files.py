@@ -1,0 +1,196 @@
+"""The profile files of the cache: listed, found by name, taken out and brought in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from heterollm.base import CacheError, OptionError, ProfileError, atomic_path
+from heterollm.profiler.records.profile import Profile, profile_path, stored_profiles
+
+__all__ = [
+    "Imported",
+    "StoredProfile",
+    "export_profile",
+    "find_profile",
+    "import_profile",
+    "list_profiles",
+]
+
+DEVICE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(:[a-z0-9][a-z0-9_.-]*)?")
+"""A device names its file, so that a foreign profile must not name a path."""
+
+LONGEST_DEVICE_NAME: Final = 64
+SHORTEST_PREFIX: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StoredProfile:
+    """A file of the cache.
+
+    Args:
+        path: Where it is.
+        size_bytes: How large.
+        device: Whose it is; empty if it is damaged.
+        time_kind: Whether its times are real, emulated or simulated.
+        fingerprint: Of the device.
+        records: How many it has.
+        failed: How many of them are errors.
+        runs: How many runs of the profiler are in it.
+        newest_s: When the last record was taken, in seconds since 1970; 0 without records.
+        problem: Why it cannot be read; empty if it can.
+    """
+
+    path: Path
+    size_bytes: int
+    device: str = ""
+    time_kind: str = ""
+    fingerprint: str = ""
+    records: int = 0
+    failed: int = 0
+    runs: int = 0
+    newest_s: float = 0.0
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A profile that was brought into the cache.
+
+    Args:
+        profile: It, merged with what the cache had of the same device.
+        path: Where it is kept.
+        new: How many records are new there.
+    """
+
+    profile: Profile
+    path: Path
+    new: int
+
+
+def list_profiles() -> list[StoredProfile]:
+    """Return the files of the cache, damaged ones included."""
+    found = []
+    for path in stored_profiles():
+        try:
+            size = path.stat().st_size
+        except OSError:
+            continue  # removed meanwhile
+        try:
+            profile = Profile.load(path)
+        except ProfileError as error:
+            found.append(StoredProfile(path, size, problem=error.message))
+            continue
+        records = profile.records.values()
+        found.append(
+            StoredProfile(
+                path,
+                size,
+                profile.device,
+                profile.time_kind,
+                profile.fingerprint,
+                len(records),
+                len(profile.failures()),
+                len(profile.runs),
+                max((record.taken_s for record in records), default=0.0),
+            )
+        )
+    return found
+
+
+def find_profile(name: str | None = None) -> tuple[Profile, Path]:
+    """Return a profile and its file.
+
+    Args:
+        name: A file, or the fingerprint of one in the cache or its beginning; None for the one in the cache
+            that was written last.
+
+    Raises:
+        OptionError: There is none, or several of that name.
+        ProfileError: It is damaged.
+    """
+    stored = stored_profiles()
+    if name is None:
+        if not stored:
+            raise OptionError("There is no profile yet.", fix="Run `heterollm profile`.")
+        newest = max(stored, key=lambda path: (path.stat().st_mtime, path.name))
+        return Profile.load(newest), newest
+    path = Path(name).expanduser()
+    if _is_file(path):
+        return Profile.load(path), path
+    wanted = name.lower()
+    matching = [
+        path
+        for path in stored
+        if len(wanted) >= SHORTEST_PREFIX and path.stem.rpartition("-")[2].startswith(wanted)
+    ]
+    if len(matching) != 1:
+        raise OptionError(
+            _not_one(name, matching, stored), fix="`heterollm profile list` shows what there is."
+        )
+    return Profile.load(matching[0]), matching[0]
+
+
+def export_profile(profile: Profile, target: Path) -> None:
+    """Write a profile to a new file.
+
+    Raises:
+        OptionError: The file cannot be written, or is there already.
+    """
+    if target.exists():
+        raise OptionError(f"{target} is there already.", fix="Name another file, or delete that one.")
+    try:
+        with atomic_path(target) as temporary:
+            temporary.write_text(profile.to_json(), "utf-8")
+    except CacheError as error:
+        raise OptionError(error.message, fix="Name another file.") from error
+
+
+def import_profile(source: Path) -> Imported:
+    """Bring a profile into the cache, under its own fingerprint.
+
+    What the cache has of the same device is kept; the newer of two records of the same thing counts.
+
+    Args:
+        source: The file.
+
+    Raises:
+        ProfileError: The file is damaged, or no device has such a name.
+        CacheError: The cache cannot be written.
+    """
+    profile = Profile.load(source)
+    if len(profile.device) > LONGEST_DEVICE_NAME or not DEVICE_NAME.fullmatch(profile.device):
+        raise ProfileError(
+            f"{source} is of a device called {profile.device!r:.80}, which is no device's name.",
+            fix="Import a file that `heterollm profile export` wrote.",
+        )
+    path = profile_path(profile.device, profile.fingerprint)
+    try:
+        before = dict(Profile.load(path).records)
+    except ProfileError:
+        before = {}  # there is none, or a damaged one, which is kept aside
+    profile.save(path)
+    merged = Profile.load(path)
+    new = sum(record != before.get(key) for key, record in merged.records.items())
+    return Imported(merged, path, new)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _not_one(name: str, matching: Sequence[Path], stored: Sequence[Path]) -> str:
+    if matching:
+        return f"{len(matching)} profiles have fingerprints that begin with {name!r:.80}."
+    here = ", ".join(path.stem for path in stored) or "none"
+    return f"{name!r:.200} is neither a profile file nor a fingerprint of the cache, which has {here}."

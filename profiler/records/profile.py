@@ -1,0 +1,251 @@
+"""The profile: everything measured on one device, in one readable file (design, section 8).
+
+A file belongs to one device fingerprint: parts, drivers, SDK build and thread split. It is JSON with a record
+a line in a fixed order, so that two of them differ where the measurements do. Writers merge under a lock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from heterollm.base import ProfileError, atomic_path, cache_name, cache_root, locked, parse_json
+from heterollm.kernels.device import Device, fingerprint_of
+from heterollm.kernels.sim import SIMULATED, is_simulated
+from heterollm.profiler.records.record_json import KIND_NAMES, record_from_dict, record_line
+from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Part, Record
+
+__all__ = ["SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION: Final = 2
+FIX: Final = "Run `heterollm profile` again."
+
+K = TypeVar("K", bound=Key)
+
+
+@dataclass(slots=True)
+class Profile:
+    """Everything measured on one device.
+
+    Args:
+        description: What :meth:`heterollm.kernels.device.Device.description` says of the device.
+        records: The measurements by key.
+        runs: One entry for each run of the profiler: when, how long, its options, what it skipped, clocks.
+    """
+
+    description: Mapping[str, Any]
+    records: dict[Key, Record] = field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, device: Device) -> Profile:
+        """Return an empty profile of a device."""
+        return cls(device.description())
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of the description."""
+        return fingerprint_of(self.description)
+
+    @property
+    def device(self) -> str:
+        """Name of the device."""
+        return str(self.description["device"])
+
+    @property
+    def time_kind(self) -> str:
+        """Whether times are real, emulated or simulated."""
+        return str(self.description["time"])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the device's last cache before memory."""
+        return int(self.description["cache_bytes"])
+
+    def add(self, record: Record) -> None:
+        """File a record: a sound one replaces a failed one, else the later replaces the earlier."""
+        held = self.records.get(record.key)
+        if held is None or (held.failed, record.taken_s) >= (record.failed, held.taken_s):
+            self.records[record.key] = record
+
+    def merge(self, other: Profile) -> None:
+        """Take over what another profile of the same device has.
+
+        Raises:
+            ProfileError: It belongs to another device.
+        """
+        if other.fingerprint != self.fingerprint:
+            raise ProfileError(_difference(self.description, other.description), fix=FIX)
+        for record in other.records.values():
+            self.add(record)
+        self.runs = {**other.runs, **self.runs}
+
+    def of_kind(self, kind: type[K]) -> Iterator[tuple[K, Record]]:
+        """Yield the sound records with keys of one kind, in order."""
+        found = [(key, record) for key, record in self.records.items() if isinstance(key, kind)]
+        for key, record in sorted(found, key=lambda item: item[0]):
+            if not record.failed:
+                yield key, record
+
+    def failures(self) -> list[Record]:
+        """Return the records of what failed."""
+        return [record for record in self.records.values() if record.failed]
+
+    def linear(self, part: Part, point: LinearPoint, code: str) -> Record | None:
+        """Return the sound record of a linear slice, if there is one."""
+        record = self.records.get(LinearKey(part, point, code))
+        return None if record is None or record.failed else record
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Return the profile as JSON text, a record a line."""
+        order = {name: place for place, name in enumerate(KINDS)}
+
+        def place(record: Record) -> tuple[int, Any]:
+            return order[KIND_NAMES[type(record.key)]], record.key
+
+        head = {
+            "schema_version": SCHEMA_VERSION,
+            "fingerprint": self.fingerprint,
+            "description": dict(self.description),
+            "runs": dict(sorted(self.runs.items())),
+        }
+        text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
+        lines = ",\n".join(record_line(record) for record in sorted(self.records.values(), key=place))
+        return f'{text},\n "records": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "the profile") -> Profile:
+        """Read a profile.
+
+        Raises:
+            ProfileError: The text is not a whole profile of this schema version.
+        """
+        try:
+            data = parse_json(text)
+        except ValueError as error:
+            raise ProfileError(f"{source} is not JSON: {error}.", fix=FIX) from error
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ProfileError(
+                f"{source} has schema version {version!r:.40}, and this version of heterollm reads "
+                f"{SCHEMA_VERSION}.",
+                fix=FIX,
+            )
+        description, runs, records = data.get("description"), data.get("runs"), data.get("records")
+        if (
+            not isinstance(description, dict)
+            or not isinstance(runs, dict)
+            or not isinstance(records, list)
+            or not all(_is_run(run) for run in runs.values())
+            or not all(isinstance(description.get(name), str) for name in ("device", "time"))
+            or not _is_size(description.get("cache_bytes"))
+        ):
+            raise ProfileError(f"{source} lacks its description, runs or records.", fix=FIX)
+        profile = cls(description, runs=runs)
+        try:
+            json.dumps([description, runs], allow_nan=False)
+        except ValueError as error:
+            raise ProfileError(f"{source} holds a number that JSON has not: {error}.", fix=FIX) from error
+        if data.get("fingerprint") != profile.fingerprint:
+            raise ProfileError(f"{source} was edited: description and fingerprint do not match.", fix=FIX)
+        for number, line in enumerate(records, 1):
+            try:
+                profile.add(record_from_dict(line))
+            except (ValueError, TypeError, OverflowError) as error:
+                raise ProfileError(f"{source}: record {number} is not one: {error}.", fix=FIX) from error
+        return profile
+
+    @classmethod
+    def load(cls, path: Path, *, expected: Mapping[str, Any] | None = None) -> Profile:
+        """Read a profile from a file.
+
+        Args:
+            path: The file.
+            expected: Description of the device that it must belong to; None takes any.
+
+        Raises:
+            ProfileError: The file cannot be read, is damaged, or belongs to another device.
+        """
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ProfileError(f"Cannot read the profile {path}: {error.strerror}.", fix=FIX) from error
+        profile = cls.from_json(text, source=str(path))
+        if expected is not None:
+            profile.check_device(expected, path)
+        return profile
+
+    def check_device(self, expected: Mapping[str, Any], path: Path) -> None:
+        """Refuse a profile, read from ``path``, of another device than the one described.
+
+        Raises:
+            ProfileError: It belongs to another device; the message says where they differ.
+        """
+        if fingerprint_of(expected) != self.fingerprint:
+            raise ProfileError(f"{path}: {_difference(expected, self.description)}", fix=FIX)
+
+    def save(self, path: Path) -> None:
+        """Merge into the file, which another process may have written meanwhile.
+
+        A damaged file is kept under another name, and said.
+
+        Raises:
+            CacheError: The folder cannot be written.
+            ProfileError: The file belongs to another device.
+        """
+        with locked(path):
+            if path.exists():
+                try:
+                    held = self.load(path)
+                except ProfileError as error:
+                    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+                    path.replace(aside)
+                    logger.warning("%s It is kept as %s.", error.message, aside)
+                else:
+                    self.merge(held)
+            with atomic_path(path) as temporary:
+                temporary.write_text(self.to_json(), "utf-8")
+
+
+def profile_path(device: str, fingerprint: str) -> Path:
+    """Return where the profile of a device is kept; of a simulated one, the name says so."""
+    words = f"simulated {device.removeprefix(SIMULATED)}" if is_simulated(device) else device
+    return cache_root() / "profiles" / f"{cache_name(words, fingerprint)}.json"
+
+
+def stored_profiles() -> list[Path]:
+    """Return the profile files of the cache, in order of their names."""
+    return sorted((cache_root() / "profiles").glob("*.json"))
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_run(run: object) -> bool:
+    """Whether an entry says when its run began and whether it ended."""
+    return (
+        isinstance(run, dict)
+        and all(type(run.get(name)) in (int, float) for name in ("started_s", "since_s"))
+        and isinstance(run.get("finished"), bool)
+    )
+
+
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Say in which entries two descriptions differ."""
+    names: Iterable[str] = dict.fromkeys([*ours, *theirs])
+    parts = [
+        f"{name} is {theirs.get(name)!r:.80} there and {ours.get(name)!r:.80} here"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+    return f"The profile belongs to another device: {'; '.join(parts)}."

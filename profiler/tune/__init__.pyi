@@ -1,0 +1,2 @@
+from .tuning import default_jobs as default_jobs
+from .tuning import tune as tune

@@ -1,0 +1,322 @@
+"""Search of the linear kernels' parameters on a device, kept for every later run on it.
+
+A part of profiling: :func:`tune` takes the shape classes that matter, and leaves in the device's table
+(:mod:`heterollm.kernels.gpu.tuning`) what was faster than the default, and what fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from heterollm.base import OptionError
+from heterollm.kernels.gpu import (
+    LEGAL,
+    BuildError,
+    KernelParameters,
+    KernelStyle,
+    OpenClRuntime,
+    Quarantined,
+    ShapeClass,
+    Tuned,
+    Variant,
+    all_parameters,
+    default_parameters,
+    differences,
+)
+from heterollm.kernels.ops import WeightFormat
+from heterollm.profiler.measure import Timer
+from heterollm.profiler.tune.search import MARGIN_FRACTION, SearchResult, search
+from heterollm.profiler.tune.trial import COPIES_BYTES, Checker, TuningJob, Workload
+
+__all__ = [
+    "DEFAULT_BUDGET_S",
+    "QUICK_BUDGET_S",
+    "TuningOutcome",
+    "TuningReport",
+    "default_jobs",
+    "tune",
+]
+
+DEFAULT_BUDGET_S: Final = 40.0
+QUICK_BUDGET_S: Final = 10.0
+
+LAYER: Final = (5632, 2048)
+"""Rows and inputs that are timed by default: one of TinyLlama-1.1B's feed-forward layers."""
+
+TOKENS: Final = {"one": (1,), "few": (4, 8), "many": (256,)}
+
+Progress = Callable[[float, str], None]
+"""Called with the fraction done and what is being tuned."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningOutcome:
+    """What the search of one shape class found.
+
+    Args:
+        job: What was tuned, and on which layer.
+        default: The parameters without tuning.
+        result: Winner, times and counts; None where the search failed.
+        quarantined: What failed, with the reasons.
+        launches: Launches that the times are for.
+        error: Why the search failed; empty if it did not.
+    """
+
+    job: TuningJob
+    default: KernelParameters
+    result: SearchResult | None
+    quarantined: tuple[Quarantined, ...]
+    launches: int
+    error: str = ""
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """The numbers in which the winner differs from the default."""
+        return {} if self.result is None else differences(self.result.winner, self.default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        record: dict[str, Any] = {
+            "shape": str(self.job.shape),
+            "rows": self.job.rows,
+            "columns": self.job.columns,
+            "tokens": list(self.job.tokens),
+            "launches": self.launches,
+            "default": str(self.default),
+            "error": self.error,
+            "quarantined": [f"{bad.parameters}: {bad.reason}" for bad in self.quarantined],
+        }
+        if self.result is not None:
+            record |= {
+                "winner": str(self.result.winner),
+                "winner_us": self.result.winner_us,
+                "default_us": self.result.default_us,
+                "best_other": None if self.result.best is None else str(self.result.best),
+                "best_other_us": self.result.best_us,
+                "tried": self.result.tried,
+                "left_out": self.result.left_out,
+            }
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class TuningReport:
+    """What tuning found.
+
+    Args:
+        outcomes: One for each shape class, in the order asked for.
+        used_s: Seconds it took.
+    """
+
+    outcomes: tuple[TuningOutcome, ...]
+    used_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return {"used_s": self.used_s, "outcomes": [outcome.to_dict() for outcome in self.outcomes]}
+
+
+def default_jobs(
+    *,
+    half: bool,
+    weight: WeightFormat | None = None,
+    integer_inputs: Sequence[bool] = (False, True),
+    rows: int = LAYER[0],
+    columns: int = LAYER[1],
+    quick: bool = False,
+) -> list[TuningJob]:
+    """Return the shape classes that matter for a model: one, a few and many tokens, and int8 inputs.
+
+    With float and int8 inputs both, the latter are tuned for many tokens alone.
+
+    Args:
+        half: Whether the device's activations are float16.
+        weight: Format of the weights; by default 4 bits in blocks of 32.
+        integer_inputs: Whether inputs are float, rounded to int8, or both.
+        rows: Output rows of the layer to time.
+        columns: Its inputs.
+        quick: Whether to leave out a few tokens, whose programs are many, and the second kind of inputs.
+    """
+    number_format = weight or WeightFormat(4, 32)
+    jobs = []
+    kinds = list(dict.fromkeys(integer_inputs)) if number_format.quantized else [False]
+    for place, rounded in enumerate(kinds[:1] if quick else kinds):
+        for kind, tokens in TOKENS.items():
+            if (kind == "few" and quick) or (kind != "many" and place > 0):
+                continue
+            shape = ShapeClass.of(number_format, integer_inputs=rounded, half=half, tokens=tokens[0])
+            copies = 0 if kind == "many" else COPIES_BYTES // len(tokens)
+            jobs.append(TuningJob(shape, rows, columns, tokens, copies))
+    return jobs
+
+
+def tune(
+    runtime: OpenClRuntime,
+    jobs: Iterable[TuningJob],
+    *,
+    budget_s: float = DEFAULT_BUDGET_S,
+    margin_fraction: float = MARGIN_FRACTION,
+    timer: Timer = time.perf_counter_ns,
+    progress: Progress | None = None,
+) -> TuningReport:
+    """Search each shape class, keep what was found in the device's table, and use it from now on.
+
+    Args:
+        runtime: The device.
+        jobs: What to tune; the budget is shared evenly, and what one leaves goes to the next.
+        budget_s: Seconds in all.
+        margin_fraction: How much faster than the default a winner must be.
+        timer: The clock.
+        progress: Called as it goes on.
+
+    Raises:
+        OptionError: There is nothing to tune, or the budget is out of range.
+    """
+    todo = list(jobs)
+    if not todo or not budget_s > 0:
+        raise OptionError(f"Cannot tune {len(todo)} shape classes in {budget_s} s.")
+    begin_ns = timer()
+    outcomes = []
+    for place, job in enumerate(todo):
+        left_s = budget_s - (timer() - begin_ns) / 1e9
+        share_s = max(left_s / (len(todo) - place), 0.05)
+
+        def report(fraction: float, done: int = place, job: TuningJob = job) -> None:
+            if progress is not None:
+                progress((done + fraction) / len(todo), str(job.shape))
+
+        outcomes.append(_tune_one(runtime, job, share_s, margin_fraction, timer, report))
+        report(1.0)
+    return TuningReport(tuple(outcomes), (timer() - begin_ns) / 1e9)
+
+
+def candidates_for(runtime: OpenClRuntime, shape: ShapeClass, style: KernelStyle) -> list[KernelParameters]:
+    """Return what differs from the default in one number, is legal here and is not in quarantine.
+
+    The values of each number in turn, so that a short search has seen something of each.
+    """
+    tuning, default = runtime.tuning, default_parameters(style, shape)
+    by_number: dict[str, list[KernelParameters]] = {}
+    for parameters in all_parameters(style, shape):
+        changed = differences(parameters, default)
+        if len(changed) != 1 or ("prefetch_bytes" in changed and not shape.weight.quantized):
+            continue
+        if tuning.identity.can_run(parameters) and not tuning.table.is_quarantined(shape, parameters):
+            by_number.setdefault(next(iter(changed)), []).append(parameters)
+    for name, group in by_number.items():
+        # Neighbours of the default first.
+        values = LEGAL[style, default.many][name]
+        middle = values.index(getattr(default, name))
+        places = {other: values.index(getattr(other, name)) for other in group}
+        by_number[name] = sorted(group, key=lambda other: abs(places[other] - middle))
+    return list(_in_turns(list(by_number.values())))
+
+
+def _in_turns(groups: list[list[KernelParameters]]) -> Iterator[KernelParameters]:
+    for place in range(max(map(len, groups), default=0)):
+        for group in groups:
+            if place < len(group):
+                yield group[place]
+
+
+def _tune_one(
+    runtime: OpenClRuntime,
+    job: TuningJob,
+    budget_s: float,
+    margin_fraction: float,
+    timer: Timer,
+    report: Callable[[float], None],
+) -> TuningOutcome:
+    begin_ns = timer()
+    style: KernelStyle = "vector" if runtime.traits.is_cpu else "simt"
+    default = default_parameters(style, job.shape)
+    bench = _Bench(runtime, job, default)
+    left_s = max(budget_s - (timer() - begin_ns) / 1e9, 0.05)
+    try:
+        result = search(
+            default,
+            candidates_for(runtime, job.shape, style),
+            bench.trial,
+            budget_s=left_s,
+            margin_fraction=margin_fraction,
+            timer=timer,
+            progress=report,
+        )
+        result = bench.confirm(result)
+    except BuildError as error:
+        # Of the default: its variants have a record of their own, and nothing can be compared with it.
+        return bench.outcome(None, error.message)
+    tuned = Tuned(result.winner, result.winner_us, result.default_us)
+    runtime.tuning.change(lambda table: table.keep(job.shape, tuned))
+    return bench.outcome(result)
+
+
+class _Bench:
+    """Trials of one job."""
+
+    def __init__(self, runtime: OpenClRuntime, job: TuningJob, default: KernelParameters) -> None:
+        self.workload = Workload(runtime, job)
+        self.quarantined: list[Quarantined] = []
+        self._runtime = runtime
+        self._job = job
+        self._shape = job.shape
+        self._default = default
+        self._checker = Checker(runtime, job.shape)
+
+    def trial(self, parameters: KernelParameters) -> Callable[[], object]:
+        """Check parameters and return the call to time; what fails stays in quarantine."""
+        if parameters == self._default:
+            self._checker.check(parameters)
+            return self.workload.call(parameters)
+        if not self._runtime.tuning.identity.can_run(parameters):
+            raise BuildError("its work-groups exceed the device's limits.")
+        calls: list[Callable[[], None]] = []
+
+        def first_run() -> None:
+            self._checker.check(parameters)
+            calls.append(self.workload.call(parameters))
+            calls[0]()
+
+        self._in_quarantine(parameters, first_run)
+        return calls[0]
+
+    def confirm(self, result: SearchResult) -> SearchResult:
+        """Check a winner on the lengths that are left; where it fails, the default stays."""
+        if result.winner == self._default:
+            return result
+        try:
+            self._in_quarantine(result.winner, lambda: self._checker.check(result.winner, winner=True))
+        except BuildError:
+            return replace(
+                result, winner=self._default, winner_us=result.default_us, failed=result.failed + 1
+            )
+        return result
+
+    def outcome(self, result: SearchResult | None, error: str = "") -> TuningOutcome:
+        """Return the record of the search."""
+        launches = self.workload.calls_per_run()
+        return TuningOutcome(self._job, self._default, result, tuple(self.quarantined), launches, error)
+
+    def _in_quarantine(self, parameters: KernelParameters, check: Callable[[], None]) -> None:
+        """Run a check while its parameters are in quarantine, where they stay if it fails."""
+        tuning, shape = self._runtime.tuning, self._shape
+        lost = "the process ended while it was tried"
+        tuning.change(lambda table: table.quarantine(shape, parameters, lost))
+        try:
+            check()
+        except BuildError as error:
+            reason = error.message.splitlines()[0]
+            records: list[Quarantined] = []
+            tuning.change(lambda table: records.append(table.quarantine(shape, parameters, reason)))
+            self.quarantined.append(records[-1])
+            variant = Variant(parameters.style, parameters=parameters)
+            self._runtime.variants.reject(shape.layer, variant, error)
+            raise
+        except BaseException:
+            # Not its fault: an interruption, or no memory.
+            tuning.change(lambda table: table.release(shape, parameters))
+            raise
+        tuning.change(lambda table: table.release(shape, parameters))

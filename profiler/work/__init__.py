@@ -1,0 +1,7 @@
+"""Lists the work to measure: the shapes of models, and the points of each."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,283 @@
+import io
+import json
+
+import numpy as np
+import pytest
+
+from heterollm.base import DeviceError, KernelError, OptionError
+from heterollm.doctor import Diagnosis, Problem, diagnose
+from heterollm.doctor import flag as doctor_flag
+from heterollm.doctor import run as doctor
+from heterollm.doctor.case import Case, run_case
+from heterollm.doctor.checks import device_cases
+from heterollm.doctor.flag import FLAG
+from heterollm.doctor.run import unlisted_vendors
+from heterollm.doctor.w4a8 import AGREEMENT
+from heterollm.kernels.device import DeviceStatus, open_device
+from heterollm.kernels.formats import reference, reference_layers
+from heterollm.kernels.gpu import GpuLinear
+from heterollm.kernels.sync.litmus import Litmus
+from heterollm.report import console as report
+from heterollm.report import diagnosis_report
+
+
+@pytest.fixture(scope="module")
+def diagnosis():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor_flag, "LITMUS_ROUNDS", 300)
+        return diagnose("host")
+
+
+@pytest.fixture(scope="module")
+def device():
+    with_parts = open_device("host")
+    yield with_parts
+    with_parts.close()
+
+
+def cases_of(device, *operators):
+    return [case for case in device_cases(device) if case.operator in operators]
+
+
+def test_host_passes_every_check(diagnosis):
+    assert diagnosis.passed
+    assert diagnosis.device == "host"
+    compared = [check for check in diagnosis.checks if check.operator != FLAG]
+    assert all(check.error <= check.gate == 1e-10 for check in compared)
+
+
+def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
+    operators = {
+        part: {check.operator for check in diagnosis.checks if check.part == part} for part in ("GPU", "NPU")
+    }
+    linears = {f"linear int4 block {block}{kind}" for block in (32, 64, 128) for kind in ("", " asymmetric")}
+    linears |= {"linear int8 block 32", "linear int8 block 32 asymmetric", "linear f16", "linear f32"}
+    rounded = {"linear int4 block 32, w4a8", "linear int8 block 32, w4a8"}
+    assert operators["NPU"] == linears | rounded | {AGREEMENT}
+    assert operators["GPU"] == linears | rounded | {
+        "embedding int8 block 32",
+        "embedding f16",
+        "norm with residual",
+        "final norm",
+        "RoPE and KV write",
+        "attention, prefill",
+        "attention, decode",
+        "gated activation",
+        "soft cap of the logits",
+        "join of the logits",
+        FLAG,
+    }
+    npu_cases = {check.case for check in diagnosis.checks if check.part == "NPU"}
+    for case in ("1 token", "32 tokens"):
+        assert f"matmul_nbits_int8, {case}" in npu_cases
+        assert f"int4 block 32, matmul_nbits_int8, {case}" in npu_cases
+    for form in ("matmul_nbits", "activation_first", "weight_first", "conv_1x1"):
+        assert {f"{form}, 1 token", f"{form}, 32 tokens", f"{form}, 256 tokens"} <= npu_cases
+    assert {case for case in npu_cases if case.startswith("token_tiles")} == {"token_tiles, 256 tokens"}
+
+
+def test_the_flags_litmus_test_is_run_in_full(diagnosis, device, monkeypatch):
+    [check] = [check for check in diagnosis.checks if check.operator == FLAG]
+    assert (check.status, check.case, check.error) == ("pass", "300 rounds", None)
+    assert check.message.startswith("0 stale bytes in 300 rounds, ")
+    shown = report.render(diagnosis_report(diagnosis), width=80)
+    assert "0 stale bytes" in shown
+    [case] = cases_of(device, FLAG)
+    assert case.case == "100000 rounds"
+
+    monkeypatch.setattr(doctor_flag, "LIMIT_S", 0.0)
+    assert run_case(case, "fp32").message.startswith("0 stale bytes in 0 rounds")
+    monkeypatch.setattr(doctor_flag, "flag_litmus", lambda *_, **named: Litmus(5000, 2, 64))
+    check = run_case(case, "fp32")
+    assert check.status == "fail"
+    assert "64 stale bytes in 5000 rounds" in check.message
+    assert "2 rounds" in check.message
+    assert "--sync" in check.fix
+
+
+def test_a_device_without_a_flag_says_so(device, monkeypatch):
+    monkeypatch.setattr(doctor_flag, "refused_strategies", lambda _: {"flag": "memory must be mapped"})
+    [case] = cases_of(device, FLAG)
+    check = run_case(case, "fp32")
+    assert (check.status, check.message) == ("not offered", "not offered: memory must be mapped")
+
+
+def test_facts_name_software_limits_and_hand_over(diagnosis):
+    facts = dict(diagnosis.facts)
+    for name in ("python", "numpy", "pyopencl", "onnxruntime", "OpenCL driver", "OpenCL extensions"):
+        assert facts[name] not in ("", "not installed")
+    assert "iB" in facts["largest buffer"]
+    assert facts["hand-over"].startswith("coherent")
+    assert facts["standard lengths"].startswith("1, 32, 64")
+    data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
+    assert data["passed"] is True
+    assert data["facts"] == facts
+
+
+ORACLES = {
+    "linear int4 block 32": (reference, "linear"),
+    "linear int4 block 32, w4a8": (reference, "linear"),
+    "embedding f16": (reference, "embedding"),
+    "norm with residual": (reference_layers, "rms_norm"),
+    "RoPE and KV write": (reference_layers, "rotate"),
+    "attention, prefill": (reference_layers, "attention"),
+    "attention, decode": (reference_layers, "attention"),
+    "gated activation": (reference_layers, "gated_activation"),
+}
+
+
+@pytest.mark.parametrize("operator", ORACLES)
+def test_one_wrong_number_in_a_hundred_thousandth_is_seen(device, monkeypatch, operator):
+    module, name = ORACLES[operator]
+    oracle = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **options: oracle(*given, **options) * (1 + 2e-5))
+    checks = [run_case(case, "fp32") for case in cases_of(device, operator)]
+    failed = [check for check in checks if check.status == "fail"]
+    assert {check.part for check in failed} == {check.part for check in checks}
+    for check in failed:
+        assert check.error > check.gate
+        assert "wrong" in check.message
+        assert check.fix
+    # What RoPE does not turn, the values, has no part in this.
+    assert [check.case for check in checks if check.status == "pass"] == (
+        ["7 tokens at 11, cut, values"] if operator == "RoPE and KV write" else []
+    )
+
+
+def test_inputs_that_are_not_rounded_are_seen(device, monkeypatch):
+    operator = "linear int4 block 32, w4a8"
+    monkeypatch.setattr(reference, "round_inputs", lambda x, _block: x.astype(np.float64))
+    checks = [run_case(case, "fp32") for case in cases_of(device, operator)]
+    assert [(check.part, check.status) for check in checks] == [("GPU", "fail")] * 2 + [("NPU", "fail")] * 2
+    assert all(check.gate < check.error < 1e-3 for check in checks)
+
+
+def test_parts_that_round_differently_do_not_agree(device, monkeypatch):
+    pack = GpuLinear.pack
+    monkeypatch.setattr(
+        GpuLinear, "pack", lambda *given, **options: pack(*given, **(options | {"integer_inputs": False}))
+    )
+    checks = [run_case(case, "fp32") for case in cases_of(device, AGREEMENT)]
+    assert len(checks) == 4
+    assert {check.status for check in checks} == {"fail"}
+
+
+def test_a_device_that_rounds_no_inputs_says_so_by_name(device, monkeypatch):
+    forms = device.npu.forms
+    monkeypatch.setattr(
+        device.npu,
+        "forms",
+        lambda *given, integer_inputs=False, **options: () if integer_inputs else forms(*given, **options),
+    )
+    operators = ("linear int4 block 32, w4a8", "linear int8 block 32, w4a8", AGREEMENT)
+    checks = [run_case(case, "fp32") for case in cases_of(device, *operators)]
+    npu = [check for check in checks if check.part == "NPU"]
+    reason = f"cannot: {device.npu.name} has float activations only, so host refuses w4a8"
+    assert [check.operator for check in npu] == [operators[0], AGREEMENT, operators[1], AGREEMENT]
+    assert all((check.status, check.error, check.message) == ("not offered", None, reason) for check in npu)
+    assert [check.status for check in checks if check.part == "GPU"] == ["pass"] * 4
+    found = Diagnosis("host", (), tuple(checks), (), ())
+    assert found.passed
+    shown = report.render(diagnosis_report(found), like=io.StringIO())
+    assert " ".join(shown.split()).count("cannot:") == 3
+
+
+def test_without_an_npu_the_gpu_alone_is_checked(device, monkeypatch):
+    monkeypatch.setattr(device, "npu", None)
+    cases = [case for case in device_cases(device) if "w4a8" in case.operator]
+    assert [case.part for case in cases] == ["GPU"] * 4
+
+
+def test_an_operator_that_raises_is_a_failed_check(device, monkeypatch):
+    def refuse(*_given, **_options):
+        raise KernelError("The compiler refuses.", fix="Another driver.")
+
+    monkeypatch.setattr(GpuLinear, "pack", refuse)
+    checks = [run_case(case, "fp32") for case in cases_of(device, "linear f32")]
+    gpu = [check for check in checks if check.part == "GPU"]
+    assert [(check.status, check.error, check.message, check.fix) for check in gpu] == [
+        ("fail", None, "The compiler refuses.", "Another driver.")
+    ] * len(gpu)
+    assert all(check.status == "pass" for check in checks if check.part == "NPU")
+
+
+def test_nan_fails_and_can_be_written_as_json():
+    exact = np.ones((2, 3))
+    check = run_case(Case("GPU", "norm", "", lambda: (np.full((2, 3), np.nan), exact)), "fp32")
+    assert (check.status, check.error) == ("fail", None)
+    report = Diagnosis("host", (), (check,), (), ())
+    assert not report.passed
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_what_a_part_does_not_offer_is_no_failure():
+    check = run_case(Case("NPU", "linear f32", "", None), "fp16")
+    assert check.status == "not offered"
+    assert Diagnosis("host", (), (check,), (), ()).passed
+
+
+def test_a_device_that_does_not_open_is_a_finding(monkeypatch):
+    def refuse(*_given, **_options):
+        raise DeviceError("No OpenCL here.", fix="Install one.")
+
+    monkeypatch.setattr(doctor, "open_device", refuse)
+    found = diagnose("host")
+    assert not found.passed
+    assert [(problem.message, problem.fix) for problem in found.problems] == [
+        ("No OpenCL here.", "Install one.")
+    ]
+    assert dict(found.facts)["numpy"] == np.__version__
+
+
+def test_every_missing_part_is_named(monkeypatch):
+    statuses = [
+        DeviceStatus("snapdragon", False, "missing", "missing", "No GPU. No NPU.", "Buy one."),
+        DeviceStatus("host", True, "a CPU", "a CPU", "", ""),
+    ]
+    monkeypatch.setattr(doctor, "list_devices", lambda: statuses)
+    monkeypatch.setattr(doctor, "open_device", lambda *_, **__: (_ for _ in ()).throw(DeviceError("No GPU.")))
+    assert diagnose("snapdragon").problems == (Problem("No GPU. No NPU.", "Buy one."),)
+    assert diagnose("auto").problems == (Problem("No GPU.", ""),)
+    assert Problem("snapdragon: No GPU. No NPU.", "Buy one.") in diagnose("auto").warnings
+
+
+def test_an_unknown_device_is_an_error():
+    with pytest.raises(OptionError):
+        diagnose("toaster")
+
+
+def test_the_command_exits_1_when_a_check_fails(monkeypatch, capsys):
+    from heterollm.cli import main
+
+    check = run_case(Case("GPU", "norm", "", lambda: (np.zeros((2, 3)), np.ones((2, 3)))), "fp32")
+    monkeypatch.setattr(doctor, "diagnose", lambda *_, **__: Diagnosis("host", (), (check,), (), ()))
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+    assert main(["doctor"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+# -- the OpenCL libraries that a loader passes over --------------------------------------------------
+
+
+def test_libraries_that_are_listed_but_not_loaded(tmp_path):
+    vendors = tmp_path / "vendors"
+    vendors.mkdir()
+    (vendors / "adreno.icd").write_text("libOpenCL_adreno.so.1\n")
+    (vendors / "pocl.icd").write_text("/usr/lib/libpocl.so.2\n\n")
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 08:01 11 /usr/lib/aarch64-linux-gnu/libpocl.so.2.11.0\n"
+        "7f02-7f03 rw-p 00000000 00:00 0\n"
+    )
+    assert unlisted_vendors(vendors, maps) == ("libOpenCL_adreno.so.1",)
+    assert unlisted_vendors(tmp_path / "none", maps) == ()
+    assert unlisted_vendors(vendors, tmp_path / "none") == ()
+
+
+def test_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr(doctor, "unlisted_vendors", lambda: ("libOpenCL_adreno.so.1",))
+    monkeypatch.setattr(doctor, "open_device", lambda *_, **__: (_ for _ in ()).throw(DeviceError("None.")))
+    warning = diagnose("host").warnings[0]
+    assert "libOpenCL_adreno.so.1" in warning.message
+    assert "OCL_ICD_VENDORS=/etc/OpenCL/vendors" in warning.fix

@@ -1,0 +1,173 @@
+"""Memory that host and device do not share coherently: the way of map and unmap, as on a real GPU."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.kernels.device import open_device
+from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+from heterollm.llm import LLM
+from heterollm.solver import Placement, Plan, level_plan, model_shape
+from heterollm.solver.plan import PlanEntry
+
+cl = pytest.importorskip("pyopencl")
+
+# The level layer runs the graphs of npu, and the first tokens of a group are an NPU's whole group.
+PLANS = (
+    "gpu",
+    "layer",
+    "rows",
+    *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("npu", "sequence")),
+)
+
+
+def cut_plan(name: str, llm: LLM) -> Plan:
+    """Return a plan that cuts every group along rows, or every longer pass along the sequence."""
+    specs = llm._weights.specs
+    entries = []
+    for spec in specs:
+        rows = tuple(rows // 2 // 64 * 64 for rows in spec.member_rows)
+        for phase in ("prefill", "decode"):
+            layers = (spec.layer, spec.layer)
+            if name == "sequence":
+                placement = Placement(spec.member_rows, (32,))
+                entries.append(PlanEntry(phase, (33, 128), layers, spec.group, placement))
+                continue
+            for low, high in ((1, 1), (2, 32), (33, 64), (65, 128)):
+                entries.append(PlanEntry(phase, (low, high), layers, spec.group, Placement(rows, (high,))))
+    rest = level_plan(
+        "gpu", specs, device="host", precision="w4a16", standard_lengths=(), chunk_length=128
+    ).entries
+    return Plan(name, "host", "w4a16", model_shape(specs), 128, (*entries, *rest))
+
+
+def logits(llm: LLM, ids: list[int]) -> np.ndarray:
+    """Return logits of prompts, of chunks, of decode after a fork, and of another session."""
+    session = llm.session()
+    rows = [*session.prefill(ids[:70], all_logits=True), session.decode(ids[70])]
+    fork = session.fork()
+    rows += [*session.decode(ids[71:74]), fork.decode(ids[75])]
+    session.truncate(33)
+    rows.append(session.prefill(ids[33:40]))
+    session.reset()
+    rows += [session.prefill(ids[:200]), session.decode(ids[200])]
+    return np.stack(rows)
+
+
+@pytest.fixture(params=PLANS)
+def plan(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> str | Plan:
+    if request.param in ("gpu", "npu", "layer"):
+        return request.param
+    with LLM.load(checkpoint("llama"), device="host", plan="gpu") as llm:
+        return cut_plan(request.param, llm)
+
+
+class SeparateMemory(SharedArray):
+    """Memory of the device alone: the host sees a copy, which is worthless unless it is acquired."""
+
+    __slots__ = ("reading", "transfers")
+
+    def __init__(self, array, buffer, queue):
+        super().__init__(array, buffer, queue, coherent=False)
+        self.reading = False
+        self.transfers = 0
+        self._spoil()
+
+    def _spoil(self):
+        self.array.reshape(-1).view(np.uint8).fill(0xFF)
+
+    def acquire(self):
+        if self._mapped is None:
+            cl.enqueue_copy(self._queue, self.array, self.buffer, is_blocking=True)
+            self._mapped = True
+            self.transfers += 1
+
+    def acquire_to_read(self):
+        self.acquire()
+        self.reading = True
+
+    def release(self):
+        if self._mapped is not None:
+            if not self.reading:
+                cl.enqueue_copy(self._queue, self.buffer, self.array, is_blocking=True)
+            self._mapped = None
+            self.reading = False
+            self._spoil()
+
+
+@pytest.fixture
+def separate_memory(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
+    """Give every shared array of the devices opened from now on a memory of its own."""
+    made: list[SeparateMemory] = []
+    shared = OpenClRuntime.shared
+
+    def allocate(runtime, shape, dtype):
+        array = shared(runtime, shape, dtype).array
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+        buffer = cl.Buffer(runtime.context, flags, hostbuf=array)
+        made.append(SeparateMemory(array, buffer, runtime.queue))
+        return made[-1]
+
+    monkeypatch.setattr(OpenClRuntime, "shared", allocate)
+    return made
+
+
+@pytest.fixture
+def incoherent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, coherent=False))
+
+
+def test_mapping_changes_no_logit(
+    plan: str | Plan,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    request: pytest.FixtureRequest,
+) -> None:
+    ids = token_ids(201)
+    expected = logits(host_llm(checkpoint("llama"), plan=plan), ids)
+    request.getfixturevalue("incoherent")
+    llm = host_llm(checkpoint("llama"), plan=plan)
+    assert not llm._engine._compiler.pool["logits"].coherent
+    np.testing.assert_array_equal(logits(llm, ids), expected)
+
+
+def test_the_host_touches_memory_only_while_it_holds_it(
+    plan: str | Plan,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    request: pytest.FixtureRequest,
+) -> None:
+    ids = token_ids(201)
+    expected = logits(host_llm(checkpoint("llama"), plan=plan), ids)
+    request.getfixturevalue("incoherent")
+    made = request.getfixturevalue("separate_memory")
+    llm = host_llm(checkpoint("llama"), plan=plan)
+    np.testing.assert_array_equal(logits(llm, ids), expected)
+    pool = llm._engine._compiler.pool
+    held = {name for name in pool if pool[name]._mapped is not None}
+    assert held <= {"logits"}
+    used_by_npu = pool["linear_input"].transfers > 0
+    assert used_by_npu == (plan != "gpu")
+    assert len(made) >= len(pool)
+
+
+def test_the_parts_of_a_row_cut_start_together(
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], incoherent: None
+) -> None:
+    """Mapping waits for the queue, so it must come before the GPU's part is enqueued."""
+    folder = checkpoint("llama")
+    llm = host_llm(folder, plan=cut_plan("rows", host_llm(folder, plan="gpu")))
+    engine = llm._engine
+    calls = llm._thread.run(lambda: engine._pass("prefill", 64, 0, engine.new_cache()).calls)
+    pool = engine._compiler.pool
+    source, target = pool["linear_input"], pool["npu_output"]
+    labels = [getattr(call, "label", call) for call in calls]
+    launch = labels.index("0.qkv")
+    assert labels[launch - 2 : launch] == [source.acquire_to_read, target.acquire]
+    assert labels[launch + 1] == llm.device.gpu.flush
+    assert labels[launch + 3 : launch + 5] == [source.release, target.release]

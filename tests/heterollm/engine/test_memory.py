@@ -1,0 +1,148 @@
+"""What a model takes is counted from its parts, and one that does not fit is refused with the sum."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import heterollm.engine.memory
+from heterollm.base import GIB, MIB, DeviceError
+from heterollm.engine import available_bytes, check_memory, memory_need
+from heterollm.engine.memory import MemoryNeed
+from heterollm.kernels.npu import NpuSlice
+from heterollm.llm import LLM
+from heterollm.model import ModelConfig, op_specs
+from heterollm.solver import level_plan
+
+
+def need_of(bundled_model: Path, level: str, context: int = 100, tied: bool = True) -> tuple[MemoryNeed, int]:
+    config = ModelConfig.from_folder(bundled_model)
+    object.__setattr__(config, "tie_word_embeddings", tied)
+    specs = op_specs(config, "w4a16", 32, True)
+    plan = level_plan(
+        level,  # type: ignore[arg-type]
+        specs,
+        device="host",
+        precision="w4a16",
+        standard_lengths=(1, 32, 64),
+        chunk_length=64,
+    )
+    need = memory_need(config, specs, plan, context, {"a": 1000, "b": 24}, np.dtype(np.float32))
+    return need, specs[-1].weight_bytes()
+
+
+def test_every_part_is_counted_once(bundled_model: Path) -> None:
+    # 4 layers of hidden 256 and 768: q 256, k and v 128 each, o, gate and up, down; 4.5 bits a weight.
+    weights = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 768 * 256)
+    need, head = need_of(bundled_model, "gpu")
+    assert head == 2048 * 256 * 17 // 16
+    assert need.gpu_weights == weights * 9 // 16 + head
+    assert need.npu_weights == 0
+    assert need.slots == 1024
+    # 100 positions of 32 float32 are 12,800 bytes: four pages for each of 4 heads, k and v, in 4 layers.
+    assert need.kv_cache == 4 * 2 * 4 * 4 * 4096
+    assert need.total == need.gpu_weights + need.kv_cache + 1024
+
+
+def test_an_untied_embedding_and_the_plans_copies_come_on_top(bundled_model: Path) -> None:
+    gpu, head = need_of(bundled_model, "gpu")
+    assert need_of(bundled_model, "gpu", tied=False)[0].gpu_weights == gpu.gpu_weights + head
+    layers = gpu.gpu_weights - head
+    assert need_of(bundled_model, "layer")[0].npu_weights == layers
+    assert need_of(bundled_model, "npu")[0].npu_weights == layers + head
+
+
+def test_the_context_counts(bundled_model: Path) -> None:
+    short, long = (need_of(bundled_model, "gpu", context)[0].kv_cache for context in (1024, 2048))
+    assert long == 2 * short
+
+
+def test_what_fits_passes_and_what_does_not_is_refused_with_the_sum() -> None:
+    need = MemoryNeed(gpu_weights=3 * GIB, npu_weights=GIB, kv_cache=512 * MIB, slots=0)
+    check_memory(need, 5 * GIB)
+    with pytest.raises(DeviceError) as caught:
+        check_memory(need, 4 * GIB)
+    assert caught.value.message == (
+        "The model takes 4.5 GiB of memory (3.0 GiB weights on the GPU part + 1.0 GiB copies on the NPU part "
+        "+ 512.0 MiB KV cache), and 4.0 GiB are available."
+    )
+    assert "smaller context" in caught.value.fix
+
+
+def test_nothing_is_refused_where_the_system_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heterollm.engine.memory, "available_bytes", lambda: None)
+    check_memory(MemoryNeed(10**15, 0, 0, 0))
+
+
+def test_the_system_says_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  100 kB\nMemFree:  1 kB\nMemAvailable:  64 kB\n")
+    monkeypatch.setattr(heterollm.engine.memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(heterollm.engine.memory, "CGROUP", tmp_path)
+    assert available_bytes() == 64 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() == 64 * 1024
+    (tmp_path / "memory.max").write_text("50000\n")
+    (tmp_path / "memory.current").write_text("40000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000\nactive_file 2000\n")
+    assert available_bytes() == 15000
+    meminfo.write_text("no such line")
+    assert available_bytes() is None
+
+
+def test_load_refuses_before_it_quantises(
+    bundled_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(heterollm.engine.memory, "available_bytes", lambda: 4 * MIB)
+    with pytest.raises(DeviceError, match=r"takes .* MiB of memory .*KV cache.*, and 4\.0 MiB are available"):
+        LLM.load(bundled_model, device="host", plan="gpu")
+    assert not (tmp_path / "weights").exists()
+
+
+def test_slices_are_dropped_once_their_graphs_are_prepared(
+    host_llm: Callable[..., LLM], bundled_model: Path
+) -> None:
+    llm = host_llm(bundled_model, plan="layer")
+    llm.session().prefill(list(range(40)))
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is NpuSlice]
+
+
+SHARED_MEMORY = """
+import numpy as np
+from pathlib import Path
+from heterollm.kernels.device import open_device
+from heterollm.engine.memory import return_freed_memory
+
+def anonymous_mib():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Anonymous:")).split()[1]) / 1024
+
+gpu = open_device("host").gpu
+before = anonymous_mib()
+memory = gpu.shared((64 << 20,), np.uint8)
+print(anonymous_mib() - before)
+memory.array.fill(1)
+print(anonymous_mib() - before)
+del memory
+return_freed_memory()
+print(anonymous_mib() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_shared_memory_counts_once_it_is_used() -> None:
+    # In a process of its own: in one that has run other tests, allocators keep and reuse what was freed.
+    command = [sys.executable, "-P", "-c", SHARED_MEMORY]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    made, used, freed = map(float, done.stdout.split())
+    assert made < 8
+    assert used > 56
+    assert freed < 8

@@ -1,0 +1,297 @@
+"""How the executor waits: the order of the calls, each phase's strategy, the same answers by all of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterollm.base import OptionError
+from heterollm.engine import Engine
+from heterollm.engine.waits import HandOvers, default_strategies
+from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.gpu import Launch, MergedLaunch
+from heterollm.kernels.threads import ThreadSplit
+from heterollm.llm import LLM
+from heterollm.planning import SYNC_OPTIONS
+from heterollm.solver import Placement, Plan
+
+FAST = [sync for sync in SYNC_OPTIONS if sync not in ("auto", "operator", "finish")]
+
+
+@pytest.fixture(scope="module")
+def plan(checkpoint: Callable[..., Path], half_rows_plan: Callable[..., Plan]) -> Plan:
+    with LLM.load(checkpoint("llama"), device="host", plan="gpu") as llm:
+        return half_rows_plan(llm)
+
+
+@pytest.fixture
+def load(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], plan: Plan) -> Callable[..., LLM]:
+    def make(**options: Any) -> LLM:
+        return host_llm(checkpoint("llama"), **{"plan": plan, **options})
+
+    return make
+
+
+def calls_of(llm: LLM, phase: Any, tokens: int) -> list[Any]:
+    engine = llm._engine
+    return llm._thread.run(lambda: engine._pass(phase, tokens, 0, engine.new_cache()).calls)
+
+
+def described(llm: LLM, calls: list[Any]) -> list[str]:
+    """Return what each call is: the labels of launches, the names of methods, ``graph`` for a graph."""
+
+    def name(call: Any) -> str:
+        if isinstance(call, MergedLaunch):
+            return f"merged {call.label}"
+        if isinstance(call, Launch):
+            return call.label
+        if hasattr(call, "strategy"):
+            return f"{call.strategy} at once"
+        return call.__name__ if hasattr(call, "__self__") else "graph"
+
+    return [name(call) for call in calls]
+
+
+def logits(llm: LLM, ids: list[int]) -> np.ndarray:
+    session = llm.session()
+    return np.stack(
+        [
+            *session.prefill(ids[:50], all_logits=True),
+            *map(session.decode, ids[50:56]),
+            *session.decode(ids[56:61]),
+        ]
+    )
+
+
+# With whole groups on the NPU the strategies differ in fewer places than with cuts.
+EVERY_WAY = [
+    ("rows", SYNC_OPTIONS),
+    ("npu", ("operator", "event", "sleep_flag")),
+    ("layer", ("auto", "poll", "flag")),
+    *(pytest.param(level, SYNC_OPTIONS, marks=pytest.mark.slow) for level in ("npu", "layer")),
+]
+
+
+@pytest.mark.parametrize(("level", "ways"), EVERY_WAY)
+def test_every_way_of_waiting_gives_the_same_logits(
+    level: str, ways: tuple[str, ...], load: Callable[..., LLM], token_ids: Callable[[int], list[int]]
+) -> None:
+    ids = token_ids(61)
+    options = {} if level == "rows" else {"plan": level}
+    expected = logits(load(sync="finish", **options), ids)
+    for sync in ways:
+        if sync == "finish":
+            continue
+        np.testing.assert_array_equal(logits(load(sync=sync, **options), ids), expected, err_msg=sync)
+
+
+# -- the order of the calls -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", FAST)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_gpu_has_its_part_before_the_host_waits(sync: str, phase: str, load: Callable[..., LLM]) -> None:
+    llm = load(sync=sync)
+    names = described(llm, calls_of(llm, phase, 20))
+    graphs = [place for place, name in enumerate(names) if name == "graph"]
+    assert len(graphs) == 8
+    for place, group in zip(graphs, ("qkv", "o", "gate_up", "down") * 2, strict=True):
+        assert names[place - 4] == "mark"
+        assert names[place - 3].endswith(f".{group}")
+        assert names[place - 2 : place] == ["flush", "wait"]
+
+
+@pytest.mark.parametrize("sync", ["flag", "sleep_flag"])
+def test_in_decode_the_flag_and_the_gpu_part_are_in_the_launch_of_the_input(
+    sync: str, load: Callable[..., LLM]
+) -> None:
+    llm = load(sync=sync)
+    calls = calls_of(llm, "decode", 1)
+    names = described(llm, calls)
+    parts = [f"{layer}.{group}" for layer in (0, 1) for group in ("qkv", "o", "gate_up", "down")]
+    assert len(names) == 4 * len(parts)
+    for index, part in enumerate(parts):
+        begin, *rest = names[4 * index : 4 * index + 4]
+        assert begin.startswith("merged ")
+        assert begin.endswith(f" to {part}")
+        assert rest == ["sent", "wait", "graph"]
+
+
+def test_other_strategies_merge_what_lies_between_hand_overs(load: Callable[..., LLM]) -> None:
+    llm = load(sync="event")
+    names = described(llm, calls_of(llm, "decode", 1))
+    assert names[0].startswith("merged embedding to")
+    assert names[1:6] == ["mark", "0.qkv", "flush", "wait", "graph"]
+    assert names[6].startswith("merged rope")
+    assert not any("mark" in name and "merged" in name for name in names)
+
+
+def test_the_driver_s_wait_for_the_queue_comes_before_the_gpu_part(load: Callable[..., LLM]) -> None:
+    """It would wait for that part as well."""
+    llm = load(sync="finish")
+    names = described(llm, calls_of(llm, "prefill", 20))
+    for place in (place for place, name in enumerate(names) if name == "graph"):
+        assert names[place - 3] == "finish at once"
+        assert names[place - 1] == "flush"
+
+
+def test_the_baseline_finishes_after_every_operator(load: Callable[..., LLM]) -> None:
+    llm = load(sync="operator")
+    for phase, tokens in (("prefill", 20), ("decode", 1)):
+        calls = calls_of(llm, phase, tokens)
+        names = described(llm, calls)
+        assert not any(isinstance(call, MergedLaunch) for call in calls)
+        for place, call in enumerate(calls):
+            if isinstance(call, Launch):
+                behind = names[place + 1 :]
+                # A cut is one operator; attention may be two launches.
+                assert (
+                    behind[0] == "finish"
+                    or behind[:3] == ["flush", "graph", "finish"]
+                    or (names[place].startswith("attention") and behind[1] == "finish")
+                ), names[place : place + 4]
+
+
+def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(load: Callable[..., LLM]) -> None:
+    llm = load(sync="sleep_poll")
+    waits = [
+        call.__self__ for call in calls_of(llm, "prefill", 20) if getattr(call, "__name__", "") == "wait"
+    ]
+    assert len(waits) == 8
+    # The first layer comes after none: what the others take says nothing of it.
+    assert len({id(wait.prediction) for wait in waits}) == 8
+    made = llm._engine.hand_overs.of_pass("prefill", 20)
+    assert made.before("o", 1) is made.before("o", 2) is not made.before("o", 0)
+    assert made.before("o", 1) is not made.before("down", 1)
+    llm.session().prefill(list(range(20)))
+    assert all(wait.prediction.mean_us >= 0 for wait in waits)
+
+
+def test_a_new_length_finds_nothing_out(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(sync="sleep_flag")
+
+    def never(*_: object) -> None:
+        raise AssertionError("measured after loading")
+
+    monkeypatch.setattr("heterollm.kernels.sync.handover.flag_litmus", never)
+    monkeypatch.setattr("heterollm.kernels.gpu.waiting._median_us", never)
+    for length in (3, 40, 77):
+        llm.session().prefill(list(range(length)))
+
+
+# -- the strategy of a device -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def host() -> Device:
+    return open_device("host")
+
+
+def like(host: Device, *, gpu: tuple[int, ...], npu: tuple[int, ...], coherent: bool = True) -> Any:
+    runtime = host.gpu
+    if not coherent:
+        runtime = type(host.gpu)(host.gpu.context.devices[0], coherent=False)
+    return SimpleNamespace(gpu=runtime, split=ThreadSplit(gpu, npu))
+
+
+def test_auto_polls_where_the_engine_thread_has_a_core_of_its_own(host: Device) -> None:
+    found = default_strategies(like(host, gpu=(0,), npu=(1,)))
+    assert (found.prefill, found.decode) == ("event", "flag")
+
+
+def test_auto_polls_the_marker_where_no_flag_is_offered(
+    host: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: ("finish", "event", "poll"))
+    assert default_strategies(like(host, gpu=(0,), npu=(1,))).decode == "poll"
+
+
+@pytest.mark.parametrize("cores", [((0, 1), ()), ((0, 1), (1,))])
+def test_auto_blocks_where_cores_are_shared(host: Device, cores: tuple[tuple[int, ...], ...]) -> None:
+    found = default_strategies(like(host, gpu=cores[0], npu=cores[1]))
+    assert (found.prefill, found.decode) == ("event", "event")
+
+
+def test_auto_blocks_where_memory_is_mapped(host: Device) -> None:
+    assert default_strategies(like(host, gpu=(0,), npu=(1,), coherent=False)).decode == "event"
+
+
+@pytest.mark.parametrize(("measured", "expected"), [("sleep_poll", "sleep_poll"), (None, "flag")])
+def test_a_profile_decides(
+    measured: str | None, expected: str, host: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterollm.solver.profile_costs.best_hand_over", lambda _: measured)
+    found = default_strategies(like(host, gpu=(0,), npu=(1,)), profile=object())  # type: ignore[arg-type]
+    assert found.decode == expected
+
+
+def test_a_plan_without_hand_overs_finds_nothing_out(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: pytest.fail("asked"))
+    assert HandOvers(host, "auto", used=False).strategies.decode == "finish"
+
+
+def test_what_is_no_strategy_is_refused(load: Callable[..., LLM]) -> None:
+    with pytest.raises(OptionError, match="'guess'") as caught:
+        load(sync="guess")
+    assert all(sync in caught.value.fix for sync in SYNC_OPTIONS)
+
+
+def test_a_strategy_that_the_device_does_not_offer_is_refused(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "heterollm.kernels.sync.handover._flag_refusal", lambda _: "3 rounds of the litmus test were lost"
+    )
+    with pytest.raises(OptionError, match=r"does not offer .*'flag'.*3 rounds"):
+        load(sync="flag")
+
+
+# -- slots --------------------------------------------------------------------------------------------------
+
+
+def test_the_slots_are_the_same_for_any_number_of_layers(
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], half_rows_plan: Callable[..., Plan]
+) -> None:
+    found = []
+    for layers in (1, 2, 5):
+        folder = checkpoint("llama", num_hidden_layers=layers)
+        plan = half_rows_plan(host_llm(folder, plan="gpu"))
+        pool = host_llm(folder, plan=plan)._engine._compiler.pool
+        found.append({name: pool[name].array.nbytes for name in pool})
+    assert found[0] == found[1] == found[2]
+
+
+def test_exact_placements_take_the_place_of_the_plan_s(
+    load: Callable[..., LLM],
+    plan: Plan,
+    token_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int, str]] = []
+
+    class Exact:
+        def placement(self, phase: Any, tokens: int, spec: Any) -> Placement:
+            asked.append((phase, tokens, spec.group))
+            if spec.group == "down" and tokens == 50:
+                return Placement(spec.member_rows, (32,))
+            return plan.placement(phase, tokens, spec)
+
+        def block_placement(self, *_: Any) -> None:
+            return None
+
+    ids = token_ids(61)
+    expected = logits(load(), ids)
+    original = Engine.__init__
+
+    def start(engine: Engine, *arguments: Any, **options: Any) -> None:
+        original(engine, *arguments, **options, placements=Exact())
+
+    monkeypatch.setattr(Engine, "__init__", start)
+    llm = load()
+    np.testing.assert_allclose(logits(llm, ids), expected, rtol=1e-3, atol=1e-3)
+    assert ("prefill", 50, "down") in asked
+    names = described(llm, calls_of(llm, "prefill", 50))
+    assert names.count("graph") == 8

@@ -1,0 +1,237 @@
+"""Every family against transformers; and each of its features, which taken away must be seen."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import heterollm.llm
+from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.llm import LLM
+from heterollm.model import ModelConfig, RopeConfig
+from heterollm.model.config import LayerConfig
+
+Reference = Callable[[LLM, Path, list[int]], np.ndarray]
+Oracle = Callable[[Path, list[int]], np.ndarray]
+
+LEVELS = ("gpu", "npu", "layer")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # The remaining rows vary a family that conftest.py lists.
+    "mistral": ("mistral", {}),
+    "mistral without window": ("mistral", {"sliding_window": None}),
+    "qwen2 with window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "phi3": ("phi3", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {}),
+    "smollm3": ("smollm3", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+VARIANTS = ("mistral without window", "qwen2 with window", "llama with biases")
+
+# The level layer runs the graphs of npu with the kernels of gpu.
+SLOW = (
+    *(("qwen3", "layer"), ("gemma2", "layer"), ("mistral", "layer"), ("phi3", "layer"), ("smollm3", "layer")),
+    # What is asked of the NPU in the variants is asked by their families.
+    *((name, "layer") for name in VARIANTS if name != "llama with biases"),
+)
+PROMPT, STEPS = 70, 5
+
+
+def within_gates(actual: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether logits ``[m, vocab]`` are within FP32's gates, over all and in the worst row and column."""
+    gate = LOGITS_SQNR_DB["fp32"]
+    error, power = np.square(actual - expected), np.square(expected)
+    worst = min(
+        10 * np.log10((power.sum(axis) / np.maximum(error.sum(axis), 1e-300)).min()) for axis in (0, 1)
+    )
+    return sqnr_db(actual, expected) >= gate and bool(worst >= gate - LOGITS_WORST_DROP_DB)
+
+
+@pytest.fixture(scope="module")
+def oracle(reference: Reference) -> Oracle:
+    """Return a function that gives transformers' logits of a checkpoint, computed once."""
+    known: dict[tuple[Path, int], np.ndarray] = {}
+
+    def logits(folder: Path, ids: list[int]) -> np.ndarray:
+        key = (folder, len(ids))
+        if key not in known:
+            with LLM.load(folder, device="host", plan="gpu") as llm:
+                known[key] = reference(llm, folder, ids)
+        return known[key]
+
+    return logits
+
+
+def all_logits(llm: LLM, ids: list[int], pieces: tuple[int, ...] = (PROMPT,)) -> np.ndarray:
+    """Prefill in pieces, the rest token by token; logits of every position."""
+    session, rows, first = llm.session(), [], 0
+    for piece in pieces:
+        rows.append(session.prefill(ids[first : first + piece], all_logits=True))
+        first += piece
+    return np.concatenate([*rows, *(session.decode(token)[None] for token in ids[first:])])
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    # For the variants the level npu would only run the graphs of layer again.
+    [
+        pytest.param(name, level, marks=[pytest.mark.slow] if (name, level) in SLOW else [])
+        for name in MODELS
+        for level in LEVELS
+        if level != "npu" or name not in VARIANTS
+    ],
+)
+def test_logits_beyond_the_window(
+    name: str,
+    level: str,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    oracle: Oracle,
+    token_ids: Callable[[int], list[int]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """A prompt longer than the window at once, the same in pieces that begin behind it, and decode."""
+    family, overrides = MODELS[name]
+    folder = checkpoint(family, **overrides)
+    llm = host_llm(folder, plan=level)
+    ids = token_ids(PROMPT + STEPS)
+    expected = oracle(folder, ids)
+    whole = all_logits(llm, ids)
+    record_property("sqnr_db", float(sqnr_db(whole, expected)))
+    assert within_gates(whole, expected)
+    assert within_gates(all_logits(llm, ids, (33, 1, 30)), expected)
+
+
+@pytest.mark.parametrize("family", ["phi3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_float_weights(
+    family: str,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    reference: Reference,
+    token_ids: Callable[[int], list[int]],
+) -> None:
+    """Fused tensors and those that a tied head shares, unquantised."""
+    folder = checkpoint(family)
+    llm = host_llm(folder, plan="layer", precision="fp16")
+    ids = token_ids(PROMPT + STEPS)
+    assert within_gates(all_logits(llm, ids), reference(llm, folder, ids))
+
+
+def test_short_factors_up_to_the_original_context(
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    reference: Reference,
+    token_ids: Callable[[int], list[int]],
+) -> None:
+    folder, ids = checkpoint("phi3"), token_ids(32)
+    llm = host_llm(folder, plan="gpu", context=32)
+    assert within_gates(all_logits(llm, ids, (28,)), reference(llm, folder, ids))
+
+
+def test_truncating_below_the_window_brings_old_keys_back(
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], token_ids: Callable[[int], list[int]]
+) -> None:
+    llm, ids = host_llm(checkpoint("mistral"), plan="gpu"), token_ids(60)
+    session = llm.session()
+    session.prefill(ids)
+    session.truncate(25)
+    actual = session.prefill(ids[25:40])
+    np.testing.assert_allclose(actual, llm.session().prefill(ids[:40]), rtol=1e-4, atol=1e-4)
+
+
+# -- each feature taken away ---------------------------------------------------------------------------------
+
+
+def every_layer(config: ModelConfig, **changes: Any) -> tuple[LayerConfig, ...]:
+    return tuple(dataclasses.replace(layer, **changes) for layer in config.per_layer)
+
+
+def plain_rope(config: ModelConfig) -> tuple[LayerConfig, ...]:
+    return tuple(
+        layer if layer.rope is None else dataclasses.replace(layer, rope=unscaled(layer.rope))
+        for layer in config.per_layer
+    )
+
+
+def wholly_turning(config: ModelConfig) -> dict[str, Any]:
+    assert config.rope.kind == "longrope"
+    factors = config.rope.long_factor + (config.head_dim - config.rotary_dim) // 2 * (1.0,)
+    rope = dataclasses.replace(config.rope, long_factor=factors)
+    return {"rotary_dim": config.head_dim, "per_layer": every_layer(config, rope=rope)}
+
+
+def unscaled(rope: RopeConfig) -> RopeConfig:
+    return dataclasses.replace(rope, kind="default")
+
+
+REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "window": lambda config: {"per_layer": every_layer(config, window=0)},
+    "layers without window": lambda config: {"per_layer": every_layer(config, window=20)},
+    "layers without positions": lambda config: {"per_layer": every_layer(config, rope=config.rope)},
+    "positions of sliding layers": lambda config: {"per_layer": every_layer(config, rope=config.rope)},
+    "scaled positions": lambda config: {"per_layer": plain_rope(config)},
+    "partly turning heads": wholly_turning,
+    "norms of heads": lambda _config: {"head_norms": False},
+    "norms of outputs": lambda _config: {"output_norms": False},
+    "norm offset": lambda _config: {"norm_offset": 0.0},
+    "embedding scale": lambda _config: {"embedding_scale": 1.0},
+    "attention scale": lambda config: {"attention_scale": config.head_dim**-0.5},
+    "attention soft cap": lambda _config: {"attention_soft_cap": 0.0},
+    "logit soft cap": lambda _config: {"logit_soft_cap": 0.0},
+    "activation": lambda _config: {"activation": "silu"},
+    "biases of q, k and v": lambda _config: {"qkv_bias": False},
+    "bias of attention": lambda _config: {"o_bias": False},
+    "biases of the feed-forward": lambda _config: {"mlp_bias": False},
+}
+GEMMA = (
+    *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
+    *("attention scale", "logit soft cap", "activation"),
+)
+FEATURES: dict[str, tuple[str, ...]] = {
+    "mistral": ("window",),
+    "qwen2 with window": ("window", "biases of q, k and v"),
+    "qwen3": ("norms of heads", "biases of q, k and v", "bias of attention"),
+    "phi3": ("window", "scaled positions", "partly turning heads"),
+    "gemma2": (*GEMMA, "attention soft cap"),
+    "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
+    "smollm3": (
+        *("window", "layers without positions"),
+        *("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"), [(name, feature) for name, features in FEATURES.items() for feature in features]
+)
+def test_a_feature_that_is_taken_away_is_seen(
+    name: str,
+    feature: str,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    oracle: Oracle,
+    token_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family, overrides = MODELS[name]
+    folder, ids = checkpoint(family, **overrides), token_ids(PROMPT + STEPS)
+    expected = oracle(folder, ids)
+    load_weights = heterollm.llm.load_weights
+
+    def without_it(*arguments: Any, **options: Any) -> Any:
+        weights = load_weights(*arguments, **options)
+        config = dataclasses.replace(weights.config, **REMOVALS[feature](weights.config))
+        assert config != weights.config
+        return dataclasses.replace(weights, config=config)
+
+    monkeypatch.setattr(heterollm.llm, "load_weights", without_it)
+    llm = host_llm(folder, plan="gpu")
+    # Even the emulator's gate would see it.
+    assert sqnr_db(all_logits(llm, ids), expected) < LOGITS_SQNR_DB["fp16"]

@@ -1,0 +1,248 @@
+"""What the declarations make of published and of sparse configurations, against transformers'."""
+
+from typing import Any
+
+import pytest
+
+from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.ops import Member
+from heterollm.model import ModelConfig, op_specs
+from heterollm.model.families import FAMILIES
+from heterollm.model.layout import TensorRows, expected_tensors, layer_norms, linear_rows
+
+transformers = pytest.importorskip("transformers")
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# As their makers publish them, and as sparse as transformers takes them.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mistral 0.1": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 32},
+    "mistral 0.3": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None},
+    "mistral": {"model_type": "mistral", "num_attention_heads": 8},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 32},
+    "qwen2 with window": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 5,
+    },
+    "qwen2 unused window": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": False,
+        "sliding_window": 32,
+        "max_window_layers": 0,
+    },
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "attention_bias": True},
+    "phi3": {"model_type": "phi3", "original_max_position_embeddings": 64, "sliding_window": 32},
+    "phi3 128k": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+        "rope_theta": 5000.0,
+    },
+    "gemma2": {"model_type": "gemma2"},
+    "gemma2 with layers": {
+        "model_type": "gemma2",
+        "layer_types": ["full_attention"] * 7 + ["sliding_attention"],
+        "sliding_window": 32,
+        "attn_logit_softcapping": None,
+        "query_pre_attn_scalar": 144,
+        "head_dim": 128,
+    },
+    "gemma3": {"model_type": "gemma3_text", "num_key_value_heads": 1},
+    "gemma3 scaled": {
+        "model_type": "gemma3_text",
+        "sliding_window": 32,
+        "sliding_window_pattern": 3,
+        "rope_theta": 500_000.0,
+        "rope_local_base_freq": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "smollm3": {"model_type": "smollm3"},
+    "smollm3 with layers": {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1],
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "mlp_bias": True,
+    },
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def published(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return COMMON | CONFIGS[request.param]
+
+
+def theirs_of(fields: dict[str, Any]) -> Any:
+    copied = {name: dict(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    return transformers.AutoConfig.for_model(copied.pop("model_type"), **copied)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_features_are_those_of_transformers(published: dict[str, Any], saved: bool) -> None:
+    """As published, and as transformers writes the same configuration."""
+    theirs = theirs_of(published)
+    ours = ModelConfig.from_dict(theirs.to_dict() if saved else published)
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // ours.heads)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    scale = getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert ours.attention_scale == pytest.approx(scale, rel=1e-12)
+    assert ours.attention_soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0)
+    assert ours.logit_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0)
+    everywhere = theirs.sliding_window if theirs.model_type in ("mistral", "phi3") else 0
+    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 8
+    windows = [everywhere or 0 if kind == "full_attention" else theirs.sliding_window for kind in kinds]
+    assert [layer.window for layer in ours.per_layer] == windows
+    turning = getattr(theirs, "no_rope_layers", [1] * 8)
+    assert [layer.rope is not None for layer in ours.per_layer] == [bool(one) for one in turning]
+    nested = theirs.model_type == "gemma3_text"
+    for layer, kind in zip(ours.per_layer, kinds, strict=True):
+        if layer.rope is not None:
+            parameters = theirs.rope_parameters[kind] if nested else theirs.rope_parameters
+            assert layer.rope.kind == parameters["rope_type"]
+            assert layer.rope.base == parameters["rope_theta"]
+            assert layer.rope.factor == parameters.get("factor")
+            assert ours.rotary_dim == ours.head_dim * parameters.get("partial_rotary_factor", 1)
+
+
+def test_tensors_are_those_of_transformers(published: dict[str, Any]) -> None:
+    ours = ModelConfig.from_dict(published)
+    fields = {**published, "num_hidden_layers": 1}
+    for name in ("layer_types", "no_rope_layers"):
+        fields.pop(name, None)
+    model = transformers.AutoModelForCausalLM.from_config(theirs_of(fields))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    first = {name: shape for name, shape in expected_tensors(ours).items() if ".layers." not in name}
+    first |= {name: shape for name, shape in expected_tensors(ours).items() if ".layers.0." in name}
+    assert first == shapes
+
+
+def test_members_of_a_fused_tensor_are_its_rows() -> None:
+    config = ModelConfig.from_dict(COMMON | CONFIGS["phi3"] | {"num_key_value_heads": 2})
+    groups = linear_rows(config, 3)
+    name = "model.layers.3.self_attn.qkv_proj.weight"
+    assert groups["qkv"] == {
+        "q": TensorRows(name, 0, 64),
+        "k": TensorRows(name, 64, 96),
+        "v": TensorRows(name, 96, 128),
+    }
+    name = "model.layers.3.mlp.gate_up_proj.weight"
+    assert groups["gate_up"] == {"gate": TensorRows(name, 0, 96), "up": TensorRows(name, 96, 192)}
+    assert groups["o"] == {"o": TensorRows("model.layers.3.self_attn.o_proj.weight", 0, 64)}
+    qkv = next(spec for spec in op_specs(config, "w4a16", 32, True) if spec.group == "qkv")
+    assert qkv.members == (Member("q", 64), Member("k", 32), Member("v", 32))
+
+
+@pytest.mark.parametrize("alias", ["su", "yarn"])
+def test_the_first_checkpoints_of_phi3_name_longrope_otherwise(alias: str) -> None:
+    fields = COMMON | CONFIGS["phi3 128k"]
+    renamed = fields | {"rope_scaling": fields["rope_scaling"] | {"type": alias}}
+    assert ModelConfig.from_dict(renamed) == ModelConfig.from_dict(fields)
+
+
+def test_code_that_transformers_has_too_may_come_along() -> None:
+    fields = COMMON | CONFIGS["phi3"]
+    published = {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    }
+    assert ModelConfig.from_dict(fields | {"auto_map": published}) == ModelConfig.from_dict(fields)
+    for other in ({"AutoModelForCausalLM": "modeling_mine.Phi3ForCausalLM"}, {"AutoConfig": "x.Y"}, "code"):
+        with pytest.raises(UnsupportedModelError, match="auto_map"):
+            ModelConfig.from_dict(fields | {"auto_map": other})
+
+
+def test_norms_of_a_layer() -> None:
+    def norms(name: str) -> set[str]:
+        return set(layer_norms(ModelConfig.from_dict(COMMON | CONFIGS[name])))
+
+    plain, heads = {"attention", "feed_forward"}, {"query_head", "key_head"}
+    assert norms("mistral") == norms("smollm3") == norms("phi3") == plain
+    assert norms("qwen3") == plain | heads
+    assert norms("gemma2") == plain | {"attention_output", "feed_forward_output"}
+    assert norms("gemma3") == norms("gemma2") | heads
+
+
+def test_scale_of_the_embedding_is_a_float32() -> None:
+    config = ModelConfig.from_dict(COMMON | CONFIGS["gemma2"] | {"hidden_size": 160})
+    assert config.embedding_scale == pytest.approx(160**0.5, rel=1e-7)
+    assert config.embedding_scale != 160**0.5
+    assert ModelConfig.from_dict(COMMON | CONFIGS["mistral"]).embedding_scale == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("gemma3", {"model_type": "gemma3"}, "with vision"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "soft cap on attention scores"),
+        ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
+        ("gemma2", {"hidden_activation": "gelu"}, "'gelu'"),
+        ("mistral", {"final_logit_softcapping": 30.0}, "soft cap on logits"),
+        ("mistral 0.1", {"layer_types": ["full_attention", "sliding_attention"] * 4}, "different kinds"),
+        ("mistral 0.1", {"layer_types": ["full_attention"] * 8}, "different kinds"),
+        ("mistral", {"num_local_experts": 8}, "mixture of experts"),
+        ("mistral", {"query_pre_attn_scalar": 64}, "scale of attention scores"),
+        ("qwen3", {"num_experts": 128}, "mixture of experts"),
+        ("qwen3", {"no_rope_layers": [1] * 8}, "without positions"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "part of a head"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
+        ("phi3", {"model_type": "phi3small"}, "phi3small"),
+        ("phi3", {"model_type": "phimoe"}, "phimoe"),
+        ("phi3", {"model_type": "gpt_oss"}, "gpt_oss"),
+        ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
+    ],
+)
+def test_what_a_family_does_not_follow_is_refused_by_name(
+    name: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="Supported are Llama") as caught:
+        ModelConfig.from_dict(COMMON | CONFIGS[name] | changes)
+    assert named in caught.value.message
+    assert caught.value.fix is not None
+    assert all(f"(model_type {known})" in caught.value.fix for known in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']"),
+        ("gemma2", {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen2 with window", {"max_window_layers": -1}, "max_window_layers is -1"),
+        (
+            "qwen2 unused window",
+            {"layer_types": ["sliding_attention"] * 8},
+            "sliding_window is 32; expected a whole number, in use",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "a list of 8 times 0 or 1"),
+        ("smollm3", {"no_rope_layers": [2] * 8}, "no_rope_layers"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor is 0.1"),
+        ("phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0"),
+        ("phi3 128k", {"partial_rotary_factor": 0.5}, "short_factor"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": 1, "sliding_attention": {}}},
+            "full_attention is 1",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(name: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_dict(COMMON | CONFIGS[name] | changes)
+    assert named in caught.value.message

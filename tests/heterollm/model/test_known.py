@@ -1,0 +1,136 @@
+"""Models by name: their sizes add up to the parameters that their makers state."""
+
+import json
+
+import pytest
+
+from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.model import KNOWN_MODELS, find_model, op_specs
+
+STATED_BILLIONS = {
+    "llama-3-8b": 8.03,
+    "llama-2-7b": 6.74,
+    "llama-3.2-3b": 3.21,
+    "llama-3.2-1b": 1.24,
+    "internlm2-1.8b": 1.89,
+    "mistral-7b": 7.24,
+    "gemma-2b": 2.51,
+    "phi-2": 2.78,
+    "phi-3-mini": 3.82,
+    "qwen1.5-0.5b": 0.464,
+    "qwen1.5-1.8b": 1.84,
+    "qwen1.5-4b": 3.95,
+    "qwen1.5-7b": 7.72,
+    "qwen1.5-14b": 14.2,
+    "qwen1.5-32b": 32.5,
+    "qwen1.5-72b": 72.3,
+    "qwen1.5-110b": 111.0,
+    "qwen2-0.5b": 0.494,
+    "qwen2-1.5b": 1.54,
+    "qwen2-7b": 7.62,
+    "qwen2-72b": 72.7,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-1.5b": 1.54,
+    "qwen2.5-3b": 3.09,
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-14b": 14.77,
+    "qwen2.5-32b": 32.8,
+    "qwen2.5-72b": 72.7,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76,
+}
+"""Parameters by the model cards; a tied head counts once."""
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_sizes_add_up(name):
+    config = KNOWN_MODELS[name].config
+    specs = op_specs(config, "w4a16", 128, True)
+    weights = sum(spec.rows * spec.columns for spec in specs)
+    if not config.tie_word_embeddings:
+        weights += config.vocab_size * config.hidden_size
+    assert weights / 1e9 == pytest.approx(STATED_BILLIONS[name], rel=0.007)
+
+
+def test_all_are_stated():
+    assert STATED_BILLIONS.keys() == KNOWN_MODELS.keys()
+
+
+def test_a_file_or_folder_serves_as_well(tmp_path):
+    values = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "max_position_embeddings": 128,
+    }
+    path = tmp_path / "small" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(values))
+    for given in (path, path.parent):
+        found = find_model(given)
+        assert (found.name, found.config.hidden_size, found.note) == ("small", 256, "")
+    assert find_model("LLaMA-3-8B").name == "llama-3-8b"
+    assert "gate" in find_model("phi-2").note
+
+
+OTHER_FAMILIES = {
+    "internlm2": (
+        "internlm2-1.8b",
+        {"bias": False, "auto_map": {"AutoModelForCausalLM": "modeling.InternLM2"}},
+    ),
+    "gemma": ("gemma-2b", {"hidden_act": "gelu"}),
+    "phi": ("phi-2", {"intermediate_size": 10240, "partial_rotary_factor": 0.4}),
+}
+"""What the published files of models that are known by name say beside their sizes."""
+
+
+@pytest.mark.parametrize("kind", OTHER_FAMILIES)
+def test_a_file_of_another_family_is_taken_for_what_the_name_stands_for(kind, tmp_path):
+    name, others = OTHER_FAMILIES[kind]
+    size = KNOWN_MODELS[name].size
+    values = {
+        "model_type": kind,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.positions,
+        "tie_word_embeddings": size.tied,
+        **others,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    for given in (path, tmp_path):
+        found = find_model(given)
+        assert op_specs(found.config, "w4a16", 128, True) == op_specs(
+            KNOWN_MODELS[name].config, "w4a16", 128, True
+        )
+        assert kind in found.note
+        with pytest.raises(UnsupportedModelError):
+            find_model(given, closest=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, UnsupportedModelError, "mixture of experts"),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, UnsupportedModelError, "compressed keys"),
+        ({"model_type": "gpt2"}, CheckpointError, "hidden_size is missing"),
+        ({"model_type": "gemma", "hidden_size": "big"}, CheckpointError, "hidden_size"),
+    ],
+)
+def test_what_is_close_to_no_llama_is_refused_in_words(more, error, said, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(more))
+    with pytest.raises(error, match=said):
+        find_model(path)

@@ -1,0 +1,179 @@
+"""Compiling a Snapdragon's graphs ahead: what lands in the cache, for whom, and what is refused first."""
+
+import collections
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from heterollm.base import CacheError, OptionError, PlanError
+from heterollm.cli import main
+from heterollm.kernels.npu import SOCS, QnnNpu, qnn_available
+from heterollm.kernels.npu import qnn as npu_qnn
+from heterollm.kernels.npu.qnn_socs import this_soc
+from heterollm.llm import LLM
+from heterollm.planning import Precompiled, precompile
+from heterollm.planning.ahead import GroupBuild
+from heterollm.report import console as report
+
+USABLE, REASON, _ = qnn_available(emulator=True)
+needs_qnn = pytest.mark.skipif(not USABLE, reason=REASON)
+
+GROUPS = ("qkv", "o", "gate_up", "down")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, bundled_model):
+    """The bundled model for a Snapdragon 8 Gen 3 at two lengths: the result and the cache folder."""
+    folder = tmp_path_factory.mktemp("compiled")
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(folder))
+        result = precompile(
+            bundled_model, soc="57", lengths=[1, 32], progress=lambda *step: steps.append(step)
+        )
+    return result, folder, steps
+
+
+@pytest.mark.emulator
+@needs_qnn
+class TestTheBundledModel:
+    def test_every_group_has_a_graph_of_each_length_in_each_layer(self, compiled):
+        result, folder, steps = compiled
+        assert [(build.group, build.length) for build in result.builds] == [
+            (group, length) for group in GROUPS for length in (1, 32)
+        ]
+        for build in result.builds:
+            assert (build.graphs, build.compiled, build.loadable, build.refusal) == (4, 4, 4, "")
+            assert build.build_s > 0
+        files = [path for path in (folder / "graphs").iterdir() if path.suffix != ".lock"]
+        assert len(files) == 3 * 32
+        assert result.size_bytes == sum(path.stat().st_size for path in files)
+        done = [step[1:] for step in steps if step[0] == "Compiling NPU graphs"]
+        assert done == sorted(done)
+        assert len(done) == 33
+        assert done[-1][0] == done[-1][1]
+
+    def test_a_run_on_another_machine_compiles_nothing(self, compiled, cache, bundled_model):
+        shutil.copytree(compiled[1] / "graphs", cache / "graphs")
+        with LLM.load(bundled_model, device="emulator", plan="layer", allow_slow=True) as llm:
+            assert llm.device.npu.compiled_count == 0
+            assert llm.device.npu.loaded_count == 16  # one prefill length in four layers
+
+    def test_a_device_looks_for_the_same_files(self, compiled, monkeypatch, cache, make_part):
+        """Static: what a Hexagon would open is what the compiler wrote."""
+        part = make_part()
+        emulated = QnnNpu(emulator=True, soc_model="57")._binary(part, "matmul_nbits", 32)
+        monkeypatch.setattr(npu_qnn, "qnn_available", lambda *, emulator: (True, "", ""))
+        monkeypatch.setattr(npu_qnn, "this_soc", lambda: "57")
+        real = QnnNpu(emulator=False)._binary(part, "matmul_nbits", 32)
+        assert real == emulated
+        monkeypatch.setattr(npu_qnn, "this_soc", lambda: "69")
+        assert QnnNpu(emulator=False)._binary(part, "matmul_nbits", 32).model != emulated.model
+
+    def test_what_is_there_is_kept_and_what_is_damaged_replaced(self, compiled, cache, bundled_model):
+        shutil.copytree(compiled[1], cache)
+        min((cache / "graphs").glob("*_qnn.bin")).write_bytes(b"damaged")
+        again = precompile(bundled_model, soc="57", lengths=[1, 32])
+        assert sum(build.compiled for build in again.builds) == 1
+        # The names that the compiler numbers may be a digit longer.
+        assert abs(again.size_bytes - compiled[0].size_bytes) < 100
+
+    def test_the_estimate_is_near(self, compiled, cache, bundled_model, monkeypatch):
+        usage = collections.namedtuple("usage", "free")
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage(0))
+        with pytest.raises(
+            CacheError, match=r"32 graphs take about \d+\.\d MiB, and .* has 0 B free"
+        ) as caught:
+            precompile(bundled_model, soc="57", lengths=[1, 32])
+        assert "--lengths" in caught.value.fix
+        assert not list(cache.glob("graphs/*.bin"))
+        estimate_mib = float(caught.value.message.split(" MiB")[0].split()[-1]) - 64
+        assert compiled[0].size_bytes / 2**20 < estimate_mib < 2 * compiled[0].size_bytes / 2**20
+
+    def test_from_the_command_line(self, compiled, monkeypatch, capsys, bundled_model):
+        monkeypatch.setenv("HETEROLLM_CACHE", str(compiled[1]))
+        arguments = ["compile", str(bundled_model), "--soc", "57", "--lengths", "1,32"]
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        assert "Snapdragon 8 Gen 3 (SoC 57), plan layer" in text
+        assert "gate_up" in text
+        assert main([*arguments, "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["builds"]) == 8
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"soc": "58"}, OptionError, "no chip '58'"),
+        ({"soc": ""}, OptionError, "no chip ''"),
+        ({"soc": "57", "lengths": [2]}, OptionError, "no graphs of 2 tokens"),
+        ({"soc": "57", "lengths": []}, OptionError, "no graphs of no tokens"),
+        ({"soc": "57", "plan": "gpu"}, OptionError, "nothing is to compile"),
+        ({"soc": "57", "plan": "auto"}, OptionError, "nothing is to compile"),
+        ({"soc": "57", "context": 0}, OptionError, "A context of 0"),
+        ({"soc": "37"}, PlanError, "does not run int4"),
+        ({"soc": "57", "context": 16, "lengths": [64]}, OptionError, "nothing is to compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(cache, bundled_model, options, error, message):
+    with pytest.raises(error, match=message):
+        precompile(bundled_model, **options)
+    assert not list(cache.glob("graphs/*"))
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "x", "1.5", "-1", "9" * 50, "\u0661"])
+def test_lengths_that_are_no_numbers(capsys, bundled_model, text):
+    assert main(["compile", str(bundled_model), "--soc", "57", f"--lengths={text}"]) == 1
+    assert "--lengths" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("machine", "number"), [("SM8650", "57"), ("SM8750P", "69"), ("sc8380xp", "60"), ("QCS9100", "QCS9100")]
+)
+def test_a_chip_is_known_by_its_number(monkeypatch, machine, number):
+    monkeypatch.setattr(Path, "read_text", lambda *_: f"{machine}\n")
+    assert this_soc() == number
+
+
+def test_chips_have_different_numbers_and_names():
+    assert (
+        len({soc.machine for soc in SOCS.values()}) == len({soc.name for soc in SOCS.values()}) == len(SOCS)
+    )
+
+
+def test_the_report_says_what_does_not_load_and_what_to_copy(tmp_path):
+    builds = (
+        GroupBuild("qkv", 1, 4, 4, 0, 5 * 2**20, 1.25, "refused by QNN"),
+        GroupBuild("down", 32, 4, 0, 4, 3 * 2**20, 0.0, ""),
+    )
+    versions = {"onnxruntime-qnn": "2.7.0", "qairt": "2.51.0"}
+    result = Precompiled("87", "Snapdragon 8 Elite Gen 5", "npu", "fp16", tmp_path, versions, builds)
+    text = report.render(report.precompile_report(result), width=200)
+    assert "0 of 4: refused by QNN" in text
+    assert "8.0 MiB" in text
+    assert f"Copy the files in {tmp_path}" in text
+    assert "onnxruntime-qnn 2.7.0 (QAIRT 2.51.0)" in text
+    assert result.to_dict()["size_bytes"] == 8 * 2**20
+    json.dumps(result.to_dict())
+
+
+@pytest.fixture
+def make_part(bundled_model):
+    """Return a function that makes the NPU's part of the bundled model's first group."""
+    from heterollm.engine.npu_slices import npu_slice
+    from heterollm.model import Checkpoint, ModelConfig, load_weights
+
+    def make():
+        weights = load_weights(Checkpoint(bundled_model), ModelConfig.from_folder(bundled_model))
+        return npu_slice(weights, weights.specs[0], weights.specs[0].member_rows)
+
+    return make

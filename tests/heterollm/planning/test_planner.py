@@ -1,0 +1,360 @@
+"""Plans from a profile: made, shown, saved and run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.base import OptionError, ProfileError, list_cache
+from heterollm.benchmarks import bundled_model
+from heterollm.cli import main
+from heterollm.kernels.device import open_device
+from heterollm.kernels.ops import Member, OpSpec, WeightFormat, feed_forward_blocks
+from heterollm.llm import LLM
+from heterollm.model import ModelConfig, op_specs, shape_of_specs
+from heterollm.planning import Planner, PlanRequest, solve_for
+from heterollm.profiler.measure.linears import code_of
+from heterollm.profiler.predict import fitted_predictor
+from heterollm.profiler.records import LinearKey, Profile, Record, profile_path
+from heterollm.profiler.work import enumerate_points
+from heterollm.report.plan import _reasons
+from heterollm.solver import NpuLimits, Plan, Solver
+from heterollm.solver.costs import Overheads, Slowdown
+
+FIELDS = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+FIELDS |= {"head_dim": 64, "max_position_embeddings": 1024, "vocab_size": 2048}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, write_model) -> Path:
+    target = tmp_path_factory.mktemp("model")
+    write_model(target, "llama", **FIELDS)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(bundled_model() / name, target / name)
+    return target
+
+
+@pytest.fixture(scope="module")
+def cache(folder, tmp_path_factory) -> Path:
+    """A cache folder with a profile of the host, in which both parts are equally fast, and its predictor."""
+    target: Path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(target))
+        device = open_device("host")
+        config = ModelConfig.from_folder(folder)
+        shape = shape_of_specs(config, op_specs(config, "w4a16", 32, True, float_bits=32), "model")
+        points, _ = enumerate_points(
+            [shape],
+            device.npu,
+            cache_bytes=device.gpu.traits.cache_bytes,
+            max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
+        )
+        made = Profile.of(device)
+        for work in points:
+            key = LinearKey(work.part, work.point, code_of(work.part))
+            made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
+        made.save(profile_path(device.name, device.fingerprint()))
+        fitted_predictor(made)
+    return target
+
+
+@pytest.fixture
+def profile(cache, tmp_path, monkeypatch) -> Profile:
+    """The profile, in a cache folder of the test's own."""
+    shutil.copytree(cache, tmp_path / "cache")
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    [path] = (tmp_path / "cache" / "profiles").glob("*.json")
+    return Profile.load(path)
+
+
+def planner(profile: Profile, folder: Path, **request: object) -> Planner:
+    config = ModelConfig.from_folder(folder)
+    specs = op_specs(config, "w4a16", 32, True, float_bits=32)
+    return Planner(profile, config, specs, "w4a16", PlanRequest(**request))
+
+
+def test_parts_of_one_speed_share_the_work(profile, folder) -> None:
+    solved = planner(profile, folder, context=512).one_pass("prefill", 256)
+    shares = [
+        sum(choice.chosen.placement.npu_rows)
+        / choice.spec.rows
+        * min(1.0, sum(choice.chosen.placement.npu_lengths) / 256)
+        for choice in solved.choices
+        if choice.spec.group != "head"
+    ]
+    assert all(0.3 <= share <= 0.7 for share in shares), shares
+
+
+def test_solved_plans_run_with_the_gpus_answers(profile, folder) -> None:
+    """Level ``auto`` takes blocks here, for both parts are equally fast at them."""
+    ids = np.random.default_rng(0).integers(1, 150, 435).tolist()
+    logits = {}
+    for plan in ("gpu", "tensor", "auto"):
+        with LLM.load(folder, device="host", plan=plan, context=512) as llm:
+            session = llm.session()
+            logits[plan] = [session.prefill(ids[:300]).copy(), session.prefill(ids[300:]).copy()]
+            logits[plan].append(session.decode(ids[0]).copy())
+            assert llm.plan.level == {"auto": "block"}.get(plan, plan)
+            assert (llm.plan.uses_npu, llm.plan.has_blocks) == (plan != "gpu", plan == "auto")
+            assert not llm.notes
+    for plan in ("tensor", "auto"):
+        for ours, theirs in zip(logits[plan], logits["gpu"], strict=True):
+            assert ((ours - theirs) ** 2).sum() < 1e-9 * (theirs**2).sum()
+
+
+def test_without_a_profile_auto_is_the_gpu_and_tensor_says_what_to_run(folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "empty"))
+    with LLM.load(folder, device="host", context=64) as llm:
+        assert llm.plan.level == "gpu"
+    with pytest.raises(OptionError, match="heterollm profile"):
+        LLM.load(folder, device="host", plan="tensor", context=64)
+
+
+@pytest.mark.parametrize("level", ["tensor", "block"])
+def test_exact_lengths_stay_within_the_slots(profile, folder, level) -> None:
+    made = planner(profile, folder, context=300, level=level)
+    specs = [spec for spec in made.specs if spec.layer == 0]
+    block = feed_forward_blocks(specs)[0]
+    as_block = 0
+    for tokens in range(1, 301):
+        placed = made.block_placement("prefill", tokens, block)
+        as_block += placed is not None
+        found = {block: placed} if placed else {}
+        for spec in specs:
+            if not (placed and spec.group in ("gate_up", "down")):
+                found[spec] = made.placement("prefill", tokens, spec)
+        for spec, placement in found.items():
+            placement.check(spec, tokens)
+            assert sum(placement.npu_lengths) <= made._longest
+    assert bool(as_block) == (level == "block")
+
+
+def test_plan_shows_and_writes_what_generate_runs(profile, folder, tmp_path, capsys) -> None:
+    target = tmp_path / "plan.json"
+    assert (
+        main(["plan", str(folder), "--device", "host", "--length", "64,300", "--explain", "-o", str(target)])
+        == 0
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "prefill, 300 tokens" in shown
+    assert "level block" in shown
+    assert "ffn" in shown
+    assert "apart: " in shown
+    assert "placed as one block in" in shown
+    plan = Plan.load(target)
+    assert plan.uses_npu
+    with LLM.load(folder, device="host", plan=target) as llm:
+        assert llm.plan == plan
+
+
+def test_level_tensor_shows_no_block(profile, folder, capsys) -> None:
+    assert main(["plan", str(folder), "--device", "host", "--length", "64", "--level", "tensor"]) == 0
+    shown = capsys.readouterr().out
+    assert "level tensor" in shown
+    assert "gate_up" in shown
+    assert "block" not in shown
+
+
+def test_plan_as_json_is_the_plan(profile, folder, capsys) -> None:
+    assert main(["plan", str(folder), "--device", "host", "--json"]) == 0
+    assert Plan.from_json(json.dumps(json.loads(capsys.readouterr().out))).uses_npu
+
+
+def test_requests_are_kept(profile, folder) -> None:
+    assert not planner(profile, folder, forbidden="npu").plan.uses_npu
+    assert not planner(profile, folder, npu_gib=0.0).plan.uses_npu
+    with pytest.raises(OptionError, match="power"):
+        _ = planner(profile, folder, energy_weight=0.5).plan
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--forbid", "cpu"],
+        ["--histogram", "64:x"],
+        ["--histogram", ""],
+        ["--length", "none"],
+        ["--gpu-share", "7"],
+        ["--npu-gib", "-1"],
+        ["--profile", "nowhere.json"],
+        ["--level", "npu"],
+    ],
+)
+def test_nonsense_is_one_panel(profile, folder, arguments, capsys) -> None:
+    assert main(["plan", str(folder), "--device", "host", *arguments]) == 1
+    assert "Error" in capsys.readouterr().err
+
+
+def test_a_profile_file_needs_no_device(profile, folder, tmp_path) -> None:
+    file = tmp_path / "theirs.json"
+    file.write_text(profile.to_json())
+    assert solve_for(folder, profile=file).plan == solve_for(folder, device="host").plan
+
+
+# -- what the profile lacks -------------------------------------------------------------------------------
+
+
+def without(profile: Profile, *, blocks: bool = False, npu: bool = False) -> Profile:
+    """Return a profile without blocks, or without linear layers of the NPU."""
+    kept = {
+        key: record
+        for key, record in profile.records.items()
+        if not (isinstance(key, LinearKey) and key.part == "npu" and (npu or (blocks and key.point.is_block)))
+    }
+    return Profile(profile.description, kept)
+
+
+def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
+    made = planner(without(profile, blocks=True), folder, context=64)
+    assert (made.plan.level, made.plan.has_blocks, made.plan.uses_npu) == ("tensor", False, True)
+    assert not made.notes
+    with pytest.raises(ProfileError, match="no feed-forward blocks of its NPU at precision w4a16") as caught:
+        _ = planner(without(profile, blocks=True), folder, context=64, level="block").plan
+    assert "heterollm profile --device host --model MODEL --precision w4a16" in caught.value.fix
+
+
+@pytest.mark.parametrize("level", ["tensor", "block"])
+def test_a_precision_that_was_not_measured_is_named(profile, folder, level) -> None:
+    """Another precision's linears say nothing of this one's: the plan would be the GPU's in silence."""
+    config = ModelConfig.from_folder(folder)
+    specs = op_specs(config, "w4a8", 32, True, float_bits=32)
+    made = Planner(profile, config, specs, "w4a8", PlanRequest(64))
+    assert not made.plan.uses_npu
+    assert made.plan.level == "tensor"
+    assert "no linear layers of its NPU at precision w4a8 (int4 block 32" in made.notes[0]
+    assert "--precision w4a8" in made.notes[0]
+    with pytest.raises(ProfileError, match="at precision w4a8") as caught:
+        _ = Planner(profile, config, specs, "w4a8", PlanRequest(64, level=level)).plan
+    assert "--precision w4a8 --update" in caught.value.fix
+
+
+def test_the_note_is_shown_and_told(profile, folder, capsys) -> None:
+    assert main(["plan", str(folder), "--device", "host", "--length", "64", "--precision", "w4a8"]) == 0
+    assert "The GPU computes everything" in " ".join(capsys.readouterr().out.split())
+    with LLM.load(folder, device="host", precision="w4a8", context=64) as llm:
+        assert any("w4a8" in note and "heterollm profile" in note for note in llm.notes)
+    assert main(["plan", str(folder), "--device", "host", "--precision", "w4a8", "--level", "tensor"]) == 1
+    assert "--precision w4a8" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+# -- plans that are kept ----------------------------------------------------------------------------------
+
+
+def forbid_solving(monkeypatch) -> None:
+    def solve(*_args: object, **_options: object) -> None:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(Solver, "solve", solve)
+
+
+def kept_files(tmp_path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "plans").glob("*.json"))
+
+
+def test_a_plan_is_solved_once(profile, folder, tmp_path, monkeypatch) -> None:
+    first = planner(profile, folder, context=128)
+    plan, slices = first.plan, first.slices
+    exact = first.placement("prefill", 99, first.specs[0])
+    assert len(kept_files(tmp_path)) == 1
+    forbid_solving(monkeypatch)
+    second = planner(Profile.from_json(profile.to_json()), folder, context=128)
+    assert (second.plan, second.slices) == (plan, slices)
+    # Standard lengths need no solver; others are solved with the slices that were kept.
+    assert second.placement("prefill", 64, first.specs[0]) == plan.placement("prefill", 64, first.specs[0])
+    assert "solver" not in vars(second)
+    assert second.placement("prefill", 99, first.specs[0]) == exact
+    assert "solver" in vars(second)
+    [kind] = list_cache(["plans"])
+    assert kind.files == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"level": "tensor"},
+        {"level": "block"},
+        {"context": 96},
+        {"gpu_share": 0.5},
+        {"forbidden": "npu"},
+        {"npu_gib": 0.001},
+        {"histogram": {64: 1.0}},
+    ],
+)
+def test_another_request_is_solved_anew(profile, folder, tmp_path, request_) -> None:
+    _ = planner(profile, folder, context=128).plan
+    _ = planner(profile, folder, **{"context": 128, **request_}).plan
+    assert len(kept_files(tmp_path)) == 2
+
+
+def test_another_profile_or_solver_is_solved_anew(profile, folder, tmp_path, monkeypatch) -> None:
+    _ = planner(profile, folder, context=128).plan
+    key, record = next((key, record) for key, record in profile.records.items() if isinstance(key, LinearKey))
+    changed = Profile(profile.description, {**profile.records, key: Record(key, (record.median_us * 2,))})
+    _ = planner(changed, folder, context=128).plan
+    assert len(kept_files(tmp_path)) == 2
+    monkeypatch.setattr("heterollm.planning.kept.solver_hash", lambda: "other")
+    _ = planner(profile, folder, context=128).plan
+    assert len(kept_files(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "changed", "version", "slices"])
+def test_a_damaged_plan_is_solved_again(profile, folder, tmp_path, damage, caplog) -> None:
+    plan = planner(profile, folder, context=64).plan
+    [path] = kept_files(tmp_path)
+    text = path.read_text()
+    data = json.loads(text)
+    if damage == "changed":
+        data["plan"]["chunk_length"] = 32
+    elif damage == "version":
+        data["schema_version"] = 0
+    elif damage == "slices":
+        data["slices"] = [1]
+    written = {"cut": text[: len(text) // 2], "empty": "", "text": "[]"}.get(damage, json.dumps(data))
+    path.write_text(written)
+    with caplog.at_level("WARNING"):
+        assert planner(profile, folder, context=64).plan == plan
+    assert "solving again" in caplog.text
+    assert path.read_text() == text
+
+
+def test_a_plan_that_cannot_be_kept_is_used(profile, folder, tmp_path, caplog) -> None:
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    (tmp_path / "cache" / "plans").write_text("in the way")
+    with caplog.at_level("WARNING"):
+        assert planner(profile, folder, context=64).plan.uses_npu
+    assert "not kept" in caplog.text
+
+
+# -- reasons ----------------------------------------------------------------------------------------------
+
+
+def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
+    """What the next operator waits for an empty queue counts: the NPU alone loses to the GPU here."""
+
+    class Costs:
+        overheads = Overheads(refill_us=50.0)
+
+        def gpu_us(self, spec, member_rows, tokens):
+            return 100.0 if sum(member_rows) == spec.rows else 40.0
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 80.0 if sum(member_rows) == spec.rows else 30.0
+
+        def slowdown(self, spec, tokens):
+            return Slowdown()
+
+        def between_us(self, spec, tokens):
+            return 0.0
+
+    specs = tuple(
+        OpSpec(group, layer, (Member(group, 128),), 64, WeightFormat(16), "a", "b")
+        for group, layer in (("o", 0), ("head", -1))
+    )
+    solver = Solver(specs, NpuLimits((32,), 64, lambda _spec, _length: ("plain",)), Costs())
+    choice = solver.length(32).choices[0]
+    assert choice.chosen.time_us == 80.0
+    assert _reasons(choice, 32) == ["GPU: 100 us (+25%)", "NPU at 32, plain: 130 us (+62%)"]

@@ -1,0 +1,201 @@
+"""The simulated evaluation: all of its cases, published numbers with a source, and a page of its rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heterollm.base import InputError
+from heterollm.cli import main
+from heterollm.kernels.device import open_device
+from heterollm.report import paper_page, paper_tables, read_simulated, write_simulated
+from heterollm.simulate import (
+    DRIVER,
+    GPU,
+    LAYER,
+    LENGTHS,
+    LOADS,
+    ODD_LENGTHS,
+    ODD_WAYS,
+    OWN_WAYS,
+    PAPER_WAYS,
+    TENSOR,
+    PaperRows,
+    SimulatedRow,
+    comparisons,
+    paper_cases,
+)
+from heterollm.simulate.paper import BOTH, PAPER_MODELS
+from heterollm.simulate.paper_published import PUBLISHED
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = ROOT / "bench" / "results" / "simulated_paper.jsonl"
+PAGE = ROOT / "docs" / "simulated-paper.md"
+AGAIN = "heterollm paper --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md"
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return read_simulated(ROWS)
+
+
+def test_the_page_is_what_its_rows_render_to(committed):
+    assert PAGE.read_text("utf-8") == paper_page(committed), f"Run `{AGAIN}`."
+
+
+def test_the_rows_are_those_of_the_committed_model(committed):
+    """Parameters that were fitted anew leave the page behind until it is written again."""
+    fingerprint = open_device("sim:snapdragon-8gen3").fingerprint()
+    exact = {row.fingerprint for row in committed if not row.every_form and row.length_policy != "online"}
+    assert len(exact) == 1
+    forms = {row.fingerprint for row in committed if row.every_form}
+    assert fingerprint in exact | forms, f"Run `{AGAIN}`."
+
+
+def test_every_case_is_there_once_and_none_failed(committed):
+    assert [SimulatedRow.of(case).to_dict() | FOUND for case in paper_cases()] == [
+        row.to_dict() | FOUND for row in committed
+    ]
+    assert not [row.error for row in committed if row.error]
+    for model in PAPER_MODELS:
+        rows = PaperRows([row for row in committed if row.model == model])
+        assert all(rows.get(model, length, way) for length in LENGTHS for way in (*PAPER_WAYS, *OWN_WAYS))
+        assert all(rows.get(model, length, way) for length in ODD_LENGTHS for way in ODD_WAYS)
+        assert all(rows.get(model, 256, way, load) for load in LOADS for way in (GPU, LAYER, TENSOR))
+
+
+FOUND = dict.fromkeys(
+    [
+        *("device", "fingerprint", "note", "ttft_ms", "prefill_ms", "prefill_tokens_per_second", "prefill"),
+        *("decode_tokens_per_second", "prefill_joules", "decode_joules_per_token", "average_watts", "decode"),
+        *("slowdown", "cuts"),
+    ]
+)
+
+
+def test_the_orderings_of_the_paper(committed):
+    rows = PaperRows(committed)
+    for model in PAPER_MODELS:
+        for length in LENGTHS:
+            gpu, npu, layer, tensor = (rows.prefill(model, length, way) for way in PAPER_WAYS)
+            assert gpu < layer < tensor, (model, length)
+            assert npu < tensor, (model, length)
+            assert tensor < rows.prefill(model, length, BOTH), (model, length)
+            assert rows.prefill(model, length, DRIVER) < tensor
+        for length in ODD_LENGTHS:
+            waits = [rows.ttft_ms(model, length, way) for way in ODD_WAYS]
+            assert min(waits[:3]) > waits[3], (model, length)
+        gpu, npu, layer, tensor = (rows.decode(model, way) for way in PAPER_WAYS)
+        assert npu < gpu < tensor
+        assert layer == pytest.approx(gpu, rel=0.03)  # which waits for its tokens by the driver
+        assert rows.decode(model, DRIVER) < gpu
+
+
+def test_published_numbers_have_a_source_and_a_use(committed):
+    found = list(comparisons(PaperRows(committed)))
+    assert len(found) == len(PUBLISHED) >= 10
+    assert {one.published.use for one in found} == {"fitted", "not fitted", "power only"}
+    for one in found:
+        assert one.published.source.startswith("HeteroLLM")
+        assert one.simulated > 0, one.published.name
+        assert one.ratio == pytest.approx(one.simulated / one.published.value)
+    # Every end-to-end number that the parameters were fitted to is said to be; the script has the list.
+    fitted = {one.published.value for one in found if one.published.use == "fitted"}
+    assert fitted == {236.92, 196.44, 1.244, 247.9, 14.01, 1.227}
+
+
+def test_every_table_says_that_it_is_simulated(committed):
+    tables = list(paper_tables(PaperRows(committed)))
+    assert len(tables) == 11
+    for table in tables:
+        assert "simulated" in table.title.lower()
+        assert table.rows
+        assert all(len(line) == len(table.columns) for line in table.rows)
+        assert len(set(table.columns)) == len(table.columns)
+    assert "Nothing here was measured" in paper_page(committed)
+
+
+def test_rows_that_are_missing_or_failed_leave_cells_empty(committed):
+    some = [row for row in committed if row.model == PAPER_MODELS[0] and row.plan_level == "gpu"]
+    failed = SimulatedRow.of(paper_cases()[3], error="no reason")
+    for rows in ([], some, [*some, failed]):
+        assert "# HeteroLLM's evaluation, simulated" in paper_page(rows)
+    assert "1 of which failed" in paper_page([*some, failed])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        {"drawn": 3, "in_time": 3, "slowest_ms": 1.0},
+        {"due": 2, "drawn": 3, "in_time": 3, "slowest_ms": 1.0},
+        {"due": 4, "drawn": 3, "in_time": -1, "slowest_ms": 1.0},
+        {"due": 4, "drawn": "3", "in_time": 3, "slowest_ms": 1.0},
+        [4, 3, 3],
+    ],
+)
+def test_frames_that_do_not_say_what_was_due_are_refused(frames):
+    case = next(case for case in paper_cases() if case.load is not None)
+    row = SimulatedRow.of(case).to_dict()
+    whole = {"due": 4, "drawn": 3, "in_time": 3, "slowest_ms": 1.0}
+    assert SimulatedRow.from_dict(row | {"prefill": {"frames": whole}}).prefill == {"frames": whole}
+    with pytest.raises(InputError, match="frames"):
+        SimulatedRow.from_dict(row | {"decode": {"frames": frames}})
+
+
+def test_frames_beside_a_game_are_told_by_phase():
+    case = next(case for case in paper_cases() if case.load is not None)
+    phases = {
+        "prefill": {"frames": {"due": 8, "drawn": 4, "in_time": 2, "slowest_ms": 80.0}},
+        "decode": {"frames": {"due": 0, "drawn": 0, "in_time": 0, "slowest_ms": 0.0}},
+        "slowdown": {"prefill": 1.05, "decode": 1.2},
+    }
+    row = SimulatedRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
+    table = next(table for table in paper_tables(PaperRows([row])) if "beside a game" in table.title)
+    assert [line[2:5] for line in table.rows[:2]] == [("prefill", "5.0 %", "25 %"), ("decode", "20.0 %", "")]
+
+
+@pytest.mark.parametrize("form", ["table", "json", "jsonl", "csv"])
+def test_the_command_shows_committed_rows(committed, form, capfd, tmp_path):
+    path = tmp_path / "simulated_few.jsonl"
+    write_simulated(path, committed[:8])
+    page = tmp_path / "simulated_page.md"
+    assert main(["paper", "--from", str(path), "-o", form, "--page", str(page)]) == 0
+    assert page.read_text("utf-8") == paper_page(committed[:8])
+    shown = capfd.readouterr().out
+    assert "imulated" in shown
+    if form == "json":
+        data = json.loads(shown)
+        assert data["simulated"] is True
+        assert len(data["rows"]) == 8
+        assert {"published", "simulated", "ratio", "use", "source"} <= set(data["comparisons"][0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-o", "xml"],
+        ["--out", "."],
+        ["--out", "/proc/simulated"],
+        ["--from", "no-such-file"],
+        ["--jobs", "0"],
+        ["--model", ","],
+        ["--model", "llama-3-8b,no-such-model"],
+        ["--soc", "no-such-soc"],
+        ["--from", __file__],
+    ],
+)
+def test_bad_input_gives_one_error(options, capfd):
+    assert main(["paper", *options]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_the_command_simulates(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    cases = [case for case in paper_cases(["internlm2-1.8b"]) if case.level == "gpu"][:1]
+    monkeypatch.setattr("heterollm.simulate.paper.paper_cases", lambda *_: tuple(cases))
+    out = tmp_path / "simulated_one.jsonl"
+    assert main(["paper", "--jobs", "1", "--out", str(out), "--json"]) == 0
+    assert len(read_simulated(out)) == 1
+    assert json.loads(capfd.readouterr().out)["rows"][0]["prefill_tokens_per_second"] > 0

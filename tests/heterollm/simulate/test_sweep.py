@@ -1,0 +1,288 @@
+"""Sweeps over simulations: a grid, alike however it is run, labelled, and never read as measured."""
+
+import csv
+import io
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import joblib
+import pytest
+
+from heterollm.base import InputError, OptionError
+from heterollm.benchmarks import BenchRow, read_rows
+from heterollm.benchmarks.comparison import compare_row_sets
+from heterollm.cli import main
+from heterollm.kernels.sim import GpuLoad
+from heterollm.report import append_simulated, read_simulated
+from heterollm.report.tables_sweep import sweep_table
+from heterollm.simulate import ROW_FIELDS, SimulatedRow, SimulationRequest, expand, run_sweep
+from heterollm.simulate.sweep import run_case
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("sweep")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def grid(tiny):
+    """Three levels at two lengths, one of them odd, and a model that is not there."""
+    base = SimulationRequest(tiny, decode=1)
+    good = expand(base, prompts=[32, 45], levels=["gpu", "layer", "tensor"], policies=["padding", "online"])
+    return (*good, replace(base, model="no-such-model"))
+
+
+@pytest.fixture(scope="module")
+def rows(grid):
+    return run_sweep(grid, jobs=1)
+
+
+def test_an_interrupted_sweep_keeps_the_rows_that_it_has(grid, rows, tmp_path):
+    path, done = tmp_path / "simulated.jsonl", []
+
+    def keep(row):
+        append_simulated(path, [row])
+        done.append(row)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(grid, jobs=1, keep=keep)
+    assert read_simulated(path) == rows[:2]
+
+
+def test_a_grid_has_each_case_once(tiny):
+    base = SimulationRequest(tiny, decode=1)
+    found = expand(
+        base,
+        prompts=[32, 64, 32],
+        levels=["gpu", "layer", "tensor"],
+        policies=["padding", "online"],
+        syncs=["predict", "finish"],
+        loads=[None, GpuLoad(60.0, 2000.0)],
+    )
+    # gpu waits for nobody, and only layer pads: 1, 4 and 2 ways, at two lengths, with and without a game.
+    assert len(found) == 2 * 2 * (1 + 4 + 2)
+    assert len({repr(one) for one in found}) == len(found)
+    assert [one.prompt for one in found] == sorted(one.prompt for one in found)
+    # With one value there is nothing to choose from, and it is kept.
+    assert expand(base, levels=["tensor"], policies=["online"])[0].length_policy == "online"
+    with pytest.raises(OptionError, match="more than"):
+        expand(base, prompts=range(1, 1000), decodes=range(1000))
+    with pytest.raises(OptionError, match="form"):
+        replace(base, left_out=("no-such-form",))
+    with pytest.raises(OptionError, match="plan level"):
+        expand(base, levels=["gpu", "none"])
+
+
+def test_requests_and_rows_can_be_sent_to_other_processes(grid, rows):
+    assert pickle.loads(pickle.dumps(grid)) == grid
+    assert pickle.loads(pickle.dumps(rows)) == rows
+
+
+def test_every_row_is_labelled_and_a_failure_says_why(grid, rows):
+    assert [(row.model, row.prompt_tokens, row.plan_level) for row in rows] == [
+        (one.model, one.prompt, one.level) for one in grid
+    ]
+    for row in rows[:-1]:
+        data = json.loads(json.dumps(row.to_dict()))
+        assert (data["simulated"], data["time"], data["error"]) == (True, "simulated", None)
+        assert data["prefill_tokens_per_second"] > 0
+        assert set(data["cuts"]["prefill"]) in (
+            {"qkv", "o", "gate_up", "down", "head"},
+            {"qkv", "o", "ffn", "head"},
+        )
+        assert SimulatedRow.from_dict(data) == row
+    assert "no-such-model" in rows[-1].error
+    assert rows[-1].ttft_ms is None
+    online = {row.plan_level: row for row in rows[:-1] if row.length_policy == "online"}
+    assert online["layer"].prompt_tokens == 45
+    assert online["layer"].cuts["prefill"]["qkv"] == "N"
+    padded = next(row for row in rows if row.length_policy == "padding" and row.prompt_tokens == 45)
+    assert padded.plan_level == "gpu"
+    assert rows[0].cuts["decode"]["head"] == "G"
+
+
+def test_serial_and_parallel_agree_in_order(grid, rows):
+    some = [grid[0], grid[3], grid[-1], grid[1]]
+    expected = [rows[0], rows[3], rows[-1], rows[1]]
+    seen = []
+    assert run_sweep(some, jobs=2, progress=lambda *step: seen.append(step)) == expected
+    assert ("simulating", 4, 4) in seen
+    # Whatever backend the context names does the work, without new code; this one cannot report back.
+    with joblib.parallel_config(backend="multiprocessing", n_jobs=1):
+        assert run_sweep(some[:1]) == expected[:1]
+    with joblib.parallel_config(backend="threading", n_jobs=2):
+        assert run_sweep(some) == expected
+
+
+def test_a_bug_in_one_case_is_a_row(grid, monkeypatch):
+    def broken(_request):
+        raise ZeroDivisionError("by hand")
+
+    monkeypatch.setattr("heterollm.simulate.sweep.simulate", broken)
+    assert run_case(grid[0]).error == "Unexpected ZeroDivisionError: by hand. This is a bug."
+
+
+def test_what_a_sweep_cannot_do(grid):
+    for jobs in (0, -1, 1.5, True):
+        with pytest.raises(OptionError, match="processes"):
+            run_sweep(grid, jobs=jobs)
+    with pytest.raises(OptionError, match="timeline"):
+        run_sweep([replace(grid[0], trace=True)])
+    assert run_sweep([]) == []
+
+
+def test_files_carry_the_label_and_are_read_strictly(rows, tmp_path):
+    path = tmp_path / "simulated_rows.jsonl"
+    append_simulated(path, rows[:2])
+    append_simulated(path, rows[2:])
+    assert read_simulated(path) == rows
+    with pytest.raises(OptionError, match="simulated"):
+        append_simulated(tmp_path / "rows.jsonl", rows)
+    good = rows[0].to_dict()
+    for name, value in (
+        ("simulated", False),
+        ("simulated", None),
+        ("ttft_ms", "fast"),
+        ("ttft_ms", -1.0),
+        ("prefill_ms", float("nan")),
+        ("cuts", []),
+        ("prefill", 3),
+        ("left_out", "k_chunked"),
+    ):
+        with pytest.raises(InputError):
+            SimulatedRow.from_dict({**good, name: value})
+    for data in (None, [], {"simulated": True}, "row"):
+        with pytest.raises(InputError):
+            SimulatedRow.from_dict(data)
+
+
+def test_simulated_rows_are_never_read_as_measured(rows, tmp_path, make_bench_row):
+    path, measured = tmp_path / "simulated_rows.jsonl", tmp_path / "measured.jsonl"
+    append_simulated(path, rows)
+    with pytest.raises(InputError, match="simulations"):
+        read_rows(path)
+    measured.write_text(json.dumps(make_bench_row("real").to_dict()) + "\n")
+    with pytest.raises(InputError, match="simulate"):
+        read_simulated(measured)
+    script = [sys.executable, str(BENCH / "compare.py")]
+    for files in ((measured, path), (path, measured), (path, path)):
+        done = subprocess.run([*script, *map(str, files)], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "simulations" in done.stderr
+    # Nor are rows of a bench on a simulated device compared with those of a real one.
+    real, modelled, emulated = (make_bench_row(kind) for kind in ("real", "simulated", "emulated"))
+    for pair in (([real], [modelled]), ([modelled], [real]), ([real, modelled], []), ([emulated], [real])):
+        with pytest.raises(InputError, match="different kinds"):
+            compare_row_sets(*pair)
+    assert compare_row_sets([modelled], [modelled]).compared
+
+
+@pytest.fixture(scope="module")
+def make_bench_row():
+    def make(kind):
+        path = BENCH / "results" / "ablation.jsonl"
+        row = next(row for row in read_rows(path) if row.usable)
+        return BenchRow.from_dict({**row.to_dict(), "time_kind": kind})
+
+    return make
+
+
+def test_the_command_takes_lists(tiny, capfd, tmp_path):
+    given = ["simulate", "--model", tiny, "--prompt", "32,45", "--decode", "1", "--plan-level", "gpu,layer"]
+    out = tmp_path / "simulated.jsonl"
+    assert main([*given, "--jobs", "1", "--out", str(out)]) == 0
+    shown = capfd.readouterr().out
+    assert "Simulated, nothing here was measured" in shown
+    kept = read_simulated(out)
+    assert [(row.prompt_tokens, row.plan_level) for row in kept] == [
+        (32, "gpu"),
+        (32, "layer"),
+        (45, "gpu"),
+        (45, "layer"),
+    ]
+    one = [*given[:4], "32", *given[5:-1], "gpu"]
+    for form, read in (
+        ("jsonl", lambda text: [json.loads(line) for line in text.splitlines()]),
+        ("csv", lambda text: list(csv.DictReader(io.StringIO(text)))),
+    ):
+        assert main([*given, "--jobs", "1", "-o", form]) == 0
+        found = read(capfd.readouterr().out)
+        assert len(found) == 4
+        assert all(str(line["simulated"]) == "True" for line in found)
+        assert tuple(found[0]) == ROW_FIELDS
+    # A single case prints what it always printed.
+    assert main([*one, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["plan_level"] == "gpu"
+
+
+def test_a_failed_case_is_a_row_and_the_command_fails(tiny, capfd):
+    given = ["simulate", "--model", f"{tiny},no-such-model", "--prompt", "32", "--decode", "0"]
+    assert main([*given, "--plan-level", "gpu", "--jobs", "1", "-o", "md"]) == 1
+    captured = capfd.readouterr()
+    assert "| tiny | " in captured.out
+    assert "1 failed: There is no folder 'no-such-model'." in captured.out
+    assert "1 of 2 cases failed" in captured.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--prompt", "32,x"],
+        ["--plan-level", "gpu,none"],
+        ["--sync", ","],
+        ["--jobs", "0"],
+        ["-o", "xml"],
+        ["--gpu-load", "60fps:5ms,60fps"],
+        ["--timeline", "simulated.json"],
+    ],
+)
+def test_bad_sweeps_give_one_error(options, tiny, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["simulate", "--model", tiny, "--prompt", "32,64", "--plan-level", "gpu", "--json", *options]
+    assert main(given) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_columns_in_which_all_are_alike_stand_in_the_title(rows):
+    table = sweep_table(rows[:-1])
+    assert "sync predict" in table.title
+    assert not {"sync", "soc", "game"} & set(table.columns)
+    assert ">prompt" in table.columns
+    assert "| --- |" in table.to_markdown()

@@ -1,0 +1,405 @@
+"""The token loop over scripted logits, and over the bundled model's tokenizer."""
+
+import json
+import threading
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heterollm.data.tiny_python_lm as tiny
+from heterollm.base import EngineError, InputError, OptionError
+from heterollm.text import Generation, GenerationOptions, GenerationStep, SamplingOptions, Tokenizer
+from heterollm.text.generation import StopStrings
+
+VOCAB = 2048
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(Path(tiny.__file__).parent)
+
+
+class Script:
+    """Logits that make greedy sampling say a fixed list of tokens, then end tokens for ever."""
+
+    def __init__(self, tokens, context=256, position=0):
+        self.tokens = list(tokens)
+        self.context = context
+        self.position = position
+        self.prefilled = []
+        self.decoded = []
+        # one array for all calls, so that a loop that reads old logits gets wrong ones
+        self._logits = np.zeros(VOCAB, np.float32)
+
+    def prefill(self, ids, /):
+        self.prefilled.append(list(ids))
+        self.position += len(ids)
+        return self._next()
+
+    def decode(self, token_id, /):
+        assert type(token_id) is int
+        self.decoded.append(token_id)
+        self.position += 1
+        assert self.position <= self.context
+        return self._next()
+
+    def _next(self):
+        step = len(self.decoded)
+        self._logits[:] = 0
+        self._logits[self.tokens[step] if step < len(self.tokens) else EOS] = 5
+        return self._logits
+
+
+def run(source, tokenizer, prompt=(5, 6, 7), reused=0, cancel=None, **options):
+    generation = Generation(
+        source, tokenizer, prompt, GenerationOptions(**options), reused=reused, cancel=cancel
+    )
+    steps = list(generation)
+    result = generation.result
+    assert "".join(step.text for step in steps) == result.text
+    assert tuple(step.token_id for step in steps) == result.token_ids
+    assert result.generated_tokens == len(steps)
+    return result, steps
+
+
+def test_an_answer_ends_at_the_end_token(tokenizer):
+    ids = tokenizer.encode("def f(x):\n    return x", add_bos=False)
+    source = Script(ids)
+    result, steps = run(source, tokenizer)
+    assert result.text == "def f(x):\n    return x"
+    assert result.stop_reason == "eos"
+    assert result.token_ids == (*ids, EOS)
+    assert result.prompt_tokens == 3
+    assert source.prefilled == [[5, 6, 7]]
+    assert source.decoded == ids
+    assert all(step.log_probability is None for step in steps)
+    assert result.log_probabilities is None
+
+
+def test_every_end_id_stops_and_ignoring_goes_on(tokenizer):
+    class TwoEnds:
+        eos_ids = frozenset({EOS, 9})
+        stream_decoder = tokenizer.stream_decoder
+
+    assert run(Script([50, 9, 51]), TwoEnds())[0].token_ids == (50, 9)
+    assert run(Script([50, EOS, 51]), TwoEnds())[0].token_ids == (50, EOS)
+    result, _ = run(Script([50, 9, EOS, 51]), TwoEnds(), ignore_eos=True, max_new_tokens=4)
+    assert result.token_ids == (50, 9, EOS, 51)
+    assert result.stop_reason == "length"
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5])
+def test_the_length_limit(tokenizer, limit):
+    ids = tokenizer.encode("import os, sys, re", add_bos=False)
+    source = Script(ids)
+    result, _ = run(source, tokenizer, max_new_tokens=limit)
+    assert result.token_ids == tuple(ids[:limit])
+    assert result.text == tokenizer.decode(ids[:limit])
+    assert result.stop_reason == "length"
+    # the last token is not fed back: nobody needs the logits after it
+    assert source.decoded == ids[: max(0, limit - 1)]
+    assert source.prefilled == ([[5, 6, 7]] if limit else [])
+
+
+def test_prompt_and_answer_fill_at_most_the_context(tokenizer):
+    result, _ = run(Script([50] * 99, context=10), tokenizer)
+    assert (result.generated_tokens, result.stop_reason) == (7, "context")
+    result, _ = run(Script([50] * 99, context=10), tokenizer, max_new_tokens=50)
+    assert (result.generated_tokens, result.stop_reason) == (7, "context")
+    result, _ = run(Script([50] * 99, context=10), tokenizer, max_new_tokens=7)
+    assert (result.generated_tokens, result.stop_reason) == (7, "length")
+    source = Script([50], context=3)
+    result, _ = run(source, tokenizer)
+    assert (result.generated_tokens, result.stop_reason) == (0, "context")
+    assert source.prefilled == []
+
+
+def test_bad_prompts_are_refused_with_numbers(tokenizer):
+    options = GenerationOptions()
+    for prompt, held, reused, pattern in [
+        ([], 0, 0, "no tokens"),
+        ([1] * 11, 0, 0, "11 tokens.* 10"),
+        ([1, -1], 0, 0, "not a token id"),
+        ([1, 2.5], 0, 0, "not a token id"),
+        ([1, 1 << 40], 0, 0, "not a token id"),
+        (["a"], 0, 0, "not a token id"),
+        ([1, 2, 3], 2, 0, "holds 2 tokens, of which 0"),
+        ([1, 2, 3], 3, 3, "holds 3 tokens, of which 3"),
+        ([1, 2, 3], -1, -1, "of which -1"),
+    ]:
+        source = Script([50], context=10, position=held)
+        with pytest.raises(InputError, match=pattern):
+            Generation(source, tokenizer, prompt, options, reused=reused)
+        assert source.prefilled == []
+
+
+def test_a_held_beginning_is_not_prefilled_again(tokenizer):
+    source = Script([50, 51], position=4)
+    result, _ = run(source, tokenizer, prompt=[5, 6, 7, 8, 9, 10], reused=4)
+    assert source.prefilled == [[9, 10]]
+    assert result.prompt_tokens == 6
+    assert source.position == 6 + 2
+
+
+def test_the_penalty_sees_prompt_and_answer(tokenizer):
+    class Same(Script):
+        def _next(self):
+            self._logits[:] = -1
+            self._logits[[60, 61, 62, 63]] = [4.0, 3.9, 3.8, 3.7]
+            return self._logits
+
+    sampling = SamplingOptions(repetition_penalty=1.5)
+    result, _ = run(Same([]), tokenizer, prompt=[5, 61], max_new_tokens=3, sampling=sampling)
+    assert result.token_ids == (60, 62, 63)
+    result, _ = run(
+        Same([], position=1), tokenizer, prompt=[61, 5], reused=1, max_new_tokens=3, sampling=sampling
+    )
+    assert result.token_ids == (60, 62, 63)
+
+
+def test_log_probabilities(tokenizer):
+    result, steps = run(Script([50, 51]), tokenizer, log_probabilities=True)
+    exact = 5 - np.log(np.exp(5.0) + VOCAB - 1)
+    assert result.log_probabilities == pytest.approx([exact] * 3, rel=1e-12)
+    assert [step.log_probability for step in steps] == list(result.log_probabilities)
+
+
+def test_times_and_their_json_form(tokenizer, monkeypatch):
+    class Slow(Script):
+        clock = 0.0
+
+        def prefill(self, ids, /):
+            Slow.clock += 2.0
+            return super().prefill(ids)
+
+        def decode(self, token_id, /):
+            Slow.clock += 0.25
+            return super().decode(token_id)
+
+    monkeypatch.setattr("heterollm.text.generation.time.perf_counter", lambda: Slow.clock)
+    generation = Generation(
+        Slow([50, 51, 52, 53]), tokenizer, [1, 2, 3, 4], GenerationOptions(max_new_tokens=4)
+    )
+    for _ in generation:
+        Slow.clock += 100.0  # what the caller does between tokens is not the model's time
+    result = generation.result
+    assert result.ttft_s == 2.0
+    assert result.prefill_tokens_per_s == 2.0
+    assert result.decode_tokens_per_s == 4.0
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["stop_reason"] == "length"
+    assert data["token_ids"] == [50, 51, 52, 53]
+    assert data["decode_tokens_per_s"] == 4.0
+    nothing, _ = run(Script([50]), tokenizer, max_new_tokens=0)
+    assert (nothing.ttft_s, nothing.prefill_tokens_per_s, nothing.decode_tokens_per_s) == (None, None, None)
+    one, _ = run(Slow([50]), tokenizer, max_new_tokens=1)
+    assert one.ttft_s == 2.0
+    assert one.decode_tokens_per_s is None
+
+
+def test_cancel_before_and_between_tokens(tokenizer):
+    cancel = threading.Event()
+    generation = Generation(source := Script([50] * 50), tokenizer, [5], GenerationOptions(), cancel=cancel)
+    for count, _ in enumerate(generation, 1):
+        if count == 3:
+            cancel.set()
+    assert generation.result.stop_reason == "cancelled"
+    assert generation.result.token_ids == (50, 50, 50)
+    assert source.decoded == [50, 50]
+    source = Script([50])
+    result, _ = run(source, tokenizer, cancel=cancel)
+    assert (result.stop_reason, result.text, source.prefilled) == ("cancelled", "", [])
+
+
+def test_a_caller_that_leaves_early_closes(tokenizer):
+    with Generation(Script([50] * 50), tokenizer, [5], GenerationOptions()) as generation:
+        assert isinstance(next(generation), GenerationStep)
+        with pytest.raises(EngineError, match="not finished"):
+            _ = generation.result
+    assert generation.result.stop_reason == "cancelled"
+    assert generation.result.generated_tokens == 1
+    assert list(generation) == []
+    done = Generation(Script([50]), tokenizer, [5], GenerationOptions())
+    assert done.run().stop_reason == "eos"
+    done.close()
+    assert done.run().stop_reason == "eos"
+
+
+def test_an_error_of_the_source_ends_the_answer(tokenizer):
+    class Broken(Script):
+        def decode(self, token_id, /):
+            if len(self.decoded) == 2:
+                raise EngineError("the GPU is gone")
+            return super().decode(token_id)
+
+    generation = Generation(Broken([50] * 9), tokenizer, [5], GenerationOptions())
+    with pytest.raises(EngineError, match="the GPU is gone"):
+        list(generation)
+    assert list(generation) == []
+    with pytest.raises(EngineError, match="not finished"):
+        _ = generation.result
+
+
+def test_unsound_logits_end_the_answer(tokenizer):
+    class Unsound(Script):
+        def _next(self):
+            super()._next()[7] = np.nan
+            return self._logits
+
+    with pytest.raises(EngineError, match="NaN"):
+        Generation(Unsound([50]), tokenizer, [5], GenerationOptions()).run()
+
+
+# Stop strings
+
+
+def test_a_stop_string_over_several_tokens_is_cut_and_never_shown(tokenizer):
+    ids = tokenizer.encode("x = 1\n\nclass Foo:\n    pass", add_bos=False)
+    stop = "\n\nclass F"
+    result, steps = run(Script(ids), tokenizer, stop=(stop,))
+    assert result.text == "x = 1"
+    assert result.stop_reason == "stop"
+    assert tokenizer.decode(result.token_ids).startswith("x = 1\n\nclass F")
+    seen = ""
+    for step in steps:
+        seen += step.text
+        assert "x = 1".startswith(seen)
+
+
+def test_text_that_only_looked_like_a_stop_string_comes_later(tokenizer):
+    text = "x = 1\n\nclaim"
+    ids = tokenizer.encode(text, add_bos=False)
+    for limit in (None, len(ids)):
+        result, _ = run(Script(ids), tokenizer, stop=("\n\nclass",), max_new_tokens=limit)
+        assert result.text == text
+    # held back when the end comes
+    ids = tokenizer.encode("x = 1\n\ncla", add_bos=False)
+    assert run(Script(ids), tokenizer, stop=("\n\nclass",))[0].text == "x = 1\n\ncla"
+    result, _ = run(Script(ids), tokenizer, stop=("\n\nclass",), max_new_tokens=len(ids))
+    assert (result.text, result.stop_reason) == ("x = 1\n\ncla", "length")
+
+
+def test_a_stop_string_in_the_middle_of_a_token(tokenizer):
+    ids = tokenizer.encode("import os", add_bos=False)
+    assert run(Script(ids), tokenizer, stop=("por",))[0].text == "im"
+
+
+@pytest.mark.parametrize("text", ["x = '😀'", "日本", "a\u00e9"])
+def test_unfinished_characters_come_out_at_the_end(tokenizer, text):
+    ids = tokenizer.encode(text, add_bos=False)
+    for limit in range(1, len(ids) + 1):
+        result, steps = run(Script(ids), tokenizer, max_new_tokens=limit)
+        assert result.text == tokenizer.decode(ids[:limit])
+        for step in steps[:-1]:
+            assert "\ufffd" not in step.text
+    # the flushed text may itself complete a stop string
+    cut = next(limit for limit in range(1, len(ids)) if tokenizer.decode(ids[:limit]).endswith("\ufffd"))
+    result, _ = run(Script(ids), tokenizer, max_new_tokens=cut, stop=("\ufffd",))
+    assert result.stop_reason == "stop"
+    assert "\ufffd" not in result.text
+
+
+def naive(text, stops):
+    """The stop string that completes first, by trying every beginning of the text."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@given(
+    st.lists(st.text("ab\n", max_size=4), max_size=12),
+    st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3),
+)
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_however_the_text_is_divided(pieces, stops):
+    wanted = naive("".join(pieces), stops)[0]
+    finder = StopStrings(stops)
+    seen = ""
+    for index, piece in enumerate(pieces):
+        text, hit = finder.push(piece)
+        seen += text
+        assert wanted.startswith(seen)
+        assert hit == naive("".join(pieces[: index + 1]), stops)[1]
+        if hit:
+            break
+        # no more is held than could begin a stop string
+        held = "".join(pieces[: index + 1])[len(seen) :]
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+    seen += finder.finish()
+    assert seen == wanted
+    assert finder.finish() == ""
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_tokens_give_the_decoded_text(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(1, VOCAB - 1), max_size=40))
+    stop = tuple(data.draw(st.lists(st.sampled_from(["\n", "self", "\ufffd\ufffd", " (", "e"]), max_size=2)))
+    result, _ = run(Script(ids), tokenizer, stop=stop)
+    wanted, stopped = naive(tokenizer.decode(ids), stop)
+    assert result.text == wanted
+    assert result.stop_reason == ("stop" if stopped else "eos")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_new_tokens": -1},
+        {"max_new_tokens": 1.0},
+        {"max_new_tokens": True},
+        {"stop": ("",)},
+        {"stop": "abc"},
+        {"stop": ["abc"]},
+        {"stop": (1,)},
+    ],
+    ids=str,
+)
+def test_illegal_options_are_named_with_their_value(values):
+    ((name, value),) = values.items()
+    with pytest.raises(OptionError, match=name) as caught:
+        GenerationOptions(**values)
+    assert repr(value) in str(caught.value)
+
+
+def test_a_seed_gives_the_same_answer(tokenizer):
+    class Flat(Script):
+        def _next(self):
+            self._logits[:] = np.sin(np.arange(VOCAB) * (1 + len(self.decoded)))
+            return self._logits
+
+    def answer(seed):
+        sampling = SamplingOptions(temperature=1.0, top_p=0.9, seed=seed)
+        return run(Flat([]), tokenizer, max_new_tokens=20, sampling=sampling, ignore_eos=True)[0]
+
+    assert answer(1).token_ids == answer(1).token_ids
+    assert answer(1).token_ids != answer(2).token_ids
+
+
+def test_the_loop_does_not_grow_with_the_vocabulary_or_the_answer(tokenizer):
+    source = Script([50] * 4000, context=5000)
+    generation = Generation(
+        source, tokenizer, [5], GenerationOptions(max_new_tokens=3000, log_probabilities=True, stop=("zzz",))
+    )
+    for _ in range(100):
+        next(generation)
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            next(generation)
+        base_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        for _ in range(1000):
+            next(generation)
+        now_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # a reference per text piece, and the numbers that the script itself collects
+    assert now_bytes - base_bytes < 100_000
+    assert peak_bytes - base_bytes < 120_000

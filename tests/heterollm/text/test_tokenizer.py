@@ -1,0 +1,520 @@
+"""Tokenizers of the families that heterollm runs, built here, and the bundled one."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import heterollm.data.tiny_python_lm as tiny
+from heterollm.base import CheckpointError, InputError
+from heterollm.text import Tokenizer
+
+TINY = Path(tiny.__file__).parent
+TEXT = "Hello, wörld! 😀👩‍👩‍👧 日本語のテキスト, как дела? def f(x):\n\treturn  x  # spaces "
+LLAMA3_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|head|>{{ message.role }}\n"
+    "{% if message.role == 'robot' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ message.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant\n{% endif %}"
+)
+
+
+def save(folder, backend, tokenizer_config, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def byte_level(special=("<|begin|>", "<|head|>", "<|end|>")):
+    """A byte-level BPE as of Llama 3 and Qwen 2; emoji and Chinese are spread over several tokens."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([TEXT], trainer)
+    # not special, and not in the byte alphabet
+    backend.add_tokens([AddedToken("日本語", special=False), AddedToken("\ufffd", special=False)])
+    return backend
+
+
+def sentencepiece(style):
+    """A Llama 2-like BPE with byte fallback, in the form of published files or of transformers 5."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for value in range(256):
+        vocab[f"<0x{value:02X}>"] = len(vocab)
+    for character in "▁abcdefghilmnoprstuwxyHé,.!\n日":
+        vocab[character] = len(vocab)
+    merges = [("l", "l"), ("▁", "a"), ("▁", "H"), ("▁H", "e"), ("ll", "o"), ("▁", "w"), ("▁", "▁")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    if style == "published":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def adding(backend, single):
+    """Add a post-processor that writes special tokens around a text."""
+    names = [part for part in single.split() if part != "$A"]
+    special = [(name, backend.token_to_id(name)) for name in names]
+    template = processors.TemplateProcessing(single=single, special_tokens=special)
+    if isinstance(backend.decoder, decoders.ByteLevel):
+        backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    else:
+        backend.post_processor = template
+    return backend
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    llama3 = adding(byte_level(), "<|begin|> $A")
+    qwen_config = {"bos_token": None, "eos_token": "<|end|>", "add_bos_token": False}
+    llama2 = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+    }
+    llama3_config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": LLAMA3_TEMPLATE}
+    return {
+        "bundled": TINY,
+        "llama3": save(root / "llama3", llama3, llama3_config, generation_config={"eos_token_id": [2, 1]}),
+        "qwen2": save(root / "qwen2", byte_level(), qwen_config, config={"eos_token_id": 1}),
+        "llama2": save(root / "llama2", adding(sentencepiece("published"), "<s> $A"), llama2),
+        # tokenizer.json outweighs the flag, as in transformers 5
+        "llama2-flag": save(root / "flag", sentencepiece("published"), {**llama2, "add_bos_token": True}),
+        "metaspace": save(root / "meta", adding(sentencepiece("new"), "<s> $A </s>"), llama2),
+    }
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    return {name: Tokenizer.from_folder(folder) for name, folder in folders.items()}
+
+
+NAMES = ["bundled", "llama3", "qwen2", "llama2", "llama2-flag", "metaspace"]
+BOS = {"bundled": [], "llama3": [0], "qwen2": [], "llama2": [1], "llama2-flag": [], "metaspace": [1]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encode_begins_as_the_checkpoint_says_and_never_twice(loaded, name):
+    tokenizer = loaded[name]
+    bare = tokenizer.encode("Hello all", add_bos=False)
+    assert tokenizer.encode("Hello all") == BOS[name] + bare
+    assert tokenizer.encode("") == BOS[name] + tokenizer.encode("", add_bos=False)
+    assert not set(bare) & {0, 1, 2}
+    bos = {"llama3": "<|begin|>", "llama2": "<s>", "metaspace": "<s>"}.get(name, "")
+    written = tokenizer.encode(bos + "Hello all")
+    assert written.count(0) + written.count(1) == len(BOS[name])
+    assert written[: len(BOS[name])] == BOS[name]
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_ids_are_those_of_transformers(loaded, folders, name):
+    import transformers
+
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folders[name]), config=transformers.LlamaConfig())
+    if name in ("llama2", "llama2-flag"):
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folders[name]))
+    for text in (TEXT, "Hello all", " leading", "x\n\ny  z ", ""):
+        assert loaded[name].encode(text) == theirs.encode(text)
+        ids = theirs.encode(text)
+        assert loaded[name].decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", [TEXT, "Hello all", "a", "日本", "\n\n", "👩‍👩‍👧", "x " * 50])
+def test_text_comes_back(loaded, name, text):
+    tokenizer = loaded[name]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push(index) for index in tokenizer.encode(text)]
+    assert "".join(pieces) + decoder.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_streamed_pieces_join_to_the_decoded_text(loaded, name, data):
+    tokenizer = loaded[name]
+    size = tokenizer.vocab_size
+    # Low ids are special tokens and bytes: weight them, and go past the vocabulary.
+    some = st.integers(0, size - 1) | st.integers(0, min(size, 260)) | st.integers(size, size + 5)
+    ids = data.draw(st.lists(some, max_size=60))
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push(index) for index in ids]
+    assert "".join(pieces) + decoder.finish() == tokenizer.decode(ids)
+    assert decoder.finish() == ""
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama2"])
+@given(data=st.binary(max_size=80))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_stream_as_they_decode(loaded, name, data):
+    tokenizer = loaded[name]
+    if name == "llama2":
+        ids = [3 + value for value in data]
+    else:
+        alphabet = _byte_names()
+        ids = [tokenizer._backend.token_to_id(alphabet[value]) for value in data]
+    decoder = tokenizer.stream_decoder()
+    text = "".join([decoder.push(index) for index in ids]) + decoder.finish()
+    assert text == tokenizer.decode(ids)
+    if name == "llama3":
+        assert text == data.decode("utf-8", errors="replace")
+
+
+def _byte_names():
+    """The characters by which byte-level vocabularies write bytes, by byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    names = {value: chr(value) for value in printable}
+    for value in range(256):
+        if value not in names:
+            names[value] = chr(256 + len(names) - len(printable))
+    return names
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama2"])
+def test_a_character_is_never_split(loaded, name):
+    tokenizer = loaded[name]
+    ids = tokenizer.encode("é😀日x", add_bos=False)
+    decoder = tokenizer.stream_decoder()
+    seen = ""
+    for index in ids:
+        seen += decoder.push(index)
+        assert "é😀日x".startswith(seen)
+    assert seen == "é😀日x"
+    cut = tokenizer.stream_decoder()
+    # "\x93" ends no character here; unfinished bytes come out at the end and nowhere else
+    bytes_of_emoji = [index for index in tokenizer.encode("😁", add_bos=False) if tokenizer.decode([index])][
+        :-1
+    ]
+    assert "".join(cut.push(index) for index in bytes_of_emoji).strip() == ""
+    assert "\ufffd" in cut.finish()
+
+
+def test_readable_text_does_not_wait_for_unreadable_bytes(loaded):
+    tokenizer = loaded["llama3"]
+    names = _byte_names()
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push(tokenizer._backend.token_to_id(names[value])) for value in b"a\x80\x80b\xf0\x9f"]
+    assert pieces == ["a", "", "\ufffd", "\ufffdb", "", ""]
+    assert decoder.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("junk", range(40))
+def test_a_character_after_much_unreadable_text_is_whole(loaded, junk):
+    tokenizer = loaded["llama3"]
+    names = _byte_names()
+    data = b"\x80" * junk + "😀日é".encode()
+    decoder = tokenizer.stream_decoder()
+    text = "".join([decoder.push(tokenizer._backend.token_to_id(names[value])) for value in data])
+    assert text + decoder.finish() == "\ufffd" * junk + "😀日é"
+
+
+def test_the_cost_of_a_token_does_not_grow(loaded):
+    """Counted in tokens that the backend decodes, and in tokens that are held."""
+
+    class Counting:
+        def __init__(self, backend):
+            self.backend, self.decoded = backend, 0
+
+        def id_to_token(self, index):
+            return self.backend.id_to_token(index)
+
+        def decode(self, ids, **options):
+            self.decoded += len(ids)
+            return self.backend.decode(ids, **options)
+
+    def decoded(name, ids):
+        decoder = loaded[name].stream_decoder()
+        decoder._backend = backend = Counting(decoder._backend)
+        for index in ids:
+            decoder.push(index)
+        return backend.decoded, len(decoder._ids)
+
+    for name, index in (
+        ("bundled", 300),
+        ("llama3", loaded["llama3"]._backend.token_to_id("Ģ")),
+        ("llama2", 131),
+    ):
+        (short, _), (long, held) = decoded(name, [index] * 400), decoded(name, [index] * 4000)
+        if index in loaded[name]._byte_fallback_ids():
+            # A run of bytes is settled by the token after it, and not looked at before.
+            assert (short, long, held) == (0, 0, 4000)
+        else:
+            assert held < 20
+            # ten times the tokens; growing cost would make it a hundred times as many
+            assert 0 < long < 20 * short
+
+
+def test_a_leading_space_is_kept_as_the_whole_text_has_it(loaded):
+    tokenizer = loaded["llama2"]
+    ids = tokenizer.encode("Hello all", add_bos=False)
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push(index) for index in ids]
+    assert pieces[0] == "He"
+    assert " a" in pieces
+    assert "".join(pieces) == "Hello all"
+
+
+def test_end_ids_come_from_every_file(loaded):
+    assert loaded["bundled"].eos_ids == {0}
+    assert loaded["llama3"].eos_ids == {1, 2}
+    assert loaded["qwen2"].eos_ids == {1, 2}
+    assert loaded["llama2"].eos_ids == {2}
+
+
+def test_the_vocabulary_counts_added_tokens(loaded):
+    tokenizer = loaded["llama3"]
+    assert tokenizer.vocab_size == tokenizer._backend.get_vocab_size(True)
+    assert tokenizer.encode("日本語", add_bos=False) == [tokenizer.vocab_size - 2]
+    assert tokenizer.decode([tokenizer.vocab_size, 2**32 - 1]) == ""
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path, loaded):
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64, pad_id=2, pad_token="<|end|>")
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "t", backend, {"eos_token": "<|end|>"}))
+    assert tokenizer.encode("Hello, Hello, Hello") == loaded["qwen2"].encode("Hello, Hello, Hello")
+
+
+def test_the_template_of_the_checkpoint_is_used_without_a_second_beginning(loaded):
+    tokenizer = loaded["llama3"]
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": " Hi "}]
+    assert tokenizer.has_chat_template
+    assert tokenizer.chat_stop_strings == ()
+    ids = tokenizer.apply_chat_template(messages)
+    text = "<|begin|><|head|>system\nBe brief<|end|><|head|>user\nHi<|end|><|head|>assistant\n"
+    assert tokenizer._backend.decode(ids, skip_special_tokens=False) == text
+    assert ids.count(0) == 1
+    assert tokenizer.encode(text) == ids
+    assert (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+        == ids[: len(ids) - 1 - ids[::-1].index(1)]
+    )
+
+
+def test_a_template_file_is_used(tmp_path):
+    folder = save(tmp_path / "t", adding(byte_level(), "<|begin|> $A"), {"bos_token": "<|begin|>"})
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.has_chat_template
+    # as in transformers, a template that writes no beginning gets none
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "é"}])) == "[é]"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}])[0] != 0
+
+
+def test_several_named_templates_use_the_default(tmp_path):
+    templates = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}]
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "a", byte_level(), {"chat_template": templates}))
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == "plain"
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "b", byte_level(), {"chat_template": templates[:1]}))
+    with pytest.raises(CheckpointError, match="template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["bundled", "llama2"])
+def test_without_a_template_the_dialogue_is_plain(loaded, name):
+    tokenizer = loaded[name]
+    assert not tokenizer.has_chat_template
+    messages = [
+        {"role": "user", "content": "Hello\n"},
+        {"role": "assistant", "content": " all"},
+        {"role": "user", "content": "more"},
+    ]
+    ids = tokenizer.apply_chat_template(messages)
+    assert ids[: len(BOS[name])] == BOS[name]
+    assert tokenizer.decode(ids) == "User: Hello\n\nAssistant: all\n\nUser: more\n\nAssistant:"
+    closed = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert tokenizer.decode(closed) == "User: Hello\n\nAssistant: all\n\nUser: more\n\n"
+    assert "\n\nUser:" in tokenizer.chat_stop_strings
+
+
+def test_what_a_template_refuses_is_bad_input(loaded):
+    with pytest.raises(InputError, match="no such role"):
+        loaded["llama3"].apply_chat_template([{"role": "robot", "content": "x"}])
+    for tokenizer in loaded.values():
+        with pytest.raises(InputError, match="message"):
+            tokenizer.apply_chat_template([])
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ 1 + 'a' }}", "{{ messages[0].content.nothing.more }}"])
+def test_a_damaged_template_is_named(tmp_path, template):
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "t", byte_level(), {"chat_template": template}))
+    with pytest.raises((CheckpointError, InputError), match="template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_bad_text_and_bad_ids_are_bad_input(loaded):
+    with pytest.raises(InputError, match="Unicode"):
+        loaded["bundled"].encode("a\ud800b")
+    for ids in ([-1], [2**32], [1.5], ["a"]):
+        with pytest.raises(InputError, match="ids"):
+            loaded["bundled"].decode(ids)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Tokenizer.from_folder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b""),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "None"}}'),
+        ("tokenizer.json", b"\xff\xfe\x00"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff\xff"),
+        ("tokenizer_config.json", b'{"chat_template": 3}'),
+        ("special_tokens_map.json", b"nonsense"),
+        ("generation_config.json", b"{"),
+        ("generation_config.json", b'{"eos_token_id": "</s>"}'),
+        ("generation_config.json", b'{"eos_token_id": [1, -2]}'),
+        ("config.json", b'{"eos_token_id": 1.5}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, folders, name, content):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(folders["llama2"], folder)
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_folder(folder)
+    expected = "chat template" if b"chat_template" in content else name
+    assert expected in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_truncated_tokenizer_file_is_named(tmp_path, folders):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(folders["bundled"], folder, ignore=shutil.ignore_patterns("*.safetensors", "held_out*"))
+    whole = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(folder)
+
+
+def test_the_older_vocabulary_files_of_qwen_give_the_same_ids(tmp_path):
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([TEXT], trainer)
+    backend.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode("Hello") == backend.encode("Hello").ids
+
+
+def test_remote_code_is_not_run(tmp_path, folders):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(folders["llama3"], folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: pass\n")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert not (tmp_path / "ran").exists()
+    assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+
+
+def test_loading_leaves_the_logging_of_transformers_as_it_was(folders):
+    import transformers
+
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_info()
+    try:
+        Tokenizer.from_folder(folders["qwen2"])
+        assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.INFO
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_loading_leaves_the_environment_as_it_was(folders, monkeypatch, given):
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", given)
+    Tokenizer.from_folder(folders["qwen2"])
+    assert os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS") == given
+
+
+class TestFailuresOfTheLibrary:
+    @pytest.fixture
+    def panic(self):
+        """What the library's native code raises when it aborts: a BaseException."""
+        backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        encoding = backend.encode("a a a")
+        with pytest.raises(BaseException, match="stride") as caught:
+            encoding.truncate(1, stride=5)
+        assert not isinstance(caught.value, Exception)
+        return caught.value
+
+    @pytest.mark.parametrize("name", ["from_pretrained", "_added_prefix"])
+    def test_a_panic_while_loading_is_a_damaged_checkpoint(self, monkeypatch, panic, name):
+        import transformers
+
+        def fail(*_, **__):
+            raise panic
+
+        if name == "from_pretrained":
+            monkeypatch.setattr(transformers.PreTrainedTokenizerFast, name, fail)
+        else:
+            monkeypatch.setattr(Tokenizer, name, fail)
+        with pytest.raises(CheckpointError, match="stride"):
+            Tokenizer.from_folder(TINY)
+
+    def test_a_panic_while_encoding_or_decoding_is_a_damaged_checkpoint(self, monkeypatch, panic):
+        class Broken:
+            def __getattr__(self, name):
+                raise panic
+
+        tokenizer = Tokenizer.from_folder(TINY)
+        stream = tokenizer.stream_decoder()
+        monkeypatch.setattr(tokenizer, "_backend", Broken())
+        for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1])):
+            with pytest.raises(CheckpointError, match=r"tokenizer fails.*stride"):
+                call()
+        stream._backend = Broken()
+        with pytest.raises(CheckpointError, match=r"tokenizer fails.*stride"):
+            stream.finish()

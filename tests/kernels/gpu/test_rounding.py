@@ -1,0 +1,295 @@
+"""Kernels that round what they write give the bits of a launch of its own that rounds it afterwards."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from heterollm.base import KernelError
+from heterollm.kernels.formats import quantize
+from heterollm.kernels.gpu import (
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    GpuLayers,
+    GpuLinear,
+    MergedLaunch,
+    RoundedInputs,
+    Segments,
+    Variant,
+    code_bytes,
+    head_stride,
+    merge_launches,
+)
+from heterollm.kernels.gpu.rounding import rounding_launch
+
+STYLES = ["vector", "simt"]
+TOKENS = (1, 7, 33)
+BLOCKS = (32, 64, 128)
+GUARD = 0xA5
+HIDDEN = 384
+
+LAYERS: dict[tuple, GpuLayers] = {}
+
+
+def layers_for(runtime, style, dtype=np.float32):
+    key = (runtime, style, dtype)
+    if key not in LAYERS:
+        LAYERS[key] = GpuLayers(runtime, dtype, dtype, style=style)
+    return LAYERS[key]
+
+
+def upload(runtime, values):
+    slot = runtime.shared(values.shape, values.dtype)
+    slot.array[...] = values
+    return slot
+
+
+def random(rng, shape, dtype=np.float32):
+    """Rows of very unlike sizes, one block of zeros among them."""
+    values = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, (*shape[:-1], 1)))
+    values[-1, : shape[-1] // 2] = 0
+    return values.astype(dtype)
+
+
+def both_ways(runtime, make, tokens, columns, style, *, block, bits=4, dtype=np.float32):
+    """Run a producer twice, once rounding by itself; return the launches of the second time.
+
+    Args:
+        runtime: The device.
+        make: Given the output slot and where codes go (or None), returns the launches.
+        tokens: Rows of the output.
+        columns: Columns of the output.
+        style: Kernel family.
+        block: Inputs that share a scale.
+        bits: Bits of the weights that the codes are for.
+        dtype: Of the output.
+    """
+    sizes = code_bytes(tokens, columns, block)
+    used = tokens * columns, tokens * columns // block * 8
+    results = []
+    for fused in (False, True):
+        out = runtime.shared((tokens, columns), dtype)
+        out.array[...] = np.nan
+        slots = [runtime.shared((size,), np.uint8) for size in sizes]
+        for slot in slots:
+            slot.array[:] = GUARD
+        rounded = RoundedInputs(*slots, bits, block)
+        launches = make(out, rounded if fused else None)
+        for launch in launches:
+            launch()
+        if not fused:
+            rounding_launch(
+                runtime,
+                out,
+                rounded,
+                columns=columns,
+                tokens=tokens,
+                half=dtype == np.float16,
+                variant=Variant(style),
+            )()
+        runtime.finish()
+        for slot, size in zip(slots, used, strict=True):
+            assert np.all(slot.array[size:] == GUARD), "bytes behind the codes were written"
+        results.append([out.array.copy(), *(slot.array.copy() for slot in slots)])
+    apart, fused = results
+    assert np.isfinite(fused[0].astype(np.float32)).all()
+    assert np.any(fused[0])
+    for one, other in zip(apart, fused, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+    scales = fused[2][: used[1]].view(np.float32).reshape(tokens, -1, 2)[..., 0]
+    largest = np.abs(fused[0].astype(np.float32)).reshape(tokens, -1, block).max(axis=2)
+    np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+    return launches
+
+
+# Every case is a kernel to build: by default each number of tokens with one block.
+SOME = list(zip(TOKENS, BLOCKS, strict=True))
+EVERY = list(itertools.product(TOKENS, BLOCKS))
+# One of floats and two of halves, where both types are tried.
+SOME_OF_BOTH = (1, 2, 5)
+cases_of = pytest.mark.parametrize(
+    "cases", [pytest.param(SOME, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.slow)]
+)
+
+
+@cases_of
+@pytest.mark.parametrize("style", STYLES)
+def test_the_norm_rounds_its_output(runtime, style, cases):
+    rng = np.random.default_rng(1)
+    weight = runtime.upload(rng.standard_normal(HIDDEN).astype(np.float32))
+    for number, ((tokens, block), dtype) in enumerate(itertools.product(cases, (np.float32, np.float16))):
+        if cases is SOME and number not in SOME_OF_BOTH:
+            continue
+        residual = random(rng, (tokens, HIDDEN))
+        a, b = random(rng, (tokens, 200), dtype), random(rng, (tokens, HIDDEN - 200), dtype)
+        delta = Segments(upload(runtime, a), upload(runtime, b), (HIDDEN,), (200,))
+
+        def make(out, rounded, residual=residual, delta=delta, dtype=dtype, tokens=tokens):
+            stream = upload(runtime, residual)
+            options = {"hidden": HIDDEN, "tokens": tokens, "epsilon": 1e-5, "delta": delta}
+            layers = layers_for(runtime, style, dtype)
+            return [layers.rms_norm(stream, weight, out, **options, rounded=rounded)]
+
+        both_ways(runtime, make, tokens, HIDDEN, style, block=block, dtype=dtype)
+
+
+@cases_of
+@pytest.mark.parametrize("style", STYLES)
+def test_the_final_norm_rounds_the_head_rows(runtime, style, cases):
+    rng = np.random.default_rng(2)
+    weight = runtime.upload(rng.standard_normal(HIDDEN).astype(np.float32))
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[STEP_HEAD_ROW] = 3
+    for rows, block in cases:
+        residual = upload(runtime, random(rng, (rows + 3, HIDDEN)))
+        value = upload(runtime, random(rng, (rows + 3, HIDDEN)))
+        delta = Segments(value, value, (HIDDEN,), (0,))
+
+        def make(out, rounded, residual=residual, delta=delta, rows=rows):
+            options = {"hidden": HIDDEN, "rows": rows, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
+            return [layers_for(runtime, style).final_norm(residual, weight, out, step, **options)]
+
+        both_ways(runtime, make, rows, HIDDEN, style, block=block, bits=8)
+
+
+@cases_of
+@pytest.mark.parametrize("style", STYLES)
+def test_the_activation_rounds_its_output(runtime, style, cases):
+    rng = np.random.default_rng(3)
+    for (tokens, block), columns in itertools.product(cases, (HIDDEN, 2048 + 640)):
+        dtype = np.float16 if block == 64 else np.float32
+        half = columns // 2
+        a, b = (random(rng, (tokens, width), dtype) for width in (half + 8, 2 * columns - half - 8))
+        gate_up = Segments(upload(runtime, a), upload(runtime, b), (columns, columns), (half, 8))
+
+        def make(out, rounded, gate_up=gate_up, dtype=dtype, tokens=tokens, columns=columns):
+            options = {"tokens": tokens, "intermediate": columns, "rounded": rounded}
+            return [layers_for(runtime, style, dtype).gated_activation(gate_up, out, **options)]
+
+        both_ways(runtime, make, tokens, columns, style, block=block, dtype=dtype)
+
+
+# Query heads, key heads, elements of a head; and the blocks that cross what a work-group writes.
+ATTENTIONS = [
+    ((8, 2, 64), ()),
+    ((8, 8, 64), (128,)),
+    ((8, 2, 80), (128,)),
+]
+
+
+# A shape of each kind for either style: SIMT kernels are the slowest to compile for a CPU.
+@pytest.mark.parametrize(
+    ("style", "shape", "crossing", "cases"),
+    [
+        *(pytest.param("vector", *one, SOME, id=f"vector-{one[0]}-some") for one in ATTENTIONS),
+        pytest.param("simt", *ATTENTIONS[2], SOME, id=f"simt-{ATTENTIONS[2][0]}-some"),
+        *(
+            pytest.param(style, *one, EVERY, id=f"{style}-{one[0]}-every", marks=pytest.mark.slow)
+            for style, one in itertools.product(STYLES, ATTENTIONS)
+        ),
+    ],
+)
+def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
+    rng = np.random.default_rng(4)
+    heads, kv_heads, head_dim = shape
+    columns = heads * head_dim
+    for tokens, block in cases:
+        if columns % block:
+            continue
+        dtype = np.float16 if block == 64 else np.float32
+        position = 260
+        capacity = position + tokens
+        cache = runtime.shared((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        cache.array[...] = rng.standard_normal(cache.array.shape)
+        query = upload(runtime, random(rng, (tokens, columns)) / 16)
+        step = runtime.shared((STEP_WORDS,), np.int32)
+        step.array[[STEP_POSITION, STEP_LENGTH]] = position, tokens
+        for parts in (1, 2) if tokens < 8 else (1,):
+
+            def make(
+                out, rounded, query=query, cache=cache, step=step, parts=parts, dtype=dtype, capacity=capacity
+            ):
+                return layers_for(runtime, style, dtype).attention(
+                    *(query, cache, out, step),
+                    layer=0,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=head_dim,
+                    capacity=capacity,
+                    tokens=len(query.array),
+                    bucket=capacity,
+                    scale=head_dim**-0.5,
+                    parts=parts,
+                    rounded=rounded,
+                )
+
+            launches = both_ways(runtime, make, tokens, columns, style, block=block, dtype=dtype)
+            labels = [launch.label for launch in launches]
+            if parts == 2:
+                assert labels == ["attention", "attention join"]
+            elif block in crossing:
+                assert labels == ["attention", "rounding of inputs"]
+            else:
+                assert labels == ["attention"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_chain_merged_or_not_gives_what_separate_launches_give(runtime, bits):
+    """Norm, linear, activation, linear: the codes reach the linear in the order that it reads."""
+    rng = np.random.default_rng(bits)
+    layers = layers_for(runtime, None)
+    residual, ones = random(rng, (1, 256)), runtime.upload(np.ones(256, np.float32))
+    linears = []
+    for rows, columns in (((512, 512), 256), ((256,), 512)):
+        members = [
+            quantize(rng.standard_normal((n, columns)).astype(np.float32), bits=bits, block=32) for n in rows
+        ]
+        linears.append(GpuLinear.pack(runtime, members, activation_dtype=np.float32, integer_inputs=True))
+    outputs = []
+    for fused in (False, True):
+        x, wide, activated, y = (runtime.shared((1, width), np.float32) for width in (256, 1024, 512, 256))
+        codes = [None, None]
+        if fused:
+            codes = [
+                RoundedInputs(
+                    *(runtime.shared((size,), np.uint8) for size in code_bytes(1, width, 32)), bits, 32
+                )
+                for width in (256, 512)
+            ]
+        gate_up = Segments(wide, wide, (512, 512), (0, 0))
+        stream = upload(runtime, residual)
+        options = {"hidden": 256, "tokens": 1, "epsilon": 1e-5}
+        launches = [
+            layers.rms_norm(stream, ones, x, **options, rounded=codes[0]),
+            linears[0].launch(x, wide, tokens=1, rounded=codes[0], label="gate_up"),
+            layers.gated_activation(gate_up, activated, tokens=1, intermediate=512, rounded=codes[1]),
+            linears[1].launch(activated, y, tokens=1, rounded=codes[1], label="down"),
+        ]
+        (merged,) = merge_launches(runtime, launches)
+        assert isinstance(merged, MergedLaunch)
+        for calls in (launches, [merged]):
+            y.array[...] = np.nan
+            for call in calls:
+                call()
+            runtime.finish()
+            outputs.append(y.array.copy())
+        assert np.any(outputs[-1])
+    for other in outputs[1:]:
+        np.testing.assert_array_equal(outputs[0], other)
+
+
+def test_slots_that_do_not_fit_are_refused(runtime):
+    layers = layers_for(runtime, None)
+    out = runtime.shared((2, 96), np.float32)
+    weight = runtime.upload(np.ones(96, np.float32))
+    options = {"hidden": 96, "tokens": 2, "epsilon": 1e-5}
+    for size, block, message in (
+        (1 << 16, 64, "96 columns cannot be rounded in blocks of 64"),
+        (1 << 16, 48, "blocks of 48"),
+        (95, 32, "norm code slot has 95 bytes, 864 are needed"),
+    ):
+        slots = [runtime.shared((size,), np.uint8) for _ in range(2)]
+        with pytest.raises(KernelError, match=message):
+            layers.rms_norm(out, weight, out, **options, rounded=RoundedInputs(*slots, 4, block))

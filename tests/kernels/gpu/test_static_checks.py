@@ -1,0 +1,473 @@
+"""What compilers and a race detector say about the kernels, without the hardware that they are for.
+
+Every source file needs an entry in PROGRAMS (the compiler's defines; a test fails for a file without one) and
+a generator in LAUNCHES (small runs that the simulator watches).
+"""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference, reference_layers
+from heterollm.kernels.gpu import (
+    SOURCES,
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    GpuLayers,
+    GpuLinear,
+    OpenClRuntime,
+    RoundedInputs,
+    Segments,
+    SharedArray,
+    code_bytes,
+    flag_word,
+    head_stride,
+    list_opencl_devices,
+)
+from heterollm.kernels.gpu import runtime as opencl_runtime
+from heterollm.kernels.gpu.runtime import read_sources
+
+SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
+COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
+
+LINEAR_DEFINES = [
+    f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
+]
+INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
+LAYERS = ("common.h", "rounding.h", "layers.h")
+ATTENTION = (*LAYERS, "attention.h")
+
+PROGRAMS: dict[tuple[str, ...], list[str]] = {
+    # Source files in order: one string of defines for each variant to compile.
+    ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_simt.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl"): INT8_DEFINES,
+    ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8"],
+    ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
+    (*LAYERS, "rms_norm.cl"): ["-DWG=1", "-DWG=64", "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32"],
+    (*LAYERS, "pointwise.cl"): ["-DWG=1", "-DWG=64", "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128"],
+    (*LAYERS, "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF"],
+    (*ATTENTION, "attention_vector.cl"): [
+        "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
+        "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
+    ],
+    (*ATTENTION, "attention_simt.cl"): [
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
+        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DKV_HALF",
+        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
+    ],
+    (*ATTENTION, "attention_join.cl"): [
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=4 -DCODE_BITS=4 -DCODE_BLOCK=128 -DCODE_HEADS=2",
+    ],
+    SOURCES: [""],
+}
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clang():
+    names = ["clang", *(f"clang-{version}" for version in range(30, 12, -1))]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("needs clang, such as `apt install clang`")
+    return found
+
+
+def compiler_says(clang: str, source: str, *options: str) -> str:
+    command = [clang, "-x", "cl", "-target", "spir64", "-Xclang", "-finclude-default-header"]
+    command += ["-Wall", "-Werror", "-Wno-unused-function", "-fsyntax-only", *options, "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else done.stderr
+
+
+# The plain -cl-ext= of the driver is ignored by clang 15.
+WITHOUT_EXTENSIONS = ("-Xclang", "-cl-ext=-all")
+
+
+@pytest.mark.parametrize("files", PROGRAMS, ids=lambda files: files[-1])
+def test_sources_are_portable_opencl_c(clang, files):
+    """OpenCL C 1.2 without any extension, and 3.0 with cl_khr_fp16, both with each type of activation."""
+    source = read_sources(files)
+    for defines, half in itertools.product(
+        PROGRAMS[files], ([], ["-DACT_HALF"], ["-DACT_HALF", "-DOUT_FLOAT"])
+    ):
+        options = [*defines.split(), *half]
+        assert compiler_says(clang, source, "-cl-std=CL1.2", *options, *WITHOUT_EXTENSIONS) == "", options
+        if half:
+            assert compiler_says(clang, source, "-cl-std=CL3.0", *options) == "", options
+
+
+# The paths of the one in the middle are run in test_gpu_linear_int8.py.
+@pytest.mark.parametrize(
+    "processor", ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.slow), "cascadelake"]
+)
+def test_the_paths_for_x86_compile(clang, processor):
+    options = ["-cl-std=CL1.2", "-target", "x86_64", f"-march={processor}", *WITHOUT_EXTENSIONS]
+    for files, variants in PROGRAMS.items():
+        source = read_sources(files)
+        chosen = variants if files[-1] == "linear_int8_vector.cl" else variants[:2]
+        for defines, half in itertools.product(chosen, ([], ["-DACT_HALF"])):
+            assert compiler_says(clang, source, *options, *defines.split(), *half) == "", files
+
+
+def test_the_integer_dot_product_of_opencl_3_compiles(clang):
+    files = ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl")
+    # What a compiler defines for a device with cl_khr_integer_dot_product.
+    device = ["-DINTEGER_DOT", "-D__opencl_c_integer_dot_product_input_4x8bit_packed=1"]
+    for defines in PROGRAMS[files]:
+        options = ["-cl-std=CL3.0", *device, *defines.split()]
+        assert compiler_says(clang, read_sources(files), *options) == "", defines
+
+
+@pytest.mark.parametrize("standard", ["CL2.0", "CL3.0"])
+def test_the_flag_in_shared_virtual_memory_compiles(clang, standard):
+    assert compiler_says(clang, read_sources(SOURCES), f"-cl-std={standard}", "-DSVM_ATOMICS") == ""
+
+
+def test_the_compiler_check_can_fail(clang):
+    arithmetic = "__kernel void f(__global half *a) { half b = a[0]; a[1] = b * b; }"
+    enabled = "#pragma OPENCL EXTENSION cl_khr_fp16 : enable\n"
+    assert "half" in compiler_says(clang, arithmetic, "-cl-std=CL1.2", *WITHOUT_EXTENSIONS)
+    assert compiler_says(clang, enabled + arithmetic, "-cl-std=CL3.0") == ""
+
+
+def test_every_source_file_is_checked():
+    folder = resources.files("heterollm.kernels.gpu.opencl")
+    sources = {entry.name for entry in folder.iterdir() if entry.name.endswith(".cl")}
+    assert sources <= {files[-1] for files in PROGRAMS}
+
+
+# ---- the simulator --------------------------------------------------------------------------------------
+
+
+def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Every kernel of the linear layers in each style, format and activation type."""
+    rng = np.random.default_rng(0)
+    rows, columns, block = (70, 3), 48, 16
+    for bits, dtype in itertools.product((4, 8, 16, 32), (np.float32, np.float16)):
+        if bits <= 8:
+            members = [
+                QuantizedTensor(
+                    rng.integers(0, 256, (n, columns // block, block * bits // 8), np.uint8),
+                    rng.uniform(0.01, 0.02, (n, columns // block)).astype(np.float16),
+                    rng.integers(0, 256, (n, -(-columns // block * bits // 8)), np.uint8),
+                    bits,
+                    block,
+                )
+                for n in rows
+            ]
+        else:
+            members = [rng.standard_normal((n, columns)).astype(f"f{bits // 8}") for n in rows]
+        packed = GpuLinear.pack(runtime, members, activation_dtype=dtype)
+        rounding = packed
+        if bits <= 8:
+            rounding = GpuLinear.pack(runtime, members, activation_dtype=dtype, integer_inputs=True)
+        for style, tokens in itertools.product(("vector", "simt"), (1, 3, 5, 9, 34)):
+            if tokens >= 9 and bits != 4:
+                continue
+            # Slots of the exact size: the simulator tells of any byte beyond them.
+            x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, 73), dtype)
+            x.array[:] = rng.standard_normal(x.array.shape)
+            packed.launch(x, y, tokens=tokens, style=style, label="linear")()
+            yield
+            # The simulator takes the paths of common.h for devices that are no x86 CPU.
+            errors = linear_errors(y.array, reference.linear(x.array, members))
+            assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
+            if bits <= 8:
+                rounding.launch(x, y, tokens=tokens, style=style, label="linear")()
+                yield
+                exact = reference.linear(reference.round_inputs(x.array, block), members)
+                errors = linear_errors(y.array, exact)
+                assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
+        table = GpuLinear.pack(runtime, members[:1], activation_dtype=dtype)
+        for style in ("vector", "simt"):
+            ids, out = runtime.shared((2,), np.int32), runtime.shared((2, columns), np.float32)
+            ids.array[:] = [69, 1 << 30]
+            table.embed_launch(ids, out, count=2, style=style)()
+            yield
+            exact = reference.embedding(np.array([69, 69]), members[0])
+            np.testing.assert_allclose(out.array, exact, rtol=1e-6)
+
+
+def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """The kernels of the linear layers over a range of the inputs, which lie next to each other."""
+    rng = np.random.default_rng(0)
+    rows, columns, block, span = 70, 80, 16, (32, 80)
+    width = span[1] - span[0]
+    codes = rng.integers(0, 256, (rows, columns // block, block // 2), np.uint8)
+    scales = rng.uniform(0.01, 0.02, (rows, columns // block)).astype(np.float16)
+    zeros = rng.integers(0, 256, (rows, 3), np.uint8)
+    packed = QuantizedTensor(codes, scales, zeros, 4, block)
+    floats = rng.standard_normal((rows, columns)).astype(np.float32)
+    for weight, integer in ((packed, False), (packed, True), (floats, False)):
+        options = {"activation_dtype": np.float32, "integer_inputs": integer}
+        layer = GpuLinear.pack(runtime, [weight], **options)
+        values = reference.weight_values(weight)[:, slice(*span)]
+        for style, tokens in itertools.product(("vector", "simt"), (1, 5, 9)):
+            x, y = runtime.shared((tokens, width), np.float32), runtime.shared((tokens, rows), np.float32)
+            x.array[:] = rng.standard_normal(x.array.shape)
+            layer.launch(x, y, tokens=tokens, columns=span, style=style, label="range")()
+            yield
+            seen = reference.round_inputs(x.array, block) if integer else x.array.astype(np.float64)
+            assert linear_errors(y.array, seen @ values.T).within("fp32"), (integer, style, tokens)
+
+
+def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Every kernel between the linear layers in each style and type, on slots of the exact size."""
+    rng = np.random.default_rng(0)
+    heads, kv_heads, head_dim, tokens, position = 3, 1, 20, 3, 66
+    capacity, rows = position + tokens, (heads * head_dim, head_dim, head_dim)
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, tokens, 1
+
+    def slot(shape: tuple[int, ...], dtype: type) -> SharedArray:
+        memory = runtime.shared(shape, dtype)
+        memory.array[...] = rng.standard_normal(shape)
+        return memory
+
+    def segments(members: tuple[int, ...], splits: tuple[int, ...], dtype: type) -> Segments:
+        a_columns = sum(splits)
+        b = slot((tokens, sum(members) - a_columns), dtype)
+        return Segments(slot((tokens, a_columns), dtype), b, members, splits)
+
+    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        gate = "fp32" if dtype == np.float32 else "fp16"
+        residual, weight, out = (
+            slot((tokens, 44), np.float32),
+            slot((44,), np.float32),
+            slot((tokens, 44), dtype),
+        )
+        delta, norm = segments((44,), (13,), dtype), {"hidden": 44, "epsilon": 1e-5}
+        layers.final_norm(residual, weight, out, step, rows=2, delta=delta, **norm)()
+        yield
+        (added,) = reference_layers.join_members(delta.a.array, delta.b.array, (44,), (13,))
+        exact = reference_layers.rms_norm(residual.array + added, weight.array, 1e-5)
+        assert linear_errors(out.array[:2], exact[1:]).within(gate)
+        layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, **norm)()
+        yield
+        assert linear_errors(out.array, exact).within(gate)
+        bias, post = slot((44,), np.float32), slot((44,), np.float32)
+        before = residual.array.copy()
+        layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, bias=bias, post=post, **norm)()
+        yield
+        exact = before + reference_layers.rms_norm(added + bias.array, post.array, 1e-5)
+        exact = reference_layers.rms_norm(exact, weight.array, 1e-5)
+        assert linear_errors(out.array, exact).within(gate)
+        total = Segments(slot((tokens, 44), dtype), slot((tokens, 44), dtype), (44,), (0,), join="sum")
+        before = residual.array.copy()
+        layers.rms_norm(residual, weight, out, tokens=tokens, delta=total, bias=bias, **norm)()
+        yield
+        exact = before.astype(np.float64) + total.a.array + total.b.array + bias.array
+        assert linear_errors(out.array, reference_layers.rms_norm(exact, weight.array, 1e-5)).within(gate)
+        gate_up, out = segments((21, 21), (3, 16), dtype), slot((tokens, 21), dtype)
+        layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
+        yield
+        members = reference_layers.join_members(gate_up.a.array, gate_up.b.array, (21, 21), (3, 16))
+        assert linear_errors(out.array, reference_layers.gated_activation(*members)).within(gate)
+        bias = slot((42,), np.float32)
+        options = {"tokens": tokens, "intermediate": 21, "activation": "gelu_tanh", "bias": bias}
+        layers.gated_activation(gate_up, out, **options)()
+        yield
+        biased = [part + shift for part, shift in zip(members, np.split(bias.array, 2), strict=True)]
+        assert linear_errors(out.array, reference_layers.gated_activation(*biased, "gelu_tanh")).within(gate)
+        logits = slot((tokens, 21), np.float32)
+        head = segments((21,), (9,), dtype)
+        layers.join_logits(head, logits, rows=tokens)()
+        yield
+        capped = np.tanh(logits.array.astype(np.float64) / 0.7) * 0.7
+        layers.soft_cap(logits, 0.7, rows=tokens, vocabulary=21)()
+        yield
+        assert linear_errors(logits.array, capped).within("fp32")
+        cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
+        qkv, bias = segments(rows, (24, 8, 0), dtype), slot((sum(rows),), np.float32)
+        tables = [slot((capacity, 6), np.float32) for _ in range(2)]
+        q = slot((tokens, rows[0]), np.float32)
+        for norms in (None, slot((2 * head_dim,), np.float32)):
+            options = {"tokens": tokens, "rotary_dim": 12, "norms": norms, "epsilon": 1e-5}
+            layers.rope_and_store(*(qkv, bias, *tables, q, cache, step), **sizes, **options)()
+            yield
+        for parts, length, cap in ((1, tokens, 0.0), (2, tokens, 0.5), (1, 1, 0.5), (2, 1, 0.0)):
+            step.array[STEP_LENGTH] = length
+            out = slot((length, rows[0]), dtype)
+            options = {"tokens": length, "bucket": 128, "scale": 0.2, "window": 67, "parts": parts}
+            options |= {"soft_cap": cap}
+            for launch in layers.attention(q, cache, out, step, **sizes, **options):
+                launch()
+                yield
+            blocks = cache.array.reshape(2, kv_heads, -1)[..., : capacity * head_dim]
+            exact = reference_layers.attention(
+                q.array[:length].reshape(length, heads, head_dim),
+                *blocks.reshape(2, kv_heads, capacity, head_dim),
+                position=position,
+                scale=0.2,
+                window=67,
+                soft_cap=cap,
+            )
+            by_head = out.array.reshape(-1, head_dim), exact.reshape(-1, head_dim)
+            assert linear_errors(*by_head).within(gate), (style, dtype, parts, length)
+        step.array[STEP_LENGTH] = tokens
+
+
+def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Every kernel that rounds what it writes, on slots of the exact size."""
+    rng = np.random.default_rng(0)
+    tokens, heads, kv_heads, head_dim, block = 3, 4, 2, 24, 16
+    columns, capacity = heads * head_dim, 70
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = capacity - tokens, tokens, 0
+
+    def slot(shape: tuple[int, ...], dtype: type) -> SharedArray:
+        memory = runtime.shared(shape, dtype)
+        memory.array[...] = rng.standard_normal(shape)
+        return memory
+
+    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        residual, weight = slot((tokens, columns), np.float32), slot((columns,), np.float32)
+        value, wide = slot((tokens, columns), dtype), slot((tokens, 2 * columns), dtype)
+        query = slot((tokens, columns), np.float32)
+        cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        out = runtime.shared((tokens, columns), dtype)
+        codes, blocks = (runtime.shared((size,), np.uint8) for size in code_bytes(tokens, columns, block))
+        rounded = RoundedInputs(codes, blocks, 8, block)
+        delta, gate_up = (
+            Segments(value, value, (columns,), (0,)),
+            Segments(wide, wide, (columns,) * 2, (0, 0)),
+        )
+        norm = {"hidden": columns, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
+        sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "tokens": tokens}
+        sizes |= {"capacity": capacity, "bucket": capacity, "scale": 0.2, "rounded": rounded}
+        for launches in (
+            [layers.rms_norm(residual, weight, out, tokens=tokens, **norm)],
+            [layers.final_norm(residual, weight, out, step, rows=tokens, **norm)],
+            [layers.gated_activation(gate_up, out, tokens=tokens, intermediate=columns, rounded=rounded)],
+            layers.attention(query, cache, out, step, parts=1, **sizes),
+            layers.attention(query, cache, out, step, parts=2, **sizes),
+        ):
+            codes.array[...] = blocks.array[...] = 0
+            for launch in launches:
+                launch()
+                yield
+            assert "rounding of inputs" not in [launch.label for launch in launches]
+            scales = blocks.view(np.float32, (tokens, columns // block, 2))[..., :1].astype(np.float64)
+            seen = codes.view(np.int8, (tokens, columns // block, block)) * scales
+            exact = reference.round_inputs(out.array, block)
+            np.testing.assert_allclose(seen.reshape(tokens, columns), exact, rtol=1e-6)
+
+
+def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """What hand-overs are made of, tested with and delayed by."""
+    data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
+    arguments = {
+        "write_round": ((data, rounds), 70),
+        "count_round": ((rounds,), 1),
+        "late_write": ((data, np.int32(70), rounds, np.int32(9)), 1),
+        "stand_at_gate": ((data, np.int32(9)), 1),
+    }
+    for name, (memory, size) in arguments.items():
+        runtime.launch(runtime.kernel(SOURCES, name), memory, (size,), (1,), name)()
+        yield
+        assert (data.array == (2 if name in ("late_write", "stand_at_gate") else 1)).all(), name
+    flag = flag_word(runtime)
+    assert flag is not None
+    flag.send()
+    yield
+    assert flag.reached(1)
+    assert not flag.reached(2)
+
+
+def racy_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Neighbours that write one element: the check must see it."""
+    source = "__kernel void racy(__global int *a) { a[get_global_id(0) / 2] += get_global_id(0); }"
+    opencl_runtime.read_sources = lambda files: source
+    slot = runtime.shared((4,), np.int32)
+    runtime.launch(runtime.kernel(("racy.cl",), "racy"), [slot], (8,), (4,), "racy")()
+    yield
+
+
+def overrunning_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """A write behind the buffer: the check must see it."""
+    source = "__kernel void over(__global int *a) { a[get_global_id(0) + 1] = 1; }"
+    opencl_runtime.read_sources = lambda files: source
+    slot = runtime.shared((4,), np.int32)
+    runtime.launch(runtime.kernel(("over.cl",), "over"), [slot], (4,), (1,), "over")()
+    yield
+
+
+LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
+    # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
+    "linear": linear_launches,
+    "ranges": range_launches,
+    "layers": layer_launches,
+    "rounding": rounding_launches,
+    "hand-overs": hand_over_launches,
+}
+FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
+    "racy": racy_launches,
+    "overrunning": overrunning_launches,
+}
+
+
+def simulate(name: str, folder: Path) -> tuple[int, str]:
+    """Run the launches in a process of their own, under the simulator; return their number and the log."""
+    if not SIMULATOR.exists():
+        pytest.skip("needs oclgrind, such as `apt install oclgrind`")
+    environment = os.environ | {
+        "OCL_ICD_VENDORS": str(SIMULATOR),
+        "OCLGRIND_DATA_RACES": "1",
+        "HETEROLLM_CACHE": str(folder),
+    }
+    command = [sys.executable, "-P", __file__, name]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_have_no_races_and_stay_in_bounds(name, tmp_path):
+    launches, log = simulate(name, tmp_path)
+    assert launches > 0
+    assert not COMPLAINT.search(log), log[:4000]
+
+
+@pytest.mark.parametrize(("name", "message"), [("racy", "data race"), ("overrunning", "Invalid write")])
+def test_the_simulator_check_can_fail(name, message, tmp_path):
+    launches, log = simulate(name, tmp_path)
+    assert launches == 1
+    assert message in log
+    assert COMPLAINT.search(log)
+
+
+def main() -> None:
+    """Run the named launches on the only device that the process sees."""
+    (_, device), *_ = list_opencl_devices()
+    runtime = OpenClRuntime(device)
+    count = 0
+    for _ in (LAUNCHES | FAULTY)[sys.argv[1]](runtime):
+        runtime.finish()
+        count += 1
+    sys.stdout.write(str(count))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""A kernel that does not build, or computes wrongly, gives way to the next variant, with a record."""
+
+import numpy as np
+import pytest
+
+from heterollm.kernels.device import open_device
+from heterollm.kernels.formats import linear_errors, quantize, reference
+from heterollm.kernels.gpu import (
+    STEP_WORDS,
+    BuildError,
+    GpuLayers,
+    GpuLinear,
+    Segments,
+    Variant,
+    VariantRecord,
+    head_stride,
+)
+from heterollm.kernels.gpu.runtime import read_sources
+from heterollm.kernels.gpu.variants import variants_for
+
+COLUMNS, ROWS = 128, 100
+ALL = variants_for(is_cpu=True)
+
+
+@pytest.fixture
+def runtime():
+    device = open_device("host")
+    yield device.gpu
+    device.close()
+
+
+def break_builds(monkeypatch, runtime, broken):
+    """Make the OpenCL compiler refuse what ``broken(files, defines)`` says; return what was built."""
+    build, built = runtime.kernel, []
+
+    def kernel(files, name, defines=None):
+        if broken(files, dict(defines or {})):
+            # The driver's own compiler refuses it, so that its error takes the usual road.
+            return build(files, name, {**(defines or {}), "BROKEN(": 1})
+        built.append((tuple(files), dict(defines or {})))
+        return build(files, name, defines)
+
+    monkeypatch.setattr(runtime, "kernel", kernel)
+    return built
+
+
+class TestTheRecord:
+    def test_the_first_that_works_is_taken_and_the_others_are_noted_once(self):
+        record, asked = VariantRecord("a device"), []
+
+        def build(variant):
+            asked.append(variant)
+            if variant != ALL[2]:
+                raise BuildError("syntax error\nline 2", fix="nothing")
+            return "kernel"
+
+        for _ in range(3):
+            assert record.first("norm", ALL, build) == "kernel"
+        assert asked == [ALL[0], ALL[1], ALL[2], ALL[2], ALL[2]]
+        assert record.notes == [
+            "a device cannot use the vector kernel for norm: syntax error",
+            "a device cannot use the plain vector kernel for norm: syntax error",
+        ]
+        assert record.first("attention", ALL, str) == "vector"
+
+    def test_a_test_runs_once_and_its_failure_counts(self):
+        record, tested = VariantRecord("a device"), []
+
+        def test(variant):
+            tested.append(variant)
+            if variant == ALL[0]:
+                raise BuildError("it computes wrong numbers")
+
+        for _ in range(2):
+            assert record.first("linear", ALL, str, test) == "plain vector"
+        assert tested == [ALL[0], ALL[1]]
+        assert len(record.notes) == 1
+
+    def test_none_left_is_the_last_error_every_time(self):
+        record = VariantRecord("a device")
+
+        def build(variant):
+            raise BuildError(f"no {variant}", fix="Report it.")
+
+        for _ in range(2):
+            with pytest.raises(BuildError, match="no plain simt Report it"):
+                record.first("norm", ALL, build)
+        assert len(record.notes) == 3
+
+    def test_other_errors_are_nobodys_fault(self):
+        record = VariantRecord("a device")
+        with pytest.raises(ZeroDivisionError):
+            record.first("norm", ALL, lambda _: 1 // 0)
+        assert record.notes == []
+
+    def test_what_is_tried_suits_the_device(self):
+        assert list(map(str, variants_for(is_cpu=True))) == ["vector", "plain vector", "plain simt"]
+        assert list(map(str, variants_for(is_cpu=False))) == ["simt", "plain simt", "plain vector"]
+        assert variants_for(is_cpu=True, style="simt") == (Variant("simt"),)
+        assert variants_for(is_cpu=True, style=ALL[1]) == (ALL[1],)
+
+
+BROKEN = {
+    "nothing": (lambda files, defines: False, 0),
+    "what a processor has": (lambda files, defines: "PLAIN" not in defines, 1),
+    "vectors": (lambda files, defines: defines.get("WG") == 1 or any("vector" in file for file in files), 2),
+}
+
+
+class TestKernels:
+    @pytest.mark.parametrize("integer_inputs", [False, True])
+    @pytest.mark.parametrize("broken", BROKEN)
+    def test_linear_layers_are_right_whatever_is_broken(self, monkeypatch, runtime, broken, integer_inputs):
+        refuses, passed_over = BROKEN[broken]
+        built = break_builds(monkeypatch, runtime, refuses)
+        generator = np.random.default_rng(1)
+        weight = quantize(generator.standard_normal((ROWS, COLUMNS), np.float32), bits=4, block=32)
+        linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=integer_inputs)
+        for tokens in (1, 9):
+            x, y = runtime.shared((tokens, COLUMNS), np.float32), runtime.shared((tokens, ROWS), np.float32)
+            x.array[...] = generator.standard_normal(x.array.shape)
+            linear.launch(x, y, tokens=tokens, label="test")()
+            runtime.finish()
+            seen = reference.round_inputs(x.array, 32) if integer_inputs else x.array
+            assert linear_errors(y.array, reference.linear(seen, [weight])).within("fp32")
+        assert len(runtime.variants.notes) == passed_over
+        assert all("linear int4 block 32" in note for note in runtime.variants.notes)
+        assert not any(refuses(*each) for each in built)
+
+    @pytest.mark.parametrize("broken", BROKEN)
+    def test_attention_and_norms_are_right_whatever_is_broken(self, monkeypatch, runtime, broken):
+        refuses, passed_over = BROKEN[broken]
+        break_builds(monkeypatch, runtime, refuses)
+        layers = GpuLayers(runtime, np.float32, np.float32)
+        generator = np.random.default_rng(2)
+        hidden, tokens = 64, 3
+        residual, out = (
+            runtime.shared((tokens, hidden), np.float32),
+            runtime.shared((tokens, hidden), np.float32),
+        )
+        residual.array[...] = generator.standard_normal((tokens, hidden))
+        ones = runtime.upload(np.ones(hidden, np.float32))
+        layers.rms_norm(residual, ones, out, hidden=hidden, tokens=tokens, epsilon=1e-5)()
+        runtime.finish()
+        exact = residual.array.astype(np.float64)
+        exact /= np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5)
+        assert linear_errors(out.array, exact).within("fp32")
+
+        capacity, head_dim = 64, 32
+        cache = runtime.shared((4 * head_stride(capacity, head_dim, np.float32),), np.float32)
+        keys = cache.array.reshape(4, -1)[:2, : capacity * head_dim].reshape(2, capacity, head_dim)
+        values = cache.array.reshape(4, -1)[2:, : capacity * head_dim].reshape(2, capacity, head_dim)
+        keys[...], values[...] = generator.standard_normal((2, *keys.shape))
+        queries, answer = (runtime.shared((1, 4 * head_dim), np.float32) for _ in range(2))
+        queries.array[...] = generator.standard_normal(queries.array.shape)
+        step = runtime.shared((STEP_WORDS,), np.int32)
+        step.array[:2] = 40, 1
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "capacity": capacity}
+        for launch in layers.attention(
+            queries, cache, answer, step, layer=0, tokens=1, bucket=64, scale=0.2, parts=2, **shape
+        ):
+            launch()
+        runtime.finish()
+        for head in range(4):
+            query = queries.array[0, head * head_dim :][:head_dim].astype(np.float64)
+            scores = np.exp(keys[head // 2, :41] @ query * 0.2)
+            expected = scores @ values[head // 2, :41] / scores.sum()
+            got = answer.array[0, head * head_dim :][:head_dim]
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+        assert len(runtime.variants.notes) == 3 * passed_over
+
+    def test_wrong_numbers_are_found_before_they_are_used(self, monkeypatch, runtime):
+        runtime.tests_kernels = True
+
+        def wrong_sums(files):
+            faulty = (
+                "#define FAULT(c) (c)\n#ifndef PLAIN\n#undef FAULT\n#define FAULT(c) 1.5f * (c)\n#endif\n"
+            )
+            return faulty + read_sources(files).replace("((a) * (b) + (c))", "((a) * (b) + FAULT(c))")
+
+        monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong_sums)
+        weight = np.random.default_rng(3).standard_normal((ROWS, COLUMNS), np.float32)
+        linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
+        x, y = runtime.shared((1, COLUMNS), np.float32), runtime.shared((1, ROWS), np.float32)
+        x.array[...] = 1.0
+        linear.launch(x, y, tokens=1, label="test")()
+        runtime.finish()
+        assert linear_errors(y.array, reference.linear(x.array, [weight])).within("fp32")
+        assert len(runtime.variants.notes) == 1
+        assert "wrong numbers" in runtime.variants.notes[0]
+
+    def test_nothing_that_builds_is_an_error_of_ours(self, monkeypatch, runtime):
+        break_builds(monkeypatch, runtime, lambda files, defines: True)
+        layers = GpuLayers(runtime, np.float32, np.float32)
+        slot = runtime.shared((1, 64), np.float32)
+        segments = Segments(slot, slot, (32, 32), (0, 0))
+        with pytest.raises(BuildError, match="refuses the program"):
+            layers.gated_activation(segments, slot, tokens=1, intermediate=32)
+        assert len(runtime.variants.notes) == 3

@@ -1,0 +1,311 @@
+"""A feed-forward block cut along its width: the NPU's part, the GPU's, and the norm that adds them up."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterollm.base import KernelError
+from heterollm.kernels.formats import (
+    concatenate_rows,
+    linear_errors,
+    reference,
+    reference_layers,
+    take_columns,
+    take_rows,
+)
+from heterollm.kernels.gpu import (
+    STEP_HEAD_ROW,
+    STEP_WORDS,
+    GpuLayers,
+    GpuLinear,
+    RoundedInputs,
+    Segments,
+    code_bytes,
+)
+from heterollm.kernels.npu import HostNpu, NpuBlock, QnnNpu, qnn_available
+
+USABLE, REASON, _ = qnn_available(emulator=True)
+STYLES = ["vector", "simt"]
+TYPES = [np.float32, np.float16]
+EPSILON = 1e-5
+
+
+def upload(runtime, values):
+    slot = runtime.shared(values.shape, values.dtype)
+    slot.array[...] = values
+    return slot
+
+
+def rounded_memory(runtime, tokens, columns, weight):
+    slots = (runtime.shared((size,), np.uint8) for size in code_bytes(tokens, columns, weight.block))
+    return RoundedInputs(*slots, weight.bits, weight.block)
+
+
+# -- the norm that adds --------------------------------------------------------------------------------------
+
+
+def sum_case(runtime, rng, tokens, hidden, dtype):
+    """The two parts, the first with NaN rows behind it as padded NPU output has, and their sum."""
+    a, b = (rng.standard_normal((tokens, hidden)).astype(dtype) for _ in range(2))
+    padded = np.concatenate([a, np.full((2, hidden), np.nan, dtype)])
+    delta = Segments(upload(runtime, padded), upload(runtime, b), (hidden,), (0,), join="sum")
+    return delta, a.astype(np.float32) + b.astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("style", STYLES)
+def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
+    rng = np.random.default_rng(1)
+    layers = GpuLayers(runtime, dtype, np.float32, style=style)
+    gate = "fp16" if dtype == np.float16 else "fp32"
+    for tokens, hidden in ((1, 96), (2, 7), (5, 100), (33, 256)):
+        start, weight = rng.standard_normal((tokens, hidden)).astype(np.float32), rng.standard_normal(hidden)
+        weight = weight.astype(np.float32)
+        bias, post = (rng.standard_normal(hidden).astype(np.float32) for _ in range(2))
+        for has_bias in (False, True):
+            for has_post in (False, True):
+                delta, total = sum_case(runtime, rng, tokens, hidden, dtype)
+                residual, out = upload(runtime, start), runtime.shared((tokens, hidden), dtype)
+                layers.rms_norm(
+                    residual,
+                    runtime.upload(weight),
+                    out,
+                    hidden=hidden,
+                    tokens=tokens,
+                    epsilon=EPSILON,
+                    delta=delta,
+                    bias=runtime.upload(bias) if has_bias else None,
+                    post=runtime.upload(post) if has_post else None,
+                )()
+                runtime.finish()
+                added = total + bias if has_bias else total.astype(np.float64)
+                if has_post:
+                    added = reference_layers.rms_norm(added, post, EPSILON)
+                case = (tokens, hidden, has_bias, has_post)
+                np.testing.assert_allclose(residual.array, start + added, rtol=2e-5, atol=2e-5)
+                exact = reference_layers.rms_norm(start + added, weight, EPSILON)
+                assert linear_errors(out.array, exact).within(gate), case
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_final_norm_adds_two_parts_of_the_head_rows(runtime, style):
+    rng = np.random.default_rng(2)
+    layers = GpuLayers(runtime, np.float32, np.float32, style=style)
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[STEP_HEAD_ROW] = 3
+    delta, total = sum_case(runtime, rng, 5, 128, np.float32)
+    start, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 128), 128))
+    residual, out = upload(runtime, start), runtime.shared((2, 128), np.float32)
+    launch = layers.final_norm(
+        residual, runtime.upload(weight), out, step, hidden=128, rows=2, epsilon=EPSILON, delta=delta
+    )
+    for _ in range(2):
+        launch()
+        runtime.finish()
+        np.testing.assert_array_equal(residual.array, start)
+        exact = reference_layers.rms_norm((start + total)[3:], weight, EPSILON)
+        assert linear_errors(out.array, exact).within("fp32")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_rounded_is_the_norm_of_the_sum(runtime, style):
+    rng = np.random.default_rng(3)
+    layers = GpuLayers(runtime, np.float32, np.float32, style=style)
+    delta, _ = sum_case(runtime, rng, 5, 256, np.float32)
+    whole = upload(runtime, delta.a.array[:5] + delta.b.array)
+    start, weight = rng.standard_normal((5, 256)).astype(np.float32), runtime.upload(np.ones(256, np.float32))
+    results = []
+    for value in (delta, Segments(whole, whole, (256,), (0,))):
+        residual, out = upload(runtime, start), runtime.shared((5, 256), np.float32)
+        slots = [runtime.shared((size,), np.uint8) for size in code_bytes(5, 256, 32)]
+        options = {"hidden": 256, "tokens": 5, "epsilon": EPSILON, "rounded": RoundedInputs(*slots, 4, 32)}
+        layers.rms_norm(residual, weight, out, delta=value, **options)()
+        runtime.finish()
+        used = (5 * 256, 5 * 256 // 32 * 8)
+        codes = [slot.array[:size].copy() for slot, size in zip(slots, used, strict=True)]
+        results.append([residual.array.copy(), out.array.copy(), *codes])
+    for summed, plain in zip(*results, strict=True):
+        np.testing.assert_array_equal(summed, plain)
+        assert np.any(summed)
+
+
+def test_only_a_norm_adds(runtime):
+    memory = runtime.shared((1, 64), np.float32)
+    with pytest.raises(KernelError, match="summed for one member"):
+        Segments(memory, memory, (16, 16), (0, 0), join="sum")
+    layers = GpuLayers(runtime, np.float32, np.float32)
+    delta = Segments(memory, memory, (16,), (0,), join="sum")
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    for call in (
+        lambda: layers.gated_activation(delta, memory, tokens=1, intermediate=16),
+        lambda: layers.join_logits(delta, memory, rows=1),
+        lambda: layers.rope_and_store(
+            *(delta, None, memory, memory, memory, memory, step),
+            layer=0,
+            heads=1,
+            kv_heads=1,
+            head_dim=8,
+            capacity=1,
+            tokens=1,
+        ),
+    ):
+        with pytest.raises(KernelError, match="only a norm"):
+            call()
+
+
+# -- the whole block -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Network:
+    """A feed-forward network with the biases that it may have."""
+
+    gate: object
+    up: object
+    down: object
+    activation: str
+    biases: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+
+    @property
+    def shape(self):
+        """Hidden width and width in the middle."""
+        values = reference.weight_values(self.down)
+        return values.shape
+
+    @property
+    def format(self):
+        return getattr(self.down, "format", None)
+
+    def exact(self, x, integer):
+        seen = reference.round_inputs(x, self.format.block) if integer else x.astype(np.float64)
+        gate, up = (seen @ reference.weight_values(member).T for member in (self.gate, self.up))
+        if self.biases:
+            gate, up = gate + self.biases[0], up + self.biases[1]
+        activated = reference_layers.gated_activation(gate, up, self.activation)
+        seen = reference.round_inputs(activated, self.format.block) if integer else activated
+        whole = seen @ reference.weight_values(self.down).T
+        return whole + self.biases[2] if self.biases else whole
+
+
+def make_network(make_slice, rng, hidden, width, kind, activation, biased):
+    seeds = rng.integers(0, 2**31, 3)
+    gate, up = (make_slice(width, hidden, **kind, seed=int(seed)).weight for seed in seeds[:2])
+    down = make_slice(hidden, width, **kind, seed=int(seeds[2])).weight
+    biases = None
+    if biased:
+        biases = tuple(rng.standard_normal(size).astype(np.float32) for size in (width, width, hidden))
+    return Network(gate, up, down, activation, biases)
+
+
+def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form=None):
+    """Compute the network with the first ``cut`` of its width on the NPU; return what the norm adds."""
+    dtype, tokens = npu.activation_dtype, len(x)
+    hidden, width = network.shape
+    rest = width - cut
+    y_npu = runtime.shared((length, hidden), dtype)
+    padded = np.full((length, hidden), np.nan, dtype)
+    padded[:tokens] = x
+    upper = concatenate_rows([take_rows(member, [(0, cut)]) for member in (network.gate, network.up)])
+    bias = network.biases and np.concatenate([part[:cut] for part in network.biases[:2]])
+    part = NpuBlock(
+        upper, take_columns(network.down, 0, cut), network.activation, bias, 0, "cut", (0, cut), integer
+    )
+    npu.prepare(part, length, form).bind(padded, y_npu.array)()
+    npu.release(part)
+
+    layers = GpuLayers(runtime, dtype, dtype, style=style)
+    options = {"activation_dtype": dtype, "integer_inputs": integer}
+    gate_up = GpuLinear.pack(runtime, [network.gate, network.up], **options)
+    down = GpuLinear.pack(runtime, [network.down], **options)
+    source, wide = upload(runtime, x), runtime.shared((tokens, 2 * rest), dtype)
+    activated, y_gpu = runtime.shared((tokens, rest), dtype), runtime.shared((tokens, hidden), dtype)
+    rounded = rounded_memory(runtime, tokens, rest, network.format) if integer else None
+    tail = network.biases and np.concatenate([part[cut:] for part in network.biases[:2]])
+    last = network.biases and runtime.upload(network.biases[2])
+    start = np.random.default_rng(0).standard_normal((tokens, hidden)).astype(np.float32) / 8
+    residual, out = upload(runtime, start), runtime.shared((tokens, hidden), dtype)
+    kept = ((cut, width), (cut, width))
+    halves = Segments(wide, wide, (rest, rest), (0, 0))
+    shape = {"tokens": tokens, "intermediate": rest, "activation": network.activation, "rounded": rounded}
+    total = Segments(y_npu, y_gpu, (hidden,), (0,), join="sum")
+    launches = [
+        gate_up.launch(source, wide, tokens=tokens, kept=kept, style=style, label="gate and up"),
+        layers.gated_activation(
+            halves, activated, bias=None if tail is None else runtime.upload(tail), **shape
+        ),
+        down.launch(
+            activated, y_gpu, tokens=tokens, columns=(cut, width), rounded=rounded, style=style, label="down"
+        ),
+        layers.rms_norm(
+            residual,
+            runtime.upload(np.ones(hidden, np.float32)),
+            out,
+            hidden=hidden,
+            tokens=tokens,
+            epsilon=EPSILON,
+            delta=total,
+            bias=last,
+        ),
+    ]
+    for launch in launches:
+        launch()
+    runtime.finish()
+    return residual.array.astype(np.float64) - start
+
+
+KINDS = [
+    {"bits": 4, "block": 32},
+    {"bits": 4, "block": 64, "symmetric": False},
+    {"bits": 8, "block": 32, "symmetric": False},
+    {"bits": 16},
+]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("integer", [False, True])
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_cut_gives_the_uncut_network(runtime, make_slice, style, integer, data):
+    kind = data.draw(st.sampled_from(KINDS[:3] if integer else KINDS))
+    unit = 128
+    units = data.draw(st.integers(2, 5))
+    cut = unit * data.draw(st.integers(1, units - 1))
+    tokens = data.draw(st.sampled_from((1, 2, 5, 33)))
+    activation, biased = data.draw(st.sampled_from(("silu", "gelu_tanh"))), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    network = make_network(make_slice, rng, 192, units * unit, kind, activation, biased)
+    x = rng.standard_normal((tokens, 192)).astype(np.float32)
+    npu = HostNpu()
+    length = next(length for length in npu.standard_lengths if length >= tokens)
+    actual = run_cut(runtime, npu, network, x, cut, length, style=style, integer=integer)
+    errors = linear_errors(actual, network.exact(x, integer))
+    if integer:
+        # Codes that float32 turns near a half, one of 256 in a token at 2e-6, are all that may differ.
+        assert errors.nmse < 1e-5
+        assert linear_errors(actual, network.exact(x, False)).nmse < 2 * 3e-4
+    else:
+        assert errors.within("fp32")
+
+
+@pytest.mark.emulator
+@pytest.mark.skipif(not USABLE, reason=REASON)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_cut_with_the_hexagon_gives_the_uncut_network(runtime, make_slice, cache_folder, kind):
+    rng = np.random.default_rng(5)
+    npu = QnnNpu(emulator=True, compile_in_child=False)
+    for activation, biased, style, tokens in (
+        ("silu", False, "vector", 1),
+        ("silu", True, "simt", 33),
+        ("gelu_tanh", True, "vector", 5),
+    ):
+        network = make_network(make_slice, rng, 256, 640, kind, activation, biased)
+        x = rng.standard_normal((tokens, 256)).astype(np.float16)
+        length = next(length for length in npu.standard_lengths if length >= tokens)
+        for cut in (256, 512):
+            actual = run_cut(runtime, npu, network, x, cut, length, style=style)
+            errors = linear_errors(actual, network.exact(x, integer=False))
+            assert errors.within("fp16"), (activation, tokens, cut, errors)
+    npu.close()

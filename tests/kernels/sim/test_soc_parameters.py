@@ -1,0 +1,194 @@
+"""The files of modelled SoCs: what they hold, and what a damaged or mistaken one is told."""
+
+from __future__ import annotations
+
+import contextlib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterollm.base import HeteroLLMError, OptionError
+from heterollm.kernels.sim import load_soc, soc_names
+from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text, parse_soc
+from heterollm.kernels.sim.soc.quantities import quantities
+
+FOLDER = resources.files("heterollm.kernels.sim.soc")
+TEXT = (FOLDER / "snapdragon-8gen3.yaml").read_text("utf-8")
+
+
+def test_names() -> None:
+    assert soc_names() == ("snapdragon-8elite", "snapdragon-8gen3")
+
+
+@pytest.mark.parametrize("name", ["Snapdragon-8Gen3", "sim:snapdragon-8gen3", "SIM:SNAPDRAGON-8GEN3"])
+def test_a_name_may_be_in_any_case_and_that_of_its_device(name: str) -> None:
+    assert load_soc(name) == load_soc("snapdragon-8gen3")
+
+
+def test_a_path_is_taken_as_written(tmp_path: Path) -> None:
+    (tmp_path / "Mine.yaml").write_text(TEXT, "utf-8")
+    for path in (tmp_path / "Mine.yaml", f"sim:{tmp_path / 'Mine.yaml'}"):
+        assert load_soc(path).digest() == load_soc("snapdragon-8gen3").digest()
+    if not (tmp_path / "mine.yaml").exists():  # as on file systems that know no case
+        with pytest.raises(OptionError, match=r"no SoC or file .*mine\.yaml"):
+            load_soc(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("name", soc_names())
+def test_every_parameter_states_value_unit_meaning_and_source(name: str) -> None:
+    tree = yaml.safe_load((FOLDER / f"{name}.yaml").read_text("utf-8"))
+    for dotted, quantity in quantities().items():
+        leaf = tree
+        for part in dotted.split("."):
+            leaf = leaf[part]
+        assert leaf["unit"] == quantity.unit
+        assert leaf["meaning"] == quantity.meaning
+        assert {"value", "source"} <= leaf.keys()
+
+
+def test_only_the_elite_is_extrapolated() -> None:
+    elite = load_soc("snapdragon-8elite")
+    assert elite.extrapolated
+    assert "EXTRAPOLATION" in elite.description
+    assert not load_soc("snapdragon-8gen3").extrapolated
+
+
+def test_loading_is_deterministic() -> None:
+    assert load_soc("snapdragon-8gen3") == load_soc("snapdragon-8gen3")
+    assert load_soc("snapdragon-8gen3").digest() != load_soc("snapdragon-8elite").digest()
+
+
+def test_the_template_is_a_soc(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text((FOLDER / f"{TEMPLATE}.yaml").read_text("utf-8"))
+    soc = load_soc(path)
+    assert soc.name == "my-soc"
+    known = load_soc("snapdragon-8gen3")
+    changed = {name for name, value in soc.values().items() if value != known.values()[name]}
+    assert changed == {"npu.dequantize_gweights_per_s"}
+
+
+def test_a_file_written_is_the_file_read() -> None:
+    soc = load_soc("snapdragon-8gen3")
+    text = file_text(soc.name, soc.description, soc.values(), dict(soc.sources), {})
+    assert parse_soc(text, "text") == soc
+
+
+def test_overrides_change_what_they_name_and_are_remembered() -> None:
+    soc = load_soc("snapdragon-8gen3", {"npu.tile": 16, "power.balanced.gpu_watts": 2.5})
+    assert (soc.npu.tile, soc.power.balanced.gpu_watts) == (16, 2.5)
+    assert soc.changed == ("npu.tile", "power.balanced.gpu_watts")
+    assert dict(soc.sources)["npu.tile"] == "user"
+    assert soc.digest() != load_soc("snapdragon-8gen3").digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("npu.dequantise_gweights_per_s", 1.0, "no parameter"),
+        ("dequantize_gweights_per_s", 1.0, "Did you mean npu.dequantize_gweights_per_s"),
+        ("npu", 1.0, "no parameter"),
+        ("", 1.0, "no parameter"),
+        ("npu.tile", 2.5, "whole number"),
+        ("npu.tile", 0, "between 1 and"),
+        ("gpu.dram_gbps", -1.0, "between"),
+        ("gpu.dram_gbps", float("nan"), "must be a number in GB/s"),
+        ("gpu.dram_gbps", float("inf"), "must be a number"),
+        ("gpu.dram_gbps", True, "must be a number"),
+        ("gpu.dram_gbps", "40", "must be a number"),
+        ("gpu.dram_gbps", 70.0, "more than memory.limit_gbps"),
+        ("memory.corun_slowdown", 0.9, "between 1 and"),
+    ],
+)
+def test_bad_overrides_are_refused(name: str, value: float, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        load_soc("snapdragon-8gen3", {name: value})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("soc: snapdragon-8gen3", "", "lacks soc"),
+        ("version: 1", "version: 2", "of version .2"),
+        ("version: 1", "version: true", "of version .true"),
+        ('unit: "GB/s"', 'unit: "MB/s"', "is in GB/s"),
+        ("source: fitted", "source: guessed", "must be one of"),
+        ("  gemm_tflops:", "  gemm_tflop:", "no parameter 'gpu.gemm_tflop'"),
+        ("gpu:", "cpu2:", "no parameter 'cpu2'"),
+        ("  gemm_tflops:", "  dram_gbps:", "twice"),
+        ("    source: fitted", "    sauce: fitted", "no field sauce"),
+        ("    source: fitted\n", "", "lacks source"),
+        ("value: 43.3", "value: fast", "must be a number"),
+        ("description: >-", "description: []\nnothing: >-", "must be text"),
+        ("version: 1", "version: 1\nbased_on: snapdragon-9", "which is none of"),
+        ("version: 1", "version: 1\nbased_on: [a]", "which is none of"),
+        ("gpu:", "gpu: 5\nx:", "must hold parameters"),
+        ("gpu:", "gpu: [", "no sound YAML"),
+        ("gpu:", "gpu: &a\n  x: *b", "no sound YAML"),
+        ("gpu:", "gpu: !!python/object/apply:os.getcwd []\nx:", "must hold parameters"),
+    ],
+)
+def test_bad_files_are_refused_with_the_reason(old: str, new: str, told: str) -> None:
+    text = TEXT.replace("value: " + str(load_soc("snapdragon-8gen3").gpu.dram_gbps), "value: 43.3")
+    assert old in text
+    with pytest.raises(OptionError, match=told):
+        parse_soc(text.replace(old, new, 1), "own.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "- a", "null", "{}", "1: 2", "\x00", "[" * 50_000, "- " * 40_000, "a: " * 50]
+)
+def test_what_is_no_file_of_a_soc_is_refused(text: str) -> None:
+    with pytest.raises(OptionError):
+        parse_soc(text, "own.yaml")
+
+
+def test_many_keys_are_read_quickly() -> None:
+    text = "".join(f"k{number}: 1\n" for number in range(9000))
+    with pytest.raises(OptionError, match="lacks"):
+        parse_soc(text, "own.yaml")
+
+
+@pytest.mark.parametrize("text", ["4e2", "+400", "400.", "4.0E+2"])
+def test_numbers_may_be_written_as_one_likes(text: str) -> None:
+    soc = parse_soc(TEXT.replace("value: 400.0", f"value: {text}", 1), "own.yaml")
+    assert soc == load_soc("snapdragon-8gen3")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", ".inf", "1_000", "0x10", "1:30", "yes", "", "9" * 30, "[4]"])
+def test_what_is_no_plain_number_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"hand_over\.finish_us must be a number in us"):
+        parse_soc(TEXT.replace("value: 400.0", f"value: {text}", 1), "own.yaml")
+
+
+def test_a_bare_value_is_not_enough() -> None:
+    text = "soc: a\nversion: 1\nbased_on: snapdragon-8gen3\ndescription: b\ngpu:\n  gemm_tflops: 5\n"
+    with pytest.raises(OptionError, match=r"own.yaml: gpu.gemm_tflops must state value, unit, source"):
+        parse_soc(text, "own.yaml")
+
+
+def test_missing_parameters_are_named() -> None:
+    text = "soc: a\nversion: 1\ndescription: b\n"
+    with pytest.raises(OptionError, match=r"lacks gpu\.dram_gbps"):
+        parse_soc(text, "own.yaml")
+
+
+def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
+    large = tmp_path / "large.yaml"
+    large.write_text("a" * 100_001)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "none.yaml", large, binary, "a\0b", "x" * 5000, TEMPLATE, ""):
+        with pytest.raises(OptionError):
+            load_soc(path)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for document in (text, TEXT[: len(text) * 7] + text):
+        with contextlib.suppress(HeteroLLMError):
+            parse_soc(document, "own.yaml")

@@ -1,0 +1,546 @@
+"""Hand-overs from the GPU to the host: complete data, bounds, predictions, fairness, no growth.
+
+Delays are inside the kernel or the graph. Times of real waits are compared with generous bounds only: the
+machine may be busy.
+"""
+
+import gc
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import heterollm.kernels
+from heterollm.base import DeviceError, EngineError, HandOverError, HeteroLLMError, KernelError, OptionError
+from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction, flag_word
+from heterollm.kernels.gpu.waiting import sleep_overshoot_us
+from heterollm.kernels.npu import HostNpu
+from heterollm.kernels.npu import host as npu_host
+from heterollm.kernels.sync import (
+    LateWriter,
+    WaitLimits,
+    flag_litmus,
+    hand_over_calls,
+    handover,
+    litmus,
+    prepare_hand_over,
+    refused_strategies,
+    strategies_for,
+)
+from heterollm.kernels.sync.faults import Gate, delay_graph
+from heterollm.kernels.sync.handover import PollingHandOver
+from heterollm.kernels.sync.litmus import Litmus
+
+PACKAGE = Path(heterollm.kernels.__file__).parent
+POLLING = tuple(strategy for strategy in STRATEGIES if strategy not in ("finish", "event"))
+
+
+@pytest.fixture(scope="module")
+def mapped(runtime):
+    """The same device with memory that must be mapped."""
+    return OpenClRuntime(runtime.context.devices[0], coherent=False)
+
+
+@pytest.fixture(scope="module", params=["coherent", "mapped"])
+def device(request, runtime):
+    return runtime if request.param == "coherent" else request.getfixturevalue("mapped")
+
+
+@pytest.fixture(scope="module")
+def writer(device):
+    return LateWriter(device, words=4096)
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request, runtime):
+    if request.param not in strategies_for(runtime):
+        pytest.skip(f"not offered here: {refused_strategies(runtime)[request.param]}")
+    return request.param
+
+
+# -- the data is complete ----------------------------------------------------------------------------
+
+
+def test_the_host_sees_all_that_a_late_kernel_wrote(device, writer, strategy):
+    hand_over = prepare_hand_over(device, strategy, "late")
+    assert (hand_over.strategy, hand_over.label) == (strategy, "late")
+    target = device.shared((16,), np.float32)
+    calls = hand_over_calls(hand_over, writer.data, target)
+    assert len(calls) == (1 if device.traits.coherent else 3)
+    device.finish()
+    number = writer.number()
+    for launch in (writer.launch(20.0), writer.launch(3000.0)):
+        for _ in range(6):
+            launch()
+            for call in calls:
+                call()
+            number += 1
+            seen = writer.data.array.copy()
+            assert (writer.data._mapped is None) == (target._mapped is None) == device.traits.coherent
+            for memory in (writer.data, target):
+                memory.release()
+            np.testing.assert_array_equal(seen, number)
+    device.finish()
+    assert writer.number() == number
+
+
+def test_a_wait_ends_at_its_mark(runtime, strategy):
+    """What is enqueued behind the mark may still run: the GPU's part of a cut starts before the NPU's."""
+    gate, data = Gate(runtime), runtime.shared((64,), np.uint32)
+    counter = runtime.shared((1,), np.uint32)
+    kernel = runtime.kernel(("hand_over.cl",), "write_round")
+    launch = runtime.launch(kernel, (data, counter), (64,), (1,), "before the mark")
+    hand_over = prepare_hand_over(runtime, strategy, "marked")
+    launch()
+    hand_over.mark()
+    if strategy != "finish":  # which waits for the gate, too
+        gate.close()
+        runtime.flush()
+    try:
+        hand_over.wait()
+        np.testing.assert_array_equal(data.array, 1)
+    finally:
+        gate.open()
+        runtime.finish()
+    hand_over.wait()
+
+
+def test_hand_overs_come_in_the_order_of_the_queue(runtime, strategy):
+    writer = LateWriter(runtime, words=8)
+    first, second = (prepare_hand_over(runtime, strategy, label) for label in ("first", "second"))
+    launch, number = writer.launch(500.0), writer.number()
+    for _ in range(3):
+        launch()
+        first.mark()
+        launch()
+        second.mark()
+        second.wait()
+        first.wait()
+        number += 2
+        np.testing.assert_array_equal(writer.data.array, number)
+
+
+def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, monkeypatch):
+    """The whole chain: a late kernel, a hand-over, a late graph, and a kernel behind it."""
+    write_graph = npu_host.write_graph
+
+    def write_delayed(*arguments):
+        path = write_graph(*arguments)
+        delay_graph(path, 300)
+        return path
+
+    part = make_slice(64, 64)
+    plain, x = HostNpu(), np.ones((1, 64), np.float32)
+    expected = np.empty((1, 64), np.float32)
+    run_plain = plain.prepare(part, 1).bind(x, expected)
+    run_plain()
+    monkeypatch.setattr(npu_host, "write_graph", write_delayed)
+    npu, writer = HostNpu(), LateWriter(runtime, words=64)
+    y = np.full((1, 64), np.nan, np.float32)
+    run = npu.prepare(part, 1).bind(x, y)
+    hand_over = prepare_hand_over(runtime, strategy, "chain")
+    launch, number = writer.launch(1000.0), writer.number()
+    run()
+    delays = [_seconds(run) - _seconds(run_plain) for _ in range(5)]
+    assert min(delays) > 0.0002
+    for _ in range(3):
+        y.fill(np.nan)
+        launch()
+        hand_over()
+        number += 1
+        np.testing.assert_array_equal(writer.data.array, number)
+        run()
+        np.testing.assert_array_equal(y, expected)
+    npu.close()
+    plain.close()
+
+
+def _seconds(call):
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+# -- signals that do not come ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLLING)
+def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
+    gate = Gate(runtime)
+    limits = WaitLimits(spin_us=2000.0, timeout_s=0.05)
+    hand_over = prepare_hand_over(runtime, name, "3.qkv", limits=limits)
+    hand_over()
+    gate.close()
+    begin = time.perf_counter()
+    try:
+        with pytest.raises(HandOverError) as caught:
+            hand_over()
+        waited_s = time.perf_counter() - begin
+    finally:
+        gate.open()
+        runtime.finish()
+    assert waited_s >= 0.05
+    assert repr(name) in caught.value.message
+    assert "'3.qkv'" in caught.value.message
+    assert " s." in caught.value.message
+    assert "doctor" in caught.value.fix
+    assert isinstance(caught.value, EngineError)
+    # The late signal of the lost wait is not taken for that of the next one.
+    writer = LateWriter(runtime)
+    number = writer.number()
+    writer.launch(2000.0)()
+    prepare_hand_over(runtime, name, "again")()
+    np.testing.assert_array_equal(writer.data.array, number + 1)
+
+
+def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
+    """Its kernel is done and has written elsewhere: the event says so long before the time is over."""
+    if "flag" not in strategies_for(runtime):
+        pytest.skip("no flag here")
+    flag = flag_word(runtime)
+    assert flag is not None
+    hand_over = prepare_hand_over(runtime, "flag", "lost", limits=WaitLimits(spin_us=500.0, timeout_s=60.0))
+    hand_over()
+    elsewhere = runtime.shared((64,), np.uint32)
+    kernel = runtime.kernel(("hand_over.cl",), "raise_flag")
+    right, flag.launch = flag.launch, runtime.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
+    try:
+        begin = time.perf_counter()
+        with pytest.raises(HandOverError, match="lost"):
+            hand_over()
+        assert time.perf_counter() - begin < 30.0
+        assert elsewhere.array[0] == 1
+    finally:
+        flag.launch = right
+    hand_over()
+
+
+def test_a_long_wait_sleeps_once_its_spin_budget_is_spent(runtime):
+    writer = LateWriter(runtime)
+    launch, number = writer.launch(60_000.0), writer.number()
+    slept: list[float] = []
+    clock = HostClock.of_this_thread()
+
+    def sleep(seconds):
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    clock = HostClock(clock.now_ns, sleep, clock.yield_lock, clock.overshoot_us)
+    hand_over = prepare_hand_over(runtime, "poll", "long", limits=WaitLimits(spin_us=500.0), clock=clock)
+    launch()
+    hand_over()
+    assert writer.number() == number + 1
+    assert 0 < len(slept) < 2000
+    assert max(slept) <= 0.005
+
+
+@pytest.mark.parametrize(("spin_us", "timeout_s"), [(-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)])
+def test_impossible_limits_are_refused(spin_us, timeout_s):
+    with pytest.raises(OptionError, match="cannot poll"):
+        WaitLimits(spin_us, timeout_s)
+
+
+class FailedEvent:
+    command_execution_status = -5
+
+
+@pytest.mark.parametrize("name", ["poll", "flag"])
+def test_a_kernel_that_failed_is_an_error(runtime, name):
+    if name not in strategies_for(runtime):
+        pytest.skip("no flag here")
+    hand_over = prepare_hand_over(runtime, name, "failed", limits=WaitLimits(spin_us=0.0))
+    hand_over.mark()
+    runtime.finish()
+    hand_over._signal.event = FailedEvent()
+    if name == "flag":
+        hand_over._signal.number += 1  # as if its kernel had not run
+    with pytest.raises(KernelError, match="-5"):
+        hand_over.wait()
+
+
+# -- what is offered ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(runtime):
+    """A runtime of which nothing has been found out."""
+    return OpenClRuntime(runtime.context.devices[0])
+
+
+def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
+    monkeypatch.setattr("heterollm.kernels.gpu.signals.has_fine_grained_atomics", lambda _: False)
+    unmapped = OpenClRuntime(fresh.context.devices[0], coherent=False)
+    assert strategies_for(unmapped) == ("finish", "event", "poll", "sleep_poll")
+    assert set(refused_strategies(unmapped)) == {"flag", "sleep_flag"}
+    for name in ("flag", "sleep_flag"):
+        with pytest.raises(OptionError, match=f"does not offer .*'{name}'.*fine-grained SVM") as caught:
+            prepare_hand_over(unmapped, name, "x")
+        assert "sleep_poll" in caught.value.fix
+    with pytest.raises(DeviceError, match="no memory"):
+        flag_litmus(unmapped, 1)
+    # On coherent memory the flag needs no SVM.
+    assert "flag" in strategies_for(fresh)
+
+
+def test_stale_data_refuses_the_flag(fresh, monkeypatch):
+    monkeypatch.setattr(handover, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
+    assert "flag" not in strategies_for(fresh)
+    assert "2 of 500 rounds" in refused_strategies(fresh)["sleep_flag"]
+
+
+def test_unknown_strategies_are_refused_by_name(runtime):
+    with pytest.raises(OptionError, match="'guess'") as caught:
+        prepare_hand_over(runtime, "guess", "x")
+    assert all(name in caught.value.fix for name in STRATEGIES)
+
+
+# -- the litmus test ---------------------------------------------------------------------------------
+
+
+def test_the_flag_is_never_seen_before_the_data(device):
+    if flag_word(device) is None:
+        pytest.skip("no memory for a flag")
+    assert flag_litmus(device, 300) == (300, 0, 0)
+    assert flag_litmus(device, 300, limit_s=0.0).rounds == 0
+
+
+def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
+    """With a kernel that counts no rounds, all data after the first is old."""
+    kernel = OpenClRuntime.kernel
+    names = {"count_round": "stand_still"}
+
+    def other(self, files, name, defines=None):
+        if name in names:
+            return self.kernel_of_source("__kernel void stand_still(__global uint *rounds) {}", names[name])
+        return kernel(self, files, name, defines)
+
+    monkeypatch.setattr(OpenClRuntime, "kernel", other)
+    assert flag_litmus(runtime, 20) == (20, 19, 19 * 4 * litmus.WORDS)
+
+
+def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
+    monkeypatch.setattr(litmus, "PATIENCE_S", 0.05)
+    flag = flag_word(fresh)
+    assert flag is not None
+    elsewhere = fresh.shared((64,), np.uint32)
+    kernel = fresh.kernel(("hand_over.cl",), "raise_flag")
+    flag.launch = fresh.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
+    assert flag_litmus(fresh, 1000) == (3, 3, 0)
+
+
+# -- prediction --------------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """A host and a device whose work takes as long as it is told; reading the clock takes 0.2 us."""
+
+    def __init__(self, overshoot_us=8.0):
+        self.now = 0
+        self.end = 0
+        self.slept_us = []
+        self.looks = 0
+        self.durations = iter(())
+        self.overshoot_us = overshoot_us
+
+    def clock(self):
+        return HostClock(self.read, self.sleep, lambda: self.pass_us(1.0), self.overshoot_us)
+
+    def pass_us(self, us):
+        self.now += int(us * 1e3)
+
+    def read(self):
+        self.pass_us(0.2)
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept_us.append(seconds * 1e6)
+        self.pass_us(seconds * 1e6 + self.overshoot_us)
+
+    def send(self):
+        self.end = self.now + int(next(self.durations) * 1e3)
+
+    def seen(self):
+        self.looks += 1
+        return self.now >= self.end
+
+    def lost(self):
+        return False
+
+    def run(self, durations_us, hand_over=None):
+        """Return for each wait how late it ended and how long it did not sleep, in us."""
+        self.durations = iter(durations_us)
+        hand_over = hand_over or PollingHandOver(
+            "sleep_flag", "fake", self, WaitLimits(), self.clock(), WaitPrediction()
+        )
+        results = []
+        for _ in durations_us:
+            begin, slept = self.now, len(self.slept_us)
+            hand_over()
+            asleep = sum(self.slept_us[slept:])
+            results.append(((self.now - self.end) / 1e3, (self.now - begin) / 1e3 - asleep))
+        return results, hand_over
+
+
+def test_a_prediction_converges_on_a_constant_duration():
+    results, hand_over = FakeTime().run([1000.0] * 60)
+    assert hand_over.prediction.mean_us == pytest.approx(1000.0, rel=0.01)
+    late, awake = zip(*results[20:], strict=True)
+    # Seen at the next look, for the price of the margin.
+    assert max(late) < 3.0
+    assert max(awake) < 60.0
+
+
+def test_a_prediction_leaves_room_for_jitter():
+    durations = np.random.default_rng(0).normal(1000.0, 30.0, 400)
+    results, hand_over = FakeTime().run(durations.tolist())
+    late, awake = np.array(results[50:]).T
+    assert hand_over.prediction.deviation_us == pytest.approx(24.0, rel=0.6)
+    assert np.median(late) < 3.0
+    assert np.percentile(late, 90) < 25.0
+    assert np.median(awake) < 150.0
+
+
+@pytest.mark.parametrize(("before", "after"), [(5000.0, 300.0), (300.0, 5000.0), (1000.0, 700.0)])
+def test_a_prediction_follows_a_changed_load(before, after):
+    results, hand_over = FakeTime().run([before] * 40 + [after] * 80)
+    late, awake = np.array(results[-30:]).T
+    assert hand_over.prediction.mean_us == pytest.approx(after, rel=0.05)
+    assert late.max() < 3.0
+    assert awake.max() < 0.25 * after + 60.0
+    # Within twenty waits it is no longer late by more than a tenth.
+    assert np.array(results[60:])[:, 0].max() < 0.1 * after
+
+
+def test_one_slow_wait_does_not_spoil_the_next():
+    results, _ = FakeTime().run([1000.0] * 40 + [50_000.0] + [1000.0] * 20)
+    assert np.array(results[41:])[:, 0].max() < 60.0
+
+
+def test_short_waits_and_coarse_timers_are_not_slept_through():
+    short = FakeTime()
+    short.run([40.0] * 50)
+    assert short.slept_us == []
+    coarse = FakeTime(overshoot_us=15_600.0)
+    results, _ = coarse.run([5000.0] * 50)
+    assert coarse.slept_us == []
+    assert max(late for late, _ in results) < 3.0
+
+
+def test_a_wait_that_was_over_anyway_teaches_nothing():
+    fake = FakeTime()
+    results, hand_over = fake.run([1000.0] * 30)
+    before = hand_over.prediction.mean_us
+    fake.durations = iter([1000.0])
+    hand_over.mark()
+    fake.pass_us(5000.0)
+    hand_over.wait()
+    assert hand_over.prediction.mean_us == before
+    assert results
+
+
+def test_a_sleep_counts_from_the_mark():
+    fake = FakeTime()
+    _, hand_over = fake.run([1000.0] * 40)
+    fake.durations = iter([1000.0])
+    hand_over.mark()
+    fake.pass_us(600.0)
+    hand_over.wait()
+    assert fake.slept_us[-1] < 400.0
+    assert (fake.now - fake.end) / 1e3 < 3.0
+
+
+def test_sleeping_strategies_learn_from_real_waits(runtime):
+    writer = LateWriter(runtime)
+    launch = writer.launch(4000.0)
+    hand_over = prepare_hand_over(runtime, "sleep_poll", "real")
+    for _ in range(12):
+        launch()
+        hand_over()
+    assert hand_over.prediction.mean_us > 1000.0
+    assert sleep_overshoot_us() >= 0.0
+
+
+# -- other threads, and memory -----------------------------------------------------------------------
+
+
+class Worker:
+    """A thread whose calls give up the interpreter lock and want it back, as a graph's run does."""
+
+    def __init__(self):
+        self.count = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def _work(self):
+        while not self._stop.is_set():
+            self.count += 1
+            time.sleep(50e-6)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("name", ["poll", "flag"])
+def test_another_thread_runs_while_this_one_polls(runtime, name):
+    if name not in strategies_for(runtime):
+        pytest.skip("no flag here")
+    gate, seconds = Gate(runtime), 0.4
+    hand_over = prepare_hand_over(runtime, name, "fair", limits=WaitLimits(spin_us=10e6))
+    opener = threading.Timer(seconds, gate.open)
+    with Worker() as worker:
+        time.sleep(seconds)
+        alone = worker.count
+        gate.close()
+        try:
+            opener.start()
+            hand_over()
+            beside = worker.count - alone
+        finally:
+            gate.open()
+            opener.cancel()
+            runtime.finish()
+    # A loop that kept the lock would let it run once in 5 ms, the switch interval: 80 times of thousands.
+    assert beside > min(200, alone / 10)
+
+
+def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
+    writer = LateWriter(runtime)
+    launch = writer.launch(5.0)
+    hand_over = prepare_hand_over(runtime, strategy, "many")
+
+    def run(count):
+        for _ in range(count):
+            launch()
+            hand_over()
+
+    run(50)
+    gc.collect()
+    ours = [tracemalloc.Filter(True, str(PACKAGE / "*"))]
+    tracemalloc.start(1)
+    try:
+        before = tracemalloc.take_snapshot().filter_traces(ours)
+        tracemalloc.reset_peak()
+        start, _ = tracemalloc.get_traced_memory()
+        run(1000)
+        _, peak = tracemalloc.get_traced_memory()
+        after = tracemalloc.take_snapshot().filter_traces(ours)
+    finally:
+        tracemalloc.stop()
+    assert sum(entry.size_diff for entry in after.compare_to(before, "lineno")) < 1024
+    assert peak - start < 8 * 1024
+
+
+def test_the_error_keeps_its_parts_across_processes():
+    import copy
+
+    error = copy.copy(HandOverError("What.", fix="Do."))
+    assert (error.message, error.fix) == ("What.", "Do.")
+    assert isinstance(error, HeteroLLMError)

@@ -1,0 +1,91 @@
+"""The other operators of a layer: every one is measured, under a key that says all its time depends on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuLayers
+from heterollm.profiler.measure import gpu_timer as timer_module
+from heterollm.profiler.measure import layer_key, layer_tasks
+from heterollm.profiler.measure import layers as layer_operators
+from heterollm.profiler.measure.layers import OPERATORS
+from heterollm.profiler.work.workload import Sizes, shape_of
+
+POSITIONS = (0, 300)
+SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
+
+
+@pytest.fixture(autouse=True)
+def small_caches(device, monkeypatch):
+    """Emptying the caches reads little, every model is larger than they are, and passes are short."""
+    monkeypatch.setattr(layer_operators, "TOKENS", (1, 32))
+    monkeypatch.setattr(layer_operators, "ATTENTION_POSITIONS", POSITIONS)
+    monkeypatch.setattr(timer_module, "eviction_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
+
+
+@pytest.mark.parametrize("precision", ["w4a16", "w4a8"])
+def test_every_operator_is_measured_under_the_key_that_was_announced(device, precision):
+    tasks = layer_tasks(device, [shape_of(SIZES, precision)])
+    records = [record for task in tasks for record in task.run()]
+    assert [record.key for record in records] == [key for task in tasks for key in task.keys]
+    for record in records:
+        assert not record.failed, record.error
+        assert min(record.samples_us + record.warmup_us) > 0
+        assert not record.values  # launches are merged here: none is a submission of its own
+    plain = {name.removesuffix("_int8") for name in OPERATORS}
+    found = {record.key.operator for record in records}
+    assert {name.removesuffix("_int8") for name in found} == plain
+    assert ("attention_int8" in found) == (precision == "w4a8")
+    contexts = {record.key.context for record in records if record.key.operator.startswith("attention")}
+    assert {position + tokens for position in POSITIONS for tokens in (1, 32)} <= contexts
+
+
+def test_sizes_that_an_operator_does_not_depend_on_are_left_out():
+    shape = shape_of(SIZES)
+    attention = layer_key(shape, "attention", 32, position=256)
+    assert (attention.context, attention.hidden, attention.heads) == (288, 0, 4)
+    norm = layer_key(shape, "rms_norm", 32, position=256)
+    assert (norm.context, norm.hidden, norm.heads, norm.kv_heads, norm.head_dim) == (0, 128, 0, 0, 0)
+    assert layer_key(shape, "gated_activation", 1).hidden == 256
+    assert layer_key(shape, "join_logits", 1).hidden == 320
+    assert layer_key(shape_of(SIZES, "w4a8"), "final_norm", 1).operator == "final_norm_int8"
+
+
+def test_operators_that_two_models_share_are_measured_once(device):
+    shape = shape_of(SIZES)
+    wider = shape_of(Sizes("wider", 1, 128, 4, 2, 32, 384, 320, True))
+    keys = [key for task in layer_tasks(device, [shape, wider]) for key in task.keys]
+    assert len(set(keys)) == len(keys)
+    assert {key.hidden for key in keys if key.operator == "gated_activation"} == {256, 384}
+
+
+def test_attention_reads_the_context_that_the_step_buffer_states(device, monkeypatch):
+    seen = []
+    attention = GpuLayers.attention
+
+    def watched(layers, q, cache, out, step, **sizes):
+        words = step.array
+        seen.append((int(words[STEP_POSITION]), int(words[STEP_LENGTH]), sizes["bucket"]))
+        return attention(layers, q, cache, out, step, **sizes)
+
+    monkeypatch.setattr(GpuLayers, "attention", watched)
+    tasks = layer_tasks(device, [shape_of(SIZES)])
+    [decode] = [task for task in tasks if (task.keys[0].operator, task.keys[0].tokens) == ("attention", 1)]
+    assert len(decode.run()) == len(seen) == len(POSITIONS)
+    assert [found[0] for found in seen] == list(POSITIONS)
+    assert all(bucket > position and length == 1 for position, length, bucket in seen)
+
+
+def test_an_operator_that_fails_is_a_record_and_the_others_go_on(device, monkeypatch):
+    def broken(*given, **named):
+        raise KernelError("No such kernel.")
+
+    monkeypatch.setattr(GpuLayers, "rope_and_store", broken)
+    for task in layer_tasks(device, [shape_of(SIZES)]):
+        if task.keys[0].operator in ("rope_and_store", "embedding"):
+            errors = {record.error for record in task.run()}
+            assert errors == ({"No such kernel."} if task.keys[0].operator == "rope_and_store" else {""})
