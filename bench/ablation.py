@@ -49,13 +49,13 @@ from heterollm.benchmarks import (
     BenchRow,
     RowFile,
     Stop,
-    bundled_model,
     profile_splits,
     read_rows,
     run_bench,
     signals_interrupt,
 )
 from heterollm.benchmarks.cases import Case
+from heterollm.data import bundled_model
 from heterollm.report import check_picture, write_picture
 from heterollm.report import console as report
 from heterollm.report.bench import bench_report

@@ -93,9 +93,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
-    from heterollm.kernels.device import open_device
     from heterollm.kernels.gpu import flag_word
     from heterollm.kernels.gpu.waiting import sleep_overshoot_us
+    from heterollm.kernels.open import open_device
     from heterollm.kernels.sync import flag_litmus, refused_strategies
     from heterollm.profiler.measure import KERNELS_US
 

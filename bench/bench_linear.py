@@ -23,10 +23,11 @@ import numpy as np
 
 import heterollm
 from heterollm.base import bandwidth_gbps
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import Device
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import GpuLinear
 from heterollm.kernels.npu import HostNpu, NpuSlice
+from heterollm.kernels.open import open_device
 from heterollm.profiler.measure import measure_interleaved
 
 SHAPES = {"qkv": (2560, 2048), "o": (2048, 2048), "gate_up": (11264, 2048), "down": (2048, 5632)}

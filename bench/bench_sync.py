@@ -136,9 +136,9 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    from heterollm.benchmarks import bundled_model
+    from heterollm.data import bundled_model
+    from heterollm.engine import SYNC_OPTIONS
     from heterollm.llm import LLM
-    from heterollm.planning import SYNC_OPTIONS
 
     folder = bundled_model()
     with LLM.load(folder, device="host", plan="npu", context=CONTEXT) as llm:

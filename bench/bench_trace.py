@@ -34,7 +34,7 @@ CONTEXT: Final = 256
 def load(folder: Path, plan: Any, mode: str) -> Any:  # noqa: ANN401 - imported late, as in bench_sync
     """Return a loaded model of one mode."""
     import heterollm.llm
-    from heterollm.kernels.device import open_device
+    from heterollm.kernels.open import open_device
 
     stamps = functools.partial(open_device, profiling=True)
     heterollm.llm.open_device = open_device if mode == "off" else stamps
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help=f"turns of {TOKENS_AT_ONCE} tokens for each")
     options = parser.parse_args()
 
-    from heterollm.benchmarks import bundled_model
+    from heterollm.data import bundled_model
 
     folder = options.model or bundled_model()
     for plan in PLANS:

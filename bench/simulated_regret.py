@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from heterollm.engine import Engine, Placements
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import Device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from heterollm.kernels.sim import GpuWork, SocParameters, Usage
+from heterollm.kernels.gpu import GpuWork
+from heterollm.kernels.sim import SocParameters, Usage
 from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time, linear_work
 from heterollm.kernels.sim.soc.memory_model import shared_rates
 from heterollm.kernels.sim.soc.npu_model import NpuTime, NpuWork, npu_time

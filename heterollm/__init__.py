@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from heterollm.base import HeteroLLMError
     from heterollm.engine import Session
-    from heterollm.kernels.device import list_devices
+    from heterollm.kernels.open import list_devices
     from heterollm.llm import LLM
     from heterollm.solver import Plan
     from heterollm.text import GenerationResult, GenerationStep
@@ -42,7 +42,7 @@ _HOMES = {
     "HeteroLLMError": "heterollm.base.errors",
     "Plan": "heterollm.solver.plan",
     "Session": "heterollm.engine.session",
-    "list_devices": "heterollm.kernels.device",
+    "list_devices": "heterollm.kernels.open",
 }
 
 

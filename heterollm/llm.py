@@ -17,24 +17,20 @@ from heterollm.engine import (
     Session,
     SessionSource,
     Stream,
+    Sync,
     check_emulation,
     check_ids,
     check_memory,
     check_precision,
+    check_sync,
     memory_need,
 )
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import Device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.kernels.sim import Simulation, is_simulated
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
-from heterollm.planning import (
-    Sync,
-    check_length_policy,
-    check_options,
-    check_sync,
-    choose_context,
-    choose_plan,
-)
+from heterollm.planning import check_length_policy, check_options, choose_context, choose_plan
 from heterollm.solver import LengthPolicy, Plan, check_plan
 from heterollm.text import (
     Generation,

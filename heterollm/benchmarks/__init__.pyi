@@ -6,7 +6,6 @@ from .cases import with_baseline as with_baseline
 from .demo import PROMPT as PROMPT
 from .demo import DemoResult as DemoResult
 from .demo import Workload as Workload
-from .demo import bundled_model as bundled_model
 from .demo import run_demo as run_demo
 from .formats import FORMATS as FORMATS
 from .formats import append_jsonl as append_jsonl

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
+from heterollm.engine import SYNC_OPTIONS
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.threads import split_threads
-from heterollm.planning import SYNC_OPTIONS
 from heterollm.solver import LENGTH_POLICIES
 
 __all__ = [

@@ -12,6 +12,7 @@ import base64
 import json
 import os
 import queue
+import runpy
 import signal
 import sys
 import threading
@@ -196,10 +197,8 @@ def serve(requests: Iterable[str], answers: TextIO) -> None:
 def main() -> None:
     """Serve the standard streams, or run a command for as long as somebody holds the input."""
     if sys.argv[1:]:
-        from heterollm.cli import main as command
-
         Requests(0, busy=True, grace_s=GRACE_S)
-        sys.exit(command(sys.argv[1:]))
+        runpy.run_module("heterollm", run_name="__main__", alter_sys=True)
     # Ctrl-C reaches the whole terminal; the parent decides what it means and closes the input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with private_stdout(), quiet_libraries(lambda _text: None, debug=False):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -17,15 +16,16 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from heterollm.base import CacheError, Progress, silent
+from heterollm.data import bundled_model
 from heterollm.kernels.npu import TimeKind
 from heterollm.llm import LLM
 from heterollm.solver import LEVELS
 
 if TYPE_CHECKING:
     from heterollm.benchmarks.run import BenchResult
-    from heterollm.planning import Sync
+    from heterollm.engine import Sync
 
-__all__ = ["DemoResult", "Workload", "bundled_model", "run_demo", "write_layer_checkpoint"]
+__all__ = ["DemoResult", "Workload", "run_demo", "write_layer_checkpoint"]
 
 PROMPT: Final = "import os\n\ndef read_lines(path):\n"
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
@@ -121,11 +121,6 @@ class DemoResult:
             "workloads": [workload.to_dict() for workload in self.workloads],
             "notes": list(self.notes),
         }
-
-
-def bundled_model() -> Path:
-    """Return the folder of the model that comes with the package."""
-    return Path(str(resources.files("heterollm.data.tiny_python_lm")))
 
 
 def run_demo(

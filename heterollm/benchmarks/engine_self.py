@@ -14,11 +14,11 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
 from heterollm.benchmarks.shares import Placed, predicted_us, shares_of
 from heterollm.benchmarks.work import ceilings_of, work_of
-from heterollm.engine import Session
+from heterollm.engine import Session, Sync
 from heterollm.kernels.ops import OpSpec
 from heterollm.llm import LLM
 from heterollm.model import op_specs
-from heterollm.planning import Planner, PlanRequest, Sync, stored_profile
+from heterollm.planning import Planner, PlanRequest, stored_profile
 from heterollm.profiler.measure import simulated_meters
 from heterollm.solver import SOLVED_LEVELS, LengthPolicy
 from heterollm.trace import save_trace, summarise

@@ -20,7 +20,7 @@ def devices(as_json: JsonOption = False) -> None:
     import dataclasses
 
     from heterollm.base import write, write_json
-    from heterollm.kernels.device import list_devices
+    from heterollm.kernels.open import list_devices
     from heterollm.kernels.sim import simulated_devices
     from heterollm.report import console as report
 

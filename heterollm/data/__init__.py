@@ -1,1 +1,13 @@
-"""Data shipped with the package."""
+"""Holds data shipped with the package: the bundled model."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+__all__ = ["bundled_model"]
+
+
+def bundled_model() -> Path:
+    """Return the folder of the model that comes with the package."""
+    return Path(str(resources.files("heterollm.data.tiny_python_lm")))

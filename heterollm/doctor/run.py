@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.base import DeviceError, Progress, cache_root, format_bytes, see, silent
-from heterollm.kernels.device import Device, list_devices, open_device
+from heterollm.kernels.device import Device
 from heterollm.kernels.formats import ComputeType
+from heterollm.kernels.open import list_devices, open_device
 from heterollm.kernels.threads import allowed_cores
 
 if TYPE_CHECKING:

@@ -17,4 +17,7 @@ from .slots import HEAD_ROWS as HEAD_ROWS
 from .slots import pool_sizes as pool_sizes
 from .stream import SessionSource as SessionSource
 from .stream import Stream as Stream
+from .sync import SYNC_OPTIONS as SYNC_OPTIONS
+from .sync import Sync as Sync
+from .sync import check_sync as check_sync
 from .thread import EngineThread as EngineThread

@@ -21,13 +21,13 @@ from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.passes import CompiledPass, Placements
 from heterollm.engine.placing import Call
 from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.sync import Sync
 from heterollm.engine.waits import HandOvers
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
 from heterollm.kernels.ops import Join, Phase
 from heterollm.kernels.sync import WaitLimits, prepare_hand_over, resynchronise
 from heterollm.model import ModelWeights
-from heterollm.planning import Sync
 from heterollm.solver import Plan
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from heterollm.engine.sync import Sync
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import HostClock, Strategy
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import HandOver, WaitLimits, prepare_hand_over, strategies_for
-from heterollm.planning import Sync
 
 if TYPE_CHECKING:
     from heterollm.profiler.records import Profile

@@ -2,11 +2,8 @@ from .ahead import Precompiled as Precompiled
 from .ahead import precompile as precompile
 from .command import solve_for as solve_for
 from .lengths import LengthChoice as LengthChoice
-from .load_options import SYNC_OPTIONS as SYNC_OPTIONS
-from .load_options import Sync as Sync
 from .load_options import check_length_policy as check_length_policy
 from .load_options import check_options as check_options
-from .load_options import check_sync as check_sync
 from .load_options import choose_context as choose_context
 from .load_options import choose_plan as choose_plan
 from .planner import PassPlan as PassPlan

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heterollm.base import ProfileError
-from heterollm.kernels.device import open_device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import KNOWN_MODELS, ModelConfig, checkpoint_folder, op_specs
 from heterollm.planning.load_options import check_options, choose_context

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, get_args
 
 from heterollm.base import OptionError, PlanError
-from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.model import ModelConfig
 from heterollm.solver import (
@@ -22,11 +21,8 @@ from heterollm.solver import (
 )
 
 __all__ = [
-    "SYNC_OPTIONS",
-    "Sync",
     "check_length_policy",
     "check_options",
-    "check_sync",
     "choose_context",
     "choose_plan",
 ]
@@ -34,13 +30,6 @@ __all__ = [
 DEFAULT_CONTEXT: Final = 4096
 CHUNK_LENGTH: Final = 512
 """Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
-
-Sync: TypeAlias = Literal["auto", "operator"] | Strategy
-"""How the parts wait for each other: by a strategy of :mod:`heterollm.kernels.sync.handover`, by ``auto``,
-which chooses one (:mod:`heterollm.engine.waits`), or by ``operator``: ``clFinish`` after every operator, the
-baseline that fast synchronisation is compared with."""
-
-SYNC_OPTIONS: Final[tuple[Sync, ...]] = ("auto", "operator", *STRATEGIES)
 
 
 def check_options(
@@ -63,16 +52,6 @@ def check_options(
         raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
     if not isinstance(symmetric, bool):
         raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
-
-
-def check_sync(sync: object) -> None:
-    """Refuse what is no way for the parts to wait for each other.
-
-    Raises:
-        OptionError: It is none.
-    """
-    if sync not in SYNC_OPTIONS:
-        raise OptionError(f"There is no sync {sync!r:.80}.", fix=f"Choose among {', '.join(SYNC_OPTIONS)}.")
 
 
 def check_length_policy(policy: object) -> None:

@@ -13,8 +13,10 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from heterollm.base import OptionError, ProfileError
+from heterollm.data import bundled_model
 from heterollm.engine import check_precision
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import Device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, model_shape, read_config
 from heterollm.planning.load_options import check_options
@@ -115,10 +117,6 @@ class Profiling:
         try:
             if not configs and self.device.time_kind == "emulated":
                 # The default set would keep an emulator busy for hours.
-                from heterollm.benchmarks import (
-                    bundled_model,  # loads much that a device with real time needs not
-                )
-
                 configs = [(read_config(bundled_model()), "the bundled model")]
             shapes: list[ModelShape] = []
             for precision in dict.fromkeys(precisions):

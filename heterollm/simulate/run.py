@@ -14,9 +14,10 @@ import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine, Placements
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, Form, NpuBackend
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
 from heterollm.kernels.sim import SIMULATED, GpuLoad, SimulatedClock, Simulation, Span, clock_of
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights

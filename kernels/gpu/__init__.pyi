@@ -56,3 +56,4 @@ from .waiting import HostClock as HostClock
 from .waiting import Strategy as Strategy
 from .waiting import WaitPrediction as WaitPrediction
 from .work import Demand as Demand
+from .work import GpuWork as GpuWork

@@ -15,7 +15,7 @@ from heterollm.kernels.gpu.layer_kernels import STEP_LENGTH, STEP_POSITION, Defi
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
 from heterollm.kernels.gpu.variants import KernelStyle, Variant
-from heterollm.kernels.sim import GpuWork
+from heterollm.kernels.gpu.work import GpuWork
 
 __all__ = ["GpuAttention", "head_stride"]
 

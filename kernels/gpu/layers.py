@@ -23,8 +23,8 @@ from heterollm.kernels.gpu.layer_kernels import (
 )
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs
+from heterollm.kernels.gpu.work import GpuWork
 from heterollm.kernels.ops import Activation
-from heterollm.kernels.sim import GpuWork
 
 __all__ = [
     "STEP_HEAD_ROW",

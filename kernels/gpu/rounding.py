@@ -16,8 +16,8 @@ from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.runtime import OpenClRuntime
 from heterollm.kernels.gpu.variants import Variant
+from heterollm.kernels.gpu.work import GpuWork
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.sim import GpuWork
 
 __all__ = ["RoundedInputs", "code_bytes", "rounding_launch", "scratch_codes"]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from heterollm.base import OptionError
-from heterollm.kernels.device import Device, DeviceStatus, open_device
+from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.sim.clock import ClockCosts, Rates, SimulatedClock
 from heterollm.kernels.sim.npu import SimulatedNpu
@@ -37,18 +39,18 @@ def simulated_devices() -> list[DeviceStatus]:
 
 def open_simulated(
     name: str,
-    simulation: Simulation | None = None,
+    simulation: Simulation | None,
     *,
-    gpu_threads: int | None = None,
-    npu_threads: int | None = None,
+    with_npu: bool,
+    compute_on: Callable[[], Device],
 ) -> Device:
     """Open a simulated SoC.
 
     Args:
         name: ``sim:`` and the name of a SoC or the path of a YAML file.
-        simulation: How to simulate; without numerics by default.
-        gpu_threads: Threads of the OpenCL part that computes, for numerics.
-        npu_threads: The same of the NPU part; 0 leaves the NPU part out.
+        simulation: How to simulate; None is without numerics.
+        with_npu: Whether it has an NPU.
+        compute_on: Opens the device that computes, for numerics.
 
     Raises:
         OptionError: There is no such SoC, or a parameter is not legal.
@@ -57,11 +59,11 @@ def open_simulated(
     how = simulation or Simulation()
     soc = load_soc(name.removeprefix(SIMULATED), dict(how.overrides))
     clock = SimulatedClock(clock_costs(soc), _rates_of(soc), how.load)
-    real = open_device("host", gpu_threads=gpu_threads, npu_threads=npu_threads) if how.numerics else None
+    real = compute_on() if how.numerics else None
     gpu = SimulatedRuntime(soc, clock, None if real is None else real.gpu)
     lengths = tuple(sorted({*STANDARD_LENGTHS, *how.lengths}))
     npu = None
-    if npu_threads != 0:
+    if with_npu:
         real_npu = None if real is None else real.npu
         npu = SimulatedNpu(soc, clock, real_npu, gpu.settle_real, lengths=lengths, every_form=how.every_form)
     half = np.dtype(np.float16)

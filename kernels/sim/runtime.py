@@ -18,6 +18,7 @@ from heterollm.kernels.gpu import (
     Demand,
     DeviceTraits,
     DeviceTuning,
+    GpuWork,
     HostClock,
     KernelKind,
     Launch,
@@ -27,7 +28,7 @@ from heterollm.kernels.gpu import (
     aligned_zeros,
 )
 from heterollm.kernels.sim.clock import Job, SimulatedClock
-from heterollm.kernels.sim.soc.gpu_model import GpuWork, gpu_time
+from heterollm.kernels.sim.soc.gpu_model import gpu_time
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
 __all__ = ["SimulatedEvent", "SimulatedLaunch", "SimulatedRuntime", "now_ns_of"]

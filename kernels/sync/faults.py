@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from heterollm.kernels.gpu import SOURCES, Launch, OpenClRuntime, SharedArray
-from heterollm.kernels.sim import GpuWork
+from heterollm.kernels.gpu import SOURCES, GpuWork, Launch, OpenClRuntime, SharedArray
 
 __all__ = ["Gate", "LateWriter", "delay_graph"]
 

@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 from heterollm.base.errors import DeviceError
-from heterollm.kernels.device import open_device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.npu import NpuSlice
 from heterollm.kernels.formats.quantisation import quantize

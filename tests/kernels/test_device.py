@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.kernels import device as device_module
-from heterollm.kernels.device import DEVICE_NAMES, list_devices, open_device
+from heterollm.kernels import open as open_module
 from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.open import DEVICE_NAMES, list_devices, open_device
 from heterollm.kernels.threads import allowed_cores, split_threads
 
 # Before any test: the first one that opens a device must not keep this thread's cores.
@@ -132,9 +132,9 @@ def test_every_device_is_listed_with_a_reason_or_its_parts(host):
 
 
 def test_without_pyopencl_nothing_is_usable(monkeypatch):
-    find_spec = device_module.importlib.util.find_spec
+    find_spec = open_module.importlib.util.find_spec
     monkeypatch.setattr(
-        device_module.importlib.util,
+        open_module.importlib.util,
         "find_spec",
         lambda name: None if name == "pyopencl" else find_spec(name),
     )
@@ -143,8 +143,8 @@ def test_without_pyopencl_nothing_is_usable(monkeypatch):
         assert entry.gpu == "missing"
         assert "pyopencl is not installed." in entry.reason
         assert "pip install pyopencl" in entry.fix
-    monkeypatch.setattr(device_module.platform, "system", lambda: "Windows")
-    monkeypatch.setattr(device_module.platform, "machine", lambda: "ARM64")
+    monkeypatch.setattr(open_module.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(open_module.platform, "machine", lambda: "ARM64")
     assert "has no wheel for Windows on Arm" in status("host").reason
     assert "from source" in status("host").fix
 
@@ -187,9 +187,9 @@ def test_an_adreno_is_seen(opencl):
 
 
 def test_the_emulator_needs_its_package(monkeypatch, host):
-    find_spec = device_module.importlib.util.find_spec
+    find_spec = open_module.importlib.util.find_spec
     monkeypatch.setattr(
-        device_module.importlib.util,
+        open_module.importlib.util,
         "find_spec",
         lambda name: None if name == "onnxruntime_qnn" else find_spec(name),
     )
@@ -208,7 +208,7 @@ def test_auto_takes_the_host_and_says_why(opencl, host, monkeypatch):
     def no_snapdragon(*_arguments, **_options):
         raise DeviceError("No Adreno among the OpenCL devices (a CPU).")
 
-    monkeypatch.setattr(device_module, "_open_snapdragon", no_snapdragon)
+    monkeypatch.setattr(open_module, "_open_snapdragon", no_snapdragon)
     device = open_device("auto")
     assert device.name == "host"
     assert device.reason == "no snapdragon here: No Adreno among the OpenCL devices (a CPU)."
@@ -217,7 +217,7 @@ def test_auto_takes_the_host_and_says_why(opencl, host, monkeypatch):
 
 def test_auto_takes_a_snapdragon_that_passes(host, monkeypatch):
     chosen = open_device("host")
-    monkeypatch.setattr(device_module, "_open_snapdragon", lambda *_arguments, **_options: chosen)
+    monkeypatch.setattr(open_module, "_open_snapdragon", lambda *_arguments, **_options: chosen)
     device = open_device("auto")
     assert device is chosen
     assert device.reason == "both parts passed a self-test"
@@ -225,7 +225,7 @@ def test_auto_takes_a_snapdragon_that_passes(host, monkeypatch):
 
 
 def test_a_gpu_that_computes_wrongly_fails_its_self_test(host, monkeypatch):
-    device_module._self_test_gpu(host.gpu)
+    open_module._self_test_gpu(host.gpu)
     from heterollm.kernels.gpu import GpuLinear
 
     launch = GpuLinear.launch
@@ -233,7 +233,7 @@ def test_a_gpu_that_computes_wrongly_fails_its_self_test(host, monkeypatch):
         GpuLinear, "launch", lambda self, x, y, **options: launch(self, x, y, **options | {"tokens": 3})
     )
     with pytest.raises(DeviceError, match="computes a linear layer wrongly"):
-        device_module._self_test_gpu(host.gpu)
+        open_module._self_test_gpu(host.gpu)
 
 
 # -- threads ------------------------------------------------------------------------------------------

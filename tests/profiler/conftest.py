@@ -1,7 +1,7 @@
 import pytest
 
 from heterollm.base import DeviceError
-from heterollm.kernels.device import open_device
+from heterollm.kernels.open import open_device
 
 
 @pytest.fixture(scope="module")

@@ -11,50 +11,17 @@ section 3.1; ``docs/soc-model.md``.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
-from heterollm.base import OptionError
+from heterollm.kernels.gpu import GpuWork
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["GpuBound", "GpuKind", "GpuTime", "GpuWork", "gpu_time", "linear_work"]
+__all__ = ["GpuBound", "GpuTime", "gpu_time", "linear_work"]
 
-GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
 GpuBound = Literal["memory", "arithmetic", "prepare"]
 
-KINDS: Final = get_args(GpuKind)
 FLOAT_BYTES: Final = 2
 """Of an activation and of an unpacked weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuWork:
-    """One kernel, or the two of a linear layer that unpacks first.
-
-    Args:
-        kind: What it computes.
-        flops: Operations, a multiply-add as two; of causal attention only those before the diagonal.
-        read_bytes: Read, each byte once.
-        written_bytes: Written.
-        tokens: Tokens ``m``.
-        weights: Weights of a linear layer; else 0.
-        bits: Of a weight: 4 or 8 for codes, 16 or 32 for floats; 0 where there are none.
-
-    Raises:
-        OptionError: A number is negative, or the kind is none.
-    """
-
-    kind: GpuKind
-    flops: float
-    read_bytes: float
-    written_bytes: float
-    tokens: int = 1
-    weights: int = 0
-    bits: int = 0
-
-    def __post_init__(self) -> None:
-        numbers = (self.flops, self.read_bytes, self.written_bytes, self.tokens, self.weights, self.bits)
-        if self.kind not in KINDS or min(numbers) < 0:
-            raise OptionError(f"The modelled GPU has no such work: {self}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ import math
 import numpy as np
 import pytest
 
-from heterollm.benchmarks import bundled_model, demo, run_demo
+from heterollm.benchmarks import demo, run_demo
 from heterollm.benchmarks.demo import write_layer_checkpoint
+from heterollm.data import bundled_model
 from heterollm.model import Checkpoint, ModelConfig
 from heterollm.report import demo_report
 from heterollm.report.console import render

@@ -7,16 +7,10 @@ import itertools
 import pytest
 
 from heterollm.base import OptionError
-from heterollm.benchmarks import (
-    BenchOptions,
-    Configuration,
-    TerminatedInterrupt,
-    bundled_model,
-    expand,
-    run_bench,
-)
+from heterollm.benchmarks import BenchOptions, Configuration, TerminatedInterrupt, expand, run_bench
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.turns import EnergyMeter, Watch, schedule
+from heterollm.data import bundled_model
 
 CASES = (Case(16, 0), Case(0, 4))
 LEVELS = expand(levels=["gpu", "npu", "layer"], threads=[(1, 1)], device="host")

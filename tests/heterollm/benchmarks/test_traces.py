@@ -2,11 +2,12 @@
 
 import pytest
 
-from heterollm.benchmarks import BenchOptions, Configuration, bundled_model, run_bench
+from heterollm.benchmarks import BenchOptions, Configuration, run_bench
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import random_ids
 from heterollm.benchmarks.engine import Job
 from heterollm.benchmarks.engine_self import SelfEngine
+from heterollm.data import bundled_model
 
 
 @pytest.mark.slow

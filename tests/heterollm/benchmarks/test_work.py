@@ -2,10 +2,10 @@
 
 import pytest
 
-from heterollm.benchmarks import bundled_model
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import Ceilings, Work, achieved, ceilings_of, passes_of, work_of
+from heterollm.data import bundled_model
 from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.planning import Planner, PlanRequest

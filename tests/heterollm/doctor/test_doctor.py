@@ -13,9 +13,10 @@ from heterollm.doctor.checks import device_cases
 from heterollm.doctor.flag import FLAG
 from heterollm.doctor.run import unlisted_vendors
 from heterollm.doctor.w4a8 import AGREEMENT
-from heterollm.kernels.device import DeviceStatus, open_device
+from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers
 from heterollm.kernels.gpu import GpuLinear
+from heterollm.kernels.open import open_device
 from heterollm.kernels.sync.litmus import Litmus
 from heterollm.report import console as report
 from heterollm.report import diagnosis_report

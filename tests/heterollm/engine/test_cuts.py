@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from heterollm.base import PlanError
-from heterollm.kernels.device import open_device
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.kernels.gpu import Launch
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase
 from heterollm.llm import LLM
 from heterollm.solver import GPU_ONLY, Placement, Plan, model_shape

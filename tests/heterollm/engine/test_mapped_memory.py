@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterollm.kernels.device import open_device
 from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Placement, Plan, level_plan, model_shape
 from heterollm.solver.plan import PlanEntry

@@ -11,11 +11,11 @@ import pytest
 import heterollm.kernels
 import heterollm.profiler
 import heterollm.solver
+from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.engine.runner import KEPT_PASSES
 from heterollm.kernels.gpu import OpenClRuntime
 from heterollm.kernels.npu import HostNpu
 from heterollm.llm import LLM
-from heterollm.planning import SYNC_OPTIONS, Sync
 from heterollm.solver import Plan
 
 PACKAGES = (heterollm, heterollm.kernels, heterollm.solver, heterollm.profiler)

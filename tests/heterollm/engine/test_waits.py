@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from heterollm.base import OptionError
-from heterollm.engine import Engine
+from heterollm.engine import SYNC_OPTIONS, Engine
 from heterollm.engine.waits import HandOvers, default_strategies
-from heterollm.kernels.device import Device, open_device
+from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import Launch, MergedLaunch
+from heterollm.kernels.open import open_device
 from heterollm.kernels.threads import ThreadSplit
 from heterollm.llm import LLM
-from heterollm.planning import SYNC_OPTIONS
 from heterollm.solver import Placement, Plan
 
 FAST = [sync for sync in SYNC_OPTIONS if sync not in ("auto", "operator", "finish")]

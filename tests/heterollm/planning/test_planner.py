@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from heterollm.base import OptionError, ProfileError, list_cache
-from heterollm.benchmarks import bundled_model
 from heterollm.cli import main
-from heterollm.kernels.device import open_device
+from heterollm.data import bundled_model
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat, feed_forward_blocks
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs, shape_of_specs

@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import InputError
 from heterollm.cli import main
-from heterollm.kernels.device import open_device
+from heterollm.kernels.open import open_device
 from heterollm.report import paper_page, paper_tables, read_simulated, write_simulated
 from heterollm.simulate import (
     DRIVER,

@@ -9,7 +9,7 @@ import pytest
 from heterollm.base import CheckpointError, OptionError, ProfileError, cache_root
 from heterollm.cli import main
 from heterollm.cli.simulate import parse_load, parse_overrides
-from heterollm.kernels.device import open_device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.model import find_model
 from heterollm.profiler import compare

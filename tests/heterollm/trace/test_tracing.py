@@ -20,13 +20,12 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import random_ids
 from heterollm.benchmarks.engine import Job
 from heterollm.benchmarks.engine_self import SelfEngine
-from heterollm.engine import Engine
-from heterollm.kernels.device import open_device
+from heterollm.engine import SYNC_OPTIONS, Engine
 from heterollm.kernels.gpu import HostClock, Launch, MergedLaunch
 from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, feed_forward_blocks
 from heterollm.llm import LLM
-from heterollm.planning import SYNC_OPTIONS
 from heterollm.solver import GPU_ONLY, Placement, Plan, model_shape
 from heterollm.solver.plan import PlanEntry
 from heterollm.trace import Span, Trace, load_trace, summarise, summarise_phases

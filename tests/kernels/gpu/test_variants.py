@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from heterollm.kernels.device import open_device
 from heterollm.kernels.formats import linear_errors, quantize, reference
 from heterollm.kernels.gpu import (
     STEP_WORDS,
@@ -17,6 +16,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.runtime import read_sources
 from heterollm.kernels.gpu.variants import variants_for
+from heterollm.kernels.open import open_device
 
 COLUMNS, ROWS = 128, 100
 ALL = variants_for(is_cpu=True)

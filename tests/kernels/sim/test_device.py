@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from heterollm.base import GraphError, OptionError
-from heterollm.kernels.device import open_device
 from heterollm.kernels.formats import concatenate_rows, shape_only_weight
 from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, STEP_WORDS, GpuLayers, GpuLinear
 from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.sim import Simulation, clock_of, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time

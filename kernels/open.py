@@ -1,0 +1,303 @@
+"""Opens devices by name, and lists those that are here.
+
+A device is opened on the thread that will run it (the engine thread), because cores are given out by the
+affinity of the thread that opens it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import numpy as np
+
+from heterollm.base import CACHE_VARIABLE, DeviceError, OptionError, cache_root, see
+from heterollm.kernels.device import Device, DeviceStatus
+from heterollm.kernels.formats import linear_errors
+from heterollm.kernels.gpu import target_for_this_machine
+from heterollm.kernels.npu import TimeKind
+from heterollm.kernels.sim import SIMULATED, Simulation, is_simulated
+from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
+
+if TYPE_CHECKING:
+    from heterollm.kernels.gpu import OpenClRuntime
+
+__all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device"]
+
+DeviceName = Literal["snapdragon", "host", "emulator"]
+DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
+
+QUALCOMM: Final = "qualcomm"
+
+# The CPU runtimes take their thread count once per process, from the environment.
+_process_split: ThreadSplit | None = None
+
+
+def open_device(
+    name: str = "auto",
+    *,
+    gpu_threads: int | None = None,
+    npu_threads: int | None = None,
+    profiling: bool = False,
+    coherent: bool | None = None,
+    simulation: Simulation | None = None,
+) -> Device:
+    """Open a device on the calling thread.
+
+    Args:
+        name: ``snapdragon``, ``host``, ``emulator``, or ``auto``: ``snapdragon`` if both of its parts pass
+            a self-test, else ``host``. Or ``sim:`` and the name of a SoC or the path of its YAML file.
+        gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU part on ``host``; 0 opens it without an NPU.
+        profiling: Whether OpenCL events carry timestamps.
+        coherent: Overrides whether host and GPU see each other's writes without map and unmap.
+        simulation: How to simulate, for a simulated device.
+
+    Raises:
+        DeviceError: A part is missing or fails; the message says what to install.
+        OptionError: The name or a thread count is not legal.
+    """
+    if is_simulated(name):
+        from heterollm.kernels.sim import open_simulated
+
+        compute_on = functools.partial(_open_host, gpu_threads, npu_threads, False, None)
+        return open_simulated(name, simulation, with_npu=npu_threads != 0, compute_on=compute_on)
+    if name == "auto":
+        try:
+            device = _open_snapdragon(profiling, coherent, split_threads(gpu_threads, npu_threads))
+            device.reason = "both parts passed a self-test"
+        except DeviceError as error:
+            device = _open_host(gpu_threads, npu_threads, profiling, coherent)
+            device.reason = f"no snapdragon here: {error.message}"
+        return device
+    if name == "snapdragon":
+        return _open_snapdragon(profiling, coherent)
+    if name == "host":
+        return _open_host(gpu_threads, npu_threads, profiling, coherent)
+    if name == "emulator":
+        return _open_emulator(gpu_threads, profiling, coherent)
+    fix = f"Choose auto, {', '.join(DEVICE_NAMES)}, or a simulated one such as {SIMULATED}snapdragon-8gen3."
+    raise OptionError(f"There is no device {name!r}.", fix=fix)
+
+
+def list_devices() -> list[DeviceStatus]:
+    """Return what is here, and for what is not usable why and what to install. Opens nothing."""
+    checks: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
+        "snapdragon": (_find_adreno, lambda: _require_qnn(emulator=False)),
+        "host": (_find_cpu, _require_onnxruntime),
+        "emulator": (_find_cpu, lambda: _require_qnn(emulator=True)),
+    }
+    statuses = []
+    for name, parts in checks.items():
+        texts: list[str] = []
+        reasons: list[str] = []
+        fixes: list[str] = []
+        for check in parts:
+            try:
+                texts.append(check())
+            except DeviceError as error:
+                texts.append("missing")
+                reasons.append(error.message)
+                fixes.append(error.fix)
+        reason, fix = " ".join(reasons), " ".join(dict.fromkeys(filter(None, fixes)))
+        time: TimeKind = "emulated" if name == "emulator" else "real"
+        statuses.append(DeviceStatus(name, not reasons, texts[0], texts[1], reason, fix, time))
+    return statuses
+
+
+# -- the three devices -------------------------------------------------------------------------------
+
+
+def _open_host(
+    gpu_threads: int | None, npu_threads: int | None, profiling: bool, coherent: bool | None
+) -> Device:
+    _require_onnxruntime()
+    split = split_threads(gpu_threads, npu_threads)
+    gpu = _open_cpu_opencl(split, profiling, coherent)
+    from heterollm.kernels.npu import HostNpu
+
+    npu = HostNpu(threads=len(split.npu_cores)) if split.npu_cores else None
+    float32 = np.dtype(np.float32)
+    return Device("host", gpu, npu, split, float32, float32, "real")
+
+
+def _open_emulator(gpu_threads: int | None, profiling: bool, coherent: bool | None) -> Device:
+    _require_qnn(emulator=True)
+    split = split_threads(gpu_threads)
+    gpu = _open_cpu_opencl(split, profiling, coherent)
+    from heterollm.kernels.npu import QnnNpu
+
+    npu = QnnNpu(emulator=True)
+    return Device("emulator", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "emulated")
+
+
+def _open_snapdragon(profiling: bool, coherent: bool | None, split: ThreadSplit | None = None) -> Device:
+    _find_adreno(split)
+    _require_qnn(emulator=False)
+    from heterollm.kernels.gpu import OpenClRuntime
+    from heterollm.kernels.npu import QnnNpu
+
+    device = next(device for _, device in _opencl_devices() if QUALCOMM in device.vendor.lower())
+    gpu = OpenClRuntime(device, profiling=profiling, coherent=coherent)
+    _self_test_gpu(gpu)
+    npu = QnnNpu(emulator=False)
+    npu.self_test()
+    split = ThreadSplit((), ())
+    return Device("snapdragon", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "real")
+
+
+def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None) -> OpenClRuntime:
+    _, device = _cpu_device(split)
+    from heterollm.kernels.gpu import OpenClRuntime
+
+    runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
+    if "portable" in runtime.traits.platform.lower() and runtime.traits.compute_units != len(split.gpu_cores):
+        raise DeviceError(
+            f"OpenCL runs {runtime.traits.compute_units} thread(s) in this process, not "
+            f"{len(split.gpu_cores)}: it was opened before heterollm could set the number.",
+            fix="Open the device first. " + see("the-thread-split-cannot-change"),
+        )
+    return runtime
+
+
+def _self_test_gpu(runtime: OpenClRuntime) -> None:
+    """Compute one small linear layer: single kernels have been wrong on one compiler version before."""
+    from heterollm.kernels.gpu import GpuLinear
+
+    generator = np.random.default_rng(0)
+    weight = generator.standard_normal((64, 64)).astype(np.float16)
+    x, y = runtime.shared((4, 64), np.float16), runtime.shared((4, 64), np.float32)
+    x.acquire()
+    x.array[...] = generator.standard_normal((4, 64))
+    expected = x.array.astype(np.float64) @ weight.T.astype(np.float64)
+    x.release()
+    linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float16)
+    linear.launch(x, y, tokens=4, label="self-test", output_dtype=np.float32)()
+    runtime.finish()
+    y.acquire()
+    errors = linear_errors(y.array, expected)
+    y.release()
+    if not errors.within("fp16"):
+        raise DeviceError(
+            f"{runtime.traits.name!r} computes a linear layer wrongly (NMSE {errors.nmse:.1e}).",
+            fix="Update the GPU driver. " + see("a-part-computes-wrong-numbers"),
+        )
+
+
+# -- what is installed -------------------------------------------------------------------------------
+
+
+def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
+    """Return every OpenCL device; the first call of the process fixes the threads of CPU runtimes.
+
+    Args:
+        split: Threads that are wanted; None takes what the process has, or the default.
+    """
+    global _process_split
+    if importlib.util.find_spec("pyopencl") is None:
+        if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
+            raise DeviceError(
+                "pyopencl is not installed, and has no wheel for Windows on Arm.",
+                fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`. "
+                + see("pyopencl-on-windows-on-arm"),
+            )
+        raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
+    try:
+        from heterollm.kernels.gpu import list_opencl_devices
+    except ImportError as error:
+        raise DeviceError(
+            f"pyopencl cannot be imported: {error}.",
+            fix="Reinstall it: `pip install --force-reinstall pyopencl`.",
+        ) from error
+
+    if _process_split is not None:
+        if split is not None and split.gpu_cores != _process_split.gpu_cores:
+            raise DeviceError(
+                f"OpenCL is already open in this process with {len(_process_split.gpu_cores)} thread(s), "
+                f"not {len(split.gpu_cores)}.",
+                fix="Start another process for another split. " + see("the-thread-split-cannot-change"),
+            )
+        return list_opencl_devices()
+    split = split or split_threads()
+    _make_pocl_cache()
+    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
+    os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
+    before = allowed_cores()
+    # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
+    pin_current_thread(split.gpu_cores)
+    try:
+        found = list_opencl_devices()
+    finally:
+        pin_current_thread(before)
+    _process_split = split
+    return found
+
+
+def _make_pocl_cache() -> None:
+    """Make the folder of PoCL's cache: where it cannot write, it offers no device and does not say why."""
+    default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
+    folder = Path(os.environ.get("POCL_CACHE_DIR", default))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(
+            f"The folder of compiled OpenCL programs, {folder}, cannot be made: {error.strerror}.",
+            fix=f"Point {CACHE_VARIABLE} (or POCL_CACHE_DIR) at another folder. "
+            + see("the-cache-cannot-be-written"),
+        ) from error
+    os.environ["POCL_CACHE_DIR"] = str(folder)
+
+
+def _cpu_device(split: ThreadSplit | None = None) -> tuple[str, Any]:
+    devices = _opencl_devices(split)
+    from heterollm.kernels.gpu import is_cpu, runtime_advice
+
+    found = next((entry for entry in devices if is_cpu(entry[1])), None)
+    if found is None:
+        raise DeviceError("No OpenCL runtime for the CPU was found.", fix=runtime_advice())
+    return found
+
+
+def _find_cpu() -> str:
+    name, device = _cpu_device()
+    return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
+
+
+def _find_adreno(split: ThreadSplit | None = None) -> str:
+    devices = _opencl_devices(split)
+    for name, device in devices:
+        if QUALCOMM in device.vendor.lower():
+            return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
+    seen = ", ".join(f"{device.name.strip()}" for _, device in devices) or "none"
+    raise DeviceError(
+        f"No Adreno among the OpenCL devices ({seen}).",
+        fix="If `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder. "
+        + see("no-adreno-among-the-opencl-devices"),
+    )
+
+
+def _require_onnxruntime() -> str:
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise DeviceError("onnxruntime is not installed.", fix="Run `pip install onnxruntime`.")
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise DeviceError(
+            f"onnxruntime cannot be imported: {error}.",
+            fix="Reinstall it: `pip install --force-reinstall onnxruntime`.",
+        ) from error
+    return f"onnxruntime {onnxruntime.__version__} CPU provider"
+
+
+def _require_qnn(*, emulator: bool) -> str:
+    from heterollm.kernels.npu import qnn_available
+
+    usable, text, fix = qnn_available(emulator=emulator)
+    if not usable:
+        raise DeviceError(text, fix=fix)
+    return text
