@@ -25,7 +25,7 @@ from conditions import conditions
 
 from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
-from heterollm.profiler.work import ModelShape
+from heterollm.model import ModelShape
 from heterollm.profiler.work.workload import Sizes, shape_of
 from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, SolvedLevel, Solver
 from heterollm.solver.costs import Costs, Overheads, Slowdown

@@ -19,6 +19,7 @@ from typing import Any, Final
 from heterollm.base import HeteroLLMError, ProfileError
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import strategies_for
+from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
     COPY_SIZES_BYTES,
     KERNELS_US,
@@ -40,7 +41,7 @@ from heterollm.profiler.measure import (
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Profile, Record, profile_path
 from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
 from heterollm.profiler.tune import default_jobs, tune
-from heterollm.profiler.work import ModelShape, Tier
+from heterollm.profiler.work import Tier
 from heterollm.profiler.worth import by_worth
 
 __all__ = ["SessionOptions", "profile_device", "profile_for"]

@@ -157,7 +157,7 @@ class _Way:
     @classmethod
     def of(cls, choices: Sequence[Choice], time_us: float, cost: float, objective: Objective) -> _Way:
         """Return a way that takes so long and costs so much."""
-        over = sum(not objective.allows(choice.chosen) for choice in choices)
+        over = sum(not objective.allows(choice.chosen.gpu_us, choice.chosen.time_us) for choice in choices)
         return cls(tuple(choices), time_us, (over, cost))
 
 
@@ -194,7 +194,7 @@ def _settled_way(
     places = []
     for offer in offers:
         # Whether a cut beats the whole by the margin shows in the chain.
-        more = [item for item in offer.refused if objective.allows(item)]
+        more = [item for item in offer.refused if objective.allows(item.gpu_us, item.time_us)]
         items = sorted([*offer.taken, *more], key=lambda item: item.cost)
         places.append(Place.of(offer.spec, before_us[offer.spec.group], items, overheads))
     found = settled(places, overheads, objective)

@@ -11,7 +11,6 @@ from heterollm.kernels.ops import OpSpec
 
 if TYPE_CHECKING:
     from heterollm.solver.plan import Placement
-    from heterollm.solver.pricing import Priced
 
 __all__ = ["Objective", "Power"]
 
@@ -92,9 +91,9 @@ class Objective:
         energy_us = self.power.energy_uj(time_us, gpu_us, npu_us) / watts
         return (1.0 - self.energy_weight) * time_us + self.energy_weight * energy_us
 
-    def allows(self, item: Priced) -> bool:
-        """Whether a placement keeps the GPU's share."""
-        return self.gpu_share >= 1.0 or item.gpu_us <= self.gpu_share * item.time_us
+    def allows(self, gpu_us: float, time_us: float) -> bool:
+        """Whether a placement that takes ``time_us``, the GPU ``gpu_us`` of it, keeps the GPU's share."""
+        return self.gpu_share >= 1.0 or gpu_us <= self.gpu_share * time_us
 
     def allows_parts(self, placement: Placement, spec: OpSpec, tokens: int) -> bool:
         """Whether a placement does without the forbidden part."""

@@ -147,7 +147,7 @@ def priced_candidates(
     """
     priced = priced_all(spec, tokens, limits, costs, objective, cuts, shortest)
     check_any(spec, tokens, priced)
-    allowed = [item for item in priced if objective.allows(item)]
+    allowed = [item for item in priced if objective.allows(item.gpu_us, item.time_us)]
     if not allowed:
         # Nothing keeps the cap on the GPU's share: what comes nearest.
         allowed = [min(priced, key=lambda item: item.gpu_us / item.time_us if item.time_us else 0.0)]
@@ -178,7 +178,7 @@ def priced_block(
             that by the margin, too.
     """
     priced = priced_all(block, tokens, limits, costs, objective, cuts, shortest)
-    allowed = [item for item in priced if objective.allows(item)]
+    allowed = [item for item in priced if objective.allows(item.gpu_us, item.time_us)]
     return _parted(priced, allowed, min(whole_cost, whole_cost_of(allowed)), objective)
 
 

@@ -12,6 +12,7 @@ from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import CHUNK_COLUMNS, Form
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
+from heterollm.model import ModelShape
 from heterollm.profiler.measure import SUBMISSIONS, Operator, layer_key
 from heterollm.profiler.predict import Predictor, fitted_predictor
 from heterollm.profiler.records import (
@@ -28,7 +29,6 @@ from heterollm.profiler.records import (
     PowerKey,
     Profile,
 )
-from heterollm.profiler.work import ModelShape
 from heterollm.solver.blocks import apart
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown

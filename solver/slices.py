@@ -196,7 +196,7 @@ def slice_costs(priced: Iterable[Priced], objective: Objective) -> dict[Rows, Sl
     """
     best: dict[tuple[Rows, bool], tuple[float, tuple[int, ...]]] = {}
     for item in priced:
-        cost = item.cost * (1.0 if objective.allows(item) else OVER_CAP)
+        cost = item.cost * (1.0 if objective.allows(item.gpu_us, item.time_us) else OVER_CAP)
         key = item.placement.npu_rows, item.is_cut
         if key not in best or cost < best[key][0]:
             best[key] = cost, item.placement.npu_lengths

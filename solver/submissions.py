@@ -265,7 +265,7 @@ def priced_in_chain(
 def _allowed(items: Sequence[Priced], objective: Objective) -> list[Priced]:
     """Return those that keep the cap on the GPU's share, cheapest first; all where none does."""
     ordered = sorted(items, key=_cheapest)
-    return [item for item in ordered if objective.allows(item)] or ordered
+    return [item for item in ordered if objective.allows(item.gpu_us, item.time_us)] or ordered
 
 
 def _tried(items: Sequence[Priced]) -> list[Priced]:

@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING.md that a machine can check."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,60 +9,148 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RANK = {"kernels": 0, "profiler": 1, "solver": 2, "heterollm": 3}
-SHARED = {"heterollm.base.errors", "heterollm.base.units"}
-MODULES = [path for folder in RANK for path in sorted((ROOT / folder).rglob("*.py"))]
+FLOORS = (
+    ("heterollm.__main__",),
+    ("heterollm.cli",),
+    ("heterollm.report",),
+    ("heterollm.doctor", "heterollm.benchmarks", "heterollm.simulate"),
+    ("heterollm",),
+    ("heterollm.llm",),
+    ("heterollm.planning",),
+    ("heterollm.trace",),
+    ("heterollm.engine",),
+    ("heterollm.text", "heterollm.data"),
+    ("heterollm.solver",),
+    ("heterollm.profiler",),
+    ("heterollm.profiler.tune", "heterollm.profiler.predict"),
+    ("heterollm.profiler.measure",),
+    ("heterollm.profiler.work",),
+    ("heterollm.profiler.records",),
+    ("heterollm.model",),
+    ("heterollm.kernels.open",),
+    ("heterollm.kernels.sim",),
+    ("heterollm.kernels.device",),
+    ("heterollm.kernels.sync",),
+    ("heterollm.kernels.gpu", "heterollm.kernels.npu"),
+    ("heterollm.kernels.formats", "heterollm.kernels.threads"),
+    ("heterollm.kernels.ops",),
+    ("heterollm.base",),
+)
+"""Rooms from top to bottom: a room imports those below it. A module on this list is a room by itself."""
+
+FLOOR = {room: -floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+SOC = "heterollm.kernels.sim.soc"
+FOLDERS = {"kernels": "heterollm.kernels", "profiler": "heterollm.profiler", "solver": "heterollm.solver"}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    top = FOLDERS.get(parts[0], parts[0])
+    return ".".join((top, *parts[1:])).removesuffix(".__init__")
+
+
+MODULES = [path for folder in (*FOLDERS, "heterollm") for path in sorted((ROOT / folder).rglob("*.py"))]
+PATHS = {module_of(path): path for path in MODULES}
+
+
+def room_of(module: str) -> str:
+    """Return the innermost room that a module lies in."""
+    parts = module.split(".")
+    return next(
+        (room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in FLOOR), "heterollm"
+    )
+
+
+def imports_of(tree: ast.AST) -> list[tuple[str, str]]:
+    """Return ``(module, name)`` of everything that is imported; the name is empty for ``import module``."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.module, alias.name) for alias in node.names]
+    return found
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+    return {name for module, name in imports_of(tree) for name in (module, f"{module}.{name}")}
 
 
-def rank_of(name: str) -> int | None:
-    parts = name.split(".")
-    if parts[0] != "heterollm" or name in SHARED or ".".join(parts[:2]) in SHARED:
-        return None
-    return RANK[parts[1]] if len(parts) > 1 and parts[1] in RANK else RANK["heterollm"]
+def faults(module: str, tree: ast.AST) -> list[str]:
+    """Return the imports of a module that point up, or reach past another room's front door."""
+    own, found = room_of(module), []
+    for target, name in imports_of(tree):
+        if target.split(".")[0] != "heterollm" or (target, name) == ("heterollm", "__version__"):
+            continue
+        room = room_of(f"{target}.{name}" if f"{target}.{name}" in FLOOR else target)
+        if room == own:
+            continue
+        if FLOOR[room] >= FLOOR[own]:
+            found.append(f"up: {target} {name}")
+        if target != room and f"{target}.{name}" != room:
+            found.append(f"past the door: {target} {name}")
+    return found
 
 
-def upward_imports(folder: str, tree: ast.AST) -> list[str]:
-    return [
-        name
-        for name in imported_modules(tree)
-        if name != "heterollm" and (rank := rank_of(name)) is not None and rank > RANK[folder]
+@pytest.mark.parametrize("module", PATHS)
+def test_imports_point_down_and_go_through_front_doors(module: str) -> None:
+    assert faults(module, ast.parse(PATHS[module].read_text("utf-8"))) == []
+
+
+def test_an_import_that_points_up_or_past_a_door_would_be_found() -> None:
+    tree = ast.parse("from heterollm.solver import Plan\nfrom heterollm.base.errors import DeviceError")
+    assert faults("heterollm.kernels.gpu.linear", tree) == [
+        "up: heterollm.solver Plan",
+        "past the door: heterollm.base.errors DeviceError",
     ]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    folder = path.relative_to(ROOT).parts[0]
-    assert upward_imports(folder, ast.parse(path.read_text("utf-8"))) == []
+def test_every_folder_is_a_room() -> None:
+    packages = {module for module, path in PATHS.items() if path.name == "__init__.py"}
+    data = {
+        module for module in packages if module.startswith(("heterollm.data.", "heterollm.kernels.gpu.", SOC))
+    }
+    assert packages - data - {"heterollm.kernels"} <= set(FLOOR)
 
 
-def test_an_upward_import_would_be_found() -> None:
-    tree = ast.parse("from heterollm.engine.runner import Engine\nimport heterollm.solver.plan")
-    assert sorted(upward_imports("kernels", tree)) == [
-        "heterollm.engine.runner",
-        "heterollm.engine.runner.Engine",
-        "heterollm.solver.plan",
-    ]
+def test_modules_import_each_other_without_circles() -> None:
+    """Doors are left out: their names load on first use. Imports inside functions and for types count."""
+    left = {}
+    for module, path in PATHS.items():
+        named = imported_modules(ast.parse(path.read_text("utf-8")))
+        left[module] = {name for name in named if name in PATHS and PATHS[name].name != "__init__.py"}
+    while free := [module for module, named in left.items() if not named & left.keys()]:
+        for module in free:
+            del left[module]
+    assert sorted(left) == []
+
+
+def test_front_doors_open_to_what_other_rooms_import() -> None:
+    """A name that nobody outside asks for is not on a door; ``heterollm`` itself is for users."""
+    wanted: dict[str, set[str]] = {}
+    for module, path in PATHS.items():
+        for target, name in imports_of(ast.parse(path.read_text("utf-8"))):
+            if room_of(module) != target:
+                wanted.setdefault(target, set()).add(name)
+    for room, path in PATHS.items():
+        stub = path.with_suffix(".pyi")
+        if path.name == "__init__.py" and stub.exists():
+            tree = ast.parse(stub.read_text("utf-8"))
+            offered = {
+                alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+            }
+            assert offered == wanted.get(room, set()), room
+            assert all(hasattr(importlib.import_module(room), name) for name in offered)
 
 
 @pytest.mark.parametrize(
     ("library", "home"),
     [
         ("pyopencl", "kernels/gpu/binding.py"),
-        ("heterollm.kernels.gpu.binding", "kernels/opencl_"),
+        ("heterollm.kernels.gpu.binding", "kernels/gpu/"),
         ("rich", "heterollm/report"),
-        ("matplotlib", "heterollm/plots"),
-        ("joblib", "heterollm/sweep"),
+        ("matplotlib", "heterollm/report"),
+        ("joblib", "heterollm/simulate"),
         ("typer", "heterollm/cli"),
     ],
 )

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import OptionError
 from heterollm.benchmarks.cases import Case, Configuration
 
-__all__ = ["BenchEngine", "Facts", "Ids", "Job", "open_engine"]
+__all__ = ["BenchEngine", "Facts", "Ids", "Job"]
 
 Ids = NDArray[np.int32]
 
@@ -112,32 +111,6 @@ class BenchEngine(Protocol):
     def close(self) -> None:
         """Free the model."""
         ...
-
-
-def open_engine(job: Job) -> BenchEngine:
-    """Load a model with the engine that a job names.
-
-    Raises:
-        HeteroLLMError: The engine is not installed, or cannot load the model.
-    """
-    name = job.configuration.engine
-    if name == "self":
-        from heterollm.benchmarks.engine_self import SelfEngine
-
-        return SelfEngine(job)
-    if name == "llama.cpp":
-        from heterollm.benchmarks.engine_llama_cpp import LlamaCppEngine
-
-        return LlamaCppEngine(job)
-    if name == "transformers":
-        from heterollm.benchmarks.engine_transformers import TransformersEngine
-
-        return TransformersEngine(job)
-    if name == "onnxruntime-genai":
-        from heterollm.benchmarks.engine_genai import GenaiEngine
-
-        return GenaiEngine(job)
-    raise OptionError(f"There is no engine {name!r:.80}.")
 
 
 def one_by_one(tokens: Sequence[int] | Ids) -> list[int]:

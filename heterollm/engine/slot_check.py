@@ -23,7 +23,9 @@ from heterollm.kernels.gpu import ChainedLaunch, Launch, OpenClRuntime, SharedAr
 from heterollm.kernels.sync import LateWriter, Pool
 
 if TYPE_CHECKING:
-    from heterollm.engine.placing import Call
+    from collections.abc import Callable
+
+    Call = Callable[[], Any]
 
 __all__ = ["CHECK_VARIABLE", "SlotCheck"]
 

@@ -3,10 +3,12 @@ from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
 from .families import Norm as Norm
 from .known import KNOWN_MODELS as KNOWN_MODELS
+from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layout import op_specs as op_specs
 from .rope import rope_tables as rope_tables
 from .rope_config import RopeConfig as RopeConfig
+from .shape import ModelShape as ModelShape
 from .shape import model_shape as model_shape
 from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs

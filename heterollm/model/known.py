@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.ops import Precision
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
 from heterollm.model.json_fields import read_json_object
-from heterollm.model.shape import read_config
+from heterollm.model.shape import ModelShape, model_shape, read_config
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "find_model"]
+__all__ = ["KNOWN_MODELS", "KnownModel", "Size", "default_shapes", "find_model"]
 
 ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -56,6 +57,47 @@ class Size(NamedTuple):
     head_dim: int
     positions: int
 
+    def config(self, kind: str = "llama") -> ModelConfig:
+        """Return the configuration of a model of this size.
+
+        Args:
+            kind: Its ``model_type``.
+        """
+        return ModelConfig.from_dict(
+            {
+                "model_type": kind,
+                "architectures": [ARCHITECTURES[kind]],
+                "hidden_size": self.hidden,
+                "intermediate_size": self.intermediate,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_dim,
+                "vocab_size": self.vocabulary,
+                "max_position_embeddings": self.positions,
+                "tie_word_embeddings": self.tied,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                # Windows as long as the context change nothing, and what ends an answer is not asked here.
+                "sliding_window": None,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            }
+        )
+
+    def shape(
+        self,
+        name: str,
+        precision: Precision = "w4a16",
+        *,
+        group_size: int = 32,
+        float_bits: Literal[16, 32] = 16,
+    ) -> ModelShape:
+        """Return the shape of a Llama of this size; see :func:`heterollm.model.shape.model_shape`."""
+        return model_shape(
+            self.config(), name, precision=precision, group_size=group_size, float_bits=float_bits
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
@@ -76,28 +118,7 @@ class KnownModel:
     @property
     def config(self) -> ModelConfig:
         """The configuration."""
-        size = self.size
-        return ModelConfig.from_dict(
-            {
-                "model_type": self.kind,
-                "architectures": [ARCHITECTURES[self.kind]],
-                "hidden_size": size.hidden,
-                "intermediate_size": size.intermediate,
-                "num_hidden_layers": size.layers,
-                "num_attention_heads": size.heads,
-                "num_key_value_heads": size.kv_heads,
-                "head_dim": size.head_dim,
-                "vocab_size": size.vocabulary,
-                "max_position_embeddings": size.positions,
-                "tie_word_embeddings": size.tied,
-                "rms_norm_eps": 1e-5,
-                "hidden_act": "silu",
-                # Windows as long as the context change nothing, and what ends an answer is not asked here.
-                "sliding_window": None,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            }
-        )
+        return self.size.config(self.kind)
 
 
 def _qwen(kind: str, repository: str, size: Size) -> KnownModel:
@@ -124,6 +145,9 @@ KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
         ),
         "llama-2-7b": KnownModel(
             "llama", Size(4096, 11008, 32, 32, 32, 32000, False, 128, 4096), "meta-llama/Llama-2-7b-hf"
+        ),
+        "tinyllama-1.1b": KnownModel(
+            "llama", Size(2048, 5632, 22, 32, 4, 32000, False, 64, 2048), "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
         ),
         "llama-3.2-3b": KnownModel(
             "llama", Size(3072, 8192, 28, 24, 8, 128256, True, 128, 131072), "meta-llama/Llama-3.2-3B"
@@ -193,6 +217,26 @@ KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     }
 )
 """Models by name; mixtures of experts are left out."""
+
+DEFAULT_MODELS: Final = (
+    ("TinyLlama-1.1B", "tinyllama-1.1b"),
+    ("Qwen2.5-0.5B", "qwen2.5-0.5b"),
+    ("Llama-3.2-3B", "llama-3.2-3b"),
+)
+"""Measured where no model is named, smallest claims on a device first: narrow and wide layers, few and many
+rows in the head, inputs of 896 that the larger blocks do not divide evenly into tiles."""
+
+
+def default_shapes(
+    precision: Precision = "w4a16", *, group_size: int = 32, float_bits: Literal[16, 32] = 16
+) -> tuple[ModelShape, ...]:
+    """Return the shapes of :data:`DEFAULT_MODELS`; the arguments are those of :func:`model_shape`."""
+    return tuple(
+        model_shape(
+            KNOWN_MODELS[key].config, name, precision=precision, group_size=group_size, float_bits=float_bits
+        )
+        for name, key in DEFAULT_MODELS
+    )
 
 
 KEPT: Final = (

@@ -3,16 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.kernels.ops import OpSpec, Precision, feed_forward_blocks
 from heterollm.model.config import ModelConfig
 from heterollm.model.layout import HEAD_LAYER, op_specs
-from heterollm.profiler.work import ModelShape
 
-__all__ = ["model_shape", "read_config", "shape_of_specs"]
+__all__ = ["ModelShape", "model_shape", "read_config", "shape_of_specs"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the time of a model depends on.
+
+    Args:
+        name: What to call it in reports.
+        layer: The groups of one decoder layer, in order.
+        head: The LM head.
+        layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        intermediate_size: Width of the feed-forward network.
+        vocab_size: Rows of the head.
+        weight_bytes: Bytes of all weights, embedding included.
+    """
+
+    name: str
+    layer: tuple[OpSpec, ...]
+    head: OpSpec
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    weight_bytes: int
+
+    @property
+    def specs(self) -> tuple[OpSpec, ...]:
+        """One layer's groups and the head."""
+        return (*self.layer, self.head)
+
+    @property
+    def blocks(self) -> tuple[OpSpec, ...]:
+        """The feed-forward network of a layer as one group, where its linears can be."""
+        return feed_forward_blocks(self.layer)
+
+    def streamed(self, cache_bytes: int) -> bool:
+        """Whether weights come from memory in every pass: the layers do not fit in the last-level cache."""
+        layers = self.layers * sum(spec.weight_bytes() for spec in self.layer)
+        return layers + self.head.weight_bytes() > cache_bytes
 
 
 def read_config(folder: Path | str) -> ModelConfig:

@@ -18,10 +18,10 @@ from heterollm.solver import SOLVED_LEVELS, Alternative, Placement, Plan, Solved
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
+    from heterollm.model import ModelShape
     from heterollm.planning.kept import Solution
     from heterollm.planning.lengths import LengthChoice
     from heterollm.profiler.records import Profile
-    from heterollm.profiler.work import ModelShape
     from heterollm.solver import Choice, NpuLimits, Objective, Slices, Solver
 
 __all__ = ["PassPlan", "PlanRequest", "Planner", "RequestedLevel", "stored_profile"]

@@ -18,11 +18,10 @@ from heterollm.engine import check_precision
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
-from heterollm.model import find_model, model_shape, read_config
+from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
 from heterollm.planning.load_options import check_options
 from heterollm.profiler import Progress, RunSummary, SessionOptions, profile_device
 from heterollm.profiler.records import Profile, profile_path
-from heterollm.profiler.work import ModelShape, default_shapes
 
 __all__ = ["Kept", "Profiled", "Profiling"]
 
@@ -120,7 +119,7 @@ class Profiling:
                 configs = [(read_config(bundled_model()), "the bundled model")]
             shapes: list[ModelShape] = []
             for precision in dict.fromkeys(precisions):
-                found = default_shapes(precision, block=group_size, float_bits=float_bits)
+                found = default_shapes(precision, group_size=group_size, float_bits=float_bits)
                 if configs:
                     found = tuple(
                         model_shape(

@@ -18,12 +18,12 @@ from .paper import Way as Way
 from .paper import paper_cases as paper_cases
 from .paper import ratio as ratio
 from .paper_published import comparisons as comparisons
+from .request import SimulationRequest as SimulationRequest
 from .result import PhaseUse as PhaseUse
 from .result import SimulationResult as SimulationResult
 from .row import ROW_FIELDS as ROW_FIELDS
 from .row import SimulatedRow as SimulatedRow
 from .row import load_text as load_text
-from .run import SimulationRequest as SimulationRequest
 from .run import simulate as simulate
 from .sweep import expand as expand
 from .sweep import run_sweep as run_sweep

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from heterollm.kernels.sim import GpuLoad
+from heterollm.simulate.request import SimulationRequest
 from heterollm.simulate.row import SimulatedRow, load_text
-from heterollm.simulate.run import SimulationRequest
 
 __all__ = [
     "LENGTHS",

@@ -28,7 +28,7 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
-    from heterollm.simulate.run import SimulationRequest
+    from heterollm.simulate.request import SimulationRequest
 
 __all__ = ["Planned", "planned", "profile_of", "with_one_strategy"]
 

@@ -15,7 +15,7 @@ from heterollm.solver import Plan, notation
 from heterollm.trace import Trace
 
 if TYPE_CHECKING:
-    from heterollm.simulate.run import SimulationRequest
+    from heterollm.simulate.request import SimulationRequest
 
 __all__ = ["Frames", "PhaseUse", "SimulationResult", "cuts_of", "padding_us", "used"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from heterollm.base import InputError
 
 if TYPE_CHECKING:
+    from heterollm.simulate.request import SimulationRequest
     from heterollm.simulate.result import SimulationResult
-    from heterollm.simulate.run import SimulationRequest
 
 __all__ = ["ROW_FIELDS", "SimulatedRow"]
 

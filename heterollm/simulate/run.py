@@ -6,127 +6,29 @@ the clock is virtual. Whatever comes out is labelled simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, cast
 
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine, Placements
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import Strategy
-from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, Form, NpuBackend
+from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, NpuBackend
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
-from heterollm.kernels.sim import SIMULATED, GpuLoad, SimulatedClock, Simulation, Span, clock_of
+from heterollm.kernels.sim import SIMULATED, SimulatedClock, Simulation, Span, clock_of
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
 from heterollm.simulate.plan import Planned, planned, profile_of
+from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import PhaseUse, SimulationResult, cuts_of, padding_us, used
 from heterollm.solver import SOLVED_LEVELS
 from heterollm.trace import Trace, TracedEngine
 
-__all__ = [
-    "LENGTH_CHOICES",
-    "PLAN_LEVELS",
-    "SYNC_CHOICES",
-    "LengthChoice",
-    "SimulatedSync",
-    "SimulationRequest",
-    "needs_profile",
-    "profile_ahead",
-    "simulate",
-]
-
-PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
-
-LengthChoice: TypeAlias = Literal["auto", "padding", "pipe", "online"]
-LENGTH_CHOICES: Final[tuple[LengthChoice, ...]] = get_args(LengthChoice)
-"""How ``npu`` and ``layer`` run lengths without a graph; ``online`` builds the exact one when it is asked
-for, and counts that."""
-
-SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
-SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
-    "finish": "finish",
-    "poll": "poll",
-    "predict": "sleep_poll",
-}
-"""The driver's waits and copies, as without fast synchronisation; polling; sleeping for the predicted time
-first."""
+__all__ = ["needs_profile", "profile_ahead", "simulate"]
 
 GROUP_SIZE: Final = 128
-LONGEST_RUN: Final = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationRequest:
-    """What to simulate.
-
-    Args:
-        model: A known model, a folder or a ``config.json``.
-        soc: A SoC that is known by name, or a YAML file.
-        prompt: Tokens of the prompt.
-        decode: Tokens made after the first.
-        level: Of the plan.
-        length_policy: How lengths without a graph run; the solver's levels need none.
-        sync: How the parts wait for each other.
-        resolve: Whether the plan is solved for ``sync``; otherwise it is that of the fastest.
-        load: A game beside the model.
-        overrides: Parameters of the SoC by dotted name.
-        head_bits: Bits of the head and the embedding.
-        every_form: Whether the NPU's graphs may be of forms that HeteroLLM does not have; None lets ``block``
-            have them.
-        numerics: Whether everything is computed as well, of a checkpoint with weights; its head has 8 bits.
-        trace: Whether every pass is recorded.
-        left_out: Forms of graphs that the NPU does not offer, to see what they bring.
-
-    Raises:
-        OptionError: One of them is not legal.
-    """
-
-    model: str
-    soc: str = "snapdragon-8gen3"
-    prompt: int = 256
-    decode: int = 64
-    level: str = "tensor"
-    length_policy: LengthChoice = "auto"
-    sync: SimulatedSync = "predict"
-    resolve: bool = False
-    load: GpuLoad | None = None
-    overrides: Mapping[str, float] = field(default_factory=dict)
-    head_bits: int = 4
-    every_form: bool | None = None
-    numerics: bool = False
-    trace: bool = False
-    left_out: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        choices: tuple[tuple[str, object, Sequence[object]], ...] = (
-            ("plan level", self.level, PLAN_LEVELS),
-            ("length policy", self.length_policy, LENGTH_CHOICES),
-            ("sync", self.sync, tuple(SYNC_CHOICES)),
-            ("number of head bits", self.head_bits, (4, 8)),
-            *(("form", form, get_args(Form)) for form in self.left_out),
-        )
-        for what, given, legal in choices:
-            if given not in legal:
-                raise OptionError(
-                    f"There is no {what} {given!r:.40} here.", fix=f"Choose {', '.join(map(str, legal))}."
-                )
-        if self.numerics and self.head_bits != 8:
-            raise OptionError(
-                "With numerics the head has 8 bits, as weights are quantised.", fix="Give 8 head bits."
-            )
-        if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
-            raise OptionError(
-                f"A prompt of {self.prompt} and {self.decode} tokens after it cannot be simulated.",
-                fix=f"Give 1 to {LONGEST_RUN} and 0 to {LONGEST_RUN}.",
-            )
-
-    @property
-    def forms(self) -> bool:
-        """Whether every form of graphs is offered."""
-        return self.level == "block" if self.every_form is None else self.every_form
 
 
 def simulate(request: SimulationRequest, progress: Progress | None = None) -> SimulationResult:

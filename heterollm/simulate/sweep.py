@@ -19,15 +19,9 @@ from typing import Any, Final, TypeVar
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
 from heterollm.kernels.sim import GpuLoad
+from heterollm.simulate.request import LengthChoice, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow
-from heterollm.simulate.run import (
-    LengthChoice,
-    SimulatedSync,
-    SimulationRequest,
-    needs_profile,
-    profile_ahead,
-    simulate,
-)
+from heterollm.simulate.run import needs_profile, profile_ahead, simulate
 
 __all__ = ["LARGEST_SWEEP", "expand", "run_case", "run_sweep"]
 

@@ -17,6 +17,7 @@ from .merged import MergedLaunch as MergedLaunch
 from .merged import merge_launches as merge_launches
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters
+from .parameters import KernelStyle as KernelStyle
 from .parameters import ShapeClass as ShapeClass
 from .parameters import all_parameters as all_parameters
 from .parameters import default_parameters as default_parameters
@@ -48,7 +49,6 @@ from .tuning import DeviceTuning as DeviceTuning
 from .tuning import Quarantined as Quarantined
 from .tuning import Tuned as Tuned
 from .variants import BuildError as BuildError
-from .variants import KernelStyle as KernelStyle
 from .variants import Variant as Variant
 from .variants import VariantRecord as VariantRecord
 from .waiting import STRATEGIES as STRATEGIES

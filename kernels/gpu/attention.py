@@ -13,8 +13,9 @@ from heterollm.base import PAGE_BYTES, KernelError, round_up
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.layer_kernels import STEP_LENGTH, STEP_POSITION, Defines, LayerKernels, Segments
 from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
-from heterollm.kernels.gpu.variants import KernelStyle, Variant
+from heterollm.kernels.gpu.variants import Variant
 from heterollm.kernels.gpu.work import GpuWork
 
 __all__ = ["GpuAttention", "head_stride"]

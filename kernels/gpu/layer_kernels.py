@@ -16,9 +16,10 @@ from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.runtime import OpenClRuntime
-from heterollm.kernels.gpu.variants import KernelStyle, Variant, variants_for
+from heterollm.kernels.gpu.variants import Variant, variants_for
 from heterollm.kernels.ops import Join
 
 __all__ = [

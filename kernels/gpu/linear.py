@@ -8,6 +8,7 @@ work-item of a CPU with 8-wide vectors.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -20,14 +21,15 @@ from heterollm.kernels.formats import LinearWeight
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import SharedArray, aligned_empty
 from heterollm.kernels.gpu.packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
-from heterollm.kernels.gpu.parameters import ShapeClass, default_parameters
+from heterollm.kernels.gpu.parameters import KernelStyle, ShapeClass, default_parameters
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch, scratch_codes
 from heterollm.kernels.gpu.runtime import OpenClRuntime
-from heterollm.kernels.gpu.variants import BuildError, KernelStyle, Variant, variants_for
+from heterollm.kernels.gpu.self_test import try_linear
+from heterollm.kernels.gpu.variants import BuildError, Variant, variants_for
 from heterollm.kernels.gpu.work import embedding_demand, linear_demand
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "KernelStyle", "RowRange"]
+__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "RowRange"]
 
 RowRange: TypeAlias = tuple[int, int]
 """Output rows ``[start, stop)`` of one member."""
@@ -230,9 +232,11 @@ class GpuLinear:
             raise
 
     def _try(self, variant: Variant) -> None:
-        from heterollm.kernels.gpu.self_test import try_linear
-
-        try_linear(self._runtime, variant, self.format, half=self._half, integer_inputs=self.integer_inputs)
+        dtype = np.float16 if self._half else np.float32
+        pack = functools.partial(
+            GpuLinear.pack, self._runtime, activation_dtype=dtype, integer_inputs=self.integer_inputs
+        )
+        try_linear(pack, self._runtime, variant, self.format, dtype, integer_inputs=self.integer_inputs)
 
     def _launch(self, variant: Variant, call: _Call) -> Launch:
         rows = sum(stop - start for start, stop in call.kept)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from heterollm.base import OptionError, round_up
-from heterollm.kernels.gpu.variants import KernelStyle
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = [
@@ -20,6 +19,7 @@ __all__ = [
     "LEGAL",
     "Grid",
     "KernelParameters",
+    "KernelStyle",
     "ShapeClass",
     "TokenClass",
     "all_parameters",
@@ -27,6 +27,9 @@ __all__ = [
     "differences",
     "with_numbers",
 ]
+
+KernelStyle = Literal["vector", "simt"]
+"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: a column a work-item, for GPUs."""
 
 TokenClass = Literal["one", "few", "many"]
 """Tokens of a launch: 1, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""

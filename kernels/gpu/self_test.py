@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from heterollm.kernels.formats import linear, linear_errors, random_weight, round_inputs
 from heterollm.kernels.gpu.binding import OpenClError
-from heterollm.kernels.gpu.linear import GpuLinear
+from heterollm.kernels.gpu.launch import Launch
+from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.runtime import OpenClRuntime
 from heterollm.kernels.gpu.variants import BuildError, Variant
 from heterollm.kernels.ops import WeightFormat
@@ -23,10 +25,32 @@ WRONG_NMSE: Final = 1e-5
 """Far above what float16 outputs round to (1e-7), far below what a wrong element makes."""
 
 
+class Launches(Protocol):
+    """A packed linear layer."""
+
+    def launch(self, x: SharedArray, y: SharedArray, *, tokens: int, style: Variant, label: str) -> Launch:
+        """Return a prepared launch."""
+        ...
+
+
 def try_linear(
-    runtime: OpenClRuntime, variant: Variant, number_format: WeightFormat, *, half: bool, integer_inputs: bool
+    pack: Callable[[list[Any]], Launches],
+    runtime: OpenClRuntime,
+    variant: Variant,
+    number_format: WeightFormat,
+    dtype: type[np.float16 | np.float32],
+    *,
+    integer_inputs: bool,
 ) -> None:
     """Compute one small linear layer.
+
+    Args:
+        pack: Packs the weights of a layer for the device.
+        runtime: The device.
+        variant: The kernels to try.
+        number_format: Of the weights.
+        dtype: Of inputs and outputs.
+        integer_inputs: Whether inputs are rounded to int8.
 
     Raises:
         BuildError: It does not build or run, or the numbers are wrong.
@@ -34,8 +58,7 @@ def try_linear(
     generator = np.random.default_rng(0)
     columns = 4 * max(number_format.block, 16)
     weight = random_weight(generator, ROWS, columns, number_format)
-    dtype = np.float16 if half else np.float32
-    layer = GpuLinear.pack(runtime, [weight], activation_dtype=dtype, integer_inputs=integer_inputs)
+    layer = pack([weight])
     for tokens in TOKENS:
         x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, ROWS), dtype)
         x.acquire()

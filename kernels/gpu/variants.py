@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from heterollm.base import KernelError
 
 if TYPE_CHECKING:
-    from heterollm.kernels.gpu.parameters import KernelParameters
+    from heterollm.kernels.gpu.parameters import KernelParameters, KernelStyle
 
 __all__ = ["BuildError", "KernelStyle", "Variant", "VariantRecord", "variants_for"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-KernelStyle = Literal["vector", "simt"]
-"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: a column a work-item, for GPUs."""
 
 
 class BuildError(KernelError):

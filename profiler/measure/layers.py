@@ -34,13 +34,14 @@ from heterollm.kernels.gpu import (
     scratch_codes,
 )
 from heterollm.kernels.ops import WeightFormat
+from heterollm.model import ModelShape
 from heterollm.profiler.measure.caches import COLD_TOKENS, eviction_bytes
 from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.random_data import fill_shared, weight_for
 from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import Key, LayerKey, Record
-from heterollm.profiler.work import HEAD_TOKENS, ModelShape
+from heterollm.profiler.work import HEAD_TOKENS
 
 __all__ = ["ATTENTION_POSITIONS", "OPERATORS", "SUBMISSIONS", "Operator", "layer_key", "layer_tasks"]
 

@@ -21,6 +21,7 @@ from heterollm.kernels.formats import LinearWeight, concatenate_rows, take_rows
 from heterollm.kernels.gpu import GpuLinear, SharedArray, kernel_source_hash, scratch_codes
 from heterollm.kernels.npu import GRAPH_VERSION, Form, NpuBackend, NpuBlock, NpuGraph, NpuPart, NpuSlice
 from heterollm.kernels.ops import OpSpec
+from heterollm.model import ModelShape
 from heterollm.profiler.measure.caches import COLD_TOKENS, HostReader, eviction_bytes
 from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.judge import Judge
@@ -29,7 +30,7 @@ from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.measure.timing import Timer
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
-from heterollm.profiler.work import BLOCK_ACTIVATION, ModelShape, Skipped, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.work import BLOCK_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
 
 __all__ = ["LinearBench", "code_of", "linear_tasks"]
 

@@ -5,8 +5,6 @@ from .points import Tier as Tier
 from .points import WorkPoint as WorkPoint
 from .points import enumerate_points as enumerate_points
 from .workload import HEAD_TOKENS as HEAD_TOKENS
-from .workload import ModelShape as ModelShape
 from .workload import block_alignment as block_alignment
 from .workload import cut_rows as cut_rows
-from .workload import default_shapes as default_shapes
 from .workload import rest_rows as rest_rows

@@ -14,8 +14,9 @@ from typing import Final, Literal, TypeAlias
 from heterollm.base import round_up
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
+from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Part
-from heterollm.profiler.work.workload import HEAD_TOKENS, ModelShape, block_alignment, cut_rows, rest_rows
+from heterollm.profiler.work.workload import HEAD_TOKENS, block_alignment, cut_rows, rest_rows
 
 __all__ = [
     "BLOCK_ACTIVATION",

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from heterollm.kernels.npu import QnnNpu, qnn_available
+from heterollm.model.known import Size
 from heterollm.profiler import SessionOptions, profile_device, session
 from heterollm.profiler.measure import Task
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import Skipped
-from heterollm.profiler.work.workload import Sizes, shape_of
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 
@@ -86,7 +86,7 @@ def test_a_backend_without_files_needs_nothing(device, only_linears, tmp_path):
 def test_a_profile_of_the_emulator_leaves_no_graphs(device, monkeypatch, tmp_path):
     cache = tmp_path / "cache"
     monkeypatch.setenv("HETEROLLM_CACHE", str(cache))
-    shape = shape_of(Sizes("tiny", 1, 256, 4, 2, 64, 512, 512, True))
+    shape = Size(256, 512, 1, 4, 2, 512, True, 64, 2048).shape("tiny")
     npu = QnnNpu(emulator=True)
     emulator = replace(device, name="emulator", npu=npu, time_kind="emulated")
     path = tmp_path / "profile.json"

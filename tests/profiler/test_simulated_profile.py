@@ -10,6 +10,7 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.model.known import Size
 from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import (
     BandwidthKey,
@@ -22,13 +23,12 @@ from heterollm.profiler.records import (
     LinearKey,
     PowerKey,
 )
-from heterollm.profiler.work.workload import Sizes, shape_of
 from heterollm.solver import ProfileCosts, best_hand_over, limits_of, power_of
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
 
 NAME = "sim:snapdragon-8gen3"
-SHAPE = shape_of(Sizes("wide", 8, 4096, 32, 8, 128, 14336, 128256, False), block=128)
+SHAPE = Size(4096, 14336, 8, 32, 8, 128256, False, 128, 2048).shape("wide", group_size=128)
 
 
 def profiled(folder):

@@ -11,18 +11,18 @@ from dataclasses import replace
 
 import pytest
 
+from heterollm.model.known import Size
 from heterollm.profiler.predict import Predictor
 from heterollm.profiler.predict.predictor import PartPredictor
 from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import cut_rows, rest_rows
-from heterollm.profiler.work.workload import Sizes, shape_of
 from heterollm.solver import Objective, ProfileCosts, Solver, limits_of, price
 from heterollm.solver.costs import Overheads, Slowdown
 
-TINY = shape_of(Sizes("tiny", 4, 256, 4, 2, 64, 768, 2048, True))
-WIDE = shape_of(Sizes("wide", 1, 2048, 32, 4, 64, 5632, 1024, False))
+TINY = Size(256, 768, 4, 4, 2, 2048, True, 64, 2048).shape("tiny")
+WIDE = Size(2048, 5632, 1, 32, 4, 1024, False, 64, 2048).shape("wide")
 LENGTHS = [1, 32, 64, 128, 256, 512]
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.model.known import Size
 from heterollm.solver import Budget, NpuLimits, Objective, RememberedCosts, Solver, price
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
-WIDE = shape_of(Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, False))
+WIDE = Size(4096, 14336, 32, 32, 8, 128256, False, 128, 2048).shape("Llama-3-8B")
 
 
 def alone_us(solver, tokens, is_on_gpu):

@@ -10,6 +10,7 @@ from heterollm.model import KNOWN_MODELS, find_model, op_specs
 STATED_BILLIONS = {
     "llama-3-8b": 8.03,
     "llama-2-7b": 6.74,
+    "tinyllama-1.1b": 1.10,
     "llama-3.2-3b": 3.21,
     "llama-3.2-1b": 1.24,
     "internlm2-1.8b": 1.89,

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from heterollm.base import CheckpointError, OptionError, format_duration, format_moment, parse_duration
-from heterollm.model import model_shape, read_config
+from heterollm.model import default_shapes, model_shape, read_config
 from heterollm.planning import Kept
 from heterollm.profiler import compare, summarize
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
-from heterollm.profiler.work import default_shapes
 from heterollm.report import console as report
 from heterollm.report import plots
 from heterollm.report.page_profile import profile_page

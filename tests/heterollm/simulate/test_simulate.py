@@ -15,7 +15,7 @@ from heterollm.model import find_model
 from heterollm.profiler import compare
 from heterollm.profiler.records import Profile
 from heterollm.simulate import SimulationRequest, simulate
-from heterollm.simulate.run import PLAN_LEVELS
+from heterollm.simulate.request import PLAN_LEVELS
 
 SMALL = "llama-3.2-1b"
 

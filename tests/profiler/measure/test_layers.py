@@ -8,14 +8,14 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuLayers
+from heterollm.model.known import Size
 from heterollm.profiler.measure import gpu_timer as timer_module
 from heterollm.profiler.measure import layer_key, layer_tasks
 from heterollm.profiler.measure import layers as layer_operators
 from heterollm.profiler.measure.layers import OPERATORS
-from heterollm.profiler.work.workload import Sizes, shape_of
 
 POSITIONS = (0, 300)
-SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
+SIZES = Size(128, 256, 1, 4, 2, 320, True, 32, 2048)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def small_caches(device, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["w4a16", "w4a8"])
 def test_every_operator_is_measured_under_the_key_that_was_announced(device, precision):
-    tasks = layer_tasks(device, [shape_of(SIZES, precision)])
+    tasks = layer_tasks(device, [SIZES.shape("tiny", precision)])
     records = [record for task in tasks for record in task.run()]
     assert [record.key for record in records] == [key for task in tasks for key in task.keys]
     for record in records:
@@ -45,19 +45,19 @@ def test_every_operator_is_measured_under_the_key_that_was_announced(device, pre
 
 
 def test_sizes_that_an_operator_does_not_depend_on_are_left_out():
-    shape = shape_of(SIZES)
+    shape = SIZES.shape("tiny")
     attention = layer_key(shape, "attention", 32, position=256)
     assert (attention.context, attention.hidden, attention.heads) == (288, 0, 4)
     norm = layer_key(shape, "rms_norm", 32, position=256)
     assert (norm.context, norm.hidden, norm.heads, norm.kv_heads, norm.head_dim) == (0, 128, 0, 0, 0)
     assert layer_key(shape, "gated_activation", 1).hidden == 256
     assert layer_key(shape, "join_logits", 1).hidden == 320
-    assert layer_key(shape_of(SIZES, "w4a8"), "final_norm", 1).operator == "final_norm_int8"
+    assert layer_key(SIZES.shape("tiny", "w4a8"), "final_norm", 1).operator == "final_norm_int8"
 
 
 def test_operators_that_two_models_share_are_measured_once(device):
-    shape = shape_of(SIZES)
-    wider = shape_of(Sizes("wider", 1, 128, 4, 2, 32, 384, 320, True))
+    shape = SIZES.shape("tiny")
+    wider = Size(128, 384, 1, 4, 2, 320, True, 32, 2048).shape("wider")
     keys = [key for task in layer_tasks(device, [shape, wider]) for key in task.keys]
     assert len(set(keys)) == len(keys)
     assert {key.hidden for key in keys if key.operator == "gated_activation"} == {256, 384}
@@ -73,7 +73,7 @@ def test_attention_reads_the_context_that_the_step_buffer_states(device, monkeyp
         return attention(layers, q, cache, out, step, **sizes)
 
     monkeypatch.setattr(GpuLayers, "attention", watched)
-    tasks = layer_tasks(device, [shape_of(SIZES)])
+    tasks = layer_tasks(device, [SIZES.shape("tiny")])
     [decode] = [task for task in tasks if (task.keys[0].operator, task.keys[0].tokens) == ("attention", 1)]
     assert len(decode.run()) == len(seen) == len(POSITIONS)
     assert [found[0] for found in seen] == list(POSITIONS)
@@ -85,7 +85,7 @@ def test_an_operator_that_fails_is_a_record_and_the_others_go_on(device, monkeyp
         raise KernelError("No such kernel.")
 
     monkeypatch.setattr(GpuLayers, "rope_and_store", broken)
-    for task in layer_tasks(device, [shape_of(SIZES)]):
+    for task in layer_tasks(device, [SIZES.shape("tiny")]):
         if task.keys[0].operator in ("rope_and_store", "embedding"):
             errors = {record.error for record in task.run()}
             assert errors == ({"No such kernel."} if task.keys[0].operator == "rope_and_store" else {""})

@@ -16,6 +16,8 @@ from heterollm.kernels.gpu import GpuLinear
 from heterollm.kernels.gpu.traits import host_cache_bytes
 from heterollm.kernels.npu import Form, NpuSlice
 from heterollm.kernels.npu.qnn import BuiltGraph
+from heterollm.model import ModelShape
+from heterollm.model.known import Size
 from heterollm.profiler.measure import gpu_timer as timer_module
 from heterollm.profiler.measure import linear_tasks
 from heterollm.profiler.measure import linears as linear_bench
@@ -26,10 +28,9 @@ from heterollm.profiler.measure.random_data import random_members
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record, record_line
 from heterollm.profiler.records.record_json import record_from_dict
 from heterollm.profiler.runner import ProfileOptions, run_tasks
-from heterollm.profiler.work import ModelShape, WorkPoint
-from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.profiler.work import WorkPoint
 
-SIZES = Sizes("tiny", 1, 128, 4, 2, 32, 256, 320, True)
+SIZES = Size(128, 256, 1, 4, 2, 320, True, 32, 2048)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_both_parts_are_measured_under_the_keys_that_were_announced(device, prec
     monkeypatch.setattr(
         GpuLinear, "pack", lambda *given, **named: packed.append(named) or pack(*given, **named)
     )
-    shape = shape_of(SIZES, precision, float_bits=32)
+    shape = SIZES.shape("tiny", precision, float_bits=32)
     tasks, skipped = linear_tasks(device, [shape], tier=0)
     assert all(task.essential for task in tasks)
     assert skipped.total > 0
@@ -165,7 +166,7 @@ def test_both_parts_are_measured_under_the_keys_that_were_announced(device, prec
 
 
 def test_a_finer_tier_adds_tasks_behind_the_essential_ones(fake):
-    shapes = [shape_of(SIZES)]
+    shapes = [SIZES.shape("tiny")]
     essential, _ = linear_tasks(fake, shapes, tier=0)
     more, _ = linear_tasks(fake, shapes, tier=1)
     assert [task.keys for task in more[: len(essential)]] == [task.keys for task in essential]
@@ -183,7 +184,7 @@ def test_emptying_the_caches_is_outside_the_time(fake, clock, monkeypatch, token
 
     monkeypatch.setattr(HostReader, "__call__", read)
     bench = LinearBench(fake, timer=clock)
-    work = point_of(shape_of(SIZES), "o", tokens=tokens, streamed=streamed)
+    work = point_of(SIZES.shape("tiny"), "o", tokens=tokens, streamed=streamed)
     record = linear_of(bench.measure(work))
     assert set(record.samples_us + record.warmup_us) == {float(tokens)}
     assert bench.evictions == (len(record.samples_us) if is_cold else 0)
@@ -193,7 +194,7 @@ def test_an_emulators_caches_are_left_alone(fake, clock):
     fake.npu.time_kind = "emulated"
     fake.npu.cycles = (7001, 7000, 9000)
     bench = LinearBench(fake, timer=clock)
-    record = linear_of(bench.measure(point_of(shape_of(SIZES), "o")))
+    record = linear_of(bench.measure(point_of(SIZES.shape("tiny"), "o")))
     assert bench.evictions == 0
     assert record.values == {"cycles": 7000.0}
 
@@ -214,7 +215,7 @@ def test_the_gpu_empties_its_caches_outside_the_time(device, monkeypatch):
 
 def test_rounding_is_timed_with_a_launch_that_does_it_itself(device):
     timer = gpu_timer(device.gpu)
-    shape = shape_of(SIZES, "w4a8")
+    shape = SIZES.shape("tiny", "w4a8")
     members = random_members(shape.layer[1])
     linear = GpuLinear.pack(timer.runtime, members, activation_dtype=np.float32, integer_inputs=True)
     x, y = timer.runtime.shared((256, 128), np.float32), timer.runtime.shared((256, 128), np.float32)
@@ -226,7 +227,7 @@ def test_rounding_is_timed_with_a_launch_that_does_it_itself(device):
 def test_a_host_clock_that_jumped_is_a_failed_record(fake):
     readings = iter([0, 5000, *([10_000, 9_000] * 50)])
     bench = LinearBench(fake, timer=lambda: next(readings))
-    record = linear_of(bench.measure(point_of(shape_of(SIZES), "o")))
+    record = linear_of(bench.measure(point_of(SIZES.shape("tiny"), "o")))
     assert "clock jumped" in record.error
     assert not record.samples_us
 
@@ -239,7 +240,7 @@ def test_a_device_clock_that_jumped_is_a_failed_record(device, monkeypatch):
         lambda event: (found := true_times(event))._replace(end=found.end + 3_600_000_000_000),
     )
     bench = LinearBench(device)
-    [record] = bench.measure(point_of(shape_of(SIZES), "o", "gpu"))
+    [record] = bench.measure(point_of(SIZES.shape("tiny"), "o", "gpu"))
     assert "clock jumped" in record.error
 
 
@@ -247,7 +248,7 @@ def test_an_npu_that_fails_half_way_costs_its_points_only(fake, clock, monkeypat
     monkeypatch.setattr(linear_bench, "LinearBench", lambda device: LinearBench(device, timer=clock))
     fake.npu.fails_at = 20
     profile = Profile({"device": "host", "time": "real", "cache_bytes": 0})
-    tasks, _ = linear_tasks(fake, [shape_of(SIZES)], tier=0)
+    tasks, _ = linear_tasks(fake, [SIZES.shape("tiny")], tier=0)
     tasks = [task for task in tasks if task.keys[0].part == "npu"]
     summary = run_tasks(profile, tasks, ProfileOptions(budget_s=None))
     [failure] = profile.failures()
@@ -258,7 +259,7 @@ def test_an_npu_that_fails_half_way_costs_its_points_only(fake, clock, monkeypat
 
 
 def test_what_was_made_of_a_group_goes_with_the_next(fake, clock):
-    shape = shape_of(SIZES)
+    shape = SIZES.shape("tiny")
     bench = LinearBench(fake, timer=clock)
     for rows in ((128,), (64,)):
         bench.measure(point_of(shape, "o", member_rows=rows))
@@ -292,7 +293,7 @@ class FilingNpu(FakeNpu):
 def test_a_graph_in_a_file_is_built_once_and_loading_it_is_timed_apart(device, clock):
     npu = FilingNpu(clock)
     bench = LinearBench(replace(device, npu=npu), timer=clock)
-    work = point_of(shape_of(SIZES), "o")
+    work = point_of(SIZES.shape("tiny"), "o")
     [graph] = [record for record in bench.measure(work) if isinstance(record.key, GraphKey)]
     assert graph.values["size_bytes"] == 1234
     assert graph.values["build_us"] > 0
@@ -308,7 +309,7 @@ def test_a_graph_in_a_file_is_built_once_and_loading_it_is_timed_apart(device, c
 
 
 def test_a_slice_holds_the_leading_rows_of_each_member(fake, clock):
-    shape = shape_of(SIZES)
+    shape = SIZES.shape("tiny")
     bench = LinearBench(fake, timer=clock)
     spec = shape.layer[0]
     bench.measure(point_of(shape, "qkv", member_rows=(64, 0, 64)))
@@ -328,7 +329,7 @@ def test_poor_forms_are_dropped_after_two_lengths_and_counted(fake, clock, monke
     npu.cost_ns = lambda length, form: (
         1000 * (50 if (length, form) == (32, "activation_first") else costs[form])
     )
-    tasks, skipped = linear_tasks(fake, [shape_of(SIZES)], tier=1)
+    tasks, skipped = linear_tasks(fake, [SIZES.shape("tiny")], tier=1)
     tasks = [task for task in tasks if task.keys[0].part == "npu"]
     records = [record for task in tasks for record in task.run()]
     points = [record.key.point for record in records if isinstance(record.key, LinearKey)]
@@ -341,7 +342,7 @@ def test_poor_forms_are_dropped_after_two_lengths_and_counted(fake, clock, monke
 
     # What was measured before says the same at once.
     known = {record.key: record for record in records}
-    again, left_out = linear_tasks(fake, [shape_of(SIZES)], tier=1, known=known)
+    again, left_out = linear_tasks(fake, [SIZES.shape("tiny")], tier=1, known=known)
     npu.prepared.clear()
     for task in again:
         if task.keys[0].part == "npu":
@@ -354,11 +355,11 @@ def test_cuts_are_not_measured_where_the_npu_cannot_help(fake, clock, monkeypatc
     monkeypatch.setattr(linear_bench, "LinearBench", lambda device: LinearBench(device, timer=clock))
     # A second a run at one token; else a nanosecond, which no GPU needs twenty times.
     fake.npu.cost_ns = lambda length, form: 10**9 if length == 1 else 1
-    tasks, skipped = linear_tasks(fake, [shape_of(SIZES)], tier=0)
+    tasks, skipped = linear_tasks(fake, [SIZES.shape("tiny")], tier=0)
     points = [record.key.point for task in tasks for record in task.run() if record.key in task.keys]
     cuts = [point for point in points if point.form and point.group == "down" and point.rows < 128]
     assert {point.tokens for point in cuts} == {256}
-    assert skipped.counts["hopeless"] == len(shape_of(SIZES).specs)
+    assert skipped.counts["hopeless"] == len(SIZES.shape("tiny").specs)
 
 
 def test_emulated_times_are_not_compared_with_real_ones(fake, clock, monkeypatch):
@@ -366,14 +367,14 @@ def test_emulated_times_are_not_compared_with_real_ones(fake, clock, monkeypatch
     fake.time_kind = fake.npu.time_kind = "emulated"
     fake.npu.cost_ns = lambda length, form: 10**9
     fake.npu.cycles = (5,)
-    tasks, skipped = linear_tasks(fake, [shape_of(SIZES)], tier=0)
+    tasks, skipped = linear_tasks(fake, [SIZES.shape("tiny")], tier=0)
     records = [record for task in tasks for record in task.run() if record.key in task.keys]
     assert {record.key for record in records} == {key for task in tasks for key in task.keys}
     assert not skipped.counts["hopeless"]
 
 
 def test_a_device_without_an_npu_fails_npu_points_as_records(device):
-    record = linear_of(LinearBench(replace(device, npu=None)).measure(point_of(shape_of(SIZES), "o")))
+    record = linear_of(LinearBench(replace(device, npu=None)).measure(point_of(SIZES.shape("tiny"), "o")))
     assert "no NPU" in record.error
     assert record.key.code == code_of("npu")
 

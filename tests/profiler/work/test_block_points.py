@@ -15,6 +15,8 @@ from heterollm.base import MIB, ProfileError
 from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
 from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS, Form, NpuBlock
 from heterollm.kernels.ops import WeightFormat
+from heterollm.model import default_shapes
+from heterollm.model.known import Size
 from heterollm.profiler import held_out, summarize
 from heterollm.profiler.comparison import describe
 from heterollm.profiler.measure import gpu_timer as timer_module
@@ -26,15 +28,15 @@ from heterollm.profiler.predict.time_model import TimeModel, point_from_dict
 from heterollm.profiler.predict.validation import choices
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record, record_line
 from heterollm.profiler.records.record_json import record_from_dict
-from heterollm.profiler.work import WorkPoint, block_alignment, default_shapes, enumerate_points
+from heterollm.profiler.work import WorkPoint, block_alignment, enumerate_points
 from heterollm.profiler.work.points import BLOCK_FRACTIONS
-from heterollm.profiler.work.workload import DEFAULT_SHAPES, GPU_ROW_ALIGNMENT, Sizes, shape_of
+from heterollm.profiler.work.workload import GPU_ROW_ALIGNMENT
 from heterollm.profiler.worth import by_worth
 from heterollm.report.page_profile import profile_page
 from heterollm.report.plots import PLOTS
 from heterollm.report.tables_profile import sections
 
-TINY = Sizes("tiny", 1, 128, 4, 2, 32, 384, 320, True)
+TINY = Size(128, 384, 1, 4, 2, 320, True, 32, 2048)
 LARGE = 1 << 40
 
 
@@ -109,7 +111,7 @@ def test_both_parts_alignments_are_kept():
 @pytest.mark.parametrize("alignment", [64, 256])
 @pytest.mark.parametrize("block", [32, 128])
 def test_widths_are_those_that_a_cut_can_use(alignment, block):
-    shapes = default_shapes(block=block)
+    shapes = default_shapes(group_size=block)
     points = block_points(shapes, BlockNpu(alignment))
     assert {work.part for work in points} == {"npu"}
     assert len({work.point for work in points}) == len(points)
@@ -129,7 +131,7 @@ def test_widths_are_those_that_a_cut_can_use(alignment, block):
 
 
 def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
-    for shape in DEFAULT_SHAPES:
+    for shape in default_shapes():
         points = block_points([shape], BlockNpu())
         whole = shape.intermediate_size
         first = [work.point for work in points if work.tier == 0]
@@ -149,7 +151,7 @@ def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
 
 
 def test_a_block_is_left_out_where_its_linears_differ_in_format():
-    shape = shape_of(TINY)
+    shape = TINY.shape("tiny")
     down = replace(shape.layer[3], weight=WeightFormat(4, 64))
     mixed = replace(shape, layer=(*shape.layer[:3], down))
     assert mixed.blocks == ()
@@ -157,7 +159,7 @@ def test_a_block_is_left_out_where_its_linears_differ_in_format():
 
 
 def test_blocks_are_few_next_to_the_linears():
-    points, _ = enumerate_points(DEFAULT_SHAPES, BlockNpu(), cache_bytes=0, max_buffer_bytes=LARGE)
+    points, _ = enumerate_points(default_shapes(), BlockNpu(), cache_bytes=0, max_buffer_bytes=LARGE)
     for tier, share in ((0, 0.4), (1, 0.3)):
         work = [found for found in points if found.tier <= tier]
         flops = {
@@ -168,7 +170,7 @@ def test_blocks_are_few_next_to_the_linears():
 
 
 def test_a_hopeless_npu_is_told_by_the_gpus_gate_and_up():
-    shape = shape_of(TINY)
+    shape = TINY.shape("tiny")
     [spec] = shape.blocks
     gate_up = LinearPoint.of(shape.layer[2], 1)
     whole, half = (LinearPoint.of(spec, 1, member_rows=(width, width), form="ffn") for width in (384, 192))
@@ -206,7 +208,7 @@ def test_blocks_are_measured_under_the_keys_that_were_announced(device, precisio
             made.append(self)
 
     monkeypatch.setattr(linear_bench, "NpuBlock", Noted)
-    shape = shape_of(TINY, precision, float_bits=32)
+    shape = TINY.shape("tiny", precision, float_bits=32)
     tasks, _ = linear_tasks(device, [shape], tier=0)
     blocks = [task for task in tasks if task.keys[0].point.is_block]
     assert blocks
@@ -367,7 +369,7 @@ def test_a_kept_predictor_knows_its_blocks(predictor):
 
 def test_blocks_are_worth_measuring_like_their_linears():
     profile = mixed_profile(blocks=False)
-    shape = shape_of(Sizes("shape", 2, 1024, 16, 4, 64, 2816, 4096, True))
+    shape = Size(1024, 2816, 2, 16, 4, 4096, True, 64, 2048).shape("shape")
     work = block_points([shape], BlockNpu())
     tasks = [linear_bench.Task("x", (LinearKey("npu", found.point, "code"),), list, 0.1) for found in work]
     # Nothing is known of any block.

@@ -10,22 +10,14 @@ import pytest
 from heterollm.base import MIB, OptionError
 from heterollm.kernels.npu import STANDARD_LENGTHS, Form
 from heterollm.kernels.ops import GROUPS, WeightFormat
+from heterollm.model import ModelShape, default_shapes
+from heterollm.model.known import Size
 from heterollm.profiler.records import LinearPoint
-from heterollm.profiler.work import (
-    HEAD_TOKENS,
-    ModelShape,
-    Skipped,
-    WorkPoint,
-    cut_rows,
-    default_shapes,
-    enumerate_points,
-    rest_rows,
-)
+from heterollm.profiler.work import HEAD_TOKENS, Skipped, WorkPoint, cut_rows, enumerate_points, rest_rows
 from heterollm.profiler.work.points import CUT_TOKENS, GPU_TOKENS, NPU_FRACTIONS
-from heterollm.profiler.work.workload import DEFAULT_SHAPES, Sizes, shape_of
 
 LARGE = 1 << 40
-TINY = Sizes("tiny", 2, 128, 4, 2, 32, 384, 512, True)
+TINY = Size(128, 384, 2, 4, 2, 512, True, 32, 2048)
 
 
 class StatedNpu:
@@ -98,19 +90,19 @@ def test_every_point_is_one_that_a_plan_can_use(alignment, precision):
 
 
 def test_the_coarse_points_come_first_and_cover_every_shape():
-    points, _ = points_of(DEFAULT_SHAPES, StatedNpu(64, ("matmul_nbits", "k_chunked")))
+    points, _ = points_of(default_shapes(), StatedNpu(64, ("matmul_nbits", "k_chunked")))
     tiers = [work.tier for work in points]
     assert tiers == sorted(tiers)
     assert set(tiers) == {0, 1, 2}
     essential = [work for work in points if work.tier == 0]
     covered = {(work.part, work.spec) for work in essential}
     assert covered == {
-        (part, spec) for shape in DEFAULT_SHAPES for spec in shape.specs for part in ("gpu", "npu")
+        (part, spec) for shape in default_shapes() for spec in shape.specs for part in ("gpu", "npu")
     }
     assert {work.point.form for work in essential} == {"", "matmul_nbits"}
     # Five sizes and more of each group, where linearity is looked for.
     default = [work for work in points if work.tier <= 1 and work.part == "gpu"]
-    for shape in DEFAULT_SHAPES:
+    for shape in default_shapes():
         for spec in shape.specs:
             for tokens in CUT_TOKENS:
                 sizes = {w.point.rows for w in default if w.spec == spec and w.point.tokens == tokens}
@@ -119,7 +111,7 @@ def test_the_coarse_points_come_first_and_cover_every_shape():
 
 def test_what_is_left_out_is_counted_by_reason():
     # Members of 896 rows have three cuts at 256, so four of seven fractions are none, all or one again.
-    shape = shape_of(Sizes("narrow", 1, 896, 14, 2, 64, 4864, 1024, True))
+    shape = Size(896, 4864, 1, 14, 2, 1024, True, 64, 2048).shape("narrow")
     _, whole = points_of([shape], StatedNpu(256))
     lengths = len(STANDARD_LENGTHS)
     head_lengths = sum(length <= HEAD_TOKENS for length in STANDARD_LENGTHS)
@@ -145,21 +137,21 @@ def test_what_is_left_out_is_counted_by_reason():
 
 
 def test_a_device_without_an_npu_has_whole_groups_on_its_gpu():
-    points, skipped = points_of([shape_of(TINY)], None)
+    points, skipped = points_of([TINY.shape("tiny")], None)
     assert {work.part for work in points} == {"gpu"}
     assert all(work.point.member_rows == work.spec.member_rows for work in points)
     assert skipped.total == 0
 
 
 def test_a_point_that_two_models_share_is_measured_once_at_the_lower_tier():
-    shape = shape_of(TINY)
+    shape = TINY.shape("tiny")
     once, _ = points_of([shape], StatedNpu(64))
     twice, _ = points_of([shape, shape], StatedNpu(64))
     assert once == twice
 
 
 def test_only_models_that_exceed_the_cache_stream_their_weights():
-    shape = shape_of(TINY)
+    shape = TINY.shape("tiny")
     read = 2 * sum(spec.weight_bytes() for spec in shape.layer) + shape.head.weight_bytes()
     for cache_bytes, streamed in ((read - 1, True), (read, False)):
         points, _ = points_of([shape], StatedNpu(64), cache_bytes=cache_bytes)
@@ -167,12 +159,13 @@ def test_only_models_that_exceed_the_cache_stream_their_weights():
 
 
 def test_the_default_shapes_are_those_of_the_published_models():
-    tiny, qwen, llama = DEFAULT_SHAPES
+    shapes = default_shapes()
+    tiny, qwen, llama = shapes
     assert [spec.group for spec in tiny.specs] == list(GROUPS)
     assert tiny.layer[0].member_rows == (2048, 256, 256)
     assert (qwen.layer[3].rows, qwen.layer[3].columns, qwen.head.rows) == (896, 4864, 151936)
     assert llama.layer[1].columns == 24 * 128
-    for shape, parameters in zip(DEFAULT_SHAPES, (1.100e9, 0.494e9, 3.213e9), strict=True):
+    for shape, parameters in zip(shapes, (1.100e9, 0.494e9, 3.213e9), strict=True):
         assert {spec.weight.bits for spec in shape.layer} == {4}
         assert (shape.head.weight.bits, shape.head.weight.block) == (8, 32)
         # 4.5 bits a weight in the layers, 8.5 in embedding and head.
@@ -183,15 +176,15 @@ def test_the_default_shapes_are_those_of_the_published_models():
 
 
 def test_blocks_that_do_not_divide_the_inputs_are_shortened_or_refused():
-    odd = Sizes("odd", 1, 48, 3, 1, 16, 80, 64, True)
-    assert {spec.weight.block for spec in shape_of(odd).specs} == {16}
+    odd = Size(48, 80, 1, 3, 1, 64, True, 16, 2048)
+    assert {spec.weight.block for spec in odd.shape("made").specs} == {16}
     with pytest.raises(OptionError):
-        shape_of(Sizes("indivisible", 1, 40, 5, 1, 8, 80, 64, True))
+        Size(40, 80, 1, 5, 1, 64, True, 8, 2048).shape("indivisible")
 
 
 def test_points_tell_their_precision_apart():
     points: Counter[LinearPoint] = Counter()
     for precision in ("w4a16", "w4a8", "fp16"):
-        shape: ModelShape = shape_of(TINY, precision)
+        shape: ModelShape = TINY.shape("tiny", precision)
         points.update(LinearPoint.of(spec, 1) for spec in shape.specs)
     assert max(points.values()) == 1
