@@ -25,7 +25,7 @@ from heterollm.cli import main
 
 # All that is taken from inside; where it lies is no part of what is held.
 from heterollm.cli.command_line import app
-from heterollm.kernels.device import open_device
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.model import KNOWN_MODELS
 from heterollm.planning import PlanRequest, choose_plan, solve_for

@@ -12,13 +12,10 @@ from heterollm.kernels.gpu import traits as device_traits
 device_traits.host_cache_bytes = lambda: int(sys.argv[1])  # before anything imports it
 
 from heterollm.base import cache_root  # noqa: E402
-from heterollm.planning import (
-    PlanRequest,
-    solve_for,
-)
+from heterollm.planning import PlanRequest, solve_for  # noqa: E402
 from heterollm.profiler.predict import fitted_predictor  # noqa: E402
 from heterollm.profiler.records import Profile  # noqa: E402
-from heterollm.simulate import SimulationRequest, simulate
+from heterollm.simulate import SimulationRequest, simulate  # noqa: E402
 from heterollm.simulate.run import profile_ahead  # noqa: E402
 
 MODELS = ("qwen2-0.5b", "qwen3-0.6b")
