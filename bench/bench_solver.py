@@ -27,8 +27,9 @@ from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.work.workload import Sizes, shape_of
-from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, SolvedLevel, Solver
+from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, Solver
 from heterollm.solver.costs import Costs, Overheads, Slowdown
+from heterollm.solver.request import SolvedLevel
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
 SIZES: Final = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, False)

@@ -33,8 +33,9 @@ BASELINES: Final = ("operator", "finish")
 
 def row_cuts(llm: Any) -> Any:  # noqa: ANN401 - imported late, as the device is chosen at the first import
     """Return a plan that cuts every group along rows, in the middle of each member."""
-    from heterollm.solver import Placement, Plan, model_shape
-    from heterollm.solver.plan import PlanEntry
+    from heterollm.solver import Plan, model_shape
+    from heterollm.solver.placements import RowsPlacement
+    from heterollm.solver.plan_records import PlanEntry
 
     specs = llm._weights.specs
     alignment = llm.device.npu.row_alignment
@@ -45,7 +46,7 @@ def row_cuts(llm: Any) -> Any:  # noqa: ANN401 - imported late, as the device is
             ((phase, 1, 1), (phase, 2, PROMPT)) for phase in ("prefill", "decode")
         ):
             layers = (spec.layer, spec.layer)
-            entries.append(PlanEntry(phase, (low, high), layers, spec.group, Placement(rows, (high,))))
+            entries.append(PlanEntry(phase, (low, high), layers, spec.group, RowsPlacement(rows, (high,))))
     plan = llm.plan
     return Plan("rows", plan.device, plan.precision, model_shape(specs), PROMPT, tuple(entries))
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from heterollm.engine import Engine, Placements
+from heterollm.engine import Engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Phase
@@ -23,28 +23,22 @@ from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import Planner
+from heterollm.planning import ProfiledModel
 from heterollm.simulate import SimulationRequest
-from heterollm.simulate.plan import planned
-from heterollm.solver import GPU_ONLY, Placement
+from heterollm.simulate.plan import planned, profile_of
+from heterollm.solver import PhaseSync, Placement, Plan
+from heterollm.solver.placements import GPU_ONLY, RowsPlacement
 
 POINTS = 200
 
 
-class Changed:
-    """The placements of a planner, with those of one pass changed."""
-
-    def __init__(self, planner: Placements, phase: Phase, changes: dict[str, Placement]) -> None:
-        self._planner, self._phase, self.changes = planner, phase, changes
-
-    def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
-        """Return the changed placement, or the planner's."""
-        if phase == self._phase and spec.group in self.changes:
-            return self.changes[spec.group]
-        return self._planner.placement(phase, length, spec)
-
-    def block_placement(self, _phase: Phase, _length: int, _spec: OpSpec) -> None:
-        """Cut nothing as a block."""
+def changed(plan: Plan, phase: Phase, changes: dict[str, Placement]) -> Plan:
+    """Return a plan with the placements of some groups changed in one phase."""
+    entries = tuple(
+        replace(entry, placement=changes.get(entry.group, entry.placement)) if entry.phase == phase else entry
+        for entry in plan.entries
+    )
+    return replace(plan, entries=entries, slices=())
 
 
 def opened(name: str) -> Device:
@@ -52,12 +46,12 @@ def opened(name: str) -> Device:
     return open_device(name, simulation=Simulation(every_form=False))
 
 
-def errors(planner: Planner, device: Device) -> tuple[list[float], list[float]]:
+def errors(model: ProfiledModel, device: Device) -> tuple[list[float], list[float]]:
     """Return the relative errors of predicted times at random cuts and lengths, of GPU and NPU."""
-    draw, soc, costs = np.random.default_rng(0), soc_of(device), planner.solver.costs
+    draw, soc, costs = np.random.default_rng(0), soc_of(device), model.costs
     gpu, npu = [], []
     for _ in range(POINTS):
-        spec = planner.solver.layer[int(draw.integers(len(planner.solver.layer)))]
+        spec = model.shape.layer[int(draw.integers(len(model.shape.layer)))]
         rows = tuple(int(draw.integers(1, max(1, own // 256) + 1)) * 256 for own in spec.member_rows)
         rows = tuple(min(one, own) for one, own in zip(rows, spec.member_rows, strict=True))
         total, block = sum(rows), spec.weight.block
@@ -73,23 +67,16 @@ def errors(planner: Planner, device: Device) -> tuple[list[float], list[float]]:
 class Searched:
     """Runs one pass with any placements."""
 
-    def __init__(self, device_name: str, planner: Planner, phase: Phase, tokens: int) -> None:
-        self._name, self._planner, self._phase, self._tokens = device_name, planner, phase, tokens
-        self._weights = shape_only_weights(planner.config, planner.specs)
+    def __init__(self, device_name: str, model: ProfiledModel, plan: Plan, phase: Phase, tokens: int) -> None:
+        self._name, self._model, self._plan = device_name, model, plan
+        self._phase, self._tokens = phase, tokens
+        self._weights = shape_only_weights(model.config, model.specs)
 
     def time_us(self, changes: dict[str, Placement]) -> float:
         """Return the time of the pass with some placements changed."""
         device = opened(self._name)
-        placements: Any = Changed(self._planner, self._phase, changes)
-        engine = Engine(
-            device,
-            self._weights,
-            self._planner.plan,
-            1024,
-            lambda *_: None,
-            sync="sleep_poll",
-            placements=placements,
-        )
+        plan = replace(changed(self._plan, self._phase, changes), sync=PhaseSync("sleep_poll", "sleep_poll"))
+        engine = Engine(device, self._weights, plan, 1024, lambda *_: None)
         cache = engine.new_cache()
         ids = np.zeros(self._tokens, np.int32)
 
@@ -107,13 +94,13 @@ class Searched:
 
     def best(self) -> tuple[float, float, dict[str, Placement]]:
         """Return the time of the solver's placements, of the best found, and what changed."""
-        planner, changes = self._planner, dict[str, Placement]()
+        changes = dict[str, Placement]()
         first_us = best_us = self.time_us(changes)
         length = next(item for item in opened(self._name).standard_lengths if item >= self._tokens)
         improved = True
         while improved:
             improved = False
-            for spec in planner.solver.layer:
+            for spec in self._model.shape.layer:
                 for candidate in cuts(spec, length):
                     time_us = self.time_us({**changes, spec.group: candidate})
                     if time_us < best_us * 0.9999:
@@ -130,7 +117,10 @@ def cuts(spec: OpSpec, length: int) -> list[Placement]:
         for step in range(1, steps)
     }
     rows = [spec.member_rows, *sorted(found - {spec.member_rows})]
-    return [GPU_ONLY, *(Placement(npu_rows=own, npu_lengths=(length,), form="matmul_nbits") for own in rows)]
+    return [
+        GPU_ONLY,
+        *(RowsPlacement(own, (length,), "matmul_nbits") for own in rows),
+    ]
 
 
 def main() -> None:
@@ -144,16 +134,18 @@ def main() -> None:
     found = find_model(options.model)
     specs = op_specs(found.config, "w4a16", 128, True)
     request = SimulationRequest(options.model, options.soc, options.prompt, head_bits=8, every_form=False)
-    how = planned(opened(name), found.name, found.config, specs, request, lambda *_: None, "sleep_poll")
-    assert how.planner is not None
+    device = opened(name)
+    plan = planned(device, found.name, found.config, specs, request, lambda *_: None, "sleep_poll")
+    profile = profile_of(device, found.name, found.config, specs, lambda *_: None)
+    model = ProfiledModel(profile, found.config, specs, "w4a16")
     print(f"{found.name} on {name}; all times are simulated")
-    for part, values in zip(("GPU", "NPU"), errors(how.planner, opened(name)), strict=True):
+    for part, values in zip(("GPU", "NPU"), errors(model, opened(name)), strict=True):
         worst = sorted(values)[int(0.9 * len(values))]
         print(
             f"{part} predictor: median error {statistics.median(values):.1%}, nine in ten within {worst:.1%}"
         )
     for phase, tokens in (("decode", 1), ("prefill", options.prompt)):
-        first_us, best_us, changes = Searched(name, how.planner, phase, tokens).best()  # type: ignore[arg-type]
+        first_us, best_us, changes = Searched(name, model, plan, phase, tokens).best()  # type: ignore[arg-type]
         words = ", ".join(f"{group} {item.npu_rows}" for group, item in changes.items()) or "nothing"
         print(
             f"{phase} of {tokens}: {first_us / 1e3:.2f} ms by the solver, {best_us / 1e3:.2f} ms by search, "

@@ -21,7 +21,7 @@ from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, check_value
 __all__ = ["TABLE_FILE", "soc_of", "starting_values", "texts", "with_power", "write_files", "write_table"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-FOLDER: Final = ROOT / "kernels" / "soc"
+FOLDER: Final = ROOT / "kernels" / "sim" / "soc"
 TABLE_FILE: Final = ROOT / "docs" / "soc-model.md"
 NAME: Final = "snapdragon-8gen3"
 ELITE: Final = "snapdragon-8elite"

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from heterollm.base import CACHE_VARIABLE, cache_root
-from heterollm.planning import PlanRequest, solve_for
+from heterollm.planning import LoadOptions, solve_for
 from heterollm.simulate import SimulationRequest
 from heterollm.simulate.run import profile_ahead
+from heterollm.solver import PlanRequest
 
 __all__ = ["FIGURE", "PAGE", "Example", "figure", "solved", "with_numbers"]
 
@@ -102,11 +103,12 @@ def solved() -> Example:
         profile_ahead(SimulationRequest(MODEL))
         (path,) = (cache / "profiles" / "simulated").glob("*.json")
         request = PlanRequest(level="tensor", histogram={TOKENS: 1.0})
-        planner = solve_for(MODEL, profile=path, group_size=128, request=request)
-        choices = planner.one_pass("prefill", TOKENS).choices
-        profile, costs = planner.profile, planner.solver.costs
-    choice = next(choice for choice in choices if choice.spec.group == GROUP)
-    spec, chosen = choice.spec, choice.chosen
+        found = solve_for(MODEL, LoadOptions(group_size=128, request=request), path)
+        predicted = found.model.predict(found.plan, "prefill", TOKENS)
+        profile, costs = found.model.profile, found.model.costs
+    assert predicted is not None
+    item = next(item for item in predicted.operators if item.spec.group == GROUP)
+    spec, chosen = item.spec, item.priced
     (rows,), (npu_rows,) = spec.member_rows, chosen.placement.npu_rows
 
     def npu_ms(count: int) -> float:

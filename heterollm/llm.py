@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,21 +16,19 @@ from heterollm.engine import (
     Session,
     SessionSource,
     Stream,
-    Sync,
     check_emulation,
     check_ids,
     check_memory,
     check_precision,
-    check_sync,
     memory_need,
 )
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation, is_simulated
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
-from heterollm.planning import check_length_policy, check_options, choose_context, choose_plan
-from heterollm.solver import LengthPolicy, Plan, check_plan
+from heterollm.planning import LoadKeywords, LoadOptions, choose_context, plan_for
+from heterollm.solver import Plan, check_plan
 from heterollm.text import (
     Generation,
     GenerationOptions,
@@ -44,8 +41,6 @@ from heterollm.trace import start_engine, take_trace
 
 if TYPE_CHECKING:
     from heterollm.engine import Engine
-    from heterollm.planning import Planner
-    from heterollm.solver import LengthCosts
     from heterollm.trace import Trace
 
 __all__ = ["LLM"]
@@ -75,49 +70,16 @@ class LLM:
 
     @classmethod
     def load(
-        cls,
-        model: str | Path,
-        *,
-        device: str = "auto",
-        plan: str | Path | Plan = "auto",
-        precision: Precision = "w4a16",
-        group_size: int = 32,
-        symmetric: bool = True,
-        context: int | None = None,
-        gpu_threads: int | None = None,
-        npu_threads: int | None = None,
-        allow_slow: bool = False,
-        sync: Sync = "auto",
-        length_policy: LengthPolicy = "padding",
-        allow_fallback: bool = False,
-        trace: bool = False,
-        progress: Progress | None = None,
+        cls, model: str | Path, *, progress: Progress | None = None, **options: Unpack[LoadKeywords]
     ) -> Self:
         """Load a checkpoint and make it ready to answer.
 
         Args:
             model: A local folder or a hub name.
-            device: ``snapdragon``, ``host``, ``emulator`` or ``auto``.
-            plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``; ``tensor``, ``block``: the
-                solver's) or ``auto``: ``block`` if the solver takes a block at any length, else ``tensor``,
-                or ``gpu`` as long as the device has no profile.
-            precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
-                rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
-            group_size: Weights that share a scale: 32, 64 or 128.
-            symmetric: Whether 4-bit codes have no zero point of their own.
-            context: Positions of a session; the model's own limit, at most 4096, by default.
-            gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
-            npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
-            allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
-            sync: How the parts wait for each other: a strategy of :mod:`heterollm.kernels.sync.handover`,
-                ``operator`` to finish the GPU's queue after every operator, or ``auto``
-                (:func:`heterollm.engine.waits.default_strategies`).
-            length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
-                ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what
-                the device's profile predicts to be faster for each group). The solver needs none.
-            allow_fallback: Go on with the GPU alone when the NPU part fails; :attr:`notes` then says so.
-            trace: Record every pass for :meth:`take_trace`.
             progress: Called with a stage's name, steps done and steps in all.
+            options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
+                ``precision``, ``group_size``, ``symmetric``, ``context``, ``gpu_threads``, ``npu_threads``,
+                ``allow_slow``, ``sync``, ``length_policy``, ``allow_fallback`` and ``trace``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is not usable.
@@ -129,64 +91,46 @@ class LLM:
                 raise EngineError("Loading was stopped.")
             (progress or silent)(stage, done, total)
 
-        check_options(model, plan, precision, group_size, symmetric)
-        check_sync(sync)
-        check_length_policy(length_policy)
+        asked = LoadOptions(**options)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
-        positions = choose_context(config, context)
+        context = choose_context(config, asked.context)
         tokenizer = Tokenizer.from_folder(checkpoint.folder)
         thread = EngineThread()
         try:
-            opening: dict[str, Any] = {"gpu_threads": gpu_threads, "npu_threads": npu_threads}
-            opening |= {"profiling": True} if trace else {}
-            # A simulated device gives answers only where they are computed.
-            simulated = is_simulated(device)
-            opening |= {"simulation": Simulation(numerics=True)} if simulated else {}
-            opened = thread.run(lambda: open_device(device, **opening))
-            specs = op_specs(
-                config,
-                precision,
-                group_size,
-                symmetric,
-                float_bits=32 if opened.activation_dtype == np.float32 else 16,
-            )
-            check_precision(opened, precision, specs)
-            planners: list[Planner] = []
-            chosen = choose_plan(
-                plan,
-                specs,
-                device=opened.name,
-                standard_lengths=opened.standard_lengths,
-                precision=precision,
-                context=positions,
-                solve=functools.partial(_solved, planners, opened, config, specs, precision, positions),
-                length_policy=length_policy,
-                length_costs=functools.partial(_length_costs, opened, config, specs, precision),
-            )
+            opened = thread.run(lambda: _opened(asked))
+            specs = _specs(asked, config, opened)
+            check_precision(opened, asked.precision, specs)
+            plan, notes = thread.run(lambda: plan_for(asked, opened, config, specs, context))
             # Before anything is read: quantising a model that cannot run would take its time in vain.
-            _check_fit(config, specs, chosen, positions, opened)
+            _check_fit(config, specs, plan, context, opened)
             weights = load_weights(
                 checkpoint,
                 config,
-                precision=precision,
-                group_size=group_size,
-                symmetric=symmetric,
+                precision=asked.precision,
+                group_size=asked.group_size,
+                symmetric=asked.symmetric,
                 float_dtype=opened.activation_dtype,
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
-            check_emulation(opened, weights, chosen, allow_slow)
-            options: dict[str, Any] = {"sync": sync, "allow_fallback": allow_fallback, "trace": trace}
-            for planner in planners:
-                options |= {"profile": planner.profile, "placements": planner}
-            engine = thread.run(lambda: start_engine(opened, weights, chosen, positions, report, **options))
+            check_emulation(opened, weights, plan, asked.allow_slow)
+            engine = thread.run(
+                lambda: start_engine(
+                    opened,
+                    weights,
+                    plan,
+                    context,
+                    report,
+                    trace=asked.trace,
+                    allow_fallback=asked.allow_fallback,
+                )
+            )
         except BaseException:
             # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
             stopped.set()
             thread.close()
             raise
-        plan_notes = [note for planner in planners for note in planner.notes]
-        return cls(config, tokenizer, weights, engine, thread, plan_notes)
+        return cls(config, tokenizer, weights, engine, thread, notes)
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -343,33 +287,21 @@ class LLM:
         return self._own_session
 
 
-def _solved(
-    planners: list[Planner],
-    device: Device,
-    config: ModelConfig,
-    specs: Sequence[OpSpec],
-    precision: Precision,
-    context: int,
-    level: str,
-) -> Plan | None:
-    """Return the solver's plan of a level and keep its planner; None where the device has no profile."""
-    from heterollm.planning import Planner, PlanRequest, stored_profile
-
-    profile = stored_profile(device)
-    if profile is None:
-        return None
-    planners.append(Planner(profile, config, specs, precision, PlanRequest(context, level=level)))  # type: ignore[arg-type]
-    return planners[0].plan
+def _opened(options: LoadOptions) -> Device:
+    # A simulated device gives answers only where they are computed.
+    simulation = Simulation(numerics=True) if is_simulated(options.device) else None
+    return open_device(
+        options.device,
+        gpu_threads=options.gpu_threads,
+        npu_threads=options.npu_threads,
+        profiling=options.trace,
+        simulation=simulation,
+    )
 
 
-def _length_costs(
-    device: Device, config: ModelConfig, specs: Sequence[OpSpec], precision: Precision
-) -> LengthCosts | None:
-    """Return what the profile predicts for whole groups on the NPU; None where the device has none."""
-    from heterollm.planning import Planner, stored_profile
-
-    profile = stored_profile(device)
-    return None if profile is None else Planner(profile, config, specs, precision).length_us
+def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
+    float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
+    return op_specs(config, options.precision, options.group_size, options.symmetric, float_bits=float_bits)
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import cut_rows
 from heterollm.solver.blocks import cut_alignment, narrowed
-from heterollm.solver.plan import GPU_ONLY, Placement
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement, Placement, RowsPlacement
 
 __all__ = [
     "Cuts",
@@ -195,7 +195,10 @@ def candidates(
             leading = sequence_lengths_for(tokens, usable, low)
             pairs = [*pairs, *_in_each_form(leading, forms)]
         for cover, form in pairs:
-            yield Placement(npu_rows=rows, npu_lengths=cover, form=form)
+            if spec.then is None:
+                yield RowsPlacement(rows, cover, form)
+            else:
+                yield BlockPlacement(rows[0], cover, form)
 
 
 def _descending(tokens: int, standard_lengths: Sequence[int]) -> tuple[int, ...]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 from heterollm.base import PlanError
 from heterollm.kernels.npu import NpuBackend
-from heterollm.kernels.ops import Activation, OpSpec, Phase, feed_forward_blocks
+from heterollm.kernels.ops import Activation, OpSpec, Phase
 from heterollm.solver.blocks import cut_alignment
-from heterollm.solver.plan import Placement, Plan, PlanEntry
+from heterollm.solver.placements import Placement
+from heterollm.solver.plan import Plan
+from heterollm.solver.plan_records import PlanEntry
 
 __all__ = ["check_plan"]
 
@@ -40,26 +42,18 @@ def check_plan(
         raise PlanError(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
-    blocks = {block.layer: block for block in feed_forward_blocks(specs)}
-    for spec in specs:
-        last = min(head_rows, plan.chunk_length) if spec.group == "head" else plan.chunk_length
-        block = blocks.get(spec.layer) if spec.group in ("gate_up", "down") else None
-        names = {spec.group} if block is None else {spec.group, block.group}
-        for phase in get_args(Phase):
-            entries = [entry for entry in plan.entries if _concerns(entry, phase, spec.layer, names)]
-            for length in _decisive_lengths(entries, last):
-                placed = None if block is None else plan.block_placement(phase, length, block)
-                if placed is not None and block is not None:
-                    _check_on_npu(placed, block, length, npu, activation)
-                    continue
-                placement = plan.placement(phase, length, spec)
-                if placement.npu_lengths:
-                    _check_on_npu(placement, spec, length, npu, activation)
-
-
-def _concerns(entry: PlanEntry, phase: Phase, layer: int, groups: Collection[str]) -> bool:
-    low, high = entry.layers
-    return entry.phase == phase and entry.group in groups and low <= layer <= high
+    # All layers have the same shapes: where no range of layers begins, a layer is like the one before it.
+    begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
+    layers = [spec for spec in specs if spec.group != "head" and spec.layer in begins]
+    for phase in get_args(Phase):
+        entries = [entry for entry in plan.entries if entry.phase == phase]
+        for head in (False, True):
+            own = [spec for spec in specs if spec.group == "head"] if head else layers
+            last = min(head_rows, plan.chunk_length) if head else plan.chunk_length
+            for length in _decisive_lengths([e for e in entries if (e.group == "head") is head], last):
+                for spec, placement in plan.operators(phase, length, own, rows=length):
+                    if placement.npu_lengths:
+                        _check_on_npu(placement, spec, length, npu, activation)
 
 
 def _decisive_lengths(entries: Sequence[PlanEntry], last: int) -> list[int]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, get_args
 
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.chain import Choice
-from heterollm.solver.plan import Alternative, Placement, PlanEntry
+from heterollm.solver.placements import Alternative, Placement, bare
+from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.pricing import Priced
 from heterollm.solver.words import describe
 
-__all__ = ["merged", "placed"]
+__all__ = ["in_order", "merged", "placed"]
 
 ALTERNATIVES: Final = 3
+
+SHORT_TOKENS: Final = 32
 
 
 def placed(
@@ -40,16 +43,26 @@ def placed(
     return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=(*first, *others.values()))
 
 
+def in_order(entries: Iterable[PlanEntry]) -> list[PlanEntry]:
+    """Return entries by phase, prefill first, and by length; those of one range keep their order."""
+    phases = get_args(Phase)
+    return sorted(entries, key=lambda entry: (phases.index(entry.phase), entry.lengths))
+
+
 def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
     """Join ranges of lengths that have the same placement; the longest range's prediction stays.
 
-    A pass of one token, which decode is, keeps its own.
+    Ranges below :data:`SHORT_TOKENS` keep entries of their own.
     """
     open_entries: dict[tuple[Phase, Group], PlanEntry] = {}
     for entry in entries:
         key = entry.phase, entry.group
         held = open_entries.get(key)
-        if held is not None and 1 < held.lengths[1] == entry.lengths[0] - 1 and _same(held, entry):
+        if (
+            held is not None
+            and SHORT_TOKENS <= held.lengths[1] == entry.lengths[0] - 1
+            and _same(held, entry)
+        ):
             open_entries[key] = replace(entry, lengths=(held.lengths[0], entry.lengths[1]))
             continue
         if held is not None:
@@ -59,9 +72,4 @@ def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
 
 
 def _same(one: PlanEntry, other: PlanEntry) -> bool:
-    first, second = one.placement, other.placement
-    return (first.npu_rows, first.npu_lengths, first.form) == (
-        second.npu_rows,
-        second.npu_lengths,
-        second.form,
-    )
+    return bare(one.placement) == bare(other.placement)

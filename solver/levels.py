@@ -9,27 +9,22 @@ from typing import Final, Literal, TypeAlias, get_args
 from heterollm.base import OptionError
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import npu_lengths_for
-from heterollm.solver.plan import GPU_ONLY, Placement, Plan, PlanEntry, model_shape
+from heterollm.solver.placements import GPU_ONLY, RowsPlacement
+from heterollm.solver.plan import Plan, model_shape
+from heterollm.solver.plan_records import PlanEntry
 
 __all__ = [
     "LENGTH_POLICIES",
     "LEVELS",
-    "SOLVED_LEVELS",
     "LengthCosts",
     "LengthPolicy",
     "PlanLevel",
-    "SolvedLevel",
     "level_plan",
 ]
 
 PlanLevel = Literal["gpu", "npu", "layer"]
 LEVELS: Final[tuple[PlanLevel, ...]] = get_args(PlanLevel)
 
-SolvedLevel: TypeAlias = Literal["tensor", "block"]
-"""Levels of the solver: ``tensor`` cuts every group of linears on its own, ``block`` may also place a layer's
-feed-forward network as a whole."""
-
-SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 LengthPolicy: TypeAlias = Literal["padding", "pipe", "auto"]
@@ -92,7 +87,7 @@ def level_plan(
                 continue
             cost = partial(length_costs, spec) if length_policy == "auto" and length_costs else None
             for lengths, npu_lengths in _covered(standard_lengths, chunk_length, length_policy, cost):
-                placement = Placement(npu_rows=spec.member_rows, npu_lengths=npu_lengths)
+                placement = RowsPlacement(npu_rows=spec.member_rows, npu_lengths=npu_lengths)
                 entries.append(PlanEntry(phase, lengths, layers, spec.group, placement))
     return Plan(level, device, precision, model_shape(specs), chunk_length, tuple(entries))
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 from heterollm.base import OptionError
 from heterollm.kernels.ops import OpSpec
-
-if TYPE_CHECKING:
-    from heterollm.solver.plan import Placement
+from heterollm.solver.placements import Placement
+from heterollm.solver.request import check_forbidden
 
 __all__ = ["Objective", "Power"]
 
@@ -50,7 +48,7 @@ class Objective:
         gpu_share: Largest part of an operator's time that the GPU may compute, so that a screen stays smooth;
             what it waits for an empty queue counts as the operator's time.
         margin_fraction: A cut is taken if it costs this much less than the best whole placement.
-        forbidden: A part that must not compute linear layers.
+        forbidden: Processors that must not compute linear layers, and kinds of splits that must not be.
 
     Raises:
         OptionError: A number is out of range, a part is unknown, or energy counts and power is not known.
@@ -60,7 +58,7 @@ class Objective:
     power: Power | None = None
     gpu_share: float = 1.0
     margin_fraction: float = 0.03
-    forbidden: Literal["gpu", "npu"] | None = None
+    forbidden: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.energy_weight <= 1.0 or not 0.0 < self.gpu_share <= 1.0:
@@ -80,8 +78,7 @@ class Objective:
                 f"Energy counts, but the power of this device is {self.power}.",
                 fix="Use energy weight 0, or measure power again.",
             )
-        if self.forbidden not in (None, "gpu", "npu"):
-            raise OptionError(f"There is no part {self.forbidden!r:.40} to forbid.", fix="Name gpu or npu.")
+        check_forbidden(self.forbidden)
 
     def cost(self, time_us: float, gpu_us: float, npu_us: float) -> float:
         """Return what is to be small: microseconds, energy counted at the power of all parts together."""
@@ -96,9 +93,11 @@ class Objective:
         return self.gpu_share >= 1.0 or gpu_us <= self.gpu_share * time_us
 
     def allows_parts(self, placement: Placement, spec: OpSpec, tokens: int) -> bool:
-        """Whether a placement does without the forbidden part."""
-        if self.forbidden == "npu":
-            return not placement.npu_lengths
-        if self.forbidden == "gpu":
-            return placement.npu_rows == spec.member_rows and sum(placement.npu_lengths) >= tokens
-        return True
+        """Whether a placement does without what is forbidden."""
+        if not self.forbidden:
+            return True
+        kind = placement.kind(spec, tokens)
+        if kind in self.forbidden:
+            return False
+        # A split needs both processors.
+        return kind in ("gpu", "npu") or not {"gpu", "npu"} & set(self.forbidden)

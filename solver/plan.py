@@ -1,129 +1,42 @@
-"""The plan: who computes each group of linear layers, at every length, as frozen data.
+"""The plan: the whole decision of how a model runs on a device, as frozen data.
 
-The solver returns exactly the object that the executor runs, and a person can read, edit and reload it
-as JSON. Entries cover ranges of lengths and layers, so that identical cases share one placement.
+The solver returns exactly the object that the engine runs, and a person can read, edit and reload it as JSON.
+It says who computes each operator in passes of every length, how the processors wait for each other, which
+slices the NPU holds, and what it was asked to be. Entries cover ranges of lengths and layers, so that
+identical cases share one placement.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final
 
-from heterollm.base import PlanError, atomic_path, parse_json
-from heterollm.kernels.ops import GROUPS, Group, OpSpec, Phase, feed_forward_blocks
+from heterollm.base import OptionError, PlanError, atomic_path, parse_json
+from heterollm.kernels.ops import GROUPS, OpSpec, Phase, feed_forward_blocks
+from heterollm.solver.placements import GPU_ONLY, Placement
+from heterollm.solver.plan_json import (
+    read_entry,
+    read_integer,
+    read_items,
+    read_request,
+    read_slice,
+    read_sync,
+    read_text,
+)
+from heterollm.solver.plan_records import HeldSlice, PhaseSync, PlanEntry, held_slices
+from heterollm.solver.request import PlanRequest
 
-__all__ = ["SCHEMA_VERSION", "Alternative", "Placement", "PlacementKind", "Plan", "PlanEntry", "model_shape"]
+__all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 
-SCHEMA_VERSION: Final = 1
-PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid", "block"]
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A placement that was considered and not taken: what it was and what it was predicted to cost."""
-
-    description: str
-    predicted_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Who computes one group in one pass of ``tokens`` tokens.
-
-    The NPU owns the leading ``npu_rows`` output rows of each member and runs its graphs of ``npu_lengths``
-    tokens one after the other from the first token on, the last one padded if the pass is shorter. The GPU
-    computes what is left: the other rows of all tokens, or all rows of the tokens past the last graph. Of a
-    block the rows are those of its intermediate width, and both parts compute all tokens.
-
-    Args:
-        npu_rows: Output rows of each member on the NPU; empty when the GPU computes all.
-        npu_lengths: Standard lengths that the NPU runs, in order; empty when the GPU computes all.
-        form: Which of the equivalent NPU graphs is used; None leaves the backend's first choice.
-        predicted_us: Predicted time of the group, if the plan came from a profile.
-        rejected: The runners-up.
-    """
-
-    npu_rows: tuple[int, ...] = ()
-    npu_lengths: tuple[int, ...] = ()
-    form: str | None = None
-    predicted_us: float | None = None
-    rejected: tuple[Alternative, ...] = ()
-
-    def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:
-        """Return the paper's name for what this placement does to ``tokens`` tokens of a group.
-
-        A cut of a block, which the paper has not, is ``block``.
-        """
-        if not self.npu_lengths:
-            return "gpu"
-        if self.npu_rows == spec.member_rows:
-            return "npu" if sum(self.npu_lengths) >= tokens else "sequence"
-        if spec.then is not None:
-            return "block"
-        return "row" if self.npu_lengths == (tokens,) else "hybrid"
-
-    def check(self, spec: OpSpec, tokens: int) -> None:
-        """Raise :class:`PlanError` unless the placement can run ``tokens`` tokens of the group."""
-        where = f"group {spec.group} of layer {spec.layer} at {tokens} tokens"
-        if bool(self.npu_rows) != bool(self.npu_lengths):
-            raise PlanError(f"{where}: npu_rows {self.npu_rows} and npu_lengths {self.npu_lengths} disagree.")
-        if not self.npu_rows:
-            if spec.then is not None:
-                raise PlanError(
-                    f"{where}: the GPU alone computes no block, but the groups that it stands for.",
-                    fix="Give it rows, or place gate_up and down instead.",
-                )
-            return
-        if len(self.npu_rows) != len(spec.members):
-            raise PlanError(f"{where}: npu_rows {self.npu_rows} must name {len(spec.members)} members.")
-        limits = zip(self.npu_rows, spec.member_rows, strict=True)
-        if any(not 0 <= rows <= limit for rows, limit in limits) or not any(self.npu_rows):
-            raise PlanError(f"{where}: npu_rows {self.npu_rows} exceed the rows {spec.member_rows}.")
-        if any(length < 1 for length in self.npu_lengths):
-            raise PlanError(f"{where}: npu_lengths {self.npu_lengths} must be positive.")
-        if sum(self.npu_lengths[:-1]) >= tokens:
-            raise PlanError(f"{where}: the last of npu_lengths {self.npu_lengths} would have no token.")
-        if spec.then is not None and len(set(self.npu_rows)) > 1:
-            raise PlanError(
-                f"{where}: the members of a block are cut after the same row, not {self.npu_rows}."
-            )
-        along_sequence = self.npu_rows == spec.member_rows and spec.then is None
-        if not along_sequence and sum(self.npu_lengths) < tokens:
-            what = "block" if spec.then is not None else "cut along rows"
-            raise PlanError(f"{where}: a {what} must cover all tokens, not {self.npu_lengths}.")
-
-
-GPU_ONLY: Final = Placement()
-BLOCK_MEMBERS: Final = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """The placement of one group for a range of lengths and of layers, both inclusive."""
-
-    phase: Phase
-    lengths: tuple[int, int]
-    layers: tuple[int, int]
-    group: Group
-    placement: Placement
-
-    def covers(self, phase: Phase, length: int, layer: int, group: Group) -> bool:
-        """Whether the entry decides this case."""
-        return (
-            self.group == group
-            and self.phase == phase
-            and self.lengths[0] <= length <= self.lengths[1]
-            and self.layers[0] <= layer <= self.layers[1]
-        )
+SCHEMA_VERSION: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All placements of a model on a device.
+    """All that run time decides by.
 
     Args:
         level: Name of the rule or solver level that made it (``gpu``, ``npu``, ``layer``, ``tensor``,
@@ -134,6 +47,12 @@ class Plan:
         chunk_length: Longest pass; longer prompts run in chunks of this many tokens.
         entries: The placements; the first that covers a case decides. Where one of a block (``ffn``) does,
             the groups that it stands for need none, and none of theirs is looked at.
+        sync: How the NPU waits for the GPU.
+        slices: What the NPU holds; by default what the entries use.
+        request: What it was asked to be; None for levels that follow a rule.
+
+    Raises:
+        PlanError: An entry uses what no slice holds.
     """
 
     level: str
@@ -142,6 +61,54 @@ class Plan:
     shape: str
     chunk_length: int
     entries: tuple[PlanEntry, ...]
+    sync: PhaseSync = field(default_factory=PhaseSync)
+    slices: tuple[HeldSlice, ...] = ()
+    request: PlanRequest | None = None
+
+    def __post_init__(self) -> None:
+        used = held_slices(self.entries)
+        if not self.slices:
+            object.__setattr__(self, "slices", used)
+        held = {(item.group, item.layers, item.npu_rows): set(item.lengths) for item in self.slices}
+        for item in used:
+            left = set(item.lengths) - held.get((item.group, item.layers, item.npu_rows), set())
+            if left:
+                raise PlanError(
+                    f"Entries run {item.group} with npu_rows {item.npu_rows} of layers {item.layers} at "
+                    f"{min(left)} tokens on the NPU, but slices hold no such graph.",
+                    fix="Add it to slices, or leave slices out: they then hold what the entries use.",
+                )
+
+    def operators(
+        self, phase: Phase, tokens: int, specs: Sequence[OpSpec], *, rows: int = 1
+    ) -> Iterator[tuple[OpSpec, Placement]]:
+        """Yield each operator of a pass with its placement, in the order of ``specs``.
+
+        A feed-forward block that is placed as one stands in the place of its two groups.
+
+        Args:
+            phase: Prefill or decode.
+            tokens: Tokens of the pass.
+            specs: Groups of the model: all, or those of one layer; the head may be left out.
+            rows: Positions that the head computes.
+
+        Raises:
+            PlanError: No entry covers a case, or a placement cannot run it.
+        """
+        decisive = [entry for entry in self.entries if entry.serves(phase, tokens)]
+        blocks = {block.layer: block for block in feed_forward_blocks(specs)}
+        whole: dict[int, Placement] = {}
+        for layer, block in blocks.items():
+            found = _first(decisive, block, tokens)
+            if found is not None:
+                whole[layer] = found
+        for spec in specs:
+            if spec.group == "head":
+                yield spec, self.placement(phase, rows, spec)
+            elif spec.group == "gate_up" and spec.layer in whole:
+                yield blocks[spec.layer], whole[spec.layer]
+            elif spec.group != "down" or spec.layer not in whole:
+                yield spec, _first(decisive, spec, tokens) or self.placement(phase, tokens, spec)
 
     def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
         """Return who computes a group in a pass of ``length`` tokens.
@@ -149,26 +116,14 @@ class Plan:
         Raises:
             PlanError: No entry covers the case, or the placement cannot run it.
         """
-        for entry in self.entries:
-            if entry.covers(phase, length, spec.layer, spec.group):
-                entry.placement.check(spec, length)
-                return entry.placement
-        raise PlanError(
-            f"The plan has no entry for {spec.group} of layer {spec.layer}, {phase} of {length} tokens.",
-            fix="Add one, or use a plan level.",
-        )
-
-    def block_placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement | None:
-        """Return who computes a block of groups; None where its groups have placements of their own.
-
-        Raises:
-            PlanError: The placement cannot run it.
-        """
-        for entry in self.entries:
-            if entry.covers(phase, length, spec.layer, spec.group):
-                entry.placement.check(spec, length)
-                return entry.placement
-        return None
+        serving = (entry for entry in self.entries if entry.serves(phase, length))
+        found = _first(serving, spec, length)
+        if found is None:
+            raise PlanError(
+                f"The plan has no entry for {spec.group} of layer {spec.layer}, {phase} of {length} tokens.",
+                fix="Add one, or use a plan level.",
+            )
+        return found
 
     def longest_pass(self, entry: PlanEntry, head_rows: int) -> int:
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
@@ -186,15 +141,21 @@ class Plan:
             specs: Every group of the model.
             copies_by_length: Whether every length of a slice holds weights of its own.
         """
-        groups = [*specs, *feed_forward_blocks(specs)]
-        held = {
-            (spec.layer, entry.group, entry.placement.npu_rows, length if copies_by_length else 0): spec
+        return sum(
+            spec.slice_bytes(held.npu_rows) * (len(held.lengths) if copies_by_length else 1)
+            for held in self.slices
+            for spec in (*specs, *feed_forward_blocks(specs))
+            if spec.group == held.group and held.layers[0] <= spec.layer <= held.layers[1]
+        )
+
+    def without_npu(self) -> Plan:
+        """Return a plan that gives everything to the GPU and is else the same."""
+        entries = (
+            PlanEntry(entry.phase, entry.lengths, entry.layers, group, GPU_ONLY)
             for entry in self.entries
-            for spec in groups
-            if spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
-            for length in entry.placement.npu_lengths
-        }
-        return sum(spec.slice_bytes(rows) for (_, _, rows, _), spec in held.items())
+            for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
+        )
+        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=())
 
     @property
     def has_blocks(self) -> bool:
@@ -208,7 +169,10 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+        data = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        for entry, item in zip(self.entries, data["entries"], strict=True):
+            item["placement"] = {"type": entry.placement.type, **item["placement"]}
+        return json.dumps(data, indent=1)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
@@ -225,18 +189,21 @@ class Plan:
         if version != SCHEMA_VERSION:
             raise PlanError(
                 f"{source} has schema version {version!r}; this version of heterollm reads {SCHEMA_VERSION}.",
-                fix="Make the plan again.",
+                fix="Make the plan again: `heterollm plan MODEL -o FILE`.",
             )
         try:
             return cls(
-                level=_text(data, "level"),
-                device=_text(data, "device"),
-                precision=_text(data, "precision"),
-                shape=_text(data, "shape"),
-                chunk_length=_integer(data["chunk_length"], at_least=1),
-                entries=tuple(_entry(item) for item in _items(data["entries"])),
+                level=read_text(data, "level"),
+                device=read_text(data, "device"),
+                precision=read_text(data, "precision"),
+                shape=read_text(data, "shape"),
+                chunk_length=read_integer(data["chunk_length"], at_least=1),
+                entries=tuple(read_entry(item) for item in read_items(data["entries"])),
+                sync=read_sync(data["sync"]),
+                slices=tuple(read_slice(item) for item in read_items(data.get("slices", []))),
+                request=read_request(data.get("request")),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OptionError) as error:
             raise PlanError(f"{source} is not a plan: {type(error).__name__} {error}.") from error
 
     def save(self, path: str | Path) -> None:
@@ -258,6 +225,15 @@ class Plan:
         return cls.from_json(text, source=str(path))
 
 
+def _first(entries: Iterable[PlanEntry], spec: OpSpec, tokens: int) -> Placement | None:
+    """Return the placement of the first entry of a group and layer, checked; None where there is none."""
+    for entry in entries:
+        if entry.group == spec.group and entry.layers[0] <= spec.layer <= entry.layers[1]:
+            entry.placement.check(spec, tokens)
+            return entry.placement
+    return None
+
+
 def model_shape(specs: Sequence[OpSpec]) -> str:
     """Return a line that two models share exactly if a plan for one fits the other."""
     layers = max((spec.layer for spec in specs), default=-1) + 1
@@ -267,77 +243,3 @@ def model_shape(specs: Sequence[OpSpec]) -> str:
         if spec is not None:
             parts.append(f"{group}={'+'.join(map(str, spec.member_rows))}x{spec.columns}")
     return f"layers={layers} {' '.join(parts)}"
-
-
-def _entry(item: Mapping[str, Any]) -> PlanEntry:
-    phase, group = item["phase"], item["group"]
-    if phase not in get_args(Phase) or group not in get_args(Group):
-        raise ValueError(f"unknown phase {phase!r} or group {group!r}")
-    placement = item["placement"]
-    form = placement.get("form")
-    predicted = placement.get("predicted_us")
-    _only(item, PlanEntry)
-    _only(placement, Placement)
-    if form is not None and not isinstance(form, str):
-        raise TypeError(f"form is {form!r:.80}, not text")
-    rows = tuple(_integer(value, at_least=0) for value in _items(placement["npu_rows"]))
-    lengths = tuple(_integer(value, at_least=1) for value in _items(placement["npu_lengths"]))
-    if group == "ffn" and (len(rows) != BLOCK_MEMBERS or len(set(rows)) > 1 or not rows[0] or not lengths):
-        raise ValueError(f"a block needs the same rows of gate and up and a length, not {rows} and {lengths}")
-    return PlanEntry(
-        phase=phase,
-        lengths=_pair(item["lengths"]),
-        layers=_pair(item["layers"]),
-        group=group,
-        placement=Placement(
-            npu_rows=rows,
-            npu_lengths=lengths,
-            form=form,
-            predicted_us=None if predicted is None else _time_us(predicted),
-            rejected=tuple(_alternative(other) for other in _items(placement.get("rejected", []))),
-        ),
-    )
-
-
-def _alternative(item: Mapping[str, Any]) -> Alternative:
-    _only(item, Alternative)
-    return Alternative(_text(item, "description"), _time_us(item["predicted_us"]))
-
-
-def _only(item: Mapping[str, Any], kind: type[PlanEntry | Placement | Alternative]) -> None:
-    """Refuse fields that would be ignored, as a misspelt one would."""
-    unknown = set(item).difference(field.name for field in fields(kind))
-    if unknown:
-        raise ValueError(f"there is no field {min(unknown)!r:.80} in {sorted(item)}")
-
-
-def _time_us(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{value!r:.80} is not a time")
-    return float(value)
-
-
-def _items(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.80} is not a list")
-    return value
-
-
-def _pair(value: object) -> tuple[int, int]:
-    low, high = (_integer(item, at_least=-1) for item in _items(value))
-    if low > high:
-        raise ValueError(f"range {low}..{high} is empty")
-    return low, high
-
-
-def _integer(value: Any, *, at_least: int) -> int:  # noqa: ANN401 - whatever JSON held
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{value!r:.80} is not an integer of at least {at_least}")
-    return value
-
-
-def _text(data: Mapping[str, Any], key: str) -> str:
-    value = data[key]
-    if not isinstance(value, str):
-        raise TypeError(f"{key} is {value!r:.80}, not text")
-    return value

@@ -19,7 +19,7 @@ from heterollm.solver.blocks import gpu_part_us
 from heterollm.solver.candidates import Cuts, NpuLimits, candidates
 from heterollm.solver.costs import Costs, Slowdown, joint_time_us
 from heterollm.solver.objective import Objective
-from heterollm.solver.plan import Placement
+from heterollm.solver.placements import Placement
 
 __all__ = [
     "UNSURE_FRACTION",

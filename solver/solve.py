@@ -12,12 +12,15 @@ from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
 from heterollm.solver.chain import Chain, Choice, activation_cost, network_us, solve_chain
 from heterollm.solver.costs import Costs, RememberedCosts
-from heterollm.solver.entries import merged, placed
+from heterollm.solver.entries import in_order, merged, placed
 from heterollm.solver.feed_forward import FeedForwardCosts
-from heterollm.solver.levels import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.objective import Objective
-from heterollm.solver.plan import Alternative, Plan, PlanEntry, model_shape
+from heterollm.solver.placements import Alternative
+from heterollm.solver.plan import Plan, model_shape
+from heterollm.solver.plan_records import PlanEntry
+from heterollm.solver.predict import layer_cost
 from heterollm.solver.pricing import Priced, check_any, priced_all
+from heterollm.solver.request import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.rounds import PricedCandidates, joined, only
 from heterollm.solver.slices import (
     Budget,
@@ -34,7 +37,13 @@ from heterollm.solver.words import describe
 __all__ = ["Solver"]
 
 RANGE_TOKENS: Final = 32
-"""Between standard lengths a plan is solved in steps of this; a length in between is padded to its step."""
+"""Between standard lengths the NPU's slices are chosen for lengths in steps of this."""
+
+FEW_TOKENS: Final = 16
+"""Decode passes of up to so many tokens have entries of their own: speculative decoding checks as many."""
+
+WORTH_FRACTION: Final = 0.01
+"""Lengths share a placement as long as it costs none of them more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +150,20 @@ class Solver:
         weights: Mapping[int, float] | None = None,
     ) -> tuple[Plan, Slices]:
         """Return the plan of every length and what the NPU holds for it; as :meth:`plan`."""
+        if not isinstance(self.costs, RememberedCosts):
+            remembering = replace(self, costs=RememberedCosts(self.costs))
+            return remembering.solve(device=device, precision=precision, weights=weights)
         found, slices = self._solved(weights)
         entries: list[PlanEntry] = []
-        for low, high in self._ranges():
+        for low, high in self._fine_ranges(slices):
             own = list(self._entries("prefill", low, high, slices, found))
-            # A decode pass of several tokens is planned like a prompt of as many.
-            entries += own + [replace(entry, phase="decode") for entry in own]
-        joined, shape = tuple(merged(entries)), model_shape(self.specs)
+            entries += own
+            if low > FEW_TOKENS:
+                # A decode pass of several tokens is planned like a prompt of as many.
+                entries += [replace(entry, phase="decode") for entry in own]
+        for tokens in range(1, min(FEW_TOKENS, self.chunk_length) + 1):
+            entries += self._entries("decode", tokens, tokens, slices, found)
+        joined, shape = tuple(merged(in_order(entries))), model_shape(self.specs)
         return Plan(self.level, device, precision, shape, self.chunk_length, joined), slices
 
     def length(self, tokens: int, slices: Mapping[Group, Cuts] | None = None) -> Chain:
@@ -180,7 +196,7 @@ class Solver:
         time_us = network_us(chain.passed_over, tokens, self.costs)
         words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.passed_over]
         text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
-        return Alternative(text, round(time_us, 3))
+        return Alternative(text, round(time_us, 3), of_ffn=True)
 
     # -- pieces --------------------------------------------------------------------------------------
 
@@ -206,7 +222,7 @@ class Solver:
         Where a group has more positions of a cut than are tried at once, those halfway between what was
         chosen and what was not are tried beside it, until they lie on the alignment.
         """
-        costs = RememberedCosts(self.costs)
+        costs = self.costs
         groups = {spec.group: spec for spec in (*self.layer, self.head, self.block) if spec is not None}
         found = self._every_candidate(costs, dict.fromkeys(groups))
         for spec in (*self.layer, self.head):
@@ -324,8 +340,34 @@ class Solver:
         weights[1] *= max(1, len(weights) - 1)
         return weights
 
+    def _fine_ranges(self, slices: Slices) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of lengths that have entries of their own in prefill, shortest first."""
+        short = {2**power for power in range(RANGE_TOKENS.bit_length())}
+        tops = sorted({top for _, top in self._ranges()} | {top for top in short if top < self.chunk_length})
+        for low, high in zip((1, *(top + 1 for top in tops)), tops, strict=False):
+            yield from self._worthwhile(low, high, slices)
+
+    def _worthwhile(self, low: int, high: int, slices: Slices) -> Iterator[tuple[int, int]]:
+        """Yield a range of lengths in halves, as long as one placement for all of it costs too much."""
+        shared = self._chain(self.layer, self.layers, high, low, slices, self.block)
+        if low == high or all(self._loss(shared, end, slices) <= WORTH_FRACTION for end in (low, high)):
+            yield low, high
+            return
+        middle = (low + high) // 2
+        yield from self._worthwhile(low, middle, slices)
+        yield from self._worthwhile(middle + 1, high, slices)
+
+    def _loss(self, shared: Chain, tokens: int, slices: Slices) -> float:
+        """Return the fraction by which a chain's placements cost more at a length than the length's own."""
+
+        def cost(chain: Chain) -> float:
+            decisions = [(choice.spec, choice.chosen.placement) for choice in chain.choices]
+            return layer_cost(decisions, tokens, self.costs, self.objective)
+
+        return cost(shared) / cost(self.length(tokens, slices)) - 1.0
+
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of lengths, both ends included, in which one placement can serve all."""
+        """Yield ranges of lengths, both ends included, by which the NPU's slices are chosen."""
         tops = set(range(RANGE_TOKENS, self.chunk_length, RANGE_TOKENS)) | {1, self.chunk_length}
         longest = max(self.limits.standard_lengths, default=1) if self.limits else 1
         if self.limits and longest > 1:
@@ -344,13 +386,24 @@ class Solver:
         for choice in chain.choices:
             group = choice.spec.group
             beside = other_way if group in ("ffn", "gate_up") else None
-            placement = placed(choice, high, found[group][high], beside)
+            every = found[group].get(high) or self._every(choice.spec, low, high)
+            placement = placed(choice, high, every, beside)
             yield PlanEntry(phase, (low, high), self._layers_of(choice.spec), group, placement)
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
             choice = self._chain((self.head,), 1, rows, low, slices).choices[0]
             reach = high if high < self.head_rows else self.chunk_length
-            yield PlanEntry(phase, (low, reach), (-1, -1), "head", placed(choice, rows, found["head"][rows]))
+            yield PlanEntry(
+                phase,
+                (low, reach),
+                (-1, -1),
+                "head",
+                placed(choice, rows, found["head"].get(rows) or self._every(self.head, low, rows)),
+            )
+
+    def _every(self, spec: OpSpec, low: int, high: int) -> list[Priced]:
+        """Return the candidates of a range of lengths whatever the NPU holds, cheapest first."""
+        return priced_all(spec, high, self.limits, self.costs, self.objective, None, min(low, high))
 
     def _layers_of(self, spec: OpSpec) -> tuple[int, int]:
         group = "gate_up" if spec.then is not None else spec.group

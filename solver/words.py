@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from heterollm.kernels.ops import OpSpec
-from heterollm.solver.plan import Placement
+from heterollm.solver.placements import Placement
 
 __all__ = ["describe", "notation"]
 

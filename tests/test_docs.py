@@ -423,7 +423,7 @@ def loads(name, value):
 EDITS = [
     # What is edited, how, and whether the schema and the loader take it.
     ("plan", lambda plan: plan, True, True),
-    ("plan", lambda plan: plan.update(schema_version=2), False, False),
+    ("plan", lambda plan: plan.update(schema_version=1), False, False),
     ("plan", lambda plan: plan.pop("shape"), False, False),
     ("plan", lambda plan: plan.update(chunk_length=0), False, False),
     ("plan", lambda plan: plan.update(remark="mine"), True, True),
@@ -441,14 +441,20 @@ EDITS = [
         False,
         False,
     ),
+    ("plan", lambda plan: plan.pop("sync"), False, False),
+    ("plan", lambda plan: plan["sync"].update(decode="guess"), False, False),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(type="shadow"), False, False),
+    ("plan", lambda plan: plan.update(request={"level": "tensor"}), False, False),
     # A schema cannot compare two numbers, and takes 1.0 for a whole one.
     ("plan", lambda plan: plan["entries"][0].update(lengths=[9, 8]), True, False),
+    # Nor can it look from one list into another.
+    ("plan", lambda plan: plan["slices"].pop(), True, False),
     (
         "plan",
         lambda plan: plan["entries"][0].update(
-            group="ffn", placement={"npu_rows": [256, 512], "npu_lengths": [32]}
+            group="ffn", placement={"type": "rows", "npu_rows": [256, 512], "npu_lengths": [32]}
         ),
-        True,
+        False,
         False,
     ),
     ("plan", lambda plan: plan.update(chunk_length=1024.0), True, False),

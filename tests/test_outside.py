@@ -26,9 +26,10 @@ from heterollm.cli import main
 # All that is taken from inside; where it lies is no part of what is held.
 from heterollm.cli.command_line import app
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.model import KNOWN_MODELS
-from heterollm.planning import PlanRequest, choose_plan, solve_for
+from heterollm.planning import LoadOptions, solve_for
+from heterollm.planning.choice import choose_plan
+from heterollm.solver import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -351,26 +352,20 @@ def placement_text(spec, placement):
     return f"{spec.group} {rows}@{'+'.join(map(str, placement.npu_lengths))}{form}"
 
 
-def pass_text(asked, specs, phase, tokens):
+def pass_text(plan, specs, phase, tokens):
     """Return who computes what in a pass of so many tokens: rows@lengths of the NPU, or the GPU.
 
     First and last layer are asked, and are one text if they agree, as the head is.
     """
-    blocks = {block.layer: block for block in feed_forward_blocks(specs)}
-    layers = {}
-    for layer in (0, max(spec.layer for spec in specs)):
-        block = blocks.get(layer)
-        whole = None if block is None else asked.block_placement(phase, tokens, block)
-        parts = [
-            placement_text(spec, asked.placement(phase, tokens, spec))
-            for spec in specs
-            if spec.layer == layer and not (whole and spec.group in ("gate_up", "down"))
-        ]
-        layers["; ".join(parts + ([placement_text(block, whole)] if whole else []))] = None
-    head = next(spec for spec in specs if spec.group == "head")
     # The head sees one token of a prompt.
     rows = tokens if phase == "decode" else 1
-    return "; ".join([*layers, placement_text(head, asked.placement(phase, rows, head))])
+    ends = (0, max(spec.layer for spec in specs))
+    texts = {}
+    for layer in (*ends, -1):
+        own = [spec for spec in specs if spec.layer == layer]
+        parts = [placement_text(*found) for found in plan.operators(phase, tokens, own, rows=rows)]
+        texts["; ".join(parts)] = None
+    return "; ".join(texts)
 
 
 def range_lines(asked, specs, phase, lengths):
@@ -380,27 +375,29 @@ def range_lines(asked, specs, phase, lengths):
         yield f"{phase} {first}{f'-{others[-1]}' if others else ''}: {text}"
 
 
-def plan_lines(planners, level):
-    """Return what a level does to a model, and a hash of what its saved plan would do."""
-    planner = planners[level if level in planners else "tensor"]
-    plan = choose_plan(
-        level,
-        planner.specs,
-        device=SIMULATED,
-        standard_lengths=open_device(SIMULATED).standard_lengths,
-        precision=planner.precision,
-        context=planner.config.max_positions,
-        solve=lambda asked: planners[asked].plan,
+def plan_lines(solved, level):
+    """Return what a level does to a model, and a hash of what it does at many lengths."""
+    model = solved["tensor"].model
+    plan = (
+        solved[level].plan
+        if level in solved
+        else choose_plan(
+            level,
+            model.specs,
+            device=SIMULATED,
+            standard_lengths=open_device(SIMULATED).standard_lengths,
+            precision=model.precision,
+            context=model.config.max_positions,
+        )
     )
     passes = sorted({length for prompt in PROMPTS for _, length in plan.chunks(prompt)})
-    used = planner if level in planners else plan
     yield f"[{level}, chunks of {plan.chunk_length}]"
-    yield from range_lines(used, planner.specs, "prefill", passes)
-    yield from range_lines(used, planner.specs, "decode", DECODE)
+    yield from range_lines(plan, model.specs, "prefill", passes)
+    yield from range_lines(plan, model.specs, "decode", DECODE)
     planned = [tokens for tokens in PLANNED if tokens <= plan.chunk_length]
-    saved = [*range_lines(plan, planner.specs, "prefill", planned)]
-    saved += range_lines(plan, planner.specs, "decode", DECODE)
-    yield f"saved: {hashlib.sha256(chr(10).join(saved).encode()).hexdigest()[:16]}"
+    every = [*range_lines(plan, model.specs, "prefill", planned)]
+    every += range_lines(plan, model.specs, "decode", DECODE)
+    yield f"all: {hashlib.sha256(chr(10).join(every).encode()).hexdigest()[:16]}"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -408,11 +405,11 @@ def test_simulated_plans(tmp_path_factory, model):
     with empty_folder(tmp_path_factory, "plans"):
         code, _, err = call(f"profile --device {SIMULATED} --model {model}")
         assert code == 0, err
-        planners = {
-            level: solve_for(model, device=SIMULATED, request=PlanRequest(level=level))
+        solved = {
+            level: solve_for(model, LoadOptions(device=SIMULATED, request=PlanRequest(level=level)))
             for level in ("tensor", "block")
         }
-        hold(f"plans/{model}", [line for level in LEVELS for line in plan_lines(planners, level)])
+        hold(f"plans/{model}", [line for level in LEVELS for line in plan_lines(solved, level)])
 
 
 # -- the goldens -------------------------------------------------------------------------------------

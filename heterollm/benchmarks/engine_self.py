@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 import heterollm
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
-from heterollm.benchmarks.shares import Placed, predicted_us, shares_of
+from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import ceilings_of, work_of
 from heterollm.engine import Session, Sync
 from heterollm.kernels.ops import OpSpec
 from heterollm.llm import LLM
 from heterollm.model import op_specs
-from heterollm.planning import Planner, PlanRequest, stored_profile
+from heterollm.planning import ProfiledModel, stored_profile
 from heterollm.profiler.measure import simulated_meters
-from heterollm.solver import SOLVED_LEVELS, LengthPolicy
+from heterollm.solver import LengthPolicy
 from heterollm.trace import save_trace, summarise
 
 __all__ = ["SelfEngine"]
@@ -123,10 +123,8 @@ class SelfEngine:
     def account(self, case: Case) -> dict[str, Any]:
         """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
         llm, plan = self._llm, self._llm.plan
-        chunk, planner = plan.chunk_length, self._planner
-        solved = planner is not None and plan.level == planner.plan.level
-        placed: Placed = planner if solved and planner is not None else plan
-        shares = shares_of(placed, self._specs, case, chunk=chunk)
+        chunk, model = plan.chunk_length, self._profiled
+        shares = shares_of(plan, self._specs, case, chunk=chunk)
         found: dict[str, Any] = {
             "gpu_share": shares.gpu_share,
             "padded_tokens": shares.padded_tokens,
@@ -136,21 +134,21 @@ class SelfEngine:
             llm.config, self._specs, case, chunk=chunk, cache_itemsize=llm.device.cache_dtype.itemsize
         )
         found |= {"read_bytes": work.read_bytes, "flops": work.flops}
-        if planner is None:
+        if model is None:
             split = "" if self._asked.threads is None else " with these threads"
             reason = f"The device {llm.device.name!r} has no profile{split}."
             return found | {"reasons": dict.fromkeys(("predicted_ms", "ceilings"), reason)}
         reasons: dict[str, str] = {}
-        predicted = predicted_us(planner, placed, case, chunk=chunk)
+        predicted = predicted_us(model, plan, case, chunk=chunk)
         if predicted is None:
             reasons["predicted_ms"] = f"The profile has no times for {self._asked.precision} of this model."
         else:
             found["predicted_ms"] = predicted / 1e3
-            if missing := planner.missing():
+            if model.missing:
                 reasons["predicted_ms"] = (
-                    f"Left out, as the profile lacks them: {', '.join(sorted(missing))}."
+                    f"Left out, as the profile lacks them: {', '.join(sorted(model.missing))}."
                 )
-        ceilings = ceilings_of(planner.profile, shares.parts, integer_inputs=self._asked.precision == "w4a8")
+        ceilings = ceilings_of(model.profile, shares.parts, integer_inputs=self._asked.precision == "w4a8")
         if ceilings is None:
             reasons["ceilings"] = "The profile lacks bandwidths or long linear layers at this precision."
         else:
@@ -206,11 +204,9 @@ class SelfEngine:
         return op_specs(self._llm.config, asked.precision, asked.group_size, True, float_bits=bits)
 
     @cached_property
-    def _planner(self) -> Planner | None:
-        """The solver on the device's profile: equal inputs give the plan that runs, and its predictions."""
+    def _profiled(self) -> ProfiledModel | None:
+        """The model on the device's profile, which predicts its passes; None without a profile."""
         profile = stored_profile(self._llm.device)
         if profile is None:
             return None
-        level = self._asked.plan_level
-        request = PlanRequest(self._llm.context, level=level if level in SOLVED_LEVELS else "auto")
-        return Planner(profile, self._llm.config, self._specs, self._asked.precision, request)
+        return ProfiledModel(profile, self._llm.config, self._specs, self._asked.precision)

@@ -25,7 +25,7 @@ from heterollm.cli.options import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Precision
-    from heterollm.planning import RequestedLevel
+    from heterollm.solver import RequestedLevel
 
 __all__ = ["commands"]
 
@@ -61,7 +61,13 @@ def plan_model(
         float, typer.Option(help="Most of an operator's time that the GPU may compute.")
     ] = 1.0,
     energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0,
-    forbid: Annotated[str | None, typer.Option(help="gpu or npu: it computes no linear layer.")] = None,
+    forbid: Annotated[
+        str | None,
+        typer.Option(
+            help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split. "
+            "Several with commas."
+        ),
+    ] = None,
     npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None,
     histogram: Annotated[
         str | None,
@@ -83,46 +89,43 @@ def plan_model(
 ) -> None:
     """Solve for the best cut of every operator, and show what was chosen and why."""
     from heterollm.base import OptionError, check_target, parse_duration, write, write_json
-    from heterollm.planning import PlanRequest, solve_for
+    from heterollm.planning import LoadOptions, solve_for
     from heterollm.report import console as report
     from heterollm.report import plan_report
+    from heterollm.solver import PlanRequest
 
     prompts = whole_numbers(length, "--length")
     if min(prompts) < 1:
         raise OptionError(f"--length is {length!r:.80}.", fix="Prompts have at least one token.")
     if output is not None:
         check_target(output, "plan")
-    planner = solve_for(
-        model,
+    options = LoadOptions(
         device=device,
-        profile=profile,
         precision=cast("Precision", precision),
         group_size=group_size,
         symmetric=not asymmetric,
+        context=context,
         gpu_threads=gpu_threads,
         npu_threads=npu_threads,
         request=PlanRequest(
             gpu_share=gpu_share,
             energy_weight=energy_weight,
-            forbidden=forbid,
+            forbidden=tuple(forbid.split(",")) if forbid else (),
             npu_gib=npu_gib,
             histogram=None if histogram is None else _histogram(histogram),
             build_budget_s=None if build_budget is None else parse_duration(build_budget, "--build-budget"),
             level=cast("RequestedLevel", level),
         ),
-        context=context,
     )
-    lengths = {tokens for prompt in prompts for _, tokens in planner.plan.chunks(prompt)}
-    passes = [planner.one_pass("decode", 1)]
-    passes += [planner.one_pass("prefill", tokens) for tokens in sorted(lengths) if tokens > 1]
+    solved = solve_for(model, options, profile)
     if output is not None:
-        planner.plan.save(output)
+        solved.plan.save(output)
     if as_json:
         import json
 
-        write_json(json.loads(planner.plan.to_json()))
+        write_json(json.loads(solved.plan.to_json()))
         return
-    write(report.render(plan_report(planner, passes, prompts, explain=explain), like=sys.stdout))
+    write(report.render(plan_report(solved, prompts, explain=explain), like=sys.stdout))
     if output is not None:
         report.show(report.note(f"Written to {output}; run it with `heterollm generate --plan {output}`."))
 

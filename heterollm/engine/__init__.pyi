@@ -7,7 +7,6 @@ from .memory import memory_need as memory_need
 from .memory import return_freed_memory as return_freed_memory
 from .npu_slices import npu_part as npu_part
 from .passes import CompiledPass as CompiledPass
-from .passes import Placements as Placements
 from .placing import Call as Call
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine
@@ -19,5 +18,5 @@ from .stream import SessionSource as SessionSource
 from .stream import Stream as Stream
 from .sync import SYNC_OPTIONS as SYNC_OPTIONS
 from .sync import Sync as Sync
-from .sync import check_sync as check_sync
 from .thread import EngineThread as EngineThread
+from .waits import default_sync as default_sync

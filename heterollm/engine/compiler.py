@@ -6,12 +6,13 @@ memory bound, waits where a processor hands over to the other. Running a pass is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from heterollm.base import Progress
-from heterollm.engine.passes import CompiledPass, GpuAlone, PassRequest, Placed, Placements
+from heterollm.engine.passes import CompiledPass, PassRequest, Placed
 from heterollm.engine.placing import Call, Part, Placer
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import INPUT_SLOTS, pool_sizes
@@ -28,7 +29,7 @@ from heterollm.kernels.gpu import (
     SharedArray,
     merge_launches,
 )
-from heterollm.kernels.ops import Group, Phase, feed_forward_blocks
+from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import ModelWeights, Norm
 from heterollm.solver import Plan
@@ -46,8 +47,6 @@ class Compiler:
         context: Positions of a session.
         progress: Called with a stage's name, steps done and steps in all.
         hand_overs: How the parts wait for each other.
-        placements: Who computes what at an exact length; the plan's entries by default. The slots have
-            their sizes from the plan, and whatever is returned must fit them.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Compiler:
         context: int,
         progress: Progress,
         hand_overs: HandOvers,
-        placements: Placements | None = None,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -68,7 +66,6 @@ class Compiler:
         self._runtime = device.gpu
         self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
         self._hand_overs = hand_overs
-        self._placements: Placements = placements or plan
         self._check = SlotCheck.from_environment(device.gpu)
         self._placer = Placer(
             device, weights, after_every_operator=hand_overs.after_every_operator, check=self._check
@@ -78,7 +75,6 @@ class Compiler:
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
         self.step = device.gpu.shared((STEP_WORDS,), np.int32)
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
-        self._blocks = {spec.layer: spec for spec in feed_forward_blocks(weights.specs)}
         self._linears: dict[tuple[int, Group], GpuLinear] = {}
         for done, spec in enumerate(weights.specs):
             progress("Packing weights for the GPU", done, len(weights.specs))
@@ -106,7 +102,7 @@ class Compiler:
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; what was compiled before must not run any more."""
-        self._placements = GpuAlone()
+        self._plan = self._plan.without_npu()
         self._placer.clear()
 
     # -- passes --------------------------------------------------------------------------------------
@@ -121,7 +117,7 @@ class Compiler:
             cache: A session's KV cache to bind at first.
         """
         config, layers, pool, small = self._config, self._layers, self.pool, self._small
-        request = PassRequest(phase, tokens, self._hand_overs.of_pass(phase, tokens))
+        request = self._request(phase, tokens, [spec for spec in self._weights.specs if spec.layer >= 0])
         calls, end_operator = request.calls, self._placer.end_operator
         compiled = CompiledPass(calls, bound_cache=cache)
         scale = config.embedding_scale
@@ -186,7 +182,7 @@ class Compiler:
     def compile_head(self, phase: Phase, rows: int, output: Segments) -> list[Call]:
         """Return the calls from the last layer's output to the logits of ``rows`` positions."""
         config, pool = self._config, self.pool
-        request = PassRequest(phase, rows, self._hand_overs.of_pass(phase, rows))
+        request = self._request(phase, rows, [self._specs[-1, "head"]])
         calls, end_operator = request.calls, self._placer.end_operator
         here = self._placed(request, -1, "head")
         rounded = self._rounded(here)
@@ -226,6 +222,11 @@ class Compiler:
 
     # -- pieces --------------------------------------------------------------------------------------
 
+    def _request(self, phase: Phase, tokens: int, specs: Sequence[OpSpec]) -> PassRequest:
+        operators = self._plan.operators(phase, tokens, specs, rows=tokens)
+        placements = {(spec.layer, spec.group): (spec, placement) for spec, placement in operators}
+        return PassRequest(phase, tokens, placements, self._hand_overs.of_pass(phase, tokens))
+
     def _norm(
         self,
         request: PassRequest,
@@ -257,10 +258,7 @@ class Compiler:
         return {"bias": self._small.bias(layer, group), "post": self._small.norm(layer, norm)}
 
     def _placed(self, request: PassRequest, layer: int, group: Group) -> Placed:
-        spec = self._specs[layer, group]
-        placement = self._placements.placement(request.phase, request.tokens, spec)
-        placement.check(spec, request.tokens)
-        return Placed(spec, placement)
+        return Placed(*request.placements[layer, group])
 
     def _rounded(self, here: Placed) -> RoundedInputs | None:
         """Return where the kernel that writes a group's input leaves the int8 codes; None if it leaves none.
@@ -297,12 +295,8 @@ class Compiler:
 
     def _feed_forward(self, request: PassRequest, layer: int, delta: Segments) -> Segments:
         """Append a layer's feed-forward network, its norm included, and return where its output lies."""
-        block = self._blocks.get(layer)
-        if block is not None:
-            placement = self._placements.block_placement(request.phase, request.tokens, block)
-            if placement is not None:
-                placement.check(block, request.tokens)
-                return self._feed_forward_block(request, Placed(block, placement), delta)
+        if (layer, "ffn") in request.placements:
+            return self._feed_forward_block(request, self._placed(request, layer, "ffn"), delta)
         here = self._placed(request, layer, "gate_up")
         rounded = self._rounded(here)
         self._norm(request, layer, "feed_forward", delta, rounded)

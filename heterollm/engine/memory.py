@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from heterollm.base import PAGE_BYTES, DeviceError, format_bytes, round_up
-from heterollm.kernels.ops import OpSpec, feed_forward_blocks
+from heterollm.kernels.ops import OpSpec
 from heterollm.solver import Plan
 
 if TYPE_CHECKING:
@@ -86,20 +86,10 @@ def memory_need(
     one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding,
-        npu_weights=sum(_npu_bytes(spec, plan) for spec in (*specs, *feed_forward_blocks(specs))),
+        npu_weights=plan.npu_bytes(specs, copies_by_length=False),
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(slots.values()),
     )
-
-
-def _npu_bytes(spec: OpSpec, plan: Plan) -> int:
-    """Return the bytes of every distinct slice of a group that some entry of the plan needs."""
-    slices = {
-        entry.placement.npu_rows
-        for entry in plan.entries
-        if entry.group == spec.group and entry.layers[0] <= spec.layer <= entry.layers[1]
-    }
-    return sum(spec.slice_bytes(rows) for rows in slices if rows)
 
 
 def check_memory(need: MemoryNeed, available: int | None = None) -> None:

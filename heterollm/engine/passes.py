@@ -1,48 +1,26 @@
-"""What passes are made of: who is asked for placements, a pass while it is compiled, and a compiled one."""
+"""Passes: one while it is compiled, and a compiled one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from heterollm.engine.placing import Call
 from heterollm.engine.waits import PassHandOvers
 from heterollm.kernels.gpu import Launch, MergedLaunch, OpenClRuntime, Segments, SharedArray, merge_launches
-from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.solver import GPU_ONLY, Placement
+from heterollm.kernels.ops import Group, OpSpec, Phase
+from heterollm.solver import Placement
 
-__all__ = ["CompiledPass", "GpuAlone", "PassRequest", "Placed", "Placements"]
-
-
-class Placements(Protocol):
-    """Who computes what, such as a :class:`Plan`."""
-
-    def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
-        """Return who computes a group of linears in a pass of so many tokens."""
-        ...
-
-    def block_placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement | None:
-        """Return who computes a feed-forward block; None where its groups have placements of their own."""
-        ...
-
-
-class GpuAlone:
-    """Gives everything to the GPU, whatever the plan says."""
-
-    def placement(self, _phase: Phase, _length: int, _spec: OpSpec) -> Placement:
-        """Return the GPU's placement."""
-        return GPU_ONLY
-
-    def block_placement(self, _phase: Phase, _length: int, _spec: OpSpec) -> None:
-        """Cut nothing as a block."""
+__all__ = ["CompiledPass", "PassRequest", "Placed"]
 
 
 @dataclass(slots=True)
 class PassRequest:
-    """A pass that is being compiled: which one, the calls so far, and its waits."""
+    """A pass that is being compiled: which one, its placements, its waits, and the calls so far."""
 
     phase: Phase
     tokens: int
+    placements: Mapping[tuple[int, Group], tuple[OpSpec, Placement]]
     hand_overs: PassHandOvers
     calls: list[Call] = field(default_factory=list)
 

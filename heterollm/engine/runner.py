@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from heterollm.base import EngineError, GraphError, HandOverError, HeteroLLMError, KernelError, Progress
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
-from heterollm.engine.passes import CompiledPass, Placements
+from heterollm.engine.passes import CompiledPass
 from heterollm.engine.placing import Call
 from heterollm.engine.slots import HEAD_ROWS
-from heterollm.engine.sync import Sync
 from heterollm.engine.waits import HandOvers
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
@@ -29,9 +28,6 @@ from heterollm.kernels.ops import Join, Phase
 from heterollm.kernels.sync import WaitLimits, prepare_hand_over, resynchronise
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
-
-if TYPE_CHECKING:
-    from heterollm.profiler.records import Profile
 
 __all__ = ["Engine"]
 
@@ -61,9 +57,6 @@ class Engine:
         plan: Who computes what.
         context: Positions of every session.
         progress: Called with a stage's name, steps done and steps in all.
-        sync: How the parts wait for each other.
-        profile: What was measured on the device, by which ``auto`` chooses how to wait.
-        placements: Who computes what at an exact length; the plan's entries by default.
         allow_fallback: Whether the GPU goes on alone, from the same KV cache, when the NPU part fails.
 
     Attributes:
@@ -78,9 +71,6 @@ class Engine:
         context: int,
         progress: Progress,
         *,
-        sync: Sync = "auto",
-        profile: Profile | None = None,
-        placements: Placements | None = None,
         allow_fallback: bool = False,
     ) -> None:
         self.device = device
@@ -88,10 +78,10 @@ class Engine:
         self.context = context
         self._config = weights.config
         self.notes: tuple[str, ...] = ()
-        self.hand_overs = HandOvers(device, sync, profile, used=plan.uses_npu)
+        self.hand_overs = HandOvers(device, plan.sync)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
-        self._compiler = Compiler(device, weights, plan, context, progress, self.hand_overs, placements)
+        self._compiler = Compiler(device, weights, plan, context, progress, self.hand_overs)
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache = device.gpu.shared((1,), device.cache_dtype)

@@ -3,59 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
-from heterollm.engine.sync import Sync
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import HostClock, Strategy
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import HandOver, WaitLimits, prepare_hand_over, strategies_for
+from heterollm.solver import PhaseSync
 
-if TYPE_CHECKING:
-    from heterollm.profiler.records import Profile
-
-__all__ = ["HandOvers", "PassHandOvers", "PhaseStrategies", "default_strategies"]
+__all__ = ["HandOvers", "PassHandOvers", "default_sync"]
 
 LIMITS: Final = WaitLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseStrategies:
-    """The strategy of each phase."""
+def default_sync(device: Device, measured: Strategy | None = None) -> PhaseSync:
+    """Return the ways of waiting that suit a device.
 
-    prefill: Strategy
-    decode: Strategy
-
-    def of(self, phase: Phase) -> Strategy:
-        """Return a phase's."""
-        return self.prefill if phase == "prefill" else self.decode
-
-
-def default_strategies(device: Device, profile: Profile | None = None) -> PhaseStrategies:
-    """Return what ``auto`` stands for.
-
-    With a profile, the best strategy that was measured. Without one, the driver's wait for a marker, which
-    takes no core from anyone. There is one exception: a coherent device whose parts have cores of their own,
-    as ``host`` usually has. There the engine thread's core idles while the thread waits, so that decode, in
+    The best strategy that was measured, if any was. Otherwise the driver's wait for a marker, which takes no
+    core from anyone. There is one exception: a coherent device whose processors have cores of their own, as
+    ``host`` usually has. There the engine thread's core idles while the thread waits, so that decode, in
     which waits are short and many, polls: a flag if the device offers it, otherwise the marker.
 
     Args:
         device: The opened device; asked on the engine thread, as finding out may run the litmus test.
-        profile: What was measured on it.
+        measured: The strategy that was measured to be best on it.
     """
     offered = strategies_for(device.gpu)
-    if profile is not None:
-        from heterollm.solver import best_hand_over
-
-        best = best_hand_over(profile)
-        if best in offered:
-            return PhaseStrategies(best, best)
+    if measured in offered:
+        return PhaseSync(measured, measured)
     split = device.split
     own_cores = bool(split.npu_cores) and not set(split.npu_cores) & set(split.gpu_cores)
     if not (own_cores and device.gpu.traits.coherent):
-        return PhaseStrategies("event", "event")
-    return PhaseStrategies("event", "flag" if "flag" in offered else "poll")
+        return PhaseSync("event", "event")
+    return PhaseSync("event", "flag" if "flag" in offered else "poll")
 
 
 class HandOvers:
@@ -66,9 +46,7 @@ class HandOvers:
 
     Args:
         device: The opened device.
-        sync: What was asked for.
-        profile: What was measured on the device, for ``auto``.
-        used: Whether any pass has a hand-over; without one nothing is found out.
+        sync: The plan's ways of waiting.
 
     Attributes:
         after_every_operator: Whether the queue is finished after each operator, and nothing is merged.
@@ -77,17 +55,15 @@ class HandOvers:
         OptionError: The device does not offer the strategy; the message says why.
     """
 
-    def __init__(self, device: Device, sync: Sync, profile: Profile | None = None, *, used: bool) -> None:
+    def __init__(self, device: Device, sync: PhaseSync) -> None:
         self._runtime = device.gpu
-        self.after_every_operator = sync == "operator"
+        self.after_every_operator = "operator" in (sync.prefill, sync.decode)
+        self.strategies: dict[Phase, Strategy] = {
+            phase: "finish" if self.after_every_operator else cast("Strategy", sync.of(phase))
+            for phase in get_args(Phase)
+        }
         self._clock: HostClock | None = None
-        if sync == "operator" or (sync == "auto" and not used):
-            self.strategies = PhaseStrategies("finish", "finish")
-        elif sync == "auto":
-            self.strategies = default_strategies(device, profile)
-        else:
-            self.strategies = PhaseStrategies(sync, sync)
-        if not {self.strategies.prefill, self.strategies.decode} <= {"finish", "event"}:
+        if not set(self.strategies.values()) <= {"finish", "event"}:
             self._clock = device.gpu.host_clock()
         for phase in get_args(Phase):
             self.prepare(phase, "loading")
@@ -103,7 +79,7 @@ class HandOvers:
 
     def prepare(self, phase: Phase, label: str) -> HandOver:
         """Return the wait of one place."""
-        strategy = self.strategies.of(phase)
+        strategy = self.strategies[phase]
         return prepare_hand_over(self._runtime, strategy, label, limits=LIMITS, clock=self._clock)
 
     def of_pass(self, phase: Phase, tokens: int) -> PassHandOvers:

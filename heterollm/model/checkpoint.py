@@ -11,7 +11,7 @@ import huggingface_hub
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError
+from heterollm.base import CheckpointError, OptionError
 from heterollm.model.config import ModelConfig
 from heterollm.model.file_index import FileIndex
 from heterollm.model.json_fields import read_json_object
@@ -38,8 +38,11 @@ def checkpoint_folder(name: Path | str) -> Path:
     """Return the folder of a checkpoint: a local one, or one fetched from the Hugging Face hub.
 
     Raises:
+        OptionError: It is no name.
         CheckpointError: It is neither a folder nor could the hub give it.
     """
+    if not isinstance(name, str | Path) or not str(name):
+        raise OptionError(f"The model is {name!r}.", fix="Give a folder or a hub name.")
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():

@@ -29,7 +29,8 @@ from heterollm.engine import HEAD_ROWS, npu_part
 from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, Form, QnnNpu
 from heterollm.kernels.ops import Group, OpSpec, Precision, feed_forward_blocks
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
-from heterollm.planning.load_options import check_options, choose_context, choose_plan
+from heterollm.planning.choice import choose_plan
+from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.solver import Plan, check_plan
 
 __all__ = ["GroupBuild", "Precompiled", "precompile"]
@@ -156,7 +157,7 @@ def precompile(
             compiler, or the disk has too little room; the last before anything is compiled.
     """
     report = progress or silent
-    check_options(model, plan, precision, group_size, symmetric)
+    LoadOptions(plan=plan, precision=precision, group_size=group_size, symmetric=symmetric)
     if soc not in SOCS:
         known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
         raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")

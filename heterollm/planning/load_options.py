@@ -1,49 +1,122 @@
-"""What a user may ask for when a model is loaded: checked, and turned into a context and a plan."""
+"""Options of a load, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Final, TypedDict, get_args
 
-from heterollm.base import OptionError, PlanError
-from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.base import OptionError
+from heterollm.engine import SYNC_OPTIONS, Sync
+from heterollm.kernels.ops import Precision
 from heterollm.model import ModelConfig
 from heterollm.solver import (
     LENGTH_POLICIES,
-    LEVELS,
-    SOLVED_LEVELS,
-    LengthCosts,
     LengthPolicy,
     Plan,
-    level_plan,
-    model_shape,
+    PlanRequest,
 )
 
-__all__ = [
-    "check_length_policy",
-    "check_options",
-    "choose_context",
-    "choose_plan",
-]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["CHUNK_LENGTH", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
 
 DEFAULT_CONTEXT: Final = 4096
 CHUNK_LENGTH: Final = 512
 """Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
 
 
-def check_options(
-    model: object, plan: object, precision: object, group_size: object, symmetric: object
-) -> None:
-    """Refuse what cannot be loaded whatever the checkpoint holds.
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Args:
+        device: ``snapdragon``, ``host``, ``emulator``, a simulated one, or ``auto``.
+        plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``; ``tensor``, ``block``: the solver's)
+            or ``auto``: ``block`` if the solver takes a block at any length, else ``tensor``, or ``gpu`` as
+            long as the device has no profile.
+        request: What else the solver's plan is asked to be: objective, cap on the GPU's share, memory,
+            forbidden processors and kinds. Its context and level are those of the load.
+        precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
+            rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
+        group_size: Weights that share a scale: 32, 64 or 128.
+        symmetric: Whether 4-bit codes have no zero point of their own.
+        context: Positions of a session; the model's own limit, at most 4096, by default.
+        gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
+        allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
+        sync: How the processors wait for each other in place of what the plan says: a strategy of
+            :mod:`heterollm.kernels.sync.handover`, ``operator`` to finish the GPU's queue after every
+            operator, or ``auto`` for what the plan says.
+        length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
+            ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what
+            the device's profile predicts to be faster for each group). The solver needs none.
+        allow_fallback: Go on with the GPU alone when the NPU part fails; the notes then say so.
+        trace: Record every pass.
+
+    Raises:
+        OptionError: An option is not legal; the message names it.
+    """
+
+    device: str = "auto"
+    plan: str | Path | Plan = "auto"
+    request: PlanRequest | None = None
+    precision: Precision = "w4a16"
+    group_size: int = 32
+    symmetric: bool = True
+    context: int | None = None
+    gpu_threads: int | None = None
+    npu_threads: int | None = None
+    allow_slow: bool = False
+    sync: Sync = "auto"
+    length_policy: LengthPolicy = "padding"
+    allow_fallback: bool = False
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, str | Path | Plan):
+            raise OptionError(
+                f"The plan is {self.plan!r}.", fix="Give a level, the path of a plan, or a plan."
+            )
+        if self.request is not None and not isinstance(self.request, PlanRequest):
+            raise OptionError(f"The request is {self.request!r:.80}.", fix="Give a PlanRequest.")
+        check_weights(self.precision, self.group_size, self.symmetric)
+        for what, given, legal in (
+            ("sync", self.sync, SYNC_OPTIONS),
+            ("length policy", self.length_policy, LENGTH_POLICIES),
+        ):
+            if given not in legal:
+                raise OptionError(
+                    f"There is no {what} {given!r:.80}.", fix=f"Choose among {', '.join(legal)}."
+                )
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of :class:`LoadOptions` as keywords, for type checkers."""
+
+    device: str
+    plan: str | Path | Plan
+    request: PlanRequest | None
+    precision: Precision
+    group_size: int
+    symmetric: bool
+    context: int | None
+    gpu_threads: int | None
+    npu_threads: int | None
+    allow_slow: bool
+    sync: Sync
+    length_policy: LengthPolicy
+    allow_fallback: bool
+    trace: bool
+
+
+def check_weights(precision: object, group_size: object, symmetric: object) -> None:
+    """Refuse a number format that no checkpoint can be given.
 
     Raises:
         OptionError: An argument is not legal; the message names it.
     """
-    if not isinstance(model, str | Path) or not str(model):
-        raise OptionError(f"The model is {model!r}.", fix="Give a folder or a hub name.")
-    if not isinstance(plan, str | Path | Plan):
-        raise OptionError(f"The plan is {plan!r}.", fix="Give a level, the path of a plan, or a plan.")
     if precision not in get_args(Precision):
         raise OptionError(
             f"There is no precision {precision!r}.", fix=f"Choose {' or '.join(get_args(Precision))}."
@@ -52,18 +125,6 @@ def check_options(
         raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
     if not isinstance(symmetric, bool):
         raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
-
-
-def check_length_policy(policy: object) -> None:
-    """Refuse what is no way to run lengths that the NPU has no graph for.
-
-    Raises:
-        OptionError: It is none.
-    """
-    if policy not in LENGTH_POLICIES:
-        raise OptionError(
-            f"There is no length policy {policy!r:.80}.", fix=f"Choose among {', '.join(LENGTH_POLICIES)}."
-        )
 
 
 def choose_context(config: ModelConfig, context: int | None) -> int:
@@ -81,81 +142,3 @@ def choose_context(config: ModelConfig, context: int | None) -> int:
             f"A context of {context} is outside what the model was made for, 1 to {config.max_positions}."
         )
     return context
-
-
-def choose_plan(
-    plan: str | Path | Plan,
-    specs: Sequence[OpSpec],
-    *,
-    device: str,
-    standard_lengths: Sequence[int],
-    precision: Precision,
-    context: int,
-    solve: Callable[[str], Plan | None] = lambda _level: None,
-    length_policy: LengthPolicy = "padding",
-    length_costs: Callable[[], LengthCosts | None] = lambda: None,
-) -> Plan:
-    """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
-
-    Args:
-        plan: A plan, a level, ``tensor`` or ``block`` (the solver's, from the device's profile), ``auto``
-            (the better of the two, or ``gpu`` as long as the device has no profile), or a plan file.
-        specs: The model's groups.
-        device: Name of the device that runs it.
-        standard_lengths: Lengths of its NPU graphs; empty without an NPU.
-        precision: Precision of the linears.
-        context: Positions of a session.
-        solve: Returns the solver's plan of a level or of ``auto``; None where the device has no profile.
-        length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
-        length_costs: Returns what the policy ``auto`` goes by; None where the device has no profile.
-
-    Raises:
-        OptionError: It is neither a level nor a file, or the level or the policy needs an NPU or a profile.
-        PlanError: The plan is damaged, or made for another model, device or precision.
-    """
-    if isinstance(plan, Plan):
-        return _checked(plan, "The plan", specs, device, precision)
-    if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
-        solved = solve(plan)
-        if solved is not None:
-            return solved
-        if plan != "auto":
-            raise OptionError(
-                f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
-                fix=f"Run `heterollm profile --device {device}` with this model first.",
-            )
-        plan = "gpu"
-    if plan in LEVELS:
-        return level_plan(
-            plan,
-            specs,
-            device=device,
-            precision=precision,
-            standard_lengths=standard_lengths,
-            chunk_length=min(context, CHUNK_LENGTH if plan == "gpu" else max(standard_lengths, default=1)),
-            length_policy="padding" if plan == "gpu" else length_policy,
-            length_costs=length_costs() if length_policy == "auto" else None,
-        )
-    path = Path(plan)
-    try:
-        found = path.is_file()
-    except OSError:  # such as a name that is too long
-        found = False
-    if not found:
-        raise OptionError(
-            f"{str(plan)!r:.200} is neither a plan level nor a plan file.",
-            fix=f"Choose auto, {', '.join((*LEVELS, *SOLVED_LEVELS))}, or the path of a plan.",
-        )
-    return _checked(Plan.load(path), str(path), specs, device, precision)
-
-
-def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precision: str) -> Plan:
-    wanted = {"shape": model_shape(specs), "device": device, "precision": precision}
-    for field, value in wanted.items():
-        stated = getattr(plan, field)
-        if stated != value:
-            raise PlanError(
-                f"{what} was made for {field} {stated!r}, and this is {value!r}.",
-                fix="Choose a level, or make a plan for this model, device and precision.",
-            )
-    return plan

@@ -19,7 +19,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
-from heterollm.planning.load_options import check_options
+from heterollm.planning.load_options import check_weights
 from heterollm.profiler import Progress, RunSummary, SessionOptions, profile_device
 from heterollm.profiler.records import Profile, profile_path
 
@@ -107,7 +107,7 @@ class Profiling:
         if not precisions:
             raise OptionError("No precision is named.", fix=f"Choose {' or '.join(get_args(Precision))}.")
         for precision in precisions:
-            check_options("default", "auto", precision, group_size, True)
+            check_weights(precision, group_size, True)
         found_models = [find_model(model, closest=False) for model in models]
         configs = [(model.config, model.name) for model in found_models]
         self.device: Device = open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads)

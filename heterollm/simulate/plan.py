@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from heterollm.base import LABEL, Progress, cache_name, cache_root
-from heterollm.engine import Placements
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import SIMULATED
 from heterollm.model import ModelConfig, shape_of_specs
-from heterollm.planning import Planner, PlanRequest
+from heterollm.planning import ProfiledModel, solve_plan
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import HandOverKey, Key, Profile, Record
 from heterollm.solver import (
     RETURN_VALUE,
     SOLVED_LEVELS,
     LengthPolicy,
+    PhaseSync,
     Plan,
     PlanLevel,
-    SolvedLevel,
+    PlanRequest,
     level_plan,
 )
 
@@ -30,22 +30,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
     from heterollm.simulate.request import SimulationRequest
 
-__all__ = ["Planned", "planned", "profile_of", "with_one_strategy"]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Who computes what.
-
-    Args:
-        plan: The plan.
-        placements: Who computes what at an exact length, where the solver says; None where the plan does.
-        planner: What solved it.
-    """
-
-    plan: Plan
-    placements: Placements | None = None
-    planner: Planner | None = None
+__all__ = ["planned", "profile_of", "with_one_strategy"]
 
 
 def planned(
@@ -56,7 +41,7 @@ def planned(
     request: SimulationRequest,
     progress: Progress,
     strategy: Strategy,
-) -> Planned:
+) -> Plan:
     """Return the plan of a simulation.
 
     Args:
@@ -69,34 +54,34 @@ def planned(
         strategy: How the parts wait for each other.
     """
 
-    def planner(level: SolvedLevel) -> Planner:
+    def profiled() -> ProfiledModel:
         profile = profile_of(device, model, config, specs, progress)
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
+        return ProfiledModel(profile, config, tuple(specs), "w4a16")
+
+    if request.level in SOLVED_LEVELS:
         # What comes is known here: this prompt once, and then so many tokens.
         prompt = min(request.prompt, max(device.standard_lengths))
         histogram = {1: float(max(1, request.decode)), prompt: 1.0}
-        asked = PlanRequest(config.max_positions, level=level, histogram=histogram)
-        return Planner(profile, config, specs, "w4a16", asked)
-
-    if request.level in SOLVED_LEVELS:
-        solved = planner(request.level)
-        return Planned(solved.plan, solved, solved)
-    by_time = request.length_policy == "auto" and request.level != "gpu"
-    policy: LengthPolicy = "padding"
-    if by_time or request.length_policy == "pipe":
-        policy = cast("LengthPolicy", request.length_policy)
-    plan = level_plan(
-        cast("PlanLevel", request.level),
-        specs,
-        device=device.name,
-        precision="w4a16",
-        standard_lengths=device.standard_lengths,
-        chunk_length=min(max(device.standard_lengths), config.max_positions),
-        length_policy="padding" if request.level == "gpu" else policy,
-        length_costs=planner("tensor").length_us if by_time else None,
-    )
-    return Planned(plan)
+        asked = PlanRequest(config.max_positions, level=request.level, histogram=histogram)
+        plan = solve_plan(profiled(), asked).plan
+    else:
+        by_time = request.length_policy == "auto" and request.level != "gpu"
+        policy: LengthPolicy = "padding"
+        if by_time or request.length_policy == "pipe":
+            policy = cast("LengthPolicy", request.length_policy)
+        plan = level_plan(
+            cast("PlanLevel", request.level),
+            specs,
+            device=device.name,
+            precision="w4a16",
+            standard_lengths=device.standard_lengths,
+            chunk_length=min(max(device.standard_lengths), config.max_positions),
+            length_policy="padding" if request.level == "gpu" else policy,
+            length_costs=profiled().npu_us if by_time else None,
+        )
+    return replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 
 def profile_of(

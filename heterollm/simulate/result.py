@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from heterollm.engine import Placements
 from heterollm.kernels.device import Device
-from heterollm.kernels.ops import OpSpec, Phase, feed_forward_blocks
+from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import EnergyRange, Span, Totals, energy
 from heterollm.profiler.measure import usage_between
-from heterollm.solver import Plan, notation
+from heterollm.solver import Placement, Plan, notation
 from heterollm.trace import Trace
 
 if TYPE_CHECKING:
@@ -261,60 +260,51 @@ def used(
 
 
 def padding_us(
-    spans: Sequence[Span],
-    placements: Placements,
-    specs: Sequence[OpSpec],
-    phase: Phase,
-    passes: Sequence[int],
+    spans: Sequence[Span], plan: Plan, specs: Sequence[OpSpec], phase: Phase, passes: Sequence[int]
 ) -> float:
     """Return the NPU's time on rows that stand for no token.
 
     Args:
         spans: What the parts did.
-        placements: Who computed what.
+        plan: The plan that ran.
         specs: Every group of the model.
         phase: The phase.
         passes: Tokens of its passes, which took the NPU in order.
     """
-    blocks = feed_forward_blocks(specs)
-    named = {spec.group: spec for spec in (*specs, *blocks) if spec.layer <= 0}
-    wasted: dict[str, list[float]] = {group: [] for group in named}
+    wasted: dict[str, list[float]] = {}
     for tokens in passes:
-        whole = None if not blocks else placements.block_placement(phase, tokens, blocks[0])
-        for group, spec in named.items():
-            rows = 1 if group == "head" else tokens
-            found = whole
-            if spec.then is None:
-                # What a block holds has no placements of its own.
-                inside = whole is not None and group in ("gate_up", "down")
-                found = None if inside else placements.placement(phase, rows, spec)
-            padded = 0 if found is None else sum(found.npu_lengths)
-            wasted[group].append(max(0.0, 1.0 - rows / padded) if padded else 0.0)
+        for spec, rows, placement in _first_layer(plan, specs, phase, tokens):
+            padded = sum(placement.npu_lengths)
+            share = max(0.0, 1.0 - rows / padded) if padded else 0.0
+            wasted.setdefault(spec.group, []).append(share)
     return sum(
-        (span.end_us - span.begin_us) * sum(shares) / len(shares)
+        (span.end_us - span.begin_us) * sum(shares) / len(passes)
         for span in spans
         if span.part == "npu" and (shares := wasted.get(span.name.split(" of layer")[0]))
     )
 
 
-def cuts_of(placements: Placements, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:
+def cuts_of(plan: Plan, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:
     """Return who computes each group of a layer, and the head, by phase.
 
     Args:
-        placements: Who computes what.
+        plan: The plan.
         specs: Every group of the model.
         prompt: Tokens of the prefill pass; the head sees one of them.
     """
-    found: dict[str, dict[str, str]] = {}
-    blocks = feed_forward_blocks(specs)
     passes: tuple[tuple[Phase, int], ...] = (("prefill", prompt), ("decode", 1))
-    for phase, tokens in passes:
-        cuts = found.setdefault(phase, {})
-        whole = placements.block_placement(phase, tokens, blocks[0]) if blocks else None
-        for spec in (spec for spec in specs if spec.layer <= 0):
-            if whole is not None and spec.group in ("gate_up", "down"):
-                cuts["ffn"] = notation(whole, blocks[0], tokens)
-                continue
-            rows = 1 if spec.group == "head" else tokens
-            cuts[spec.group] = notation(placements.placement(phase, rows, spec), spec, rows)
-    return found
+    return {
+        phase: {
+            spec.group: notation(placement, spec, rows)
+            for spec, rows, placement in _first_layer(plan, specs, phase, tokens)
+        }
+        for phase, tokens in passes
+    }
+
+
+def _first_layer(
+    plan: Plan, specs: Sequence[OpSpec], phase: Phase, tokens: int
+) -> Iterator[tuple[OpSpec, int, Placement]]:
+    """Yield the operators of the first layer and the head with their tokens and placements."""
+    for spec, placement in plan.operators(phase, tokens, [spec for spec in specs if spec.layer <= 0]):
+        yield spec, 1 if spec.group == "head" else tokens, placement

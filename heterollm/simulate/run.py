@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine, Placements
+from heterollm.engine import Engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, NpuBackend
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
 from heterollm.kernels.sim import SIMULATED, SimulatedClock, Simulation, Span, clock_of
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
-from heterollm.simulate.plan import Planned, planned, profile_of
+from heterollm.simulate.plan import planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import PhaseUse, SimulationResult, cuts_of, padding_us, used
-from heterollm.solver import SOLVED_LEVELS
+from heterollm.solver import SOLVED_LEVELS, Plan
 from heterollm.trace import Trace, TracedEngine
 
 __all__ = ["needs_profile", "profile_ahead", "simulate"]
@@ -54,21 +54,21 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     specs = _specs(found.config, request.head_bits)
     report, alone = progress or silent, replace(request, load=None)
     strategy = SYNC_CHOICES[request.sync]
-    how = planned(
+    plan = planned(
         _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
     )
     device = _open(request)
-    run = _Run(device, found.config, specs, how, request)
+    run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
     without = None
     if request.load is not None:
         quiet = replace(request, load=None, trace=False)
-        without = _Run(_open(alone), found.config, specs, how, quiet).measured(report)
+        without = _Run(_open(alone), found.config, specs, plan, quiet).measured(report)
     model = found.name, found.note
-    first = next(length for _, length in how.plan.chunks(request.prompt))
-    cuts = cuts_of(how.placements or how.plan, specs, first)
+    first = next(length for _, length in plan.chunks(request.prompt))
+    cuts = cuts_of(plan, specs, first)
     return SimulationResult.of(
-        request, device, model, how.plan, phases, without, tuple(run.tokens), run.trace, cuts
+        request, device, model, plan, phases, without, tuple(run.tokens), run.trace, cuts
     )
 
 
@@ -122,13 +122,13 @@ class _Run:
         device: Device,
         config: ModelConfig,
         specs: tuple[OpSpec, ...],
-        how: Planned,
+        plan: Plan,
         request: SimulationRequest,
     ) -> None:
         self.device = device
         self.config = config
         self.specs = specs
-        self.how = how
+        self.plan = plan
         self.request = request
         self.tokens: list[int] = []
         self.trace: Trace | None = None
@@ -138,7 +138,7 @@ class _Run:
         request, clock = self.request, clock_of(self.device)
         engine = self._engine(progress)
         cache = engine.new_cache()
-        lengths = tuple(dict.fromkeys(length for _, length in self.how.plan.chunks(request.prompt)))
+        lengths = tuple(dict.fromkeys(length for _, length in self.plan.chunks(request.prompt)))
         # Graphs are there beforehand, except those that are built online.
         online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
         engine.compile_ahead(cache, () if online else lengths, progress)
@@ -162,16 +162,14 @@ class _Run:
         return first, second
 
     def _engine(self, progress: Progress) -> Engine:
-        request, plan = self.request, self.how.plan
+        request = self.request
         if request.numerics:
             weights = load_weights(Checkpoint(request.model), self.config, group_size=GROUP_SIZE)
         else:
             weights = shape_only_weights(self.config, self.specs)
-        sync: Any = SYNC_CHOICES[request.sync] if plan.uses_npu else "auto"
         kind = TracedEngine if request.trace else Engine
         context = request.prompt + request.decode
-        options: dict[str, Any] = {"sync": sync, "placements": self.how.placements}
-        return kind(self.device, weights, plan, context, progress, **options)
+        return kind(self.device, weights, self.plan, context, progress)
 
     def _choose(self, engine: Engine) -> None:
         """Take the likeliest token; without numerics every token is as likely as any."""
@@ -190,7 +188,6 @@ class _Run:
         finally:
             clock.recording = False
         spans: list[Span] = list(clock.spans)
-        placements: Placements = self.how.placements or self.how.plan
-        lengths = [length for _, length in self.how.plan.chunks(tokens)] if phase == "prefill" else [1]
-        wasted_us = padding_us(spans, placements, self.specs, phase, lengths)
+        lengths = [length for _, length in self.plan.chunks(tokens)] if phase == "prefill" else [1]
+        wasted_us = padding_us(spans, self.plan, self.specs, phase, lengths)
         return used(self.device, phase, tokens, before, begin_us, spans, wasted_us)

@@ -52,8 +52,10 @@ from .variants import BuildError as BuildError
 from .variants import Variant as Variant
 from .variants import VariantRecord as VariantRecord
 from .waiting import STRATEGIES as STRATEGIES
+from .waiting import SYNC_CHOICES as SYNC_CHOICES
 from .waiting import HostClock as HostClock
 from .waiting import Strategy as Strategy
+from .waiting import SyncChoice as SyncChoice
 from .waiting import WaitPrediction as WaitPrediction
 from .work import Demand as Demand
 from .work import GpuWork as GpuWork

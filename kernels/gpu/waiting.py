@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 __all__ = [
     "STRATEGIES",
+    "SYNC_CHOICES",
     "HostClock",
     "Strategy",
+    "SyncChoice",
     "WaitPrediction",
     "lower_timer_slack",
     "sleep_overshoot_us",
@@ -32,6 +34,12 @@ Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"
 """How the host waits for the GPU: see :mod:`heterollm.kernels.sync.handover`."""
 
 STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
+
+SyncChoice: TypeAlias = Literal["operator"] | Strategy
+"""How passes wait: by a strategy, or ``operator``: the GPU's queue is finished after every operator, the
+baseline that fast waits are compared with."""
+
+SYNC_CHOICES: Final[tuple[SyncChoice, ...]] = ("operator", *STRATEGIES)
 
 SET_TIMER_SLACK: Final = 29
 """``PR_SET_TIMERSLACK`` of Linux's ``prctl``."""

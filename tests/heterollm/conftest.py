@@ -16,8 +16,9 @@ from heterollm.cli import main
 from heterollm.kernels.gpu import OpenClRuntime
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.llm import LLM
-from heterollm.solver import Placement, Plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Plan, model_shape
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 torch = pytest.importorskip("torch")
 
@@ -255,7 +256,7 @@ def half_rows(llm: LLM, chunk: int = 128) -> Plan:
             ("prefill", "decode"), ((1, 1), (2, 32), (33, 64), (65, 128))
         ):
             layers = (spec.layer, spec.layer)
-            entries.append(PlanEntry(phase, (low, high), layers, spec.group, Placement(rows, (high,))))
+            entries.append(PlanEntry(phase, (low, high), layers, spec.group, RowsPlacement(rows, (high,))))
     return Plan("rows", "host", llm.plan.precision, model_shape(specs), chunk, tuple(entries))
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from heterollm.base import CheckpointError, DeviceError, EngineError, InputError, OptionError, PlanError
 from heterollm.llm import LLM
-from heterollm.solver import Placement, Plan
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Plan
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 PROMPT = "import os\n"
 CODE = "def read(path):\n"
@@ -530,7 +531,7 @@ def test_a_plan_that_needs_an_npu_on_a_device_without_one(
 
 def test_a_legal_plan_by_hand_runs(models: Callable[..., LLM], bundled_model: Path, host_llm: Any) -> None:
     base = models(plan="gpu")
-    cut = PlanEntry("prefill", (2, 64), (0, 3), "down", Placement((128,), (64,)))
+    cut = PlanEntry("prefill", (2, 64), (0, 3), "down", RowsPlacement((128,), (64,)))
     llm = host_llm(bundled_model, plan=replace(base.plan, level="mine", entries=(cut, *base.plan.entries)))
     ids = llm.tokenizer.encode(CODE * 8)
     assert 32 < len(ids) <= 64

@@ -50,7 +50,7 @@ def opencl(monkeypatch, host):
     """Replace the OpenCL devices of this machine."""
 
     def replace(*devices):
-        monkeypatch.setattr("heterollm.kernels.gpu.runtime.list_opencl_devices", lambda: list(devices))
+        monkeypatch.setattr("heterollm.kernels.gpu.list_opencl_devices", lambda: list(devices))
 
     return replace
 

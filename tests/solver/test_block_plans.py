@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from heterollm.base import PlanError
 from heterollm.kernels.ops import Phase, feed_forward_block, feed_forward_blocks
-from heterollm.solver import Budget, NpuLimits, Placement, Plan, Solver, check_plan
+from heterollm.solver import Budget, NpuLimits, Plan, Solver, check_plan
 from heterollm.solver.feed_forward import FeedForwardCosts
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver.placements import BlockPlacement, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.slice_sets import SliceCost
 from heterollm.solver.slices import GAIN_FRACTION, GroupCosts, choose_slices
 
@@ -56,16 +57,8 @@ def limits_of(npu):
 
 def placed(plan, phase, tokens, specs):
     """Return who computes each group or block of the first layer and the head."""
-    block = next(iter(feed_forward_blocks(specs)))
-    found = {}
-    as_block = plan.block_placement(phase, tokens, block)
-    for spec in specs:
-        if spec.layer > 0 or (as_block is not None and spec.group in ("gate_up", "down")):
-            continue
-        found[spec.group] = spec, plan.placement(phase, tokens, spec)
-    if as_block is not None:
-        found["ffn"] = block, as_block
-    return found
+    own = [spec for spec in specs if spec.layer <= 0]
+    return {spec.group: (spec, found) for spec, found in plan.operators(phase, tokens, own, rows=tokens)}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -128,19 +121,18 @@ def plan_with(made, placement, lengths=(1, 64)):
     entries = [PlanEntry(phase, lengths, (0, 0), "ffn", placement) for phase in get_args(Phase)]
     for phase, spec in itertools.product(get_args(Phase), specs):
         if spec.group not in ("gate_up", "down"):
-            entries.append(PlanEntry(phase, (1, 64), (spec.layer, spec.layer), spec.group, Placement()))
+            entries.append(PlanEntry(phase, (1, 64), (spec.layer, spec.layer), spec.group, RowsPlacement()))
     return Plan("block", "d", "fp16", "shape", 64, tuple(entries)), specs
 
 
 def test_a_block_decides_where_its_entry_does(made):
-    plan, specs = plan_with(made, Placement((128, 128), (64,), "ffn"))
-    block = next(iter(feed_forward_blocks(specs)))
+    plan, specs = plan_with(made, BlockPlacement(128, (64,), "ffn"))
     assert plan.uses_npu
-    assert plan.block_placement("prefill", 40, block).npu_rows == (128, 128)
-    assert plan.block_placement("prefill", 65, block) is None
+    assert placed(plan, "prefill", 40, specs)["ffn"][1].npu_rows == (128, 128)
+    assert not {"gate_up", "down"} & set(placed(plan, "prefill", 40, specs))
     check_plan(plan, specs, FakeNpu(), longest=64, head_rows=1)
     # Where it does not, its groups need entries.
-    plan, specs = plan_with(made, Placement((128, 128), (32,), "ffn"), lengths=(1, 32))
+    plan, specs = plan_with(made, BlockPlacement(128, (32,), "ffn"), lengths=(1, 32))
     with pytest.raises(PlanError, match="no entry for gate_up of layer 0, prefill of 33"):
         check_plan(plan, specs, FakeNpu(), longest=64, head_rows=1)
 
@@ -148,13 +140,13 @@ def test_a_block_decides_where_its_entry_does(made):
 @pytest.mark.parametrize(
     ("placement", "npu", "said"),
     [
-        (Placement((128, 128), (64,), "ffn"), None, "needs an NPU"),
-        (Placement((128, 128), (64,), "ffn"), FakeNpu((1, 32)), "no graphs of 64 tokens"),
-        (Placement((96, 96), (64,), "ffn"), FakeNpu(row_alignment=32), "a cut after 96 of 512 rows"),
-        (Placement((128, 128), (64,), "pieces"), FakeNpu(), "in form 'pieces' at 64 tokens"),
-        (Placement((128, 128), (64,), "ffn"), FakeNpu(widest_plain=64), "Legal forms: pieces"),
-        (Placement((512, 512), (64,), "plain"), FakeNpu(), "Legal forms: ffn"),
-        (Placement((128, 128), (32,), "ffn"), FakeNpu(), "must cover all tokens"),
+        (BlockPlacement(128, (64,), "ffn"), None, "needs an NPU"),
+        (BlockPlacement(128, (64,), "ffn"), FakeNpu((1, 32)), "no graphs of 64 tokens"),
+        (BlockPlacement(96, (64,), "ffn"), FakeNpu(row_alignment=32), "a cut after 96 of 512 rows"),
+        (BlockPlacement(128, (64,), "pieces"), FakeNpu(), "in form 'pieces' at 64 tokens"),
+        (BlockPlacement(128, (64,), "ffn"), FakeNpu(widest_plain=64), "Legal forms: pieces"),
+        (BlockPlacement(512, (64,), "plain"), FakeNpu(), "Legal forms: ffn"),
+        (BlockPlacement(128, (32,), "ffn"), FakeNpu(), "must cover all tokens"),
     ],
 )
 def test_what_a_device_cannot_run_is_refused(made, placement, npu, said):
@@ -166,19 +158,20 @@ def test_what_a_device_cannot_run_is_refused(made, placement, npu, said):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"npu_rows": []},
-        {"npu_rows": [128]},
-        {"npu_rows": [128, 192]},
-        {"npu_rows": [0, 0]},
-        {"npu_rows": [128, 128, 128]},
-        {"npu_rows": [128.0, 128.0]},
-        {"npu_lengths": []},
+        {"npu_rows": [128, 128]},
+        {"type": "rows"},
+        {"type": "shadow"},
+        {"type": None},
+        {"width": 0},
+        {"width": [128]},
+        {"width": 128.0},
+        {"npu_lengths": 64},
         {"npu_lengths": [0]},
         {"then": "down"},
     ],
 )
 def test_json_of_no_block_is_refused(made, changes):
-    plan, _ = plan_with(made, Placement((128, 128), (64,), "ffn"))
+    plan, _ = plan_with(made, BlockPlacement(128, (64,), "ffn"))
     data = json.loads(plan.to_json())
     assert Plan.from_json(json.dumps(data)) == plan
     assert data["entries"][0]["group"] == "ffn"

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import WeightFormat, feed_forward_block
-from heterollm.solver import NpuLimits, Objective, Placement, Solver, describe, price
+from heterollm.solver import NpuLimits, Objective, Solver, describe
 from heterollm.solver.blocks import apart, cut_alignment, narrowed
 from heterollm.solver.candidates import aligned_cuts, candidates
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
+from heterollm.solver.placements import BlockPlacement, RowsPlacement
+from heterollm.solver.pricing import price
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)
@@ -85,14 +87,13 @@ def test_forms_are_those_of_the_slice(made):
 @pytest.mark.parametrize(
     ("placement", "said"),
     [
-        (Placement(), "the GPU alone computes no block"),
-        (Placement((64,), (32,)), "must name 2 members"),
-        (Placement((64, 128), (32,)), "cut after the same row"),
-        (Placement((0, 0), (32,)), "exceed"),
-        (Placement((576, 576), (32,)), "exceed"),
-        (Placement((64, 64), (16,)), "a block must cover all tokens"),
-        (Placement((512, 512), (16,)), "a block must cover all tokens"),
-        (Placement((64, 64), (32, 32)), "would have no token"),
+        (RowsPlacement(), "placed by its width"),
+        (RowsPlacement((64, 64), (32,)), "placed by its width"),
+        (BlockPlacement(0, (32,)), "not within 1 to 512"),
+        (BlockPlacement(576, (32,)), "not within 1 to 512"),
+        (BlockPlacement(64, (16,)), "a block must cover all tokens"),
+        (BlockPlacement(512, (16,)), "a block must cover all tokens"),
+        (BlockPlacement(64, (32, 32)), "would have no token"),
     ],
 )
 def test_what_no_block_is(made, placement, said):
@@ -153,7 +154,7 @@ def small_case(made, seed):
         power=Power(1.0, draw.uniform(0.5, 4), draw.uniform(0.5, 4)),
         gpu_share=draw.choice([1.0, 1.0, 0.6, 0.2]),
         margin_fraction=draw.choice([0.0, 0.05, 0.3]),
-        forbidden=draw.choice([None, None, None, "npu"]),
+        forbidden=draw.choice([(), (), (), ("npu",)]),
     )
     tokens = draw.choice([1, 32, 40])
     return specs, draw.randint(1, 4), tokens, made.limits((1, 32), 64), costs, objective, block
@@ -247,7 +248,7 @@ def test_the_cases_above_have_every_outcome(made):
             if choice.spec.group != "o"
         ]
         seen |= {"apart"} if len(kinds) == 2 else {f"as {kinds[0]}"}
-        if len(kinds) == 2 and objective.forbidden is None:
+        if len(kinds) == 2 and not objective.forbidden:
             block_cost = min((item.cost for item in priced(case, block)), default=math.inf)
             seen |= {"held back"} if block_cost < cost_of(case, chain)[0] else set()
     assert seen == {"apart", "as block", "as npu", "held back"}

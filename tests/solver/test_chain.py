@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.solver import Objective, Placement, price
+from heterollm.solver import Objective
 from heterollm.solver.candidates import candidates
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
 from heterollm.solver.objective import Power
-from heterollm.solver.pricing import priced_candidates
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.pricing import price, priced_candidates
 
 SEEDS = range(60)
 quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -124,7 +125,7 @@ def test_the_refill_is_hidden_as_far_as_the_gpu_is_busy(made):
 
     spec, costs = made.spec("o", (128,)), Costs(0, overheads=Overheads(refill_us=20.0), slowdown=Slowdown())
     for gpu_us, time_us in ((50.0, 110.0), (90.0, 110.0), (100.0, 110.0), (110.0, 110.0), (111.0, 111.0)):
-        item = price(spec, 32, Placement((64,), (32,), "plain"), costs)
+        item = price(spec, 32, RowsPlacement((64,), (32,), "plain"), costs)
         assert (item.time_us, item.gpu_us, item.npu_us) == (time_us, gpu_us, 90.0)
 
 
@@ -141,7 +142,7 @@ def test_a_queue_that_is_surely_busy_needs_no_refill(made):
     overheads = Overheads(refill_us=20.0, submit_us=3.0)
     spec, costs = made.spec("o", (128,)), Costs(0, overheads=overheads, slowdown=Slowdown())
     for gpu_us, time_us in ((90.0, 120.0), (107.0, 120.0), (109.0, 109.0), (119.0, 119.0)):
-        item = price(spec, 32, Placement((64,), (32,), "plain"), costs)
+        item = price(spec, 32, RowsPlacement((64,), (32,), "plain"), costs)
         assert (item.time_us, item.gpu_us) == (time_us, gpu_us)
 
 
@@ -206,5 +207,5 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
 def test_a_part_that_cannot_has_no_price(made):
     spec, costs = made.spec("o", (128,)), made.costs(0, missing=1.0)
     for rows, tokens in (((64,), 32), ((128,), 32), ((128,), 40)):
-        assert price(spec, tokens, Placement(rows, (32,)), costs) is None
-    assert price(spec, 32, Placement(), costs) is not None
+        assert price(spec, tokens, RowsPlacement(rows, (32,)), costs) is None
+    assert price(spec, 32, RowsPlacement(), costs) is not None

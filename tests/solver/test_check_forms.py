@@ -3,16 +3,17 @@ import pytest
 from heterollm.base import PlanError
 from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
-from heterollm.solver import Placement, Plan, check_plan
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Plan, check_plan
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 
 def check(form, lengths, tokens, columns=256, weight=None):
     """Check a plan of one group whose prefill of up to ``tokens`` tokens runs on the NPU in a form."""
     spec = OpSpec("down", 0, (Member("down", 256),), columns, weight or WeightFormat(16), "gated", "x")
     entries = (
-        PlanEntry("prefill", (1, tokens), (0, 0), "down", Placement((256,), lengths, form)),
-        PlanEntry("decode", (1, tokens), (0, 0), "down", Placement()),
+        PlanEntry("prefill", (1, tokens), (0, 0), "down", RowsPlacement((256,), lengths, form)),
+        PlanEntry("decode", (1, tokens), (0, 0), "down", RowsPlacement()),
     )
     plan = Plan("npu", "host", "fp16", "shape", tokens, entries)
     check_plan(plan, [spec], HostNpu(), longest=2048, head_rows=1)

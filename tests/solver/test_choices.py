@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import OptionError, PlanError
-from heterollm.solver import Budget, Objective, Placement, Solver, price
+from heterollm.solver import Budget, Objective, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.pricing import price
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)
@@ -88,7 +90,7 @@ def test_a_wait_for_the_whole_queue_delays_the_gpus_part_too(made):
             return 100.0
 
     spec, rows = made.spec("o", (128,)), (64,)
-    cut = Placement(rows, (32,))
+    cut = RowsPlacement(rows, (32,))
     ways = {"hand_over_us": 50.0, "refill_us": 7.0, "return_us": 30.0}
 
     def time_us(**changed):
@@ -102,12 +104,12 @@ def test_a_wait_for_the_whole_queue_delays_the_gpus_part_too(made):
     long = price(
         made.spec("o", (512,)),
         32,
-        Placement((64,), (32,)),
+        RowsPlacement((64,), (32,)),
         Costs(0, overheads=Overheads(**ways, empties_queue=True), slowdown=Slowdown()),
     )
     assert long.time_us == 50.0 + 7.0 + (512.0 - 64.0) + 30.0 + 7.0
     # The NPU alone waits as it did.
-    alone = Placement((128,), (32,))
+    alone = RowsPlacement((128,), (32,))
     costs = [
         Costs(0, overheads=Overheads(**ways, empties_queue=empty), slowdown=Slowdown())
         for empty in (False, True)
@@ -256,7 +258,7 @@ def test_energy_can_move_the_choice(made):
 @pytest.mark.parametrize("standard_lengths", [(1, 20, 32), (1, 20), (48,)])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_forbidden_part_has_nothing(made, forbidden, standard_lengths, seed):
-    objective = Objective(forbidden=forbidden)
+    objective = Objective(forbidden=(forbidden,))
     solver = Solver(
         made.model(), made.limits(standard_lengths), made.costs(seed), objective, chunk_length=150
     )
@@ -273,8 +275,8 @@ def test_a_forbidden_part_has_nothing(made, forbidden, standard_lengths, seed):
 
 def test_nobody_can(made):
     with pytest.raises(PlanError, match=r"No processor can compute qkv at 7 tokens"):
-        Solver(made.model(), None, made.costs(0), Objective(forbidden="gpu")).length(7)
-    solver = Solver(made.model(), made.limits(), made.costs(0), Objective(forbidden="gpu"), Budget(100))
+        Solver(made.model(), None, made.costs(0), Objective(forbidden=("gpu",))).length(7)
+    solver = Solver(made.model(), made.limits(), made.costs(0), Objective(forbidden=("gpu",)), Budget(100))
     with pytest.raises(PlanError, match=r"budget of 100 bytes"):
         solver.plan(device="d", precision="fp16")
 
@@ -299,7 +301,7 @@ POWER = Power(1.0, 1.0, 1.0)
         {"margin_fraction": 1.0},
         {"margin_fraction": -0.01},
         {"margin_fraction": NAN},
-        {"forbidden": "cpu"},
+        {"forbidden": ("cpu",)},
     ],
 )
 def test_bad_options_are_refused(options):
@@ -326,4 +328,4 @@ def test_bad_sizes_are_refused(made):
 def test_without_an_npu_all_is_on_the_gpu(made):
     plan = Solver(made.model(), None, made.costs(0)).plan(device="d", precision="fp16")
     assert not plan.uses_npu
-    assert {entry.placement.npu_rows for entry in plan.entries} == {Placement().npu_rows}
+    assert {entry.placement.npu_rows for entry in plan.entries} == {RowsPlacement().npu_rows}

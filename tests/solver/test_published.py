@@ -17,9 +17,11 @@ import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import WeightFormat
-from heterollm.solver import NpuLimits, Objective, Placement, Solver, price
+from heterollm.solver import NpuLimits, Objective, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.pricing import price
 
 W4 = WeightFormat(4, 128)
 SQUARE, GATE_UP, DOWN = ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336)
@@ -182,7 +184,7 @@ def test_just_past_a_standard_length_the_gpu_takes_the_rest(solver, tokens):
         assert kind(choice, tokens) == "sequence"
         assert sum(choice.chosen.placement.npu_lengths) >= 224
         # Not worse than 256 exact tokens on the NPU while both run, which padding to 512 doubles.
-        aligned = price(choice.spec, 256, Placement(choice.spec.member_rows, (256,)), solver.costs)
+        aligned = price(choice.spec, 256, RowsPlacement(choice.spec.member_rows, (256,)), solver.costs)
         assert choice.chosen.time_us <= 1.07 * aligned.time_us
     # FFN-down: the parts are too alike for 256 tokens on one and few on the other.
     assert found["down"].chosen.is_cut

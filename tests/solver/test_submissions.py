@@ -9,10 +9,11 @@ import pytest
 from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.kernels.sim import SimulatedClock
 from heterollm.kernels.sim.clock import ClockCosts, Job
-from heterollm.solver import GPU_ONLY, Objective, Placement, Priced, Solver, price
+from heterollm.solver import Objective, Solver
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.pricing import priced_all
+from heterollm.solver.placements import GPU_ONLY, RowsPlacement
+from heterollm.solver.pricing import Priced, price, priced_all
 from heterollm.solver.submissions import Place, layer_us, priced_in_chain, settled, submits_singly
 
 KERNELS = {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
@@ -25,7 +26,7 @@ def priced(gpu_us=0.0, npu_us=0.0):
     """Return a placement whose parts take so long; without an NPU's time it is the GPU's."""
     if not npu_us:
         return Priced(GPU_ONLY, gpu_us, gpu_us, 0.0, gpu_us, False)
-    placement = Placement(npu_rows=(64,), npu_lengths=(1,), form="plain")
+    placement = RowsPlacement(npu_rows=(64,), npu_lengths=(1,), form="plain")
     time_us = max(gpu_us, npu_us)
     return Priced(placement, time_us, gpu_us, npu_us, time_us, gpu_us > 0)
 

@@ -18,8 +18,9 @@ from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import cut_rows, rest_rows
-from heterollm.solver import Objective, ProfileCosts, Solver, limits_of, price
+from heterollm.solver import Objective, ProfileCosts, Solver, limits_of
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.pricing import price
 
 TINY = Size(256, 768, 4, 4, 2, 2048, True, 64, 2048).shape("tiny")
 WIDE = Size(2048, 5632, 1, 32, 4, 1024, False, 64, 2048).shape("wide")

@@ -9,9 +9,10 @@ import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.model.known import Size
-from heterollm.solver import Budget, NpuLimits, Objective, RememberedCosts, Solver, price
+from heterollm.solver import Budget, NpuLimits, Objective, RememberedCosts, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.pricing import price
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
 WIDE = Size(4096, 14336, 32, 32, 8, 128256, False, 128, 2048).shape("Llama-3-8B")

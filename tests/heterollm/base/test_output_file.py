@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from heterollm.base import OptionError, check_folder, check_target, labelled, output_file
+from heterollm.base import OptionError, check_folder, check_target, labelled
 from heterollm.benchmarks import append_jsonl, read_rows
 from heterollm.cli import generate as cli_generate
 from heterollm.report import read_simulated, write_simulated
@@ -143,7 +143,7 @@ def test_traces_of_generate_are_named(run, here, monkeypatch, device, written):
         raise OptionError("Enough.")
 
     checked = []
-    monkeypatch.setattr(output_file, "check_target", checked.append)
+    monkeypatch.setattr("heterollm.base.check_target", checked.append)
     monkeypatch.setattr(cli_generate, "_load", load)
     assert run("generate", "model", "x", "--device", device, "--trace", "run.json")[0] == 1
     assert checked == [Path(written)]

@@ -8,10 +8,11 @@ from heterollm.benchmarks.work import Ceilings, Work, achieved, ceilings_of, pas
 from heterollm.data import bundled_model
 from heterollm.kernels.ops import feed_forward_blocks
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
-from heterollm.planning import Planner, PlanRequest
+from heterollm.planning import ProfiledModel
 from heterollm.profiler.records import BandwidthKey, LinearKey, LinearPoint, Profile, Record
-from heterollm.solver import GPU_ONLY, Placement, Plan, level_plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Plan, level_plan, model_shape
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 CONFIG = ModelConfig.from_folder(bundled_model())
 SPECS = op_specs(CONFIG, "w4a16", 32, True, float_bits=32)
@@ -90,8 +91,8 @@ def test_at_layer_level_the_gpu_has_the_head_of_a_prompt():
 def test_cuts_count_by_rows_and_tokens():
     half = {spec.group: tuple(rows // 2 for rows in spec.member_rows) for spec in SPECS}
     placements = {
-        "qkv": Placement(half["qkv"], (64,)),
-        "o": Placement(next(spec for spec in SPECS if spec.group == "o").member_rows, (32,)),
+        "qkv": RowsPlacement(half["qkv"], (64,)),
+        "o": RowsPlacement(next(spec for spec in SPECS if spec.group == "o").member_rows, (32,)),
     }
     entries = tuple(
         PlanEntry(phase, (1, 64), (-1, CONFIG.layers), spec.group, placements.get(spec.group, GPU_ONLY))
@@ -110,7 +111,7 @@ def test_cuts_count_by_rows_and_tokens():
 def test_a_block_counts_for_the_groups_that_it_stands_for():
     block = feed_forward_blocks(SPECS)[0]
     quarter = tuple(rows // 4 for rows in block.member_rows)
-    entries = [PlanEntry("prefill", (1, 64), (0, CONFIG.layers), "ffn", Placement(quarter, (64,)))]
+    entries = [PlanEntry("prefill", (1, 64), (0, CONFIG.layers), "ffn", BlockPlacement(quarter[0], (64,)))]
     entries += [PlanEntry("prefill", (1, 64), (-1, 99), spec.group, GPU_ONLY) for spec in (*SPECS[:2], HEAD)]
     plan = Plan("mine", "host", "w4a16", model_shape(SPECS), 64, tuple(entries))
     found = shares_of(plan, SPECS, Case(64, 0), chunk=64)
@@ -121,8 +122,8 @@ def test_a_block_counts_for_the_groups_that_it_stands_for():
 
 
 @pytest.fixture
-def planner():
-    """A planner on a made-up profile: 10 operations a nanosecond on the GPU, half that on the NPU."""
+def profiled():
+    """The model on a made-up profile: 10 operations a nanosecond on the GPU, half that on the NPU."""
     profile = Profile(
         {
             "device": "host",
@@ -145,27 +146,28 @@ def planner():
         profile.add(Record(BandwidthKey(part, 2**20, True), (1.0,), values={"gbps": 0.7 * gbps}))
     shape = shape_of_specs(CONFIG, SPECS, "model")
     assert not shape.streamed(2**40)
-    return Planner(profile, CONFIG, SPECS, "w4a16", PlanRequest(512))
+    return ProfiledModel(profile, CONFIG, SPECS, "w4a16")
 
 
-def test_predictions_add_up_the_groups_of_every_pass(planner):
-    gpu = predicted_us(planner, level("gpu"), Case(256, 0), chunk=512)
+def test_predictions_add_up_the_groups_of_every_pass(profiled):
+    gpu = predicted_us(profiled, level("gpu"), Case(256, 0), chunk=512)
     by_hand = sum(1.0 + spec.flops(256) / 1e4 for spec in LAYERS) + 1.0 + HEAD.flops(1) / 1e4
     assert gpu == pytest.approx(by_hand, rel=0.02)
-    npu = predicted_us(planner, level("npu"), Case(256, 0), chunk=512)
+    npu = predicted_us(profiled, level("npu"), Case(256, 0), chunk=512)
     assert npu == pytest.approx(2 * by_hand, rel=0.02)
-    tokens = predicted_us(planner, level("gpu"), Case(256, 10), chunk=512)
+    tokens = predicted_us(profiled, level("gpu"), Case(256, 10), chunk=512)
     one = sum(1.0 + spec.flops(1) / 1e4 for spec in SPECS)
     assert tokens == pytest.approx(gpu + 10 * one, rel=0.02)
     # Padding to 512 costs the NPU what 512 tokens do; the pipe hardly more than 300.
     padded, piped = (
-        predicted_us(planner, level("npu", policy), Case(300, 0), chunk=512) for policy in ("padding", "pipe")
+        predicted_us(profiled, level("npu", policy), Case(300, 0), chunk=512)
+        for policy in ("padding", "pipe")
     )
     assert padded / piped == pytest.approx(512 / 320, rel=0.05)
 
 
-def test_ceilings_are_of_the_parts_that_work(planner):
-    profile = planner.profile
+def test_ceilings_are_of_the_parts_that_work(profiled):
+    profile = profiled.profile
     alone = ceilings_of(profile, ("gpu",), integer_inputs=False)
     both = ceilings_of(profile, ("gpu", "npu"), integer_inputs=False)
     assert (alone.gbps, both.gbps) == (20.0, pytest.approx(35.0))

@@ -351,8 +351,8 @@ def no_runtime() -> list[Any]:
     [
         ("importlib.util.find_spec", without("pyopencl"), "pyopencl is not installed.*pip install pyopencl"),
         ("importlib.util.find_spec", without("onnxruntime"), "onnxruntime is not installed.*pip install"),
-        ("heterollm.kernels.gpu.runtime.list_opencl_devices", no_devices, "No OpenCL runtime.*nstall"),
-        ("heterollm.kernels.gpu.runtime.list_opencl_devices", no_runtime, "No OpenCL runtime.*nstall"),
+        ("heterollm.kernels.gpu.list_opencl_devices", no_devices, "No OpenCL runtime.*nstall"),
+        ("heterollm.kernels.gpu.list_opencl_devices", no_runtime, "No OpenCL runtime.*nstall"),
     ],
     ids=["no pyopencl", "no onnxruntime", "no device", "no runtime"],
 )
@@ -366,7 +366,7 @@ def test_a_part_that_is_missing(
             answer(good, device=device)
 
 
-@pytest.mark.parametrize("module", ["heterollm.kernels.gpu.runtime", "onnxruntime"])
+@pytest.mark.parametrize("module", ["heterollm.kernels.gpu", "onnxruntime"])
 def test_a_library_that_does_not_load(good: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     original = builtins.__import__
 

@@ -251,7 +251,7 @@ def test_the_command_exits_1_when_a_check_fails(monkeypatch, capsys):
     from heterollm.cli import main
 
     check = run_case(Case("GPU", "norm", "", lambda: (np.zeros((2, 3)), np.ones((2, 3)))), "fp32")
-    monkeypatch.setattr(doctor, "diagnose", lambda *_, **__: Diagnosis("host", (), (check,), (), ()))
+    monkeypatch.setattr("heterollm.doctor.diagnose", lambda *_, **__: Diagnosis("host", (), (check,), (), ()))
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
     assert main(["doctor"]) == 1

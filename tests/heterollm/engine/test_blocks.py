@@ -12,9 +12,10 @@ from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DR
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import GROUPS, OpSpec, feed_forward_blocks
 from heterollm.llm import LLM
-from heterollm.solver import GPU_ONLY, NpuLimits, Placement, Plan, model_shape
+from heterollm.solver import NpuLimits, Placement, Plan, model_shape
 from heterollm.solver.candidates import candidates
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 # Each small number of tokens has kernels of its own, so that the same one is prefilled and decoded.
 DECODED = 3
@@ -51,7 +52,7 @@ def block_candidates(llm: LLM, block: OpSpec, tokens: int) -> list[Placement]:
 
 def padded(tokens: int) -> Placement:
     """Return the cut that leaves the NPU 128 of the width, padded to one length."""
-    return Placement((128, 128), (min(length for length in STANDARD_LENGTHS if length >= tokens),))
+    return BlockPlacement(128, (min(length for length in STANDARD_LENGTHS if length >= tokens),))
 
 
 def block_plan(llm: LLM, choose: Callable[[OpSpec, int], Placement | None]) -> Plan:

@@ -16,8 +16,9 @@ from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase
 from heterollm.llm import LLM
-from heterollm.solver import GPU_ONLY, Placement, Plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Placement, Plan, model_shape
+from heterollm.solver.placements import GPU_ONLY, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 LENGTHS = (1, 31, 32, 33, 70, 96, 130)
 TRACED = (50, 128)
@@ -70,21 +71,21 @@ def candidates(spec: OpSpec, tokens: int) -> Pairs:
     """Yield every kind of placement that ``tokens`` tokens of the group can have, with its name."""
     yield "gpu", GPU_ONLY
     padded = min(length for length in STANDARD_LENGTHS if length >= tokens)
-    yield "npu" if padded == tokens else "npu padded", Placement(spec.member_rows, (padded,))
+    yield "npu" if padded == tokens else "npu padded", RowsPlacement(spec.member_rows, (padded,))
     cuts = row_cuts(spec)
     for cut in cuts:
-        yield "row" if padded == tokens else "hybrid", Placement(cut, (padded,))
+        yield "row" if padded == tokens else "hybrid", RowsPlacement(cut, (padded,))
     for lengths in pipes(tokens):
         exact = "" if sum(lengths) == tokens else " padded"
-        yield f"pipe{exact}", Placement(spec.member_rows, lengths)
+        yield f"pipe{exact}", RowsPlacement(spec.member_rows, lengths)
         for cut in cuts:
-            yield f"row pipe{exact}", Placement(cut, lengths)
+            yield f"row pipe{exact}", RowsPlacement(cut, lengths)
     for first in STANDARD_LENGTHS:
         if first < tokens:
-            yield "sequence", Placement(spec.member_rows, (first,))
+            yield "sequence", RowsPlacement(spec.member_rows, (first,))
         for second in STANDARD_LENGTHS:
             if first + second < tokens:
-                yield "multi-sequence", Placement(spec.member_rows, (first, second))
+                yield "multi-sequence", RowsPlacement(spec.member_rows, (first, second))
 
 
 # With what a plan calls each of them.
@@ -271,7 +272,7 @@ def test_a_cut_off_the_alignment_is_refused(
     folder: Path, gpu_only: LLM, host_llm: Callable[..., LLM]
 ) -> None:
     def choose(spec: OpSpec, _phase: Phase, tokens: int) -> Placement:
-        return Placement((100,), (32,)) if spec.group == "o" and tokens == 32 else GPU_ONLY
+        return RowsPlacement((100,), (32,)) if spec.group == "o" and tokens == 32 else GPU_ONLY
 
     with pytest.raises(PlanError, match="100"):
         host_llm(folder, plan=make_plan(gpu_only, choose))
@@ -281,7 +282,7 @@ def test_a_length_without_graphs_is_refused(
     folder: Path, gpu_only: LLM, host_llm: Callable[..., LLM]
 ) -> None:
     def choose(spec: OpSpec, _phase: Phase, tokens: int) -> Placement:
-        return Placement(spec.member_rows, (48,)) if spec.group == "down" and tokens == 33 else GPU_ONLY
+        return RowsPlacement(spec.member_rows, (48,)) if spec.group == "down" and tokens == 33 else GPU_ONLY
 
     with pytest.raises(PlanError, match="48"):
         host_llm(folder, plan=make_plan(gpu_only, choose))
@@ -349,7 +350,7 @@ def test_both_parts_of_every_cut_run_at_once(
 
     def choose(spec: OpSpec, _phase: Phase, tokens: int) -> Placement:
         rows = tuple(rows if quarters == 4 else rows * quarters // 4 // 64 * 64 for rows in spec.member_rows)
-        return Placement(rows, lengths) if tokens == length else GPU_ONLY
+        return RowsPlacement(rows, lengths) if tokens == length else GPU_ONLY
 
     llm = host_llm(folder, plan=make_plan(gpu_only, choose))
     kind = cut.split()[0].rstrip(",").replace("several", "sequence")

@@ -16,8 +16,9 @@ from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DR
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.ops import OpSpec, feed_forward_blocks
 from heterollm.llm import LLM
-from heterollm.solver import GPU_ONLY, LEVELS, Placement, Plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import LEVELS, Placement, Plan, model_shape
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 pytestmark = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -151,13 +152,13 @@ def test_cuts(
 
     def place(spec: OpSpec, tokens: int) -> Placement:
         if spec.group == "ffn":
-            return Placement((512, 512), (1 if tokens == 1 else 64,))
+            return BlockPlacement(512, (1 if tokens == 1 else 64,))
         if kind_of(spec) == "blocks":
             return GPU_ONLY
         if kind_of(spec) == "rows":
             rows = tuple(256 if rows < 800 else 512 for rows in spec.member_rows)
-            return Placement(rows, (1 if tokens == 1 else 64,))
-        return GPU_ONLY if tokens <= 32 else Placement(spec.member_rows, (32,))
+            return RowsPlacement(rows, (1 if tokens == 1 else 64,))
+        return GPU_ONLY if tokens <= 32 else RowsPlacement(spec.member_rows, (32,))
 
     entries = tuple(
         PlanEntry(phase, (tokens, tokens), (spec.layer, spec.layer), spec.group, place(spec, tokens))

@@ -10,8 +10,9 @@ import pytest
 from heterollm.kernels.gpu import OpenClRuntime, SharedArray
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
-from heterollm.solver import Placement, Plan, level_plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Plan, level_plan, model_shape
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 cl = pytest.importorskip("pyopencl")
 
@@ -33,11 +34,13 @@ def cut_plan(name: str, llm: LLM) -> Plan:
         for phase in ("prefill", "decode"):
             layers = (spec.layer, spec.layer)
             if name == "sequence":
-                placement = Placement(spec.member_rows, (32,))
+                placement = RowsPlacement(spec.member_rows, (32,))
                 entries.append(PlanEntry(phase, (33, 128), layers, spec.group, placement))
                 continue
             for low, high in ((1, 1), (2, 32), (33, 64), (65, 128)):
-                entries.append(PlanEntry(phase, (low, high), layers, spec.group, Placement(rows, (high,))))
+                entries.append(
+                    PlanEntry(phase, (low, high), layers, spec.group, RowsPlacement(rows, (high,)))
+                )
     rest = level_plan(
         "gpu", specs, device="host", precision="w4a16", standard_lengths=(), chunk_length=128
     ).entries

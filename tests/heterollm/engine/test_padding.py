@@ -9,8 +9,9 @@ import pytest
 from heterollm.engine import Engine
 from heterollm.kernels.ops import OpSpec
 from heterollm.llm import LLM
-from heterollm.solver import GPU_ONLY, Placement, Plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Placement, Plan, model_shape
+from heterollm.solver.placements import GPU_ONLY, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 LENGTHS = (1, 31, 33, 70)
 PLANS = ("npu", "layer", "rows", "pipe", "sequence")
@@ -22,11 +23,11 @@ def padded_placement(name: str, spec: OpSpec, tokens: int) -> Placement:
     rows = tuple(rows // 2 // 64 * 64 for rows in spec.member_rows)
     padded = next(length for length in (1, 32, 64, 128) if length >= tokens)
     if name == "rows":
-        return Placement(rows, (padded,)) if any(rows) else Placement(spec.member_rows, (padded,))
+        return RowsPlacement(rows, (padded,)) if any(rows) else RowsPlacement(spec.member_rows, (padded,))
     if name == "pipe":
         count = tokens // 32
-        return Placement(spec.member_rows, (32,) * count + ((64,) if tokens % 32 else ()))
-    return Placement(spec.member_rows, (32,)) if tokens > 32 else GPU_ONLY
+        return RowsPlacement(spec.member_rows, (32,) * count + ((64,) if tokens % 32 else ()))
+    return RowsPlacement(spec.member_rows, (32,)) if tokens > 32 else GPU_ONLY
 
 
 def make_plan(name: str, llm: LLM) -> Plan:

@@ -16,7 +16,8 @@ from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.sync.faults import delay_graph
 from heterollm.llm import LLM
 from heterollm.solver import Placement, Plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 KINDS = ("npu", "row", "sequence", "hybrid")
 LENGTHS = (40, 1)
@@ -31,12 +32,12 @@ def cut(kind: str, spec: Any, tokens: int) -> Placement:
     rows = tuple(rows // 2 // 64 * 64 for rows in spec.member_rows)
     high = next(length for length in (1, 32, 64, 128) if length >= tokens)
     if kind == "row" and tokens > 32:
-        return Placement(rows, (32, 32))
+        return RowsPlacement(rows, (32, 32))
     if kind in ("row", "hybrid"):
-        return Placement(rows, (high,))
+        return RowsPlacement(rows, (high,))
     if kind == "sequence" and tokens > 32:
-        return Placement(spec.member_rows, (32,))
-    return Placement(spec.member_rows, (high,))
+        return RowsPlacement(spec.member_rows, (32,))
+    return RowsPlacement(spec.member_rows, (high,))
 
 
 @pytest.fixture(scope="module")

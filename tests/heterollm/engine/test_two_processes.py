@@ -28,7 +28,8 @@ def meet():
         time.sleep(0.001)
 """
 LOAD = """
-from heterollm import LLM, weight_cache
+from heterollm import LLM
+from heterollm.model import weight_cache
 write, written = weight_cache._write, []
 def counted(*arguments):
     written.append(1)

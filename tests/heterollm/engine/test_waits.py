@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from heterollm.base import OptionError
-from heterollm.engine import SYNC_OPTIONS, Engine
-from heterollm.engine.waits import HandOvers, default_strategies
+from heterollm.engine import SYNC_OPTIONS
+from heterollm.engine.waits import HandOvers, default_sync
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import Launch, MergedLaunch
+from heterollm.kernels.gpu import Launch, MergedLaunch, Strategy
 from heterollm.kernels.open import open_device
 from heterollm.kernels.threads import ThreadSplit
 from heterollm.llm import LLM
-from heterollm.solver import Placement, Plan
+from heterollm.solver import PhaseSync, Plan
 
 FAST = [sync for sync in SYNC_OPTIONS if sync not in ("auto", "operator", "finish")]
 
@@ -198,7 +198,7 @@ def like(host: Device, *, gpu: tuple[int, ...], npu: tuple[int, ...], coherent: 
 
 
 def test_auto_polls_where_the_engine_thread_has_a_core_of_its_own(host: Device) -> None:
-    found = default_strategies(like(host, gpu=(0,), npu=(1,)))
+    found = default_sync(like(host, gpu=(0,), npu=(1,)))
     assert (found.prefill, found.decode) == ("event", "flag")
 
 
@@ -206,31 +206,27 @@ def test_auto_polls_the_marker_where_no_flag_is_offered(
     host: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: ("finish", "event", "poll"))
-    assert default_strategies(like(host, gpu=(0,), npu=(1,))).decode == "poll"
+    assert default_sync(like(host, gpu=(0,), npu=(1,))).decode == "poll"
 
 
 @pytest.mark.parametrize("cores", [((0, 1), ()), ((0, 1), (1,))])
 def test_auto_blocks_where_cores_are_shared(host: Device, cores: tuple[tuple[int, ...], ...]) -> None:
-    found = default_strategies(like(host, gpu=cores[0], npu=cores[1]))
+    found = default_sync(like(host, gpu=cores[0], npu=cores[1]))
     assert (found.prefill, found.decode) == ("event", "event")
 
 
 def test_auto_blocks_where_memory_is_mapped(host: Device) -> None:
-    assert default_strategies(like(host, gpu=(0,), npu=(1,), coherent=False)).decode == "event"
+    assert default_sync(like(host, gpu=(0,), npu=(1,), coherent=False)).decode == "event"
 
 
 @pytest.mark.parametrize(("measured", "expected"), [("sleep_poll", "sleep_poll"), (None, "flag")])
-def test_a_profile_decides(
-    measured: str | None, expected: str, host: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("heterollm.solver.profile_costs.best_hand_over", lambda _: measured)
-    found = default_strategies(like(host, gpu=(0,), npu=(1,)), profile=object())  # type: ignore[arg-type]
-    assert found.decode == expected
+def test_a_profile_decides(measured: Strategy | None, expected: str, host: Device) -> None:
+    assert default_sync(like(host, gpu=(0,), npu=(1,)), measured).decode == expected
 
 
 def test_a_plan_without_hand_overs_finds_nothing_out(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: pytest.fail("asked"))
-    assert HandOvers(host, "auto", used=False).strategies.decode == "finish"
+    assert HandOvers(host, PhaseSync()).strategies["decode"] == "event"
 
 
 def test_what_is_no_strategy_is_refused(load: Callable[..., LLM]) -> None:
@@ -262,36 +258,3 @@ def test_the_slots_are_the_same_for_any_number_of_layers(
         pool = host_llm(folder, plan=plan)._engine._compiler.pool
         found.append({name: pool[name].array.nbytes for name in pool})
     assert found[0] == found[1] == found[2]
-
-
-def test_exact_placements_take_the_place_of_the_plan_s(
-    load: Callable[..., LLM],
-    plan: Plan,
-    token_ids: Callable[[int], list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[str, int, str]] = []
-
-    class Exact:
-        def placement(self, phase: Any, tokens: int, spec: Any) -> Placement:
-            asked.append((phase, tokens, spec.group))
-            if spec.group == "down" and tokens == 50:
-                return Placement(spec.member_rows, (32,))
-            return plan.placement(phase, tokens, spec)
-
-        def block_placement(self, *_: Any) -> None:
-            return None
-
-    ids = token_ids(61)
-    expected = logits(load(), ids)
-    original = Engine.__init__
-
-    def start(engine: Engine, *arguments: Any, **options: Any) -> None:
-        original(engine, *arguments, **options, placements=Exact())
-
-    monkeypatch.setattr(Engine, "__init__", start)
-    llm = load()
-    np.testing.assert_allclose(logits(llm, ids), expected, rtol=1e-3, atol=1e-3)
-    assert ("prefill", 50, "down") in asked
-    names = described(llm, calls_of(llm, "prefill", 50))
-    assert names.count("graph") == 8

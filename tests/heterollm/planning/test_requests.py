@@ -10,12 +10,14 @@ import pytest
 from heterollm.base import OptionError, PlanError
 from heterollm.cli import main
 from heterollm.model import find_model, op_specs, shape_of_specs
-from heterollm.planning import Planner, PlanRequest
+from heterollm.planning import ProfiledModel, Solved
 from heterollm.planning.lengths import BuildCosts
+from heterollm.planning.planner import solve_plan
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, PowerKey, Profile, Record
 from heterollm.profiler.work import cut_rows, rest_rows
 from heterollm.report.plan import chunked
-from heterollm.solver import Plan, chunks
+from heterollm.solver import Plan
+from heterollm.solver.request import PlanRequest
 
 MODEL = "qwen2.5-0.5b"
 CONFIG = find_model(MODEL).config
@@ -71,16 +73,17 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.getbasetemp() / "length_choice"))
 
 
-def planner(profile: Profile, **request: object) -> Planner:
-    return Planner(profile, CONFIG, SPECS, "w4a16", PlanRequest(**{"context": 256, **request}))
+def solved(profile: Profile, **request: object) -> Solved:
+    model = ProfiledModel(profile, CONFIG, SPECS, "w4a16")
+    return solve_plan(model, PlanRequest(**{"context": 256, **request}))
 
 
 @pytest.fixture(scope="module")
-def built(profile, tmp_path_factory) -> Planner:
-    """The planner of a budget that does not do for all lengths."""
+def built(profile, tmp_path_factory) -> Solved:
+    """The plan of a budget that does not do for all lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.getbasetemp() / "length_choice"))
-        made = planner(profile, histogram=HISTOGRAM, build_budget_s=BUDGET_S)
+        made = solved(profile, histogram=HISTOGRAM, build_budget_s=BUDGET_S)
         assert made.length_choice is not None
     return made
 
@@ -117,7 +120,7 @@ def test_the_chosen_lengths_are_built_in_time(built):
 
 
 def test_hardly_any_time_builds_nothing(profile):
-    made = planner(profile, histogram=HISTOGRAM, build_budget_s=0.01)
+    made = solved(profile, histogram=HISTOGRAM, build_budget_s=0.01)
     assert made.length_choice.chosen.lengths == ()
     assert not made.plan.uses_npu
 
@@ -156,12 +159,13 @@ def test_nonsense_is_refused(profile, tmp_path, capsys, arguments, said):
 
 
 def test_without_a_budget_all_lengths_are_offered(profile):
-    made = planner(profile, histogram=HISTOGRAM)
+    made = solved(profile, histogram=HISTOGRAM)
     assert made.length_choice is None
-    assert made.solver.limits is not None
-    assert made.solver.limits.standard_lengths == LENGTHS
+    assert lengths_of(made.plan) > lengths_of(
+        solved(profile, histogram=HISTOGRAM, build_budget_s=BUDGET_S).plan
+    )
     with pytest.raises(OptionError, match="none were named"):
-        _ = planner(profile, build_budget_s=1.0).plan
+        solved(profile, build_budget_s=1.0)
 
 
 # -- chunks -----------------------------------------------------------------------------------------------
@@ -174,22 +178,22 @@ def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypat
         asked.append((dict(prompts), costs_at(700).position, set(slices)))
         return 128
 
-    monkeypatch.setattr(chunks, "best_chunk", best_chunk)
-    made = planner(profile, context=1024, level="tensor")
+    monkeypatch.setattr("heterollm.solver.best_chunk", best_chunk)
+    made = solved(profile, context=1024, level="tensor")
     assert made.plan.chunk_length == 128
     assert [length for _, length in made.plan.chunks(300)] == [128, 128, 44]
-    assert chunked(made, 300) == "A prompt of 300 tokens runs in several passes: 2 of 128 and one of 44."
-    assert chunked(made, 256) == "A prompt of 256 tokens runs in several passes: 2 of 128."
+    assert chunked(made.plan, 300) == "A prompt of 300 tokens runs in several passes: 2 of 128 and one of 44."
+    assert chunked(made.plan, 256) == "A prompt of 256 tokens runs in several passes: 2 of 128."
     assert max(entry.lengths[1] for entry in made.plan.entries) == 128
-    with pytest.raises(PlanError, match="1 to 128 tokens"):
-        made.one_pass("prefill", 129)
+    with pytest.raises(PlanError, match="prefill of 129 tokens"):
+        made.model.predict(made.plan, "prefill", 129)
     lengths = (32, 128, 256, 48, 192, 384, 1024)
     assert asked == [(dict.fromkeys(lengths, 1.0), 700, {"qkv", "o", "gate_up", "down", "head"})]
     # As they come, if that is known; one token is decode.
-    assert planner(profile, context=2048, histogram={1: 5.0, 900: 2.0, 60: 1.0}).plan.chunk_length == 128
+    assert solved(profile, context=2048, histogram={1: 5.0, 900: 2.0, 60: 1.0}).plan.chunk_length == 128
     assert asked[-1][0] == {900: 2.0, 60: 1.0}
     # Nothing to choose where no prompt is longer than a pass.
-    assert planner(profile, context=2048, histogram={1: 5.0, 250: 2.0}).plan.chunk_length == 256
+    assert solved(profile, context=2048, histogram={1: 5.0, 250: 2.0}).plan.chunk_length == 256
     assert len(asked) == 2
 
 

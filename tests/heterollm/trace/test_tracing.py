@@ -26,8 +26,9 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, feed_forward_blocks
 from heterollm.llm import LLM
-from heterollm.solver import GPU_ONLY, Placement, Plan, model_shape
-from heterollm.solver.plan import PlanEntry
+from heterollm.solver import Plan, model_shape
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 from heterollm.trace import Span, Trace, load_trace, summarise, summarise_phases
 from heterollm.trace.recorder import Recorder, Site
 from heterollm.trace.summary import BETWEEN, PYTHON, busy
@@ -356,15 +357,15 @@ def test_cuts_of_every_kind_are_named(
     entries = []
     for block in feed_forward_blocks(specs):
         entries += [
-            PlanEntry(phase, lengths, (block.layer,) * 2, "ffn", Placement((256, 256), (lengths[1],)))
+            PlanEntry(phase, lengths, (block.layer,) * 2, "ffn", BlockPlacement(256, (lengths[1],)))
             for phase, lengths in (("prefill", (33, 64)), ("decode", (1, 1)))
         ]
     for spec in specs:
         placement = GPU_ONLY
         if spec.group == "qkv":
-            placement = Placement(spec.member_rows, (32,))
+            placement = RowsPlacement(spec.member_rows, (32,))
         elif spec.group == "o":
-            placement = Placement((64,), (64,))
+            placement = RowsPlacement((64,), (64,))
         entries.append(PlanEntry("prefill", (33, 64), (spec.layer,) * 2, spec.group, placement))
     entries += [
         PlanEntry(phase, (1, 64), (-1, 3), group, GPU_ONLY)

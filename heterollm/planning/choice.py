@@ -1,0 +1,186 @@
+"""Chooses the plan of a load: a given one, one from a file, that of a level, or the solver's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heterollm.base import OptionError, PlanError
+from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.model import ModelConfig
+from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
+from heterollm.solver import (
+    LEVELS,
+    SOLVED_LEVELS,
+    LengthCosts,
+    LengthPolicy,
+    PhaseSync,
+    Plan,
+    PlanRequest,
+    level_plan,
+    model_shape,
+)
+
+if TYPE_CHECKING:
+    from heterollm.kernels.device import Device
+    from heterollm.planning.planner import ProfiledModel
+
+__all__ = ["PlanSources", "choose_plan", "plan_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSources:
+    """Where plans come from that no rule makes, each asked only when it is needed.
+
+    Args:
+        solve: Returns the solver's plan of a level or of ``auto``; None where the device has no profile.
+        length_costs: Returns what the policy ``auto`` goes by; None where the device has no profile.
+        sync: Returns how the processors wait under a level that follows a rule.
+    """
+
+    solve: Callable[[str], Plan | None] = lambda _level: None
+    length_costs: Callable[[], LengthCosts | None] = lambda: None
+    sync: Callable[[], PhaseSync] = PhaseSync
+
+
+def plan_for(
+    options: LoadOptions, device: Device, config: ModelConfig, specs: tuple[OpSpec, ...], context: int
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan of a load, and notes on what the profile lacks; called on the engine thread.
+
+    Args:
+        options: Of the load.
+        device: The opened device.
+        config: The model.
+        specs: Every group of it.
+        context: Positions of a session.
+
+    Raises:
+        OptionError: As :func:`choose_plan`, or the request is not legal.
+        PlanError: As :func:`choose_plan`.
+        ProfileError: The profile is damaged, or lacks what the level is about.
+    """
+    # Imported only now: rule levels need neither profile nor solver.
+    from heterollm.engine import default_sync
+    from heterollm.planning.planner import ProfiledModel, solve_plan, stored_profile
+    from heterollm.solver import best_hand_over
+
+    notes: list[str] = []
+
+    def profiled() -> ProfiledModel | None:
+        profile = stored_profile(device)
+        return None if profile is None else ProfiledModel(profile, config, specs, options.precision)
+
+    def solve(level: str) -> Plan | None:
+        model = profiled()
+        if model is None:
+            return None
+        request = replace(options.request or PlanRequest(), context=context, level=level)  # type: ignore[arg-type]
+        solved = solve_plan(model, request)
+        notes.extend(solved.notes)
+        return solved.plan
+
+    def length_costs() -> LengthCosts | None:
+        model = profiled()
+        return None if model is None else model.npu_us
+
+    def sync() -> PhaseSync:
+        profile = stored_profile(device)
+        return default_sync(device, None if profile is None else best_hand_over(profile))
+
+    plan = choose_plan(
+        options.plan,
+        specs,
+        device=device.name,
+        standard_lengths=device.standard_lengths,
+        precision=options.precision,
+        context=context,
+        length_policy=options.length_policy,
+        sources=PlanSources(solve, length_costs, sync),
+    )
+    if options.sync != "auto":
+        plan = replace(plan, sync=PhaseSync(options.sync, options.sync))
+    return plan, tuple(notes)
+
+
+def choose_plan(
+    plan: str | Path | Plan,
+    specs: Sequence[OpSpec],
+    *,
+    device: str,
+    standard_lengths: Sequence[int],
+    precision: Precision,
+    context: int,
+    length_policy: LengthPolicy = "padding",
+    sources: PlanSources | None = None,
+) -> Plan:
+    """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
+
+    Args:
+        plan: A plan, a level, ``tensor`` or ``block`` (the solver's, from the device's profile), ``auto``
+            (the better of the two, or ``gpu`` as long as the device has no profile), or a plan file.
+        specs: The model's groups.
+        device: Name of the device that runs it.
+        standard_lengths: Lengths of its NPU graphs; empty without an NPU.
+        precision: Precision of the linears.
+        context: Positions of a session.
+        length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
+        sources: Where solved plans, costs of lengths and ways of waiting come from.
+
+    Raises:
+        OptionError: It is neither a level nor a file, or the level or the policy needs an NPU or a profile.
+        PlanError: The plan is damaged, or made for another model, device or precision.
+    """
+    others = sources or PlanSources()
+    if isinstance(plan, Plan):
+        return _checked(plan, "The plan", specs, device, precision)
+    if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
+        solved = others.solve(plan)
+        if solved is not None:
+            return solved
+        if plan != "auto":
+            raise OptionError(
+                f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
+                fix=f"Run `heterollm profile --device {device}` with this model first.",
+            )
+        plan = "gpu"
+    if plan in LEVELS:
+        found = level_plan(
+            plan,
+            specs,
+            device=device,
+            precision=precision,
+            standard_lengths=standard_lengths,
+            chunk_length=min(context, CHUNK_LENGTH if plan == "gpu" else max(standard_lengths, default=1)),
+            length_policy="padding" if plan == "gpu" else length_policy,
+            length_costs=others.length_costs() if length_policy == "auto" else None,
+        )
+        return replace(found, sync=others.sync()) if found.uses_npu else found
+    return _checked(_read(Path(plan)), str(plan), specs, device, precision)
+
+
+def _read(path: Path) -> Plan:
+    try:
+        found = path.is_file()
+    except OSError:  # such as a name that is too long
+        found = False
+    if not found:
+        raise OptionError(
+            f"{str(path)!r:.200} is neither a plan level nor a plan file.",
+            fix=f"Choose auto, {', '.join((*LEVELS, *SOLVED_LEVELS))}, or the path of a plan.",
+        )
+    return Plan.load(path)
+
+
+def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precision: str) -> Plan:
+    wanted = {"shape": model_shape(specs), "device": device, "precision": precision}
+    for field, value in wanted.items():
+        stated = getattr(plan, field)
+        if stated != value:
+            raise PlanError(
+                f"{what} was made for {field} {stated!r}, and this is {value!r}.",
+                fix="Choose a level, or make a plan for this model, device and precision.",
+            )
+    return plan

@@ -1,0 +1,170 @@
+"""Placements: who computes one operator in one pass.
+
+Each kind of placement is a class of its own; :data:`Placement` is one of them. A reader tells them apart by
+``type`` in JSON, and by their class in Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal, TypeAlias
+
+from heterollm.base import PlanError
+from heterollm.kernels.ops import OpSpec
+
+__all__ = [
+    "GPU_ONLY",
+    "PLACEMENT_KINDS",
+    "PLACEMENT_TYPES",
+    "Alternative",
+    "BlockPlacement",
+    "Placement",
+    "PlacementKind",
+    "RowsPlacement",
+    "bare",
+]
+
+PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid", "block"]
+"""The paper's names for what a placement does to a pass; a split of a block, which the paper has not, is
+``block``."""
+
+PLACEMENT_KINDS: Final[tuple[PlacementKind, ...]] = ("gpu", "npu", "row", "sequence", "hybrid", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A placement that was considered and not taken.
+
+    Args:
+        description: What it was, in words.
+        predicted_us: Its predicted time.
+        of_ffn: Whether that is the time of the whole feed-forward network, which could be placed as a block,
+            or apart, instead; else of the operator alone.
+    """
+
+    description: str
+    predicted_us: float
+    of_ffn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlacement:
+    """The placement of a group of linears.
+
+    The NPU owns the leading ``npu_rows`` output rows of each member and runs its graphs of ``npu_lengths``
+    tokens one after the other from the first token on, the last one padded if the pass is shorter. The GPU
+    computes what is left: the other rows of all tokens, or all rows of the tokens past the last graph.
+
+    Args:
+        npu_rows: Output rows of each member on the NPU; empty when the GPU computes all.
+        npu_lengths: Standard lengths that the NPU runs, in order; empty when the GPU computes all.
+        form: Which of the equivalent NPU graphs is used; None leaves the backend's first choice.
+        predicted_us: Predicted time of the group, if the plan came from a profile.
+        rejected: The runners-up.
+    """
+
+    type: ClassVar[str] = "rows"
+
+    npu_rows: tuple[int, ...] = ()
+    npu_lengths: tuple[int, ...] = ()
+    form: str | None = None
+    predicted_us: float | None = None
+    rejected: tuple[Alternative, ...] = ()
+
+    def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:
+        """Return the paper's name for what this placement does to ``tokens`` tokens of a group."""
+        if not self.npu_lengths:
+            return "gpu"
+        if self.npu_rows == spec.member_rows:
+            return "npu" if sum(self.npu_lengths) >= tokens else "sequence"
+        return "row" if self.npu_lengths == (tokens,) else "hybrid"
+
+    def check(self, spec: OpSpec, tokens: int) -> None:
+        """Raise :class:`PlanError` unless the placement can run ``tokens`` tokens of the group."""
+        where = _where(spec, tokens)
+        if spec.then is not None:
+            raise PlanError(
+                f"{where}: a block is placed by its width, not by rows.",
+                fix="Give it a width, or place gate_up and down instead.",
+            )
+        if bool(self.npu_rows) != bool(self.npu_lengths):
+            raise PlanError(f"{where}: npu_rows {self.npu_rows} and npu_lengths {self.npu_lengths} disagree.")
+        if not self.npu_rows:
+            return
+        if len(self.npu_rows) != len(spec.members):
+            raise PlanError(f"{where}: npu_rows {self.npu_rows} must name {len(spec.members)} members.")
+        limits = zip(self.npu_rows, spec.member_rows, strict=True)
+        if any(not 0 <= rows <= limit for rows, limit in limits) or not any(self.npu_rows):
+            raise PlanError(f"{where}: npu_rows {self.npu_rows} exceed the rows {spec.member_rows}.")
+        _check_lengths(where, self.npu_lengths, tokens)
+        if self.npu_rows != spec.member_rows and sum(self.npu_lengths) < tokens:
+            raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlacement:
+    """The placement of a feed-forward block, which is split along its intermediate width.
+
+    The NPU computes the leading ``width`` of it, the GPU the rest, both for all tokens; their outputs make a
+    sum.
+
+    Args:
+        width: Of the intermediate width, that on the NPU; all of it where the NPU computes the block.
+        npu_lengths: Standard lengths that the NPU runs, in order; they cover the pass.
+        form: Which of the equivalent NPU graphs is used; None leaves the backend's first choice.
+        predicted_us: Predicted time of the block, if the plan came from a profile.
+        rejected: The runners-up.
+    """
+
+    type: ClassVar[str] = "block"
+
+    width: int
+    npu_lengths: tuple[int, ...]
+    form: str | None = None
+    predicted_us: float | None = None
+    rejected: tuple[Alternative, ...] = ()
+
+    @property
+    def npu_rows(self) -> tuple[int, ...]:
+        """Rows of gate and of up on the NPU."""
+        return (self.width, self.width)
+
+    def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:  # noqa: ARG002 - as of RowsPlacement
+        """Return ``npu`` where it computes the whole block, else ``block``."""
+        return "npu" if self.npu_rows == spec.member_rows else "block"
+
+    def check(self, spec: OpSpec, tokens: int) -> None:
+        """Raise :class:`PlanError` unless the placement can run ``tokens`` tokens of the block."""
+        where = _where(spec, tokens)
+        if spec.then is None:
+            raise PlanError(
+                f"{where}: only a feed-forward block is placed by its width.", fix="Give npu_rows instead."
+            )
+        if not 1 <= self.width <= spec.member_rows[0]:
+            raise PlanError(f"{where}: width {self.width} is not within 1 to {spec.member_rows[0]}.")
+        _check_lengths(where, self.npu_lengths, tokens)
+        if sum(self.npu_lengths) < tokens:
+            raise PlanError(f"{where}: a block must cover all tokens, not {self.npu_lengths}.")
+
+
+Placement: TypeAlias = RowsPlacement | BlockPlacement
+PLACEMENT_TYPES: Final[dict[str, type[RowsPlacement] | type[BlockPlacement]]] = {
+    kind.type: kind for kind in (RowsPlacement, BlockPlacement)
+}
+GPU_ONLY: Final = RowsPlacement()
+
+
+def bare(placement: Placement) -> Placement:
+    """Return a placement without its predictions: two that do the same are equal then."""
+    return replace(placement, predicted_us=None, rejected=())
+
+
+def _where(spec: OpSpec, tokens: int) -> str:
+    return f"group {spec.group} of layer {spec.layer} at {tokens} tokens"
+
+
+def _check_lengths(where: str, npu_lengths: tuple[int, ...], tokens: int) -> None:
+    if not npu_lengths or any(length < 1 for length in npu_lengths):
+        raise PlanError(f"{where}: npu_lengths {npu_lengths} must be positive.")
+    if sum(npu_lengths[:-1]) >= tokens:
+        raise PlanError(f"{where}: the last of npu_lengths {npu_lengths} would have no token.")

@@ -1,0 +1,71 @@
+"""The records that a plan is made of: entries, ways of waiting, and slices that the NPU holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from heterollm.kernels.gpu import SyncChoice
+from heterollm.kernels.ops import Group, Phase
+from heterollm.solver.placements import Placement
+
+__all__ = ["HeldSlice", "PhaseSync", "PlanEntry", "held_slices"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSync:
+    """How the NPU waits for the GPU in each phase.
+
+    ``operator`` finishes the GPU's queue after every operator: the baseline that fast waits are compared
+    with. The others are strategies of :mod:`heterollm.kernels.sync.handover`; every device offers ``event``.
+    """
+
+    prefill: SyncChoice = "event"
+    decode: SyncChoice = "event"
+
+    def of(self, phase: Phase) -> SyncChoice:
+        """Return the choice for a phase."""
+        return self.prefill if phase == "prefill" else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """Rows of a group, or a width of a block, that the NPU holds, and the lengths of its graphs.
+
+    Args:
+        group: The group, or ``ffn``.
+        layers: First and last layer.
+        npu_rows: Rows of each member.
+        lengths: Standard lengths at which graphs of it exist, ascending.
+    """
+
+    group: Group
+    layers: tuple[int, int]
+    npu_rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """The placement of one group for a range of lengths and of layers, both inclusive."""
+
+    phase: Phase
+    lengths: tuple[int, int]
+    layers: tuple[int, int]
+    group: Group
+    placement: Placement
+
+    def serves(self, phase: Phase, length: int) -> bool:
+        """Whether the entry is for passes of a phase and length."""
+        return self.phase == phase and self.lengths[0] <= length <= self.lengths[1]
+
+
+def held_slices(entries: Iterable[PlanEntry]) -> tuple[HeldSlice, ...]:
+    """Return the slices that some entries use, in their order."""
+    found: dict[tuple[Group, tuple[int, int], tuple[int, ...]], set[int]] = {}
+    for entry in entries:
+        placement = entry.placement
+        if placement.npu_lengths:
+            key = entry.group, entry.layers, placement.npu_rows
+            found.setdefault(key, set()).update(placement.npu_lengths)
+    return tuple(HeldSlice(*key, tuple(sorted(lengths))) for key, lengths in found.items())
