@@ -93,7 +93,6 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
-    from heterollm.kernels.gpu import flag_word
     from heterollm.kernels.gpu.waiting import sleep_overshoot_us
     from heterollm.kernels.open import open_device
     from heterollm.kernels.sync import flag_litmus, refused_strategies
@@ -106,7 +105,7 @@ def main() -> None:
     print(f"a short sleep comes back {sleep_overshoot_us():.0f} us late")
     for strategy, reason in refused_strategies(device.gpu).items():
         print(f"not offered: {strategy}: {reason}")
-    if options.litmus and flag_word(device.gpu) is not None:
+    if options.litmus and device.gpu.flag is not None:
         begin = time.perf_counter()
         found = flag_litmus(device.gpu, options.litmus)
         taken_s = time.perf_counter() - begin

@@ -45,10 +45,10 @@ class Trace:
 
     def around(self, call: Any) -> Callable[[], None]:  # noqa: ANN401 - a launch, a graph's run or a wait
         """Return a call that does the same and is recorded."""
-        from heterollm.kernels.gpu import ChainedLaunch, Launch, OpenClRuntime, SharedArray
+        from heterollm.kernels.gpu import ChainedLaunch, OpenClRuntime, SharedArray
 
         if isinstance(call, ChainedLaunch):
-            first, second = self.around(call.before), functools.partial(Launch.__call__, call)
+            first, second = self.around(call.before), call.alone
             return lambda: (first(), self.events.append((call.label, second())))[0]
         if hasattr(call, "strategy") or hasattr(getattr(call, "__self__", None), "strategy"):
             return call  # type: ignore[no-any-return] - a hand-over's wait

@@ -14,7 +14,7 @@ from heterollm.kernels.npu import NpuBackend, TimeKind
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread
 
 if TYPE_CHECKING:
-    from heterollm.kernels.gpu import OpenClRuntime
+    from heterollm.kernels.gpu import GpuRuntime
 
 __all__ = ["Device", "DeviceStatus", "fingerprint_of"]
 
@@ -35,7 +35,7 @@ class Device:
     """
 
     name: str
-    gpu: OpenClRuntime
+    gpu: GpuRuntime
     npu: NpuBackend | None
     split: ThreadSplit
     activation_dtype: np.dtype[Any]
@@ -47,6 +47,11 @@ class Device:
     def standard_lengths(self) -> tuple[int, ...]:
         """Lengths for which NPU graphs exist; empty without an NPU."""
         return () if self.npu is None else self.npu.standard_lengths
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its times are those of a model, and not measured."""
+        return self.time_kind == "simulated"
 
     def now_s(self) -> float:
         """Return the seconds that its times are in: real ones, or those of a virtual clock."""
@@ -72,7 +77,7 @@ class Device:
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
             # What a simulated device computes in says nothing of its times.
-            "activation_dtype": "float16" if self.gpu.is_simulated else self.activation_dtype.name,
+            "activation_dtype": "float16" if self.is_simulated else self.activation_dtype.name,
         }
 
     def fingerprint(self) -> str:

@@ -133,11 +133,10 @@ def profile_device(
         "budget_s": options.budget_s,
         "quick": options.quick,
         "update": options.update,
-        "clocks_mhz": [] if device.gpu.is_simulated else _clocks_mhz(),
+        "clocks_mhz": [] if device.is_simulated else _clocks_mhz(),
         "power": [source.name for source in sources],
     }
-    # A simulated kernel has no parameters that could be tuned.
-    if options.tune and not device.gpu.is_simulated and not (options.update and profile.records):
+    if options.tune and device.gpu.is_tunable and not (options.update and profile.records):
         details["tuning"] = _tune(device, shapes, progress)
     with _temporary_graphs(device), contextlib.closing(SharedLoad(device)) as load:
         finest: Tier = 0 if options.quick else 2 if options.budget_s is None else 1
@@ -178,7 +177,7 @@ def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]
 
 
 def _power_sources(device: Device) -> Sequence[PowerSource]:
-    if not device.gpu.is_simulated:
+    if not device.is_simulated:
         return power_sources()
     from heterollm.profiler.measure import simulated_meters
 

@@ -63,7 +63,7 @@ class SelfEngine:
         )
         self._sessions: dict[int, Session] = {}
         device = self._llm.device
-        self._meter = simulated_meters(device)[0] if device.gpu.is_simulated else None
+        self._meter = simulated_meters(device)[0] if device.is_simulated else None
         self.modelled_j: float | None = None
 
     @property

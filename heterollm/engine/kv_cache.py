@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from heterollm.kernels.gpu import OpenClRuntime, SharedArray, head_stride
+from heterollm.kernels.gpu import GpuRuntime, SharedArray, head_stride
 
 __all__ = ["KvCache"]
 
@@ -27,7 +27,7 @@ class KvCache:
 
     def __init__(
         self,
-        runtime: OpenClRuntime,
+        runtime: GpuRuntime,
         *,
         layers: int,
         kv_heads: int,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from heterollm.engine.placing import Call
 from heterollm.engine.waits import PassHandOvers
-from heterollm.kernels.gpu import Launch, MergedLaunch, OpenClRuntime, Segments, SharedArray, merge_launches
+from heterollm.kernels.gpu import GpuRuntime, Launch, MergedLaunch, Segments, SharedArray, merge_launches
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.solver import Placement
 
@@ -42,7 +42,7 @@ class CompiledPass:
     output: Segments | None = None
     bound_cache: SharedArray | None = None
 
-    def merge(self, runtime: OpenClRuntime) -> None:
+    def merge(self, runtime: GpuRuntime) -> None:
         """Make one launch of those that follow each other, where the device gains by it."""
         self.calls = merge_launches(runtime, self.calls)
         left = [launch for launch in self.cache_launches if launch in self.calls]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from numpy.typing import NDArray
 
 from heterollm.base import EngineError, OptionError
-from heterollm.kernels.gpu import ChainedLaunch, Launch, OpenClRuntime, SharedArray
+from heterollm.kernels.gpu import ChainedLaunch, GpuRuntime, Launch, SharedArray
 from heterollm.kernels.sync import LateWriter, Pool
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SlotCheck:
         seed: Of the delays.
     """
 
-    def __init__(self, runtime: OpenClRuntime, seed: int) -> None:
+    def __init__(self, runtime: GpuRuntime, seed: int) -> None:
         self._runtime = runtime
         self._random = random.Random(seed)  # noqa: S311 - delays, not secrets
         writer = LateWriter(runtime)
@@ -115,7 +115,7 @@ class SlotCheck:
         self._rows: dict[int, tuple[Launch, Span]] = {}
 
     @classmethod
-    def from_environment(cls, runtime: OpenClRuntime) -> SlotCheck | None:
+    def from_environment(cls, runtime: GpuRuntime) -> SlotCheck | None:
         """Return the check that the environment asks for; None where it asks for none.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.kernels.gpu import OpenClRuntime
+from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights, Norm, RopeConfig, rope_tables
 
@@ -23,7 +23,7 @@ class SmallTensors:
         context: Positions of a session.
     """
 
-    def __init__(self, runtime: OpenClRuntime, weights: ModelWeights, context: int) -> None:
+    def __init__(self, runtime: GpuRuntime, weights: ModelWeights, context: int) -> None:
         config = weights.config
         offset = np.float32(config.norm_offset)
         self._runtime, self._weights = runtime, weights

@@ -6,7 +6,6 @@ so that the layer of a norm is that of the linear behind it, and attention's tha
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from heterollm.kernels.gpu import ChainedLaunch, Launch
+from heterollm.kernels.gpu import ChainedLaunch
 from heterollm.kernels.npu import Form, NpuBackend, NpuBlock, NpuGraph, NpuPart
 from heterollm.kernels.ops import Group, OpSpec, feed_forward_block
 from heterollm.trace.recorder import Call, Recorder, Site
@@ -313,7 +312,7 @@ def _category(label: str) -> PartCategory:
 
 def _enqueue(call: Any) -> Call:  # noqa: ANN401 - a launch
     """Return the launch of a kernel alone, without the one that it chains."""
-    return functools.partial(Launch.__call__, call) if isinstance(call, ChainedLaunch) else call
+    return call.alone if isinstance(call, ChainedLaunch) else call
 
 
 def _is_wait(value: Any) -> bool:  # noqa: ANN401 - anything

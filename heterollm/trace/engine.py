@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from heterollm.base import DeviceError
 from heterollm.engine import Call, Compiler, Engine, KvCache
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import OpenClRuntime
+from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Phase
 from heterollm.model import ModelWeights
@@ -134,9 +134,8 @@ class _Reading(NamedTuple):
     uncertainty_us: float
 
 
-def _read(runtime: OpenClRuntime) -> _Reading:
-    if runtime.is_simulated:
-        # All of its parts run on one clock.
+def _read(runtime: GpuRuntime) -> _Reading:
+    if runtime.stamps_host_time:
         return _Reading(runtime.now_ns(), 0, 0.0)
     for left in reversed(range(CLOCK_TRIES)):
         try:
@@ -162,7 +161,7 @@ class _Clocks:
         DeviceError: The timestamps contradict the host's clock.
     """
 
-    def __init__(self, runtime: OpenClRuntime) -> None:
+    def __init__(self, runtime: GpuRuntime) -> None:
         self._runtime = runtime
         self._first = self._last = _read(runtime)
 

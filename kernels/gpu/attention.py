@@ -11,12 +11,12 @@ from numpy.typing import DTypeLike
 
 from heterollm.base import PAGE_BYTES, KernelError, round_up
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.layer_kernels import STEP_LENGTH, STEP_POSITION, Defines, LayerKernels, Segments
+from heterollm.kernels.gpu.layer_kernels import Defines, LayerKernels, Segments
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
 from heterollm.kernels.gpu.variants import Variant
-from heterollm.kernels.gpu.work import GpuWork
+from heterollm.kernels.gpu.work import attention_work, pointwise_work, rope_work
 
 __all__ = ["GpuAttention", "head_stride"]
 
@@ -115,8 +115,7 @@ class GpuAttention(LayerKernels):
         pieces = max(-(-rotary // 16) + -(-(head_dim - rotary) // 16), -(-head_dim // 16))
         width = 1 if style == "vector" else round_up(pieces * (heads + 2 * kv_heads), items)
         queries, keys = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim
-        written = 4 * queries + self._kv_dtype.itemsize * keys
-        demand = GpuWork("elementwise", 6 * queries, self._item_bytes * (queries + keys), written)
+        work = functools.partial(rope_work, queries, keys, self._item_bytes, self._kv_dtype.itemsize)
         return self._runtime.launch(
             kernel,
             (
@@ -128,7 +127,7 @@ class GpuAttention(LayerKernels):
             (width, tokens),
             (items, 1),
             label,
-            demand=demand,
+            work=work,
         )
 
     def attention(
@@ -209,8 +208,16 @@ class GpuAttention(LayerKernels):
         part_keys = ONE_PART if part_count == 1 else -(-bucket // part_count)
         partial = out if part_count == 1 else self._partial(tokens * heads * part_count * (head_dim + 2) * 4)
         factor = scale / soft_cap if soft_cap else scale * LOG2_E
-        demand = functools.partial(
-            self._attention_demand, step, (heads, kv_heads, head_dim), tokens, window, 4 * (part_count > 1)
+        work = functools.partial(
+            attention_work,
+            step.array,
+            heads,
+            kv_heads,
+            head_dim,
+            tokens=tokens,
+            window=window,
+            kv_bytes=self._kv_dtype.itemsize,
+            output_bytes=self._item_bytes if part_count == 1 else 4,
         )
         first = self._runtime.launch(
             kernel,
@@ -224,40 +231,13 @@ class GpuAttention(LayerKernels):
             (tiles * items, kv_heads, part_count),
             (items, 1, 1),
             label,
-            demand=demand,
+            work=work,
         )
         if part_count > 1:
             return first, self._join(partial, out, tokens, heads, head_dim, part_count, rounded, label)
         if rounded is None or rounds(style):
             return (first,)
         return first, self._round(out, rounded, tokens, heads * head_dim)
-
-    def _attention_demand(
-        self, step: SharedArray, sizes: tuple[int, int, int], tokens: int, window: int, partial_bytes: int
-    ) -> GpuWork:
-        """Return the work of attention at the position that the step buffer holds.
-
-        Args:
-            step: The step buffer.
-            sizes: Query heads, key heads, elements of a head.
-            tokens: Tokens of the pass.
-            window: Positions that a token sees; 0 for all.
-            partial_bytes: Bytes of an element of a partial result; 0 where the result is written at once.
-        """
-        heads, kv_heads, head_dim = sizes
-        position = int(step.array[STEP_POSITION])
-        rows = min(tokens, int(step.array[STEP_LENGTH]))
-        last = position + rows
-        seen = rows * position + rows * (rows + 1) // 2
-        if window and last > window:
-            # Tokens past the window see as many positions as it has.
-            inside = max(0, window - position)
-            seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
-            last = min(last, window + rows - 1)
-        keys = 2 * last * kv_heads * head_dim * self._kv_dtype.itemsize
-        outputs = rows * heads * head_dim
-        written = outputs * (partial_bytes or self._item_bytes)
-        return GpuWork("attention", 4 * seen * heads * head_dim, keys + 4 * outputs, written, rows)
 
     def _join(
         self,
@@ -278,14 +258,16 @@ class GpuAttention(LayerKernels):
         files = ("attention.h", "attention_join.cl")
         kernel, _, items = self._kernel(files, "attention_join", lambda _: shape, rounded)
         codes = rounded.arguments(tokens, heads * head_dim, label) if rounded else ()
-        elements, item = tokens * heads * head_dim, self._item_bytes
+        work = functools.partial(
+            pointwise_work, tokens * heads * head_dim, 4 * parts, 4 * parts, self._item_bytes
+        )
         return self._runtime.launch(
             kernel,
             (partial, out, np.int32(parts), *codes),
             (tokens * heads // together * items,),
             (items,),
             f"{label} join",
-            demand=GpuWork("elementwise", 4 * parts * elements, 4 * parts * elements, item * elements),
+            work=work,
         )
 
     def _round(self, out: SharedArray, rounded: RoundedInputs, tokens: int, columns: int) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -11,19 +12,44 @@ import numpy as np
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.memory import SharedArray
 
-__all__ = ["Argument", "ChainedLaunch", "Launch", "host_address"]
+__all__ = ["Argument", "ChainedLaunch", "Launch", "OpenClLaunch", "host_address"]
 
 Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
 """A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
 
 
-class Launch:
-    """One kernel with its arguments set, ready to be enqueued again and again.
+class Launch(ABC):
+    """One kernel with its arguments, ready to be enqueued again and again; made by a runtime.
+
+    Args:
+        kernel: The kernel, as its runtime made it.
+        arguments: Its arguments; the launch keeps the memory that they name.
+        label: Name for traces and errors.
+    """
+
+    __slots__ = ("arguments", "kernel", "label")
+
+    def __init__(self, kernel: Any, arguments: Sequence[Argument], label: str) -> None:  # noqa: ANN401 - the runtime's
+        self.kernel = kernel
+        self.arguments = tuple(arguments)
+        self.label = label
+
+    @abstractmethod
+    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+        """Name other memory in place of ``old``."""
+
+    @abstractmethod
+    def __call__(self) -> Any:  # noqa: ANN401 - an event, which pyopencl does not type
+        """Enqueue the kernel without waiting; returns its event."""
+
+
+class OpenClLaunch(Launch):
+    """A launch on an OpenCL queue.
 
     It owns its kernel object, and keeps the memory that the arguments name: OpenCL does not.
     """
 
-    __slots__ = ("_enqueue", "_queue", "arguments", "global_size", "kernel", "label", "local_size")
+    __slots__ = ("_enqueue", "_queue", "global_size", "local_size")
 
     def __init__(
         self,
@@ -36,11 +62,9 @@ class Launch:
     ) -> None:
         self._queue = queue
         self._enqueue = cl.enqueue_nd_range_kernel
-        self.kernel = kernel
-        self.arguments = tuple(arguments)
+        super().__init__(kernel, arguments, label)
         self.global_size = global_size
         self.local_size = local_size
-        self.label = label
         kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
@@ -59,18 +83,31 @@ class Launch:
             self._queue.finish()
 
 
-class ChainedLaunch(Launch):
+class ChainedLaunch(OpenClLaunch):
     """A launch that enqueues another one first, which prepares its input."""
 
     __slots__ = ("before",)
 
-    def __init__(self, before: Launch, *arguments: Any) -> None:  # noqa: ANN401 - those of Launch
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        before: Launch,
+        queue: cl.CommandQueue,
+        kernel: cl.Kernel,
+        arguments: Sequence[Argument],
+        global_size: tuple[int, ...],
+        local_size: tuple[int, ...],
+        label: str,
+    ) -> None:
+        super().__init__(queue, kernel, arguments, global_size, local_size, label)
         self.before = before
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue both kernels without waiting; returns the event of the last."""
         self.before()
+        return self.alone()
+
+    def alone(self) -> Any:  # noqa: ANN401
+        """Enqueue the second kernel without the first; returns its event."""
         return super().__call__()
 
 

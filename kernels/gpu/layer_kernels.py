@@ -17,29 +17,16 @@ from numpy.typing import DTypeLike
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
+from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.rounding import RoundedInputs
-from heterollm.kernels.gpu.runtime import OpenClRuntime
 from heterollm.kernels.gpu.variants import Variant, variants_for
 from heterollm.kernels.ops import Join
 
 __all__ = [
-    "STEP_HEAD_ROW",
-    "STEP_LENGTH",
-    "STEP_POSITION",
-    "STEP_WORDS",
     "Defines",
     "LayerKernels",
     "Segments",
 ]
-
-STEP_POSITION: Final = 0
-"""Index in the step buffer (int32) of the position of the pass's first token."""
-STEP_LENGTH: Final = 1
-"""Index of the tokens of the pass; what lies behind them is neither read nor written."""
-STEP_HEAD_ROW: Final = 2
-"""Index of the first row that the head reads."""
-STEP_WORDS: Final = 16
-"""Words of the step buffer."""
 
 Defines: TypeAlias = dict[str, str | int]
 """Preprocessor definitions of a kernel."""
@@ -103,7 +90,7 @@ class LayerKernels:
 
     def __init__(
         self,
-        runtime: OpenClRuntime,
+        runtime: GpuRuntime,
         activation_dtype: DTypeLike,
         kv_dtype: DTypeLike,
         *,

@@ -7,34 +7,22 @@ writes the type that the linear reads on either part.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
 from heterollm.base import KernelError, round_up
-from heterollm.kernels.gpu.attention import GpuAttention, head_stride
+from heterollm.kernels.gpu.attention import GpuAttention
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.layer_kernels import (
-    STEP_HEAD_ROW,
-    STEP_LENGTH,
-    STEP_POSITION,
-    STEP_WORDS,
-    Segments,
-)
+from heterollm.kernels.gpu.layer_kernels import Segments
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs
-from heterollm.kernels.gpu.work import GpuWork
+from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 from heterollm.kernels.ops import Activation
 
-__all__ = [
-    "STEP_HEAD_ROW",
-    "STEP_LENGTH",
-    "STEP_POSITION",
-    "STEP_WORDS",
-    "GpuLayers",
-    "Segments",
-    "head_stride",
-]
+__all__ = ["GpuLayers"]
 
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
 """In the order of pointwise.cl's numbers."""
@@ -156,12 +144,11 @@ class GpuLayers(GpuAttention):
         kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
         codes = rounded.arguments(rows, hidden, label) if rounded else ()
         values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
-        elements, item = rows * hidden, self._item_bytes
+        item, block = self._item_bytes, rounded.block if rounded else 0
         # Flag 1 is a delta whose sum is stored, 2 one whose sum is not.
-        read = elements * (4 + (item if flags[0] else 0))
-        written = elements * (item + (4 if flags[0] == 1 else 0))
-        demand = GpuWork("elementwise", 6 * elements, read, written + _code_bytes(elements, rounded))
-        return self._runtime.launch(kernel, values, (rows * items,), (items,), label, demand=demand)
+        read, written = 4 + (item if flags[0] else 0), item + (4 if flags[0] == 1 else 0)
+        work = functools.partial(pointwise_work, rows * hidden, 6, read, written, block)
+        return self._runtime.launch(kernel, values, (rows * items,), (items,), label, work=work)
 
     # -- point by point ------------------------------------------------------------------------------
 
@@ -195,10 +182,9 @@ class GpuLayers(GpuAttention):
         self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
         memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
-        elements, item = tokens * intermediate, self._item_bytes
-        written = item * elements + _code_bytes(elements, rounded)
-        demand = GpuWork("elementwise", 10 * elements, 2 * item * elements, written)
-        return self._pointwise("gated_activation", memory, sizes, tokens, label, demand, rounded)
+        item, block = self._item_bytes, rounded.block if rounded else 0
+        work = functools.partial(pointwise_work, tokens * intermediate, 10, 2 * item, item, block)
+        return self._pointwise("gated_activation", memory, sizes, tokens, label, work, rounded)
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
@@ -207,9 +193,8 @@ class GpuLayers(GpuAttention):
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
         self._check(out, rows * head.rows[0], 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
-        elements = rows * head.rows[0]
-        demand = GpuWork("elementwise", elements, self._item_bytes * elements, 4 * elements)
-        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, demand)
+        work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes, 4)
+        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, work)
 
     def soft_cap(
         self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"
@@ -224,9 +209,8 @@ class GpuLayers(GpuAttention):
             label: Name for traces and errors.
         """
         self._check(logits, rows * vocabulary, 4, f"{label} logits")
-        elements = rows * vocabulary
-        demand = GpuWork("elementwise", 10 * elements, 4 * elements, 4 * elements)
-        return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, demand)
+        work = functools.partial(pointwise_work, rows * vocabulary, 10, 4, 4)
+        return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, work)
 
     def _pointwise(
         self,
@@ -235,7 +219,7 @@ class GpuLayers(GpuAttention):
         sizes: tuple[int, ...],
         rows: int,
         label: str,
-        demand: GpuWork,
+        work: Callable[[], GpuWork],
         rounded: RoundedInputs | None = None,
     ) -> Launch:
         columns = sizes[-1]
@@ -244,9 +228,4 @@ class GpuLayers(GpuAttention):
         width = round_up(-(-columns // span), items)
         codes = rounded.arguments(rows, columns, label) if rounded else ()
         arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
-        return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label, demand=demand)
-
-
-def _code_bytes(elements: int, rounded: RoundedInputs | None) -> int:
-    """Return the bytes of the int8 codes that are written beside the output."""
-    return 0 if rounded is None else elements + 8 * elements // rounded.block
+        return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label, work=work)

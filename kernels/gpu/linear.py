@@ -22,11 +22,11 @@ from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import SharedArray, aligned_empty
 from heterollm.kernels.gpu.packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
 from heterollm.kernels.gpu.parameters import KernelStyle, ShapeClass, default_parameters
+from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch, scratch_codes
-from heterollm.kernels.gpu.runtime import OpenClRuntime
 from heterollm.kernels.gpu.self_test import try_linear
 from heterollm.kernels.gpu.variants import BuildError, Variant, variants_for
-from heterollm.kernels.gpu.work import embedding_demand, linear_demand
+from heterollm.kernels.gpu.work import embedding_work, linear_work
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "RowRange"]
@@ -89,7 +89,7 @@ class GpuLinear:
 
     def __init__(
         self,
-        runtime: OpenClRuntime,
+        runtime: GpuRuntime,
         member_rows: tuple[int, ...],
         columns: int,
         number_format: WeightFormat,
@@ -113,7 +113,7 @@ class GpuLinear:
     @classmethod
     def pack(
         cls,
-        runtime: OpenClRuntime,
+        runtime: GpuRuntime,
         members: Sequence[LinearWeight],
         *,
         activation_dtype: DTypeLike,
@@ -273,9 +273,11 @@ class GpuLinear:
         arguments = (*self._device_weights(), *inputs, call.y, tiles, *sizes, *part, *span)
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
         output_bytes = 2 if call.half_output else 4
-        demand = linear_demand(self.format, rows, call.width, call.tokens, item_bytes, output_bytes)
+        work = functools.partial(
+            linear_work, self.format, rows, call.width, call.tokens, item_bytes, output_bytes
+        )
         size = grid.global_size, grid.local_size
-        return self._runtime.launch(kernel, arguments, *size, call.label, before, demand=demand)
+        return self._runtime.launch(kernel, arguments, *size, call.label, before, work=work)
 
     def _rounded(self, variant: Variant, call: _Call) -> tuple[RoundedInputs, Launch | None]:
         """Return the codes of a call's inputs, and the launch that makes them where none did before."""
@@ -347,8 +349,8 @@ class GpuLinear:
         sizes = (np.int32(self.columns), np.int32(self.member_rows[0]), *self._parameters, np.int32(span))
         arguments: tuple[Argument, ...] = (*self._device_weights(), tokens, y, *sizes, np.float32(scale))
         global_size = (round_up(self.columns // span, items), count)
-        demand = embedding_demand(self.format, self.columns, count)
-        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label, demand=demand)
+        work = functools.partial(embedding_work, self.format, self.columns, count)
+        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label, work=work)
 
     def _device_weights(self) -> tuple[Argument, Argument, Argument]:
         # Arguments that a format does not use still need a buffer on some drivers.

@@ -20,9 +20,10 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu.launch import ChainedLaunch, Launch, host_address
+from heterollm.kernels.gpu.launch import ChainedLaunch, OpenClLaunch, host_address
 from heterollm.kernels.gpu.memory import SharedArray
-from heterollm.kernels.gpu.runtime import KernelKind, OpenClRuntime, read_sources
+from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
+from heterollm.kernels.gpu.sources import read_sources
 
 __all__ = ["MergedLaunch", "merge_launches"]
 
@@ -55,7 +56,7 @@ class MergedLaunch:
     __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
 
     def __init__(
-        self, runtime: OpenClRuntime, launches: Sequence[Launch], kinds: Sequence[KernelKind], source: str
+        self, runtime: GpuRuntime, launches: Sequence[OpenClLaunch], kinds: Sequence[KernelKind], source: str
     ) -> None:
         units = runtime.traits.compute_units
         self._table = runtime.shared((len(launches), ENTRY_WORDS), np.uint64)
@@ -97,7 +98,7 @@ class MergedLaunch:
             arguments[:] = [new if argument is old else argument for argument in arguments]
 
 
-def merge_launches(runtime: OpenClRuntime, calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
+def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
     """Return a list of calls with each run of two or more launches in it merged, where the device allows.
 
     Args:
@@ -105,15 +106,16 @@ def merge_launches(runtime: OpenClRuntime, calls: Iterable[Callable[[], Any]]) -
         calls: Launches and other calls, in order.
     """
     merged: list[Callable[[], Any]] = []
-    run: list[Launch] = []
+    run: list[OpenClLaunch] = []
 
     def end_run() -> None:
         merged.extend(_merged(runtime, run))
         run.clear()
 
     for call in calls:
-        if isinstance(call, Launch) and _mergeable(runtime, call):
-            run.extend((call.before, call) if isinstance(call, ChainedLaunch) else (call,))
+        parts = _kernels(call)
+        if parts and _mergeable(runtime, parts):
+            run.extend(parts)
         else:
             end_run()
             merged.append(call)
@@ -121,16 +123,23 @@ def merge_launches(runtime: OpenClRuntime, calls: Iterable[Callable[[], Any]]) -
     return merged
 
 
-def _mergeable(runtime: OpenClRuntime, launch: Launch) -> bool:
+def _kernels(call: Callable[[], Any]) -> tuple[OpenClLaunch, ...]:
+    """Return the launches of a call's kernels in order; nothing where it is no launch on a queue."""
+    if isinstance(call, ChainedLaunch):
+        return (*_kernels(call.before), call)
+    return (call,) if isinstance(call, OpenClLaunch) else ()
+
+
+def _mergeable(runtime: GpuRuntime, launches: Sequence[OpenClLaunch]) -> bool:
     if not (runtime.traits.is_cpu and runtime.traits.coherent):
         return False
-    parts = (launch.before, launch) if isinstance(launch, ChainedLaunch) else (launch,)
     return all(
-        set(part.local_size) == {1} and len(part.arguments) <= ENTRY_WORDS - ENTRY_ARGUMENTS for part in parts
+        set(launch.local_size) == {1} and len(launch.arguments) <= ENTRY_WORDS - ENTRY_ARGUMENTS
+        for launch in launches
     )
 
 
-def _merged(runtime: OpenClRuntime, launches: list[Launch]) -> list[Any]:
+def _merged(runtime: GpuRuntime, launches: list[OpenClLaunch]) -> list[Any]:
     if len(launches) < 2:
         return list(launches)
     examples = {runtime.kind(launch.kernel): launch for launch in launches}
@@ -149,7 +158,7 @@ def _merged(runtime: OpenClRuntime, launches: list[Launch]) -> list[Any]:
         return list(launches)
 
 
-def _groups(launch: Launch) -> tuple[int, int, int]:
+def _groups(launch: OpenClLaunch) -> tuple[int, int, int]:
     x, y, z = (*launch.global_size, 1, 1)[:3]
     return x, y, z
 
@@ -158,7 +167,7 @@ def _bits(value: Any) -> int:  # noqa: ANN401 - a NumPy scalar of any type
     return int.from_bytes(value.tobytes(), "little")
 
 
-def _source(kinds: Sequence[KernelKind], examples: Mapping[KernelKind, Launch]) -> str:
+def _source(kinds: Sequence[KernelKind], examples: Mapping[KernelKind, OpenClLaunch]) -> str:
     """Return the program that has each kernel as a function and calls it by its number."""
     cases = []
     for number, kind in enumerate(kinds):

@@ -6,6 +6,7 @@ a launch of its own does. Both call one function on what lies in memory, so that
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,18 +15,15 @@ import numpy as np
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import SharedArray
-from heterollm.kernels.gpu.runtime import OpenClRuntime
+from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.variants import Variant
-from heterollm.kernels.gpu.work import GpuWork
+from heterollm.kernels.gpu.work import BLOCK_BYTES, rounding_work
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["RoundedInputs", "code_bytes", "rounding_launch", "scratch_codes"]
 
 SPARE_TOKENS: Final = 7
 """Rows behind the last that the kernels for a few tokens read: up to their number, eight at most."""
-
-BLOCK_BYTES: Final = 8
-"""Of a block's scale and the sum of its codes, both float32."""
 
 WHOLE_BLOCKS: Final = 128
 """Columns that every kernel that rounds writes whole multiples of; so a block must divide them."""
@@ -90,7 +88,7 @@ def code_bytes(tokens: int, columns: int, block: int) -> tuple[int, int]:
     return values, values // block * BLOCK_BYTES
 
 
-def scratch_codes(runtime: OpenClRuntime, weight: WeightFormat, tokens: int, columns: int) -> RoundedInputs:
+def scratch_codes(runtime: GpuRuntime, weight: WeightFormat, tokens: int, columns: int) -> RoundedInputs:
     """Return memory for the codes that a launch leaves to the next one, which all such pairs share."""
     codes, blocks = code_bytes(tokens, columns, weight.block)
     return RoundedInputs(
@@ -102,7 +100,7 @@ def scratch_codes(runtime: OpenClRuntime, weight: WeightFormat, tokens: int, col
 
 
 def rounding_launch(
-    runtime: OpenClRuntime,
+    runtime: GpuRuntime,
     x: Argument,
     rounded: RoundedInputs,
     *,
@@ -134,8 +132,5 @@ def rounding_launch(
     sizes = map(np.int32, (columns, rounded.block, first_token, span))
     size = (round_up(-(-blocks // span), items), tokens)
     arguments = (x, rounded.codes, rounded.blocks, *sizes)
-    elements = tokens * columns
-    demand = GpuWork(
-        "elementwise", 4 * elements, elements * (2 if half else 4), elements + 8 * tokens * blocks
-    )
-    return runtime.launch(kernel, arguments, size, (items, 1), "rounding of inputs", demand=demand)
+    work = functools.partial(rounding_work, tokens * columns, 2 if half else 4, tokens * blocks)
+    return runtime.launch(kernel, arguments, size, (items, 1), "rounding of inputs", work=work)

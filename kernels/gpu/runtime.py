@@ -7,49 +7,49 @@ binding (:mod:`heterollm.kernels.gpu.binding`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import platform
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from importlib import resources
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import CacheError, DeviceError, KernelError, atomic_path, cache_root, format_bytes, see
 from heterollm.kernels.gpu.binding import OpenClError, cl
-from heterollm.kernels.gpu.host_time import HostTime
-from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch
+from heterollm.kernels.gpu.flags import FlagWord
+from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
 from heterollm.kernels.gpu.memory import SharedArray, aligned_empty, aligned_zeros
 from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
 from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
+from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
+from heterollm.kernels.gpu.signals import opencl_flag
+from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceTuning
 from heterollm.kernels.gpu.variants import BuildError, VariantRecord
-from heterollm.kernels.gpu.work import Demand
+from heterollm.kernels.gpu.waiting import HostClock
+from heterollm.kernels.gpu.work import GpuWork
 
 __all__ = [
     "DeviceTraits",
-    "KernelKind",
     "OpenClError",
     "OpenClRuntime",
     "is_cpu",
     "list_opencl_devices",
-    "read_sources",
     "runtime_advice",
 ]
 
 logger = logging.getLogger(__name__)
 
-KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
-"""What a kernel is made from: source files, its name, and defines in order."""
-
 POCL_NAME: Final = "Portable Computing Language"
 
 
-class OpenClRuntime(HostTime):
+class OpenClRuntime:
     """One opened OpenCL device with one in-order queue.
 
     Args:
@@ -57,6 +57,11 @@ class OpenClRuntime(HostTime):
         profiling: Whether events carry timestamps; costs a little on every launch.
         coherent: Overrides whether host and device see each other's writes without map and unmap.
     """
+
+    computes = True
+    is_tunable = True
+    stamps_host_time = False
+    now_ns: Callable[[], int] = staticmethod(time.perf_counter_ns)
 
     def __init__(self, device: cl.Device, *, profiling: bool = False, coherent: bool | None = None) -> None:
         self.target = _mend_pocl(device)
@@ -145,12 +150,12 @@ class OpenClRuntime(HostTime):
         label: str,
         before: Launch | None = None,
         *,
-        demand: Demand | None = None,  # noqa: ARG002 - a simulated device takes its time from it
+        work: Callable[[], GpuWork] | None = None,  # noqa: ARG002 - this device takes its own time
     ) -> Launch:
         """Return the prepared call of a kernel, which enqueues ``before`` first if there is one."""
         own = self.queue, kernel, arguments, global_size, local_size, label
         try:
-            return Launch(*own) if before is None else ChainedLaunch(before, *own)
+            return OpenClLaunch(*own) if before is None else ChainedLaunch(before, *own)
         except (OpenClError, TypeError) as error:
             raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
 
@@ -268,6 +273,11 @@ class OpenClRuntime(HostTime):
         """Whether launches that follow each other gain by being one: where the host's processor runs them."""
         return self.traits.is_cpu and self.traits.coherent
 
+    @functools.cached_property
+    def flag(self) -> FlagWord | None:
+        """The flag that the host polls; None where host and device have no memory for one."""
+        return opencl_flag(self, self.queue)
+
     def profiling_twin(self) -> OpenClRuntime:
         """Return another runtime on the same device, whose events carry timestamps."""
         return OpenClRuntime(self._device, profiling=True, coherent=self.traits.coherent)
@@ -296,14 +306,22 @@ class OpenClRuntime(HostTime):
             raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
 
     def hand_to_host(self) -> None:
-        """Wait for everything as the baseline of hand-overs does; simulated, with the driver's copies."""
+        """Wait for everything as the baseline of hand-overs does: shared memory needs no copy."""
         self.finish()
 
+    # -- time ----------------------------------------------------------------------------------------
 
-def read_sources(files: Sequence[str]) -> str:
-    """Return the OpenCL C of the named files, joined in order."""
-    folder = resources.files("heterollm.kernels.gpu.opencl")
-    return "\n".join(folder.joinpath(name).read_text("utf-8") for name in files)
+    def host_clock(self) -> HostClock:
+        """Return what the calling thread waits by."""
+        return HostClock.of_this_thread()
+
+    def processor_ns(self) -> tuple[int, int]:
+        """Return the processor time of the calling thread and of the process so far."""
+        return time.thread_time_ns(), time.process_time_ns()
+
+
+if TYPE_CHECKING:
+    _MEETS_THE_PROTOCOL: type[GpuRuntime] = OpenClRuntime
 
 
 def list_opencl_devices() -> list[tuple[str, cl.Device]]:

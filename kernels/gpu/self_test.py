@@ -11,7 +11,7 @@ from heterollm.kernels.formats import linear, linear_errors, random_weight, roun
 from heterollm.kernels.gpu.binding import OpenClError
 from heterollm.kernels.gpu.launch import Launch
 from heterollm.kernels.gpu.memory import SharedArray
-from heterollm.kernels.gpu.runtime import OpenClRuntime
+from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.variants import BuildError, Variant
 from heterollm.kernels.ops import WeightFormat
 
@@ -35,7 +35,7 @@ class Launches(Protocol):
 
 def try_linear(
     pack: Callable[[list[Any]], Launches],
-    runtime: OpenClRuntime,
+    runtime: GpuRuntime,
     variant: Variant,
     number_format: WeightFormat,
     dtype: type[np.float16 | np.float32],

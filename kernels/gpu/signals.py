@@ -5,7 +5,6 @@ The calls beneath :mod:`heterollm.kernels.sync.handover`; like all of OpenCL the
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -13,23 +12,23 @@ from numpy.typing import NDArray
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.binding import cl
+from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Launch
-from heterollm.kernels.gpu.runtime import OpenClRuntime, read_sources
+from heterollm.kernels.gpu.protocol import GpuRuntime
+from heterollm.kernels.gpu.sources import read_sources
 
 __all__ = [
     "SOURCES",
     "FlagSignal",
-    "FlagWord",
     "KernelTimes",
     "MarkerSignal",
     "block_on",
     "copy_to_device",
     "copy_to_host",
-    "flag_word",
     "has_fine_grained_atomics",
     "is_complete",
     "kernel_times_ns",
-    "profiling_twin",
+    "opencl_flag",
 ]
 
 SOURCES: Final = ("hand_over.cl",)
@@ -37,14 +36,11 @@ SOURCES: Final = ("hand_over.cl",)
 FLAG_WORDS: Final = 64
 """The flag has its cache lines to itself."""
 
-HALF_RANGE: Final = 1 << 31
-WORD_MASK: Final = (1 << 32) - 1
 
-
-def has_fine_grained_atomics(runtime: OpenClRuntime) -> bool:
+def has_fine_grained_atomics(context: cl.Context) -> bool:
     """Whether the device reports fine-grained shared virtual memory with atomics (OpenCL 2.0, optional)."""
     try:
-        found = int(runtime.context.devices[0].svm_capabilities)
+        found = int(context.devices[0].svm_capabilities)
     except (cl.Error, AttributeError):  # the query is younger than OpenCL 1.2
         return False
     kinds = cl.device_svm_capabilities
@@ -80,7 +76,7 @@ class MarkerSignal:
 
     __slots__ = ("_enqueue", "_flush", "event")
 
-    def __init__(self, runtime: OpenClRuntime) -> None:
+    def __init__(self, runtime: GpuRuntime) -> None:
         self._flush = runtime.flush
         self._enqueue = runtime.enqueue_marker
         self.event: Any = None
@@ -103,88 +99,40 @@ class MarkerSignal:
         return False
 
 
-class FlagWord:
-    """A word in memory that host and device share, counted up by a tiny kernel at the end of the queue.
-
-    One for each runtime: the queue is in order, so that a count says how far it got. Nothing is written by
-    the host, so that a signal that was given up and comes late is not mistaken for a later one.
+def opencl_flag(runtime: GpuRuntime, queue: cl.CommandQueue) -> FlagWord | None:
+    """Return a flag in memory of an OpenCL device; None where host and device have no memory for one.
 
     Args:
-        array: The memory.
-        launch: The kernel that counts.
-        promised: Whether OpenCL promises that the host sees the flag, and what was written before it.
+        runtime: The device.
+        queue: Its queue.
     """
-
-    __slots__ = ("_queue", "array", "launch", "promised", "sent", "view")
-
-    def __init__(self, queue: Any, array: NDArray[np.uint32], launch: Launch, *, promised: bool) -> None:  # noqa: ANN401
-        self._queue = queue
-        self.launch = launch
-        self.array = array
-        self.view = array.data
-        self.promised = promised
-        self.sent = int(self.view[0])
-
-    def send(self) -> Any:  # noqa: ANN401
-        """Enqueue the kernel, start what is enqueued, and return the kernel's event."""
-        event = self.launch()
-        self.count()
-        return event
-
-    def count(self) -> None:
-        """Start what is enqueued, the flag's kernel in it, which the caller has enqueued by itself."""
-        self._queue.flush()
-        self.sent = (self.sent + 1) & WORD_MASK
-
-    def reached(self, number: int) -> bool:
-        """Whether the count has come to ``number``, one of the values of ``sent``."""
-        return (self.view[0] - number) & WORD_MASK < HALF_RANGE
-
-    def resynchronise(self) -> None:
-        """Take the count as it is; only while no signal is on its way."""
-        self.sent = int(self.view[0])
-
-
-_flag_words: weakref.WeakKeyDictionary[OpenClRuntime, FlagWord | None] = weakref.WeakKeyDictionary()
-
-
-def flag_word(runtime: OpenClRuntime) -> FlagWord | None:
-    """Return the runtime's flag; None where host and device have no memory for one."""
-    if runtime not in _flag_words:
-        # A kernel of a simulated device writes no memory in the time that it is said to.
-        _flag_words[runtime] = None if runtime.is_simulated else _make_flag(runtime)
-    return _flag_words[runtime]
-
-
-def _make_flag(runtime: OpenClRuntime) -> FlagWord | None:
-    if not has_fine_grained_atomics(runtime):
+    context = queue.context
+    if not has_fine_grained_atomics(context):
         if not runtime.traits.coherent:
             return None
         shared = runtime.shared((FLAG_WORDS,), np.uint32)
         kernel = runtime.kernel(SOURCES, "raise_flag")
         launch = runtime.launch(kernel, (shared,), (1,), (1,), "flag")
-        return FlagWord(runtime.queue, shared.array, launch, promised=False)
+        return FlagWord(queue.flush, shared.array, launch, promised=False)
     kinds = cl.svm_mem_flags
     flags = kinds.READ_WRITE | kinds.SVM_FINE_GRAIN_BUFFER | kinds.SVM_ATOMICS
-    array = cl.svm_empty(runtime.context, flags, (FLAG_WORDS,), np.uint32)
+    array = cl.svm_empty(context, flags, (FLAG_WORDS,), np.uint32)
     array[...] = 0
-    promising = _promising_kernel(runtime)
+    promising = None if runtime.traits.is_cpu else _promising_kernel(context)
     kernel = runtime.kernel(SOURCES, "raise_flag") if promising is None else promising
     launch = runtime.launch(kernel, (cl.SVM(array),), (1,), (1,), "flag")
-    return FlagWord(runtime.queue, array, launch, promised=promising is not None)
+    return FlagWord(queue.flush, array, launch, promised=promising is not None)
 
 
-def _promising_kernel(runtime: OpenClRuntime) -> Any | None:  # noqa: ANN401
+def _promising_kernel(context: cl.Context) -> Any | None:  # noqa: ANN401
     """Return the flag's kernel with atomics of OpenCL C 2.0; None where the compiler lacks them.
 
     On a CPU, host and kernels are threads of one processor, and the plain form passes the litmus test; PoCL
     3.0 reports the atomics and does not compile them.
     """
-    if runtime.traits.is_cpu:
-        return None
     for standard in ("CL3.0", "CL2.0"):
         try:
-            program = cl.Program(runtime.context, read_sources(SOURCES))
+            program = cl.Program(context, read_sources(SOURCES))
             program.build(options=[f"-cl-std={standard}", "-DSVM_ATOMICS"], cache_dir=False)
             return cl.Kernel(program, "raise_flag")
         except cl.Error:
@@ -197,7 +145,7 @@ class FlagSignal:
 
     __slots__ = ("_flag", "_runtime", "event", "number")
 
-    def __init__(self, runtime: OpenClRuntime, flag: FlagWord) -> None:
+    def __init__(self, runtime: GpuRuntime, flag: FlagWord) -> None:
         self._runtime = runtime
         self._flag = flag
         self.number = flag.sent
@@ -241,11 +189,6 @@ class FlagSignal:
 # -- for the profiler --------------------------------------------------------------------------------
 
 
-def profiling_twin(runtime: OpenClRuntime) -> OpenClRuntime:
-    """Return another runtime on the same device, whose events carry timestamps."""
-    return runtime.profiling_twin()
-
-
 class KernelTimes(NamedTuple):
     """Moments of a kernel's life in nanoseconds of the device's clock.
 
@@ -273,7 +216,7 @@ def kernel_times_ns(event: Any) -> KernelTimes:  # noqa: ANN401
         raise KernelError(f"The device keeps no times of its kernels: {error}.") from error
 
 
-def copy_to_device(runtime: OpenClRuntime, buffer: Any, array: NDArray[Any]) -> None:  # noqa: ANN401
+def copy_to_device(runtime: GpuRuntime, buffer: Any, array: NDArray[Any]) -> None:  # noqa: ANN401
     """Copy host memory into a buffer and wait for it.
 
     Raises:
@@ -285,7 +228,7 @@ def copy_to_device(runtime: OpenClRuntime, buffer: Any, array: NDArray[Any]) -> 
         raise KernelError(f"Copying {array.nbytes} bytes to the device failed: {error}.") from error
 
 
-def copy_to_host(runtime: OpenClRuntime, array: NDArray[Any], buffer: Any) -> None:  # noqa: ANN401
+def copy_to_host(runtime: GpuRuntime, array: NDArray[Any], buffer: Any) -> None:  # noqa: ANN401
     """Copy a buffer into host memory and wait for it.
 
     Raises:

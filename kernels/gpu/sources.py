@@ -1,12 +1,19 @@
-"""Which sources these are: what was measured, tuned or solved with others says nothing about them."""
+"""The sources of the kernels, and hashes of them: what was measured with others says nothing about them."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 
-__all__ = ["kernel_source_hash", "source_hash"]
+__all__ = ["kernel_source_hash", "read_sources", "source_hash"]
+
+
+def read_sources(files: Sequence[str]) -> str:
+    """Return the OpenCL C of the named files, joined in order."""
+    folder = resources.files("heterollm.kernels.gpu.opencl")
+    return "\n".join(folder.joinpath(name).read_text("utf-8") for name in files)
 
 
 @functools.cache

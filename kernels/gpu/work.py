@@ -1,18 +1,38 @@
-"""What a GPU launch has to do, in numbers: a simulated GPU takes its time from them."""
+"""The work of GPU launches in numbers: what a simulated GPU takes its time from.
+
+A launch is made with a call of one of these functions that nobody makes but a simulated GPU
+(:meth:`heterollm.kernels.gpu.protocol.GpuRuntime.launch`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from heterollm.base import OptionError
+from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["Demand", "GpuKind", "GpuWork", "embedding_demand", "linear_demand"]
+__all__ = [
+    "BLOCK_BYTES",
+    "GpuKind",
+    "GpuWork",
+    "attention_work",
+    "embedding_work",
+    "linear_work",
+    "pointwise_work",
+    "rope_work",
+    "rounding_work",
+]
 
 GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
 KINDS: Final = get_args(GpuKind)
+
+BLOCK_BYTES: Final = 8
+"""Of a block's scale and the sum of its int8 codes, both float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +66,7 @@ class GpuWork:
             raise OptionError(f"The modelled GPU has no such work: {self}.")
 
 
-Demand: TypeAlias = GpuWork | Callable[[], GpuWork]
-"""The work of a launch, or a call that returns it where it depends on the step: attention reads as many
-positions as the session holds."""
-
-
-def linear_demand(
+def linear_work(
     weight: WeightFormat, rows: int, columns: int, tokens: int, input_bytes: int, output_bytes: int
 ) -> GpuWork:
     """Return the work of a linear layer.
@@ -71,7 +86,7 @@ def linear_demand(
     )
 
 
-def embedding_demand(weight: WeightFormat, columns: int, tokens: int) -> GpuWork:
+def embedding_work(weight: WeightFormat, columns: int, tokens: int) -> GpuWork:
     """Return the work of looking rows of a table up, as float32.
 
     Args:
@@ -81,3 +96,79 @@ def embedding_demand(weight: WeightFormat, columns: int, tokens: int) -> GpuWork
     """
     elements = tokens * columns
     return GpuWork("embedding", elements, weight.weight_bytes(tokens, columns), 4 * elements, tokens)
+
+
+def pointwise_work(
+    elements: int, flops: int, read_bytes: int, written_bytes: int, code_block: int = 0
+) -> GpuWork:
+    """Return the work of what computes each element of its output by itself, or from its row.
+
+    Args:
+        elements: Outputs.
+        flops: Operations for each.
+        read_bytes: Bytes read for each.
+        written_bytes: Bytes written for each.
+        code_block: Outputs that share a scale where they are rounded to int8 besides; 0 where they are not.
+    """
+    codes = elements + BLOCK_BYTES * elements // code_block if code_block else 0
+    return GpuWork("elementwise", flops * elements, read_bytes * elements, written_bytes * elements + codes)
+
+
+def rounding_work(elements: int, item_bytes: int, blocks: int) -> GpuWork:
+    """Return the work of rounding to int8.
+
+    Args:
+        elements: Numbers to round.
+        item_bytes: Of one.
+        blocks: Blocks that they make.
+    """
+    return GpuWork("elementwise", 4 * elements, item_bytes * elements, elements + BLOCK_BYTES * blocks)
+
+
+def rope_work(queries: int, keys: int, item_bytes: int, kv_bytes: int) -> GpuWork:
+    """Return the work of turning queries and keys, and of writing keys and values to the cache.
+
+    Args:
+        queries: Elements of all queries.
+        keys: Elements of all keys and values.
+        item_bytes: Of one in the linear's output.
+        kv_bytes: Of one in the cache.
+    """
+    return GpuWork("elementwise", 6 * queries, item_bytes * (queries + keys), 4 * queries + kv_bytes * keys)
+
+
+def attention_work(
+    step: NDArray[np.int32],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    tokens: int,
+    window: int,
+    kv_bytes: int,
+    output_bytes: int,
+) -> GpuWork:
+    """Return the work of attention at the position that the step buffer holds.
+
+    Args:
+        step: The step buffer.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Elements of a head.
+        tokens: Tokens of the pass.
+        window: Positions that a token sees; 0 for all.
+        kv_bytes: Of an element of the cache.
+        output_bytes: Of an element of the result, or of what a part of the context leaves of it.
+    """
+    position = int(step[STEP_POSITION])
+    rows = min(tokens, int(step[STEP_LENGTH]))
+    last = position + rows
+    seen = rows * position + rows * (rows + 1) // 2
+    if window and last > window:
+        # Tokens past the window see as many positions as it has.
+        inside = max(0, window - position)
+        seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
+        last = min(last, window + rows - 1)
+    outputs = rows * heads * head_dim
+    read = 2 * last * kv_heads * head_dim * kv_bytes + 4 * outputs
+    return GpuWork("attention", 4 * seen * heads * head_dim, read, outputs * output_bytes, rows)

@@ -9,7 +9,6 @@ from .game import GpuLoad as GpuLoad
 from .options import SIMULATED as SIMULATED
 from .options import Simulation as Simulation
 from .options import is_simulated as is_simulated
-from .runtime import SimulatedRuntime as SimulatedRuntime
 from .soc.parameters import load_soc as load_soc
 from .soc.parameters import soc_names as soc_names
 from .soc.power_model import EnergyRange as EnergyRange

@@ -84,11 +84,7 @@ def clock_of(device: Device) -> SimulatedClock:
     Raises:
         OptionError: The device is not simulated.
     """
-    if not isinstance(device.gpu, SimulatedRuntime):
-        raise OptionError(
-            f"Device {device.name} is not simulated.", fix="Open one such as sim:snapdragon-8gen3."
-        )
-    return device.gpu.clock
+    return _simulated(device).clock
 
 
 def soc_of(device: Device) -> SocParameters:
@@ -97,9 +93,15 @@ def soc_of(device: Device) -> SocParameters:
     Raises:
         OptionError: The device is not simulated.
     """
-    clock_of(device)
-    assert isinstance(device.gpu, SimulatedRuntime)
-    return device.gpu.soc
+    return _simulated(device).soc
+
+
+def _simulated(device: Device) -> SimulatedRuntime:
+    if not isinstance(device.gpu, SimulatedRuntime):
+        raise OptionError(
+            f"Device {device.name} is not simulated.", fix="Open one such as sim:snapdragon-8gen3."
+        )
+    return device.gpu
 
 
 def clock_costs(soc: SocParameters) -> ClockCosts:

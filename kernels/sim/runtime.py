@@ -1,41 +1,47 @@
 """The GPU of a simulated SoC behind the runtime's interface: launches become jobs of a virtual queue.
 
-Without numerics nothing is computed and no weights are kept: a launch has its demand, and memory its shape.
+Without numerics nothing is computed and no weights are kept: a launch has its work, and memory its shape.
 With numerics each launch runs on a real OpenCL device as well, in real time that nobody reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import GIB, MIB
 from heterollm.kernels.gpu import (
     Argument,
-    Demand,
+    Buffer,
     DeviceTraits,
     DeviceTuning,
+    Event,
+    GpuRuntime,
     GpuWork,
     HostClock,
+    Kernel,
     KernelKind,
     Launch,
-    OpenClRuntime,
     SharedArray,
     VariantRecord,
     aligned_zeros,
 )
 from heterollm.kernels.sim.clock import Job, SimulatedClock
-from heterollm.kernels.sim.soc.gpu_model import gpu_time
+from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["SimulatedEvent", "SimulatedLaunch", "SimulatedRuntime", "now_ns_of"]
+__all__ = ["SimulatedEvent", "SimulatedLaunch", "SimulatedRuntime"]
 
 COMPLETE: Final = 0
 RUNNING: Final = 1
 """OpenCL's CL_COMPLETE and CL_RUNNING."""
+
+KEPT_TIMES: Final = 4096
+"""Works whose times are kept: the launches of a pass recur in every layer, and nearly all in every pass."""
 
 NOTHING: Final = object()
 """Stands for device memory and kernels that are not there; None would say that an argument is absent."""
@@ -91,33 +97,32 @@ class SimulatedLaunch(Launch):
 
     Args:
         runtime: The simulated GPU.
+        kernel: The kernel.
         arguments: Of the kernel; kept and named as those of a real launch.
         label: Name for traces and errors.
-        demand: What it has to do.
+        work: Returns what it has to do, which may depend on the step: attention reads as many positions
+            as the session holds.
         real: The launch that computes it, if anything does.
+        before: A launch to enqueue first.
     """
 
-    __slots__ = ("_demand", "_job", "_real", "_runtime", "before")
+    __slots__ = ("_real", "_runtime", "before", "work")
 
     def __init__(
         self,
         runtime: SimulatedRuntime,
+        kernel: Kernel,
         arguments: Sequence[Argument],
         label: str,
-        demand: Demand,
+        work: Callable[[], GpuWork],
         real: Launch | None,
         before: Launch | None,
     ) -> None:
-        self.kernel: Any = NOTHING
-        self.arguments = tuple(arguments)
-        self.global_size = self.local_size = (1,)
-        self.label = label
+        super().__init__(kernel, arguments, label)
+        self.work = work
         self.before = before
         self._runtime = runtime
         self._real = real
-        self._demand = demand
-        # The demand of most launches is known beforehand, and so is their time.
-        self._job = runtime.job_of(label, demand) if isinstance(demand, GpuWork) else None
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
         """Name other memory in place of ``old``."""
@@ -130,21 +135,13 @@ class SimulatedLaunch(Launch):
         if self.before is not None:
             self.before()
         if self._real is not None:
-            Launch.__call__(self._real)
-        clock = self._runtime.clock
-        known = self._job
-        if known is None:
-            assert not isinstance(self._demand, GpuWork)
-            job = self._runtime.job_of(self.label, self._demand())
-        else:
-            job = Job(known.name, known.alone_us, known.dram_bytes, arithmetic_bound=known.arithmetic_bound)
+            self._real()
+        clock, time = self._runtime.clock, self._runtime.time_of(self.work())
+        job = Job(self.label, time.alone_us, time.dram_bytes, arithmetic_bound=time.arithmetic_bound)
         return SimulatedEvent(clock, clock.submit(job))
 
-    def __del__(self) -> None:
-        """Do nothing: there is no queue that could still use its memory."""
 
-
-class SimulatedRuntime(OpenClRuntime):
+class SimulatedRuntime:
     """The GPU part of a simulated SoC.
 
     Args:
@@ -153,61 +150,61 @@ class SimulatedRuntime(OpenClRuntime):
         real: Computes what is launched; None computes nothing.
     """
 
-    is_simulated = True
+    target: str | None = None
+    flag = None  # a kernel writes at no simulated time
+    tests_kernels = False
+    is_tunable = False  # the model knows no parameters of kernels
+    stamps_host_time = True
+    merges_launches = False  # a launch costs a GPU little, and the virtual queue knows each by itself
 
-    def __init__(self, soc: SocParameters, clock: SimulatedClock, real: OpenClRuntime | None = None) -> None:
+    def __init__(self, soc: SocParameters, clock: SimulatedClock, real: GpuRuntime | None = None) -> None:
         self.soc = soc
         self.clock = clock
         self.real = real
         self.computes = real is not None
         self.traits = _traits(soc, real)
-        self.target = None
         self.variants = VariantRecord(self.traits.name)
         self.tuning = DeviceTuning(self.traits.identity())
-        self.tests_kernels = False
-        self.now_ns = now_ns_of(clock)
-
-    @property
-    def merges_launches(self) -> bool:
-        """Never: a launch costs a GPU little, and the virtual queue knows each by itself."""
-        return False
+        self.time_of: Callable[[GpuWork], GpuTime] = functools.lru_cache(KEPT_TIMES)(
+            functools.partial(gpu_time, soc)
+        )
 
     # -- programs ------------------------------------------------------------------------------------
 
-    def kernel(self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None) -> Any:  # noqa: ANN401 - a kernel of the real device, or what stands for one
+    def kernel(
+        self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
+    ) -> Kernel:
         """Return the real device's kernel, or what stands for one."""
         return NOTHING if self.real is None else self.real.kernel(files, name, defines)
 
-    def kind(self, kernel: Any) -> KernelKind:  # noqa: ANN401
+    def kernel_of_source(self, source: str, name: str) -> Kernel:
+        """Return the real device's kernel, or what stands for one."""
+        return NOTHING if self.real is None else self.real.kernel_of_source(source, name)
+
+    def kind(self, kernel: Kernel) -> KernelKind:
         """Return what a kernel was made from; nothing where nothing is computed."""
         return ((), "", ()) if self.real is None else self.real.kind(kernel)
 
-    def written_arguments(self, kernel: Any) -> tuple[bool, ...]:  # noqa: ANN401
+    def written_arguments(self, kernel: Kernel) -> tuple[bool, ...]:
         """Return which arguments a kernel writes; none where nothing is computed."""
         return () if self.real is None else self.real.written_arguments(kernel)
 
     def launch(
         self,
-        kernel: Any,  # noqa: ANN401
+        kernel: Kernel,
         arguments: Sequence[Argument],
         global_size: tuple[int, ...],
         local_size: tuple[int, ...],
         label: str,
         before: Launch | None = None,
         *,
-        demand: Demand | None = None,
+        work: Callable[[], GpuWork] | None = None,
     ) -> Launch:
-        """Return the prepared call of a kernel; one without a stated demand takes next to no time."""
+        """Return the prepared call of a kernel; one that states no work takes next to no time."""
         real = None
         if self.real is not None:
             real = self.real.launch(kernel, arguments, global_size, local_size, label)
-        work = GpuWork("elementwise", 0, 0, 0) if demand is None else demand
-        return SimulatedLaunch(self, arguments, label, work, real, before)
-
-    def job_of(self, label: str, work: GpuWork) -> Job:
-        """Return the job of some work."""
-        time = gpu_time(self.soc, work)
-        return Job(label, time.alone_us, time.dram_bytes, arithmetic_bound=time.arithmetic_bound)
+        return SimulatedLaunch(self, kernel, arguments, label, work or _no_work, real, before)
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -218,19 +215,19 @@ class SimulatedRuntime(OpenClRuntime):
         nothing: Any = NOTHING
         return SharedArray(aligned_zeros(shape, dtype), nothing, nothing, coherent=True)
 
-    def upload(self, array: NDArray[Any]) -> Any:  # noqa: ANN401
+    def upload(self, array: NDArray[Any]) -> Buffer:
         """Return the real device's memory with the array's content, or what stands for it."""
         return NOTHING if self.real is None else self.real.upload(array)
 
-    def scratch(self, size_bytes: int) -> Any:  # noqa: ANN401
+    def scratch(self, size_bytes: int) -> Buffer:
         """Return device memory that the host never reads, or what stands for it."""
         return NOTHING if self.real is None else self.real.scratch(size_bytes)
 
-    def shared_scratch(self, name: str, size_bytes: int) -> Any:  # noqa: ANN401
+    def shared_scratch(self, name: str, size_bytes: int) -> Buffer:
         """Return device memory that launches share by name, or what stands for it."""
         return NOTHING if self.real is None else self.real.shared_scratch(name, size_bytes)
 
-    def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401
+    def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
         """Copy between host and device memory, and wait for it."""
         if self.real is not None:
             self.real.copy(target, source)
@@ -238,7 +235,7 @@ class SimulatedRuntime(OpenClRuntime):
 
     # -- queue and time ------------------------------------------------------------------------------
 
-    def profiling_twin(self) -> OpenClRuntime:
+    def profiling_twin(self) -> SimulatedRuntime:
         """Return this object: its events carry timestamps."""
         return self
 
@@ -264,6 +261,10 @@ class SimulatedRuntime(OpenClRuntime):
         if self.real is not None:
             self.real.finish()
 
+    def now_ns(self) -> int:
+        """Return the nanoseconds of the virtual clock."""
+        return round(1e3 * self.clock.now_us)
+
     def host_clock(self) -> HostClock:
         """Return the virtual clock: a turn of a poll ends when the GPU comes to the end of a kernel."""
 
@@ -281,12 +282,16 @@ class SimulatedRuntime(OpenClRuntime):
         return busy_ns, busy_ns
 
 
-def now_ns_of(clock: SimulatedClock) -> Any:  # noqa: ANN401 - a plain function as an attribute
-    """Return the call that reads a clock in nanoseconds."""
-    return lambda: round(1e3 * clock.now_us)
+if TYPE_CHECKING:
+    _RUNTIME_MEETS_THE_PROTOCOL: type[GpuRuntime] = SimulatedRuntime
+    _EVENT_MEETS_THE_PROTOCOL: type[Event] = SimulatedEvent
 
 
-def _traits(soc: SocParameters, real: OpenClRuntime | None) -> DeviceTraits:
+def _no_work() -> GpuWork:
+    return GpuWork("elementwise", 0, 0, 0)
+
+
+def _traits(soc: SocParameters, real: GpuRuntime | None) -> DeviceTraits:
     """Return what the simulated GPU reports; where something computes, how that must be programmed."""
     name, platform, driver = f"simulated GPU of {soc.name}", "heterollm model", f"parameters {soc.digest()}"
     cache_bytes = soc.memory.cache_mib * MIB

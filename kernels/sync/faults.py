@@ -6,12 +6,13 @@ them would prove nothing about waits: the data must really come late.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from heterollm.kernels.gpu import SOURCES, GpuWork, Launch, OpenClRuntime, SharedArray
+from heterollm.kernels.gpu import SOURCES, GpuRuntime, GpuWork, Launch, SharedArray
 
 __all__ = ["Gate", "LateWriter", "delay_graph"]
 
@@ -32,7 +33,7 @@ class LateWriter:
         data: ``[words]`` uint32, complete only at the very end of a run.
     """
 
-    def __init__(self, runtime: OpenClRuntime, words: int = 64) -> None:
+    def __init__(self, runtime: GpuRuntime, words: int = 64) -> None:
         self._runtime = runtime
         self.data: SharedArray = runtime.shared((words,), np.uint32)
         self._rounds = runtime.shared((1,), np.uint32)
@@ -54,8 +55,8 @@ class LateWriter:
         kernel = self._runtime.kernel(SOURCES, "late_write")
         words = np.int32(self.data.array.size)
         arguments = (self.data, words, self._rounds, np.int32(min(turns, 2**31 - 1)))
-        demand = GpuWork("elementwise", TURN_FLOPS * turns, 0, 4 * self.data.array.size)
-        return self._runtime.launch(kernel, arguments, (1,), (1,), "late write", demand=demand)
+        work = functools.partial(_late_work, turns, self.data.array.nbytes)
+        return self._runtime.launch(kernel, arguments, (1,), (1,), "late write", work=work)
 
     def _calibrate(self) -> float:
         """Return loop turns in a microsecond: the difference of two lengths, free of what a launch costs.
@@ -75,6 +76,10 @@ class LateWriter:
         return 2 * PROBE_TURNS / max(times_us[1] - times_us[0], 1.0)
 
 
+def _late_work(turns: int, written_bytes: int) -> GpuWork:
+    return GpuWork("elementwise", TURN_FLOPS * turns, 0, written_bytes)
+
+
 class Gate:
     """A kernel that does not end until the host opens the gate: a signal that never comes.
 
@@ -86,7 +91,7 @@ class Gate:
         turns: Looks at the gate after which the kernel gives up; some seconds.
     """
 
-    def __init__(self, runtime: OpenClRuntime, turns: int = 2_000_000_000) -> None:
+    def __init__(self, runtime: GpuRuntime, turns: int = 2_000_000_000) -> None:
         self._word = runtime.shared((64,), np.uint32)
         kernel = runtime.kernel(SOURCES, "stand_at_gate")
         self._launch = runtime.launch(kernel, (self._word, np.int32(turns)), (1,), (1,), "gate")

@@ -37,15 +37,14 @@ from heterollm.base import HandOverError, KernelError, OptionError, see
 from heterollm.kernels.gpu import (
     STRATEGIES,
     FlagSignal,
+    GpuRuntime,
     HostClock,
     Launch,
     MarkerSignal,
-    OpenClRuntime,
     SharedArray,
     Strategy,
     WaitPrediction,
     block_on,
-    flag_word,
 )
 from heterollm.kernels.sync.litmus import LITMUS_QUICK_ROUNDS, flag_litmus
 
@@ -137,10 +136,10 @@ class HandOver(Protocol):
 
 # -- what a device offers ----------------------------------------------------------------------------
 
-_refusals: weakref.WeakKeyDictionary[OpenClRuntime, dict[Strategy, str]] = weakref.WeakKeyDictionary()
+_refusals: weakref.WeakKeyDictionary[GpuRuntime, dict[Strategy, str]] = weakref.WeakKeyDictionary()
 
 
-def strategies_for(runtime: OpenClRuntime) -> tuple[Strategy, ...]:
+def strategies_for(runtime: GpuRuntime) -> tuple[Strategy, ...]:
     """Return the strategies that a device offers, in the order of ``STRATEGIES``.
 
     The flag is offered where OpenCL promises that the host sees it, or where a short litmus test did.
@@ -149,7 +148,7 @@ def strategies_for(runtime: OpenClRuntime) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in STRATEGIES if strategy not in refused)
 
 
-def refused_strategies(runtime: OpenClRuntime) -> dict[Strategy, str]:
+def refused_strategies(runtime: GpuRuntime) -> dict[Strategy, str]:
     """Return why a device does not offer the strategies that it does not; found out once."""
     if runtime not in _refusals:
         reason = _flag_refusal(runtime)
@@ -157,13 +156,13 @@ def refused_strategies(runtime: OpenClRuntime) -> dict[Strategy, str]:
     return dict(_refusals[runtime])
 
 
-def _flag_refusal(runtime: OpenClRuntime) -> str:
+def _flag_refusal(runtime: GpuRuntime) -> str:
     """Return why the host cannot rely on a flag; empty if it can."""
-    if runtime.is_simulated:
-        return "the flag of a simulated kernel comes at no simulated time"
     try:
-        flag = flag_word(runtime)
+        flag = runtime.flag
         if flag is None:
+            if runtime.traits.coherent:
+                return "a kernel's writes do not come at the time at which it is said to run"
             return "memory must be mapped, and no fine-grained SVM with atomics is reported"
         if flag.promised:
             return ""
@@ -175,9 +174,9 @@ def _flag_refusal(runtime: OpenClRuntime) -> str:
     return ""
 
 
-def resynchronise(runtime: OpenClRuntime) -> None:
+def resynchronise(runtime: GpuRuntime) -> None:
     """Forget signals that were sent and not waited for, after a failure; the queue must be finished."""
-    if runtime in _refusals and (flag := flag_word(runtime)) is not None:
+    if runtime in _refusals and (flag := runtime.flag) is not None:
         flag.resynchronise()
 
 
@@ -185,7 +184,7 @@ def resynchronise(runtime: OpenClRuntime) -> None:
 
 
 def prepare_hand_over(
-    runtime: OpenClRuntime,
+    runtime: GpuRuntime,
     strategy: Strategy,
     label: str,
     *,
@@ -217,7 +216,7 @@ def prepare_hand_over(
         )
     if strategy in ("finish", "event"):
         return BlockingHandOver(runtime, strategy, label)
-    flag = flag_word(runtime) if uses_flag else None
+    flag = runtime.flag if uses_flag else None
     signal = MarkerSignal(runtime) if flag is None else FlagSignal(runtime, flag)
     prediction = WaitPrediction() if strategy.startswith("sleep") else None
     clock = clock or runtime.host_clock()
@@ -245,7 +244,7 @@ class BlockingHandOver:
 
     __slots__ = ("_marker", "_runtime", "label", "strategy")
 
-    def __init__(self, runtime: OpenClRuntime, strategy: Strategy, label: str) -> None:
+    def __init__(self, runtime: GpuRuntime, strategy: Strategy, label: str) -> None:
         self._runtime = runtime
         self._marker = MarkerSignal(runtime) if strategy == "event" else None
         self.strategy = strategy

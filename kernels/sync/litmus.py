@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import DeviceError
-from heterollm.kernels.gpu import SOURCES, OpenClRuntime, SharedArray, flag_word
+from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
 
 __all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus"]
 
@@ -41,7 +41,7 @@ class Litmus(NamedTuple):
     stale_bytes: int = 0
 
 
-def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: float = math.inf) -> Litmus:
+def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: float = math.inf) -> Litmus:
     """Let a kernel write an array and another raise the flag, and read the array the moment it is seen.
 
     The data is read as a hand-over's is: mapped where memory is not coherent. A test that loses the flag
@@ -55,7 +55,7 @@ def flag_litmus(runtime: OpenClRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s:
     Raises:
         DeviceError: The device has no memory for a flag.
     """
-    flag = flag_word(runtime)
+    flag = runtime.flag
     if flag is None:
         raise DeviceError(
             f"{runtime.traits.name!r} has no memory in which the host could see a flag.",

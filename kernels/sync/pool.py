@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+from heterollm.kernels.gpu import GpuRuntime, SharedArray
 
 __all__ = ["Pool"]
 
@@ -22,7 +22,7 @@ class Pool:
         sizes_bytes: Size of every slot.
     """
 
-    def __init__(self, runtime: OpenClRuntime, sizes_bytes: dict[str, int]) -> None:
+    def __init__(self, runtime: GpuRuntime, sizes_bytes: dict[str, int]) -> None:
         # One byte type: the same slot holds different shapes at different lengths.
         self._slots = {name: runtime.shared((size,), "uint8") for name, size in sizes_bytes.items()}
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from heterollm.base import MIB
-from heterollm.kernels.gpu import GpuLinear, Launch, OpenClRuntime
+from heterollm.kernels.gpu import GpuLinear, GpuRuntime, Launch
 
 __all__ = [
     "COLD_TOKENS",
@@ -36,13 +36,13 @@ def eviction_bytes(cache_bytes: int) -> int:
     return min(max(2 * cache_bytes, LEAST_EVICTION_BYTES), MOST_EVICTION_BYTES)
 
 
-def reading_bytes(runtime: OpenClRuntime, size_bytes: int) -> int:
+def reading_bytes(runtime: GpuRuntime, size_bytes: int) -> int:
     """Return what :func:`reading_launch` reads when asked for ``size_bytes``."""
     rows = min(size_bytes, runtime.traits.max_buffer_bytes) // (2 * COLUMNS) // 64 * 64
     return max(64, rows) * 2 * COLUMNS
 
 
-def reading_launch(runtime: OpenClRuntime, size_bytes: int) -> Launch:
+def reading_launch(runtime: GpuRuntime, size_bytes: int) -> Launch:
     """Return a launch that reads about ``size_bytes`` of memory on the GPU part.
 
     It is a linear layer of one token with FP16 weights, which every device that runs models can run.

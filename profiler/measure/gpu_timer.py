@@ -14,11 +14,10 @@ from typing import Final
 from heterollm.base import KernelError, ProfileError
 from heterollm.kernels.gpu import (
     ChainedLaunch,
+    GpuRuntime,
     Launch,
     OpenClError,
-    OpenClRuntime,
     kernel_times_ns,
-    profiling_twin,
 )
 from heterollm.profiler.measure.caches import eviction_bytes, reading_launch
 
@@ -39,8 +38,8 @@ class GpuTimer:
         evictions: How often the caches were emptied.
     """
 
-    def __init__(self, runtime: OpenClRuntime) -> None:
-        self.runtime = profiling_twin(runtime)
+    def __init__(self, runtime: GpuRuntime) -> None:
+        self.runtime = runtime.profiling_twin()
         self.evictions = 0
         self._primer = reading_launch(self.runtime, PRIMER_BYTES)
         self._eviction: Launch | None = None
@@ -83,14 +82,14 @@ class GpuTimer:
 def _enqueue(launch: Launch) -> list[object]:
     """Enqueue a launch and return the events of all its kernels."""
     if isinstance(launch, ChainedLaunch):
-        return [launch.before(), Launch.__call__(launch)]
+        return [launch.before(), launch.alone()]
     return [launch()]
 
 
-_timers: weakref.WeakKeyDictionary[OpenClRuntime, GpuTimer] = weakref.WeakKeyDictionary()
+_timers: weakref.WeakKeyDictionary[GpuRuntime, GpuTimer] = weakref.WeakKeyDictionary()
 
 
-def gpu_timer(runtime: OpenClRuntime) -> GpuTimer:
+def gpu_timer(runtime: GpuRuntime) -> GpuTimer:
     """Return the timer of an opened device: there is one, since what it reads to empty caches is large."""
     if runtime not in _timers:
         _timers[runtime] = GpuTimer(runtime)

@@ -21,15 +21,14 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.formats import quantize
 from heterollm.kernels.gpu import (
     SOURCES,
+    GpuRuntime,
     Launch,
-    OpenClRuntime,
     Strategy,
     aligned_empty,
     copy_to_device,
     copy_to_host,
     is_complete,
     kernel_times_ns,
-    profiling_twin,
 )
 from heterollm.kernels.npu import NpuBackend, NpuSlice
 from heterollm.kernels.sync import LateWriter, prepare_hand_over, strategies_for
@@ -94,7 +93,7 @@ class DeviceClock:
         DeviceError: The timestamps contradict each other.
     """
 
-    def __init__(self, runtime: OpenClRuntime) -> None:
+    def __init__(self, runtime: GpuRuntime) -> None:
         launch = _small_launch(runtime)
         lows: list[int] = []
         highs: list[int] = []
@@ -138,7 +137,7 @@ class DeviceClock:
 # -- launches ----------------------------------------------------------------------------------------
 
 
-def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeasurement, ...]:
+def launch_costs(runtime: GpuRuntime, *, repeats: int = 40) -> tuple[LinkMeasurement, ...]:
     """Measure what a kernel launch costs.
 
     ``enqueue`` and ``enqueue_busy`` are the call alone, on an empty queue and behind a kernel that runs;
@@ -168,9 +167,9 @@ def launch_costs(runtime: OpenClRuntime, *, repeats: int = 40) -> tuple[LinkMeas
         runtime.finish()
 
     def chained() -> float:
-        if not runtime.is_simulated:
+        if not runtime.stamps_host_time:
             return _timed_us(runtime, chain) / CHAIN
-        # Submitting takes longer than so small a kernel: what counts is a queue that is filled beforehand.
+        # Submitting may take longer than so small a kernel: what counts is a queue that is filled beforehand.
         events = [launch() for launch in (long, *[small] * CHAIN)]
         runtime.finish()
         return (kernel_times_ns(events[-1]).end - kernel_times_ns(events[0]).end) / 1e3 / CHAIN
@@ -207,7 +206,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     """
     if device.npu is None:
         return ()
-    runtime, graph = profiling_twin(device.gpu), _small_graph(device.npu)
+    runtime, graph = device.gpu.profiling_twin(), _small_graph(device.npu)
     clock = DeviceClock(runtime)
     graph_us = statistics.median(_timed_us(runtime, graph) for _ in range(5))
     small, busy = _small_launch(runtime), LateWriter(runtime).launch(2 * graph_us + BUSY_US)
@@ -236,7 +235,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     return tuple(LinkMeasurement(LaunchKey(name), samples, values) for name, samples in found.items())
 
 
-def _small_launch(runtime: OpenClRuntime) -> Launch:
+def _small_launch(runtime: GpuRuntime) -> Launch:
     counter = runtime.shared((1,), np.uint32)
     return runtime.launch(runtime.kernel(SOURCES, "count_round"), (counter,), (1,), (1,), "small")
 
@@ -255,7 +254,7 @@ def _small_graph(npu: NpuBackend) -> Callable[[], None]:
     return npu.prepare(part, length).bind(x, y)
 
 
-def _timed_us(runtime: OpenClRuntime, call: Callable[[], object]) -> float:
+def _timed_us(runtime: GpuRuntime, call: Callable[[], object]) -> float:
     begin_ns = runtime.now_ns()
     call()
     return (runtime.now_ns() - begin_ns) / 1e3
@@ -273,7 +272,7 @@ class _Wait(NamedTuple):
 
 
 def hand_over_latencies(
-    runtime: OpenClRuntime,
+    runtime: GpuRuntime,
     *,
     kernels_us: Sequence[int] = KERNELS_US,
     strategies: Sequence[Strategy] | None = None,
@@ -292,7 +291,7 @@ def hand_over_latencies(
         strategies: Which strategies; all that the device offers if None.
         repeats: Samples of each.
     """
-    twin = profiling_twin(runtime)
+    twin = runtime.profiling_twin()
     writer = LateWriter(twin)
     chosen = strategies_for(twin) if strategies is None else tuple(strategies)
     measured: list[LinkMeasurement] = []
@@ -310,7 +309,7 @@ def hand_over_latencies(
 
 
 def _waiting(
-    runtime: OpenClRuntime, clock: DeviceClock, launch: Launch, strategy: Strategy
+    runtime: GpuRuntime, clock: DeviceClock, launch: Launch, strategy: Strategy
 ) -> Callable[[], _Wait]:
     hand_over = prepare_hand_over(runtime, strategy, f"measuring {strategy}")
 
@@ -349,7 +348,7 @@ def _waiting_values(waits: Sequence[_Wait], clock: DeviceClock) -> dict[str, flo
 
 
 def copy_costs(
-    runtime: OpenClRuntime, *, sizes_bytes: Sequence[int] = COPY_SIZES_BYTES, repeats: int = 20
+    runtime: GpuRuntime, *, sizes_bytes: Sequence[int] = COPY_SIZES_BYTES, repeats: int = 20
 ) -> tuple[LinkMeasurement, ...]:
     """Measure copies to and from device memory, and the zero-copy way beside them.
 
@@ -381,7 +380,7 @@ def copy_costs(
     return tuple(measured)
 
 
-def _mapping(runtime: OpenClRuntime, size: int) -> Callable[[], tuple[float, float]]:
+def _mapping(runtime: GpuRuntime, size: int) -> Callable[[], tuple[float, float]]:
     shared, counter = runtime.shared((size // 4,), np.uint32), runtime.shared((1,), np.uint32)
     local = min(64, runtime.traits.max_work_group)
     kernel = runtime.kernel(SOURCES, "write_round")

@@ -12,27 +12,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.kernels.formats import RANDOM_FLOATS, LinearWeight, random_weight, shape_only_weight
-from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+from heterollm.kernels.gpu import GpuRuntime, SharedArray
 from heterollm.kernels.ops import OpSpec, WeightFormat
 
 __all__ = ["fill_random", "fill_shared", "members_for", "random_members", "weight_for"]
 
 
-def members_for(runtime: OpenClRuntime, spec: OpSpec) -> list[LinearWeight]:
+def members_for(runtime: GpuRuntime, spec: OpSpec) -> list[LinearWeight]:
     """Return what :func:`random_members` does; shapes alone where the device computes nothing."""
     if runtime.computes:
         return random_members(spec)
     return [shape_only_weight(member.rows, spec.columns, spec.weight) for member in spec.members]
 
 
-def weight_for(runtime: OpenClRuntime, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
+def weight_for(runtime: GpuRuntime, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
     """Return a random weight, always the same; its shape alone where the device computes nothing."""
     if runtime.computes:
         return random_weight(np.random.default_rng(0), rows, columns, weight)
     return shape_only_weight(rows, columns, weight)
 
 
-def fill_shared(runtime: OpenClRuntime, shared: SharedArray) -> None:
+def fill_shared(runtime: GpuRuntime, shared: SharedArray) -> None:
     """Fill shared memory with random numbers, if the device reads any."""
     if runtime.computes:
         shared.acquire()

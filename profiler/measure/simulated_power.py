@@ -9,12 +9,12 @@ from typing import Final
 from heterollm.kernels.device import Device
 from heterollm.kernels.sim import (
     SimulatedClock,
-    SimulatedRuntime,
     SocParameters,
     Totals,
     Usage,
     clock_of,
     energy,
+    soc_of,
 )
 
 __all__ = ["SimulatedMeter", "simulated_meters", "usage_between"]
@@ -57,9 +57,7 @@ class SimulatedMeter:
 
 def simulated_meters(device: Device) -> list[SimulatedMeter]:
     """Return the gauge of a simulated device."""
-    clock = clock_of(device)
-    assert isinstance(device.gpu, SimulatedRuntime)
-    return [SimulatedMeter(device.gpu.soc, clock)]
+    return [SimulatedMeter(soc_of(device), clock_of(device))]
 
 
 def usage_between(before: Totals, after: Totals, elapsed_us: float) -> Usage:

@@ -19,9 +19,9 @@ from heterollm.kernels.formats import ComputeType, linear, linear_errors, random
 from heterollm.kernels.gpu import (
     BuildError,
     GpuLinear,
+    GpuRuntime,
     KernelParameters,
     OpenClError,
-    OpenClRuntime,
     ShapeClass,
     Variant,
 )
@@ -67,7 +67,7 @@ class TuningJob:
 class Checker:
     """Small launches of one shape class, held against float64."""
 
-    def __init__(self, runtime: OpenClRuntime, shape: ShapeClass) -> None:
+    def __init__(self, runtime: GpuRuntime, shape: ShapeClass) -> None:
         self._runtime = runtime
         self._shape = shape
         self._cases: dict[int, tuple[GpuLinear, NDArray[Any], NDArray[np.float64]]] = {}
@@ -137,7 +137,7 @@ class Checker:
         return y
 
 
-def wait(runtime: OpenClRuntime, event: Any, limit_s: float = CHECK_LIMIT_S) -> None:  # noqa: ANN401 - an OpenCL event
+def wait(runtime: GpuRuntime, event: Any, limit_s: float = CHECK_LIMIT_S) -> None:  # noqa: ANN401 - an OpenCL event
     """Wait for a launch, but not for ever.
 
     Raises:
@@ -160,7 +160,7 @@ def wait(runtime: OpenClRuntime, event: Any, limit_s: float = CHECK_LIMIT_S) -> 
 class Workload:
     """The launches that are timed for one job."""
 
-    def __init__(self, runtime: OpenClRuntime, job: TuningJob) -> None:
+    def __init__(self, runtime: GpuRuntime, job: TuningJob) -> None:
         self._runtime = runtime
         self._job = job
         generator = np.random.default_rng(0)

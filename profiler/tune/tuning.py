@@ -15,9 +15,9 @@ from heterollm.base import OptionError
 from heterollm.kernels.gpu import (
     LEGAL,
     BuildError,
+    GpuRuntime,
     KernelParameters,
     KernelStyle,
-    OpenClRuntime,
     Quarantined,
     ShapeClass,
     Tuned,
@@ -154,7 +154,7 @@ def default_jobs(
 
 
 def tune(
-    runtime: OpenClRuntime,
+    runtime: GpuRuntime,
     jobs: Iterable[TuningJob],
     *,
     budget_s: float = DEFAULT_BUDGET_S,
@@ -193,7 +193,7 @@ def tune(
     return TuningReport(tuple(outcomes), (timer() - begin_ns) / 1e9)
 
 
-def candidates_for(runtime: OpenClRuntime, shape: ShapeClass, style: KernelStyle) -> list[KernelParameters]:
+def candidates_for(runtime: GpuRuntime, shape: ShapeClass, style: KernelStyle) -> list[KernelParameters]:
     """Return what differs from the default in one number, is legal here and is not in quarantine.
 
     The values of each number in turn, so that a short search has seen something of each.
@@ -223,7 +223,7 @@ def _in_turns(groups: list[list[KernelParameters]]) -> Iterator[KernelParameters
 
 
 def _tune_one(
-    runtime: OpenClRuntime,
+    runtime: GpuRuntime,
     job: TuningJob,
     budget_s: float,
     margin_fraction: float,
@@ -257,7 +257,7 @@ def _tune_one(
 class _Bench:
     """Trials of one job."""
 
-    def __init__(self, runtime: OpenClRuntime, job: TuningJob, default: KernelParameters) -> None:
+    def __init__(self, runtime: GpuRuntime, job: TuningJob, default: KernelParameters) -> None:
         self.workload = Workload(runtime, job)
         self.quarantined: list[Quarantined] = []
         self._runtime = runtime

@@ -15,7 +15,7 @@ from heterollm.doctor.run import unlisted_vendors
 from heterollm.doctor.w4a8 import AGREEMENT
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers
-from heterollm.kernels.gpu import GpuLinear
+from heterollm.kernels.gpu import GpuLinear, GpuWork
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sync.litmus import Litmus
 from heterollm.report import console as report
@@ -75,6 +75,15 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     for form in ("matmul_nbits", "activation_first", "weight_first", "conv_1x1"):
         assert {f"{form}, 1 token", f"{form}, 32 tokens", f"{form}, 256 tokens"} <= npu_cases
     assert {case for case in npu_cases if case.startswith("token_tiles")} == {"token_tiles, 256 tokens"}
+
+
+def test_a_real_device_does_no_work_for_simulated_ones(device, monkeypatch):
+    def refuse(work):
+        raise AssertionError(f"{work} was computed")
+
+    monkeypatch.setattr(GpuWork, "__post_init__", refuse)
+    checks = [run_case(case, "fp32") for case in device_cases(device) if case.operator != FLAG]
+    assert {check.status for check in checks} == {"pass"}
 
 
 def test_the_flags_litmus_test_is_run_in_full(diagnosis, device, monkeypatch):

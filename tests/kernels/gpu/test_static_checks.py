@@ -31,12 +31,11 @@ from heterollm.kernels.gpu import (
     Segments,
     SharedArray,
     code_bytes,
-    flag_word,
     head_stride,
     list_opencl_devices,
 )
 from heterollm.kernels.gpu import runtime as opencl_runtime
-from heterollm.kernels.gpu.runtime import read_sources
+from heterollm.kernels.gpu.sources import read_sources
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
@@ -386,7 +385,7 @@ def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
         runtime.launch(runtime.kernel(SOURCES, name), memory, (size,), (1,), name)()
         yield
         assert (data.array == (2 if name in ("late_write", "stand_at_gate") else 1)).all(), name
-    flag = flag_word(runtime)
+    flag = runtime.flag
     assert flag is not None
     flag.send()
     yield

@@ -28,7 +28,7 @@ from heterollm.kernels.gpu import (
     merge_launches,
 )
 from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE
-from heterollm.kernels.gpu.runtime import read_sources
+from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
 from heterollm.kernels.ops import WeightFormat
 

@@ -14,7 +14,7 @@ from heterollm.kernels.gpu import (
     VariantRecord,
     head_stride,
 )
-from heterollm.kernels.gpu.runtime import read_sources
+from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.variants import variants_for
 from heterollm.kernels.open import open_device
 

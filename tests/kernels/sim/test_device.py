@@ -61,7 +61,7 @@ def test_a_launch_takes_the_modelled_time(simulated):
     launch()
     simulated.gpu.finish()
     [span] = [span for span in clock.spans if span.part == "gpu"]
-    work = launch._demand
+    work = launch.work()
     assert work.flops == 2 * 256 * 4096 * 4096
     assert work.read_bytes == PACKED.weight_bytes(4096, 4096) + 2 * 256 * 4096
     assert span.end_us - span.begin_us == pytest.approx(gpu_time(soc_of(simulated), work).alone_us)
@@ -90,9 +90,15 @@ def test_attention_takes_longer_the_more_positions_there_are(simulated):
 def test_windows_bound_what_attention_reads(simulated):
     layers = GpuLayers(simulated.gpu, np.float16, np.float16)
     step = simulated.gpu.shared((STEP_WORDS,), np.int32)
+    query, out = simulated.gpu.shared((64, 256), np.float32), simulated.gpu.shared((64, 256), np.float16)
+    cache = simulated.gpu.shared((2 * 2 * 256 * 64,), np.float16)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "capacity": 256, "tokens": 64}
     for position, rows, window in ((0, 40, 16), (5, 40, 16), (30, 8, 16), (100, 1, 16), (3, 4, 0)):
         step.array[STEP_POSITION], step.array[STEP_LENGTH] = position, rows
-        work = layers._attention_demand(step, (4, 2, 64), 64, window, 0)
+        (launch,) = layers.attention(
+            query, cache, out, step, layer=0, bucket=256, scale=1.0, window=window, **sizes
+        )
+        work = launch.work()
         seen = sum(min(position + t + 1, window or 10**9) for t in range(rows))
         assert work.flops == 4 * seen * 4 * 64, (position, rows, window)
 

@@ -15,7 +15,7 @@ import pytest
 
 import heterollm.kernels
 from heterollm.base import DeviceError, EngineError, HandOverError, HeteroLLMError, KernelError, OptionError
-from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction, flag_word
+from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction
 from heterollm.kernels.gpu.waiting import sleep_overshoot_us
 from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.npu import host as npu_host
@@ -200,7 +200,7 @@ def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
     """Its kernel is done and has written elsewhere: the event says so long before the time is over."""
     if "flag" not in strategies_for(runtime):
         pytest.skip("no flag here")
-    flag = flag_word(runtime)
+    flag = runtime.flag
     assert flag is not None
     hand_over = prepare_hand_over(runtime, "flag", "lost", limits=WaitLimits(spin_us=500.0, timeout_s=60.0))
     hand_over()
@@ -301,7 +301,7 @@ def test_unknown_strategies_are_refused_by_name(runtime):
 
 
 def test_the_flag_is_never_seen_before_the_data(device):
-    if flag_word(device) is None:
+    if device.flag is None:
         pytest.skip("no memory for a flag")
     assert flag_litmus(device, 300) == (300, 0, 0)
     assert flag_litmus(device, 300, limit_s=0.0).rounds == 0
@@ -323,7 +323,7 @@ def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
 
 def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
     monkeypatch.setattr(litmus, "PATIENCE_S", 0.05)
-    flag = flag_word(fresh)
+    flag = fresh.flag
     assert flag is not None
     elsewhere = fresh.shared((64,), np.uint32)
     kernel = fresh.kernel(("hand_over.cl",), "raise_flag")

@@ -13,7 +13,6 @@ from heterollm.kernels.gpu import (
     copy_to_device,
     copy_to_host,
     kernel_times_ns,
-    profiling_twin,
 )
 from heterollm.kernels.gpu.signals import KernelTimes
 from heterollm.kernels.sync import LateWriter, strategies_for
@@ -35,7 +34,7 @@ def mapped(device):
 
 @pytest.fixture(scope="module")
 def twin(device):
-    return profiling_twin(device.gpu)
+    return device.gpu.profiling_twin()
 
 
 def least_us(measured):

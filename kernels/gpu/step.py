@@ -1,0 +1,16 @@
+"""The step buffer: the words that kernels read the position and the length of a pass from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["STEP_HEAD_ROW", "STEP_LENGTH", "STEP_POSITION", "STEP_WORDS"]
+
+STEP_POSITION: Final = 0
+"""Index in the step buffer (int32) of the position of the pass's first token."""
+STEP_LENGTH: Final = 1
+"""Index of the tokens of the pass; what lies behind them is neither read nor written."""
+STEP_HEAD_ROW: Final = 2
+"""Index of the first row that the head reads."""
+STEP_WORDS: Final = 16
+"""Words of the step buffer."""
