@@ -25,7 +25,7 @@ from heterollm.engine import (
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec
-from heterollm.kernels.sim import Simulation, is_simulated
+from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
 from heterollm.planning import LoadKeywords, LoadOptions, choose_context, plan_for
 from heterollm.solver import Plan, check_plan
@@ -289,13 +289,12 @@ class LLM:
 
 def _opened(options: LoadOptions) -> Device:
     # A simulated device gives answers only where they are computed.
-    simulation = Simulation(numerics=True) if is_simulated(options.device) else None
     return open_device(
         options.device,
         gpu_threads=options.gpu_threads,
         npu_threads=options.npu_threads,
         profiling=options.trace,
-        simulation=simulation,
+        simulation=Simulation(numerics=True),
     )
 
 

@@ -74,6 +74,7 @@ class Device:
             "npu_standard_lengths": list(self.standard_lengths),
             "npu_row_alignment": 0 if self.npu is None else self.npu.row_alignment,
             "cache_bytes": traits.cache_bytes,
+            "npu_copies_by_length": self.npu is not None and self.npu.copies_by_length,
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
             # What a simulated device computes in says nothing of its times.

@@ -27,12 +27,15 @@ from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_th
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import OpenClRuntime
 
-__all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device"]
+__all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device", "shares_cores"]
 
 DeviceName = Literal["snapdragon", "host", "emulator"]
 DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
 
 QUALCOMM: Final = "qualcomm"
+
+SHARE_CORES: Final = ("auto", "host")
+"""Devices whose parts share the cores of one processor; ``auto`` may open one."""
 
 # The CPU runtimes take their thread count once per process, from the environment.
 _process_split: ThreadSplit | None = None
@@ -83,6 +86,11 @@ def open_device(
         return _open_emulator(gpu_threads, profiling, coherent)
     fix = f"Choose auto, {', '.join(DEVICE_NAMES)}, or a simulated one such as {SIMULATED}snapdragon-8gen3."
     raise OptionError(f"There is no device {name!r}.", fix=fix)
+
+
+def shares_cores(name: str) -> bool:
+    """Whether the parts of the device of this name share the cores of one processor, or may."""
+    return name in SHARE_CORES
 
 
 def list_devices() -> list[DeviceStatus]:

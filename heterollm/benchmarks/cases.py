@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS
+from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.threads import split_threads
 from heterollm.solver import LENGTH_POLICIES
@@ -40,9 +41,6 @@ ENGINES_THAT_ROUND: Final = ("onnxruntime-genai",)
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy means something."""
-
-DEVICES_WITH_THREADS: Final = ("auto", "host")
-"""Devices whose parts share the cores of one processor."""
 
 Threads: TypeAlias = tuple[int, int]
 """Threads of the GPU part and of the NPU part."""
@@ -214,7 +212,7 @@ def expand(
             )
     splits: list[Threads | None] = list(threads)
     if not splits:
-        splits = [_default_threads() if device in DEVICES_WITH_THREADS else None]
+        splits = [_default_threads() if shares_cores(device) else None]
     found: list[Configuration] = []
     for engine, precision, split in itertools.product(engines, precisions, splits):
         base = Configuration(
@@ -244,7 +242,7 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
         if one.engine != "self" or one.threads is None or one.threads[1] == 0:
             continue
         alone = one.plan_level == "gpu" and len(configurations) == 1
-        if one.device not in DEVICES_WITH_THREADS or alone:
+        if not shares_cores(one.device) or alone:
             continue
         whole = replace(
             one,

@@ -12,6 +12,7 @@ from typing import Final
 from heterollm.benchmarks.cases import ENGINES_THAT_ROUND
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
+from heterollm.kernels.open import shares_cores
 
 __all__ = ["COMPARED", "best_of", "compare_rows", "groups_of", "is_split", "verdicts", "whole_device"]
 
@@ -135,7 +136,7 @@ def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
                 yield f"{names[0]} is {change} as fast as {names[1].rstrip(',')}.{beside}"
             else:
                 yield f"{names[0]} and {names[1]} do not differ beyond the noise, {change}.{beside}"
-        elif split.device == "host":
+        elif shares_cores(split.device or ""):
             yield f"Whether splitting pays is open: gpu on all cores was not measured.{beside}"
         elif single is not None:
             change = compare_rows(single, split)

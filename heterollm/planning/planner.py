@@ -80,8 +80,8 @@ class ProfiledModel:
 
     @property
     def copies_by_length(self) -> bool:
-        """Whether each length of an NPU slice holds weights of its own: a static graph each, but on host."""
-        return self.profile.device != "host"
+        """Whether each length of an NPU slice holds weights of its own."""
+        return self.profile.copies_by_length
 
     @property
     def missing(self) -> frozenset[str]:

@@ -41,6 +41,7 @@ class HostNpu:
 
     name = "host NPU (ONNX Runtime CPU)"
     time_kind: TimeKind = "real"
+    copies_by_length = False
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 64
     activation_dtype: np.dtype[Any] = np.dtype(np.float32)

@@ -138,6 +138,11 @@ class NpuBackend(Protocol):
         ...
 
     @property
+    def copies_by_length(self) -> bool:
+        """Whether each standard length of a part holds weights of its own; else one graph serves them all."""
+        ...
+
+    @property
     def activation_dtype(self) -> np.dtype[Any]:
         """Element type of every graph's input and output."""
         ...

@@ -77,6 +77,7 @@ class QnnNpu:
 
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 256
+    copies_by_length = True
     activation_dtype: np.dtype[Any] = np.dtype(np.float16)
 
     def __init__(

@@ -55,6 +55,7 @@ class SimulatedNpu:
 
     time_kind: TimeKind = "simulated"
     row_alignment = 256
+    copies_by_length = True
     loaded_count = 0
 
     def __init__(

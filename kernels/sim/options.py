@@ -9,7 +9,7 @@ from typing import Final
 from heterollm.base import OptionError
 from heterollm.kernels.sim.game import GpuLoad
 
-__all__ = ["SIMULATED", "Simulation", "is_simulated"]
+__all__ = ["SIMULATED", "Simulation", "is_simulated", "name_in_words"]
 
 SIMULATED: Final = "sim:"
 """What the names of simulated devices begin with."""
@@ -18,6 +18,11 @@ SIMULATED: Final = "sim:"
 def is_simulated(device: object) -> bool:
     """Return whether this is the name of a simulated device."""
     return isinstance(device, str) and device.startswith(SIMULATED)
+
+
+def name_in_words(device: str) -> str:
+    """Return a device's name; that of a simulated one says that it is in a word."""
+    return f"simulated {device.removeprefix(SIMULATED)}" if is_simulated(device) else device
 
 
 @dataclass(frozen=True, slots=True)

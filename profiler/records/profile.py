@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from heterollm.base import ProfileError, atomic_path, cache_name, cache_root, locked, parse_json
 from heterollm.kernels.device import Device, fingerprint_of
-from heterollm.kernels.sim import SIMULATED, is_simulated
+from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, record_from_dict, record_line
 from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Part, Record
 
@@ -58,6 +58,11 @@ class Profile:
     def device(self) -> str:
         """Name of the device."""
         return str(self.description["device"])
+
+    @property
+    def copies_by_length(self) -> bool:
+        """Whether each standard length of an NPU graph holds weights of its own."""
+        return bool(self.description["npu_copies_by_length"])
 
     @property
     def time_kind(self) -> str:
@@ -145,6 +150,7 @@ class Profile:
             not isinstance(description, dict)
             or not isinstance(runs, dict)
             or not isinstance(records, list)
+            or type(description.get("npu_copies_by_length")) is not bool
             or not all(_is_run(run) for run in runs.values())
             or not all(isinstance(description.get(name), str) for name in ("device", "time"))
             or not _is_size(description.get("cache_bytes"))
@@ -218,8 +224,7 @@ class Profile:
 
 def profile_path(device: str, fingerprint: str) -> Path:
     """Return where the profile of a device is kept; of a simulated one, the name says so."""
-    words = f"simulated {device.removeprefix(SIMULATED)}" if is_simulated(device) else device
-    return cache_root() / "profiles" / f"{cache_name(words, fingerprint)}.json"
+    return cache_root() / "profiles" / f"{cache_name(name_in_words(device), fingerprint)}.json"
 
 
 def stored_profiles() -> list[Path]:

@@ -16,7 +16,7 @@ from heterollm.profiler.measure import Task
 from heterollm.profiler.records import BandwidthKey, DriftKey, Part, Profile, Record
 from heterollm.profiler.runner import ProfileOptions, run_tasks
 
-DESCRIPTION = {"device": "host", "time": "real", "cache_bytes": 0}
+DESCRIPTION = {"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0}
 
 
 class Clock:
@@ -137,7 +137,7 @@ def task(number):
     return Task("counting", (BandwidthKey("gpu", number, False),), run, 1.0)
 
 path = Path(sys.argv[1])
-new = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+new = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
 profile = Profile.load(path) if path.exists() else new
 print("begun", flush=True)
 runner.run_tasks(profile, [task(number) for number in range(40)], runner.ProfileOptions(), path=path)

@@ -26,7 +26,7 @@ class FakeDevice:
     closed = False
 
     def description(self):
-        return {"device": self.name, "time": self.time_kind, "gpu": "a processor", "cache_bytes": 0}
+        return {"device": self.name, "time": self.time_kind, "gpu": "a processor", "npu_copies_by_length": False, "cache_bytes": 0}
 
     def fingerprint(self):
         return fingerprint_of(self.description())
@@ -351,7 +351,7 @@ def test_plots_and_a_page(run, stored, tmp_path):
 
 
 def test_what_cannot_be_drawn_is_said(run, cache, tmp_path):
-    profile = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    profile = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     profile.add(Record(BandwidthKey("gpu", 1024, False), (1.0,), values={"gbps": 3.0}))
     profile.save(tmp_path / "profile.json")
     code, _, err = run("show", tmp_path / "profile.json", "--plots", tmp_path / "plots")

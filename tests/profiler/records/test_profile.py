@@ -28,7 +28,7 @@ from heterollm.profiler.records import (
 )
 from heterollm.profiler.records.profile import stored_profiles
 
-DESCRIPTION = {"device": "host", "time": "real", "gpu": "a processor", "gpu_threads": 1, "cache_bytes": 0}
+DESCRIPTION = {"device": "host", "time": "real", "gpu": "a processor", "gpu_threads": 1, "npu_copies_by_length": False, "cache_bytes": 0}
 POINT = LinearPoint("gate_up", (512, 512), 768, 32, 4, 32)
 KEY = LinearKey("gpu", POINT, "abc")
 
@@ -117,6 +117,7 @@ def damaged() -> list[tuple[str, Any]]:
         ("older schema", lambda data: data.update(schema_version=1)),
         ("no cache size", lambda data: data["description"].pop("cache_bytes")),
         ("negative cache size", lambda data: data["description"].update(cache_bytes=-1)),
+        ("copies", lambda data: data["description"].pop("npu_copies_by_length")),
         ("fingerprint", lambda data: data["description"].update(gpu="another")),
         ("no records", lambda data: data.pop("records")),
         ("runs", lambda data: data.update(runs={"1": {"started_s": "soon"}})),
@@ -172,7 +173,7 @@ from heterollm.profiler.records.profile import Profile
 from heterollm.profiler.records import BandwidthKey, Record
 
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 20):
-    profile = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    profile = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     profile.add(Record(BandwidthKey("gpu", number, False), (1.0,)))
     profile.save(Path(sys.argv[1]))
 """
