@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from heterollm.kernels.gpu import (
     STEP_POSITION,
     STEP_WORDS,
     GpuLayers,
+    HeadShape,
+    KvLayer,
+    Rotation,
+    Scores,
     Segments,
     SharedArray,
     head_stride,
@@ -29,16 +33,7 @@ __all__ = ["gpu_layer_cases"]
 HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 4, 2, 32, 80
 
 
-class Shape(TypedDict):
-    """What the attention's launches take of a model."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    capacity: int
-
-
-SHAPE: Final[Shape] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": CAPACITY}
+SHAPE: Final = HeadShape(HEADS, KV_HEADS, HEAD_DIM, CAPACITY)
 EPSILON: Final = 1e-5
 
 
@@ -94,7 +89,7 @@ def _rope_runner(
     def run() -> Numbers:
         generator = np.random.default_rng(SEED)
         tokens, position = 7, 11
-        rows = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+        rows = SHAPE.rows
         qkv = generator.standard_normal((tokens, sum(rows)), np.float32).astype(device.activation_dtype)
         bias = generator.standard_normal(sum(rows), np.float32)
         angles = generator.uniform(0.0, 6.0, (CAPACITY, HEAD_DIM // 2))
@@ -105,16 +100,17 @@ def _rope_runner(
         launch = layers.rope_and_store(
             _segments(device, qkv, rows, (64, 32, 0)),
             device.gpu.upload(bias),
-            device.gpu.upload(cos),
-            device.gpu.upload(sin),
             queries,
-            cache,
+            KvLayer(cache, 0),
             _step(device, position, tokens, 0),
-            layer=0,
+            shape=SHAPE,
+            rotation=Rotation(
+                device.gpu.upload(cos),
+                device.gpu.upload(sin),
+                norms=device.gpu.upload(norms) if normed else None,
+                epsilon=EPSILON,
+            ),
             tokens=tokens,
-            norms=device.gpu.upload(norms) if normed else None,
-            epsilon=EPSILON,
-            **SHAPE,
         )
         run_launches(device, [launch])
         inputs = np.split(qkv.astype(np.float64) + bias, np.cumsum(rows)[:-1], axis=1)
@@ -148,15 +144,13 @@ def _attention_runner(
         out = device.gpu.shared(queries.shape, device.activation_dtype)
         launches = layers.attention(
             filled_slot(device, queries),
-            cache,
+            KvLayer(cache, 0),
             out,
             _step(device, position, tokens, 0),
-            layer=0,
+            shape=SHAPE,
+            scores=Scores(HEAD_DIM**-0.5, soft_cap=soft_cap),
             tokens=tokens,
             bucket=CAPACITY,
-            scale=HEAD_DIM**-0.5,
-            soft_cap=soft_cap,
-            **SHAPE,
         )
         run_launches(device, launches)
         heads = queries.reshape(tokens, HEADS, HEAD_DIM)

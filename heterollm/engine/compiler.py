@@ -23,8 +23,12 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuLayers,
     GpuLinear,
+    HeadShape,
+    KvLayer,
     Launch,
+    Rotation,
     RoundedInputs,
+    Scores,
     Segments,
     SharedArray,
     merge_launches,
@@ -124,13 +128,7 @@ class Compiler:
         calls.append(self._embedding.embed_launch(self.tokens, pool["residual"], count=tokens, scale=scale))
         end_operator(calls)
         delta: Segments | None = None
-        shape: dict[str, Any] = {
-            "heads": config.heads,
-            "kv_heads": config.kv_heads,
-            "head_dim": config.head_dim,
-            "capacity": self._context,
-            "tokens": tokens,
-        }
+        shape = HeadShape(config.heads, config.kv_heads, config.head_dim, self._context)
         for layer, features in enumerate(config.per_layer):
             here = self._placed(request, layer, "qkv")
             rounded = self._rounded(here)
@@ -141,28 +139,28 @@ class Compiler:
             rope = layers.rope_and_store(
                 qkv,
                 small.bias(layer, "qkv"),
-                *small.rope(features.rope),
                 pool["query"],
-                cache,
+                KvLayer(cache, layer),
                 self.step,
-                layer=layer,
-                rotary_dim=config.rotary_dim if features.rope else 0,
-                norms=small.head_norms(layer),
-                epsilon=config.rms_norm_eps,
-                **shape,
+                shape=shape,
+                rotation=Rotation(
+                    *small.rope(features.rope),
+                    dim=config.rotary_dim if features.rope else 0,
+                    norms=small.head_norms(layer),
+                    epsilon=config.rms_norm_eps,
+                ),
+                tokens=tokens,
             )
             attend = layers.attention(
                 pool["query"],
-                cache,
+                KvLayer(cache, layer),
                 pool["attention_output"],
                 self.step,
-                layer=layer,
+                shape=shape,
+                scores=Scores(config.attention_scale, features.window, config.attention_soft_cap),
+                tokens=tokens,
                 bucket=bucket,
-                scale=config.attention_scale,
-                window=features.window,
-                soft_cap=config.attention_soft_cap,
                 rounded=rounded,
-                **shape,
             )
             calls.append(rope)
             end_operator(calls)

@@ -1,5 +1,9 @@
-from .attention import head_stride as head_stride
 from .binding import OpenClError as OpenClError
+from .heads import HeadShape as HeadShape
+from .heads import KvLayer as KvLayer
+from .heads import Rotation as Rotation
+from .heads import Scores as Scores
+from .heads import head_stride as head_stride
 from .launch import Argument as Argument
 from .launch import ChainedLaunch as ChainedLaunch
 from .launch import Launch as Launch

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import OptionError
+from heterollm.kernels.gpu.heads import HeadShape
 from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION
 from heterollm.kernels.ops import WeightFormat
 
@@ -125,23 +126,22 @@ def rounding_work(elements: int, item_bytes: int, blocks: int) -> GpuWork:
     return GpuWork("elementwise", 4 * elements, item_bytes * elements, elements + BLOCK_BYTES * blocks)
 
 
-def rope_work(queries: int, keys: int, item_bytes: int, kv_bytes: int) -> GpuWork:
+def rope_work(shape: HeadShape, tokens: int, item_bytes: int, kv_bytes: int) -> GpuWork:
     """Return the work of turning queries and keys, and of writing keys and values to the cache.
 
     Args:
-        queries: Elements of all queries.
-        keys: Elements of all keys and values.
-        item_bytes: Of one in the linear's output.
-        kv_bytes: Of one in the cache.
+        shape: Sizes of the heads.
+        tokens: Tokens of the pass.
+        item_bytes: Of an element in the linear's output.
+        kv_bytes: Of an element in the cache.
     """
+    queries, keys = tokens * shape.query_columns, 2 * tokens * shape.kv_heads * shape.head_dim
     return GpuWork("elementwise", 6 * queries, item_bytes * (queries + keys), 4 * queries + kv_bytes * keys)
 
 
 def attention_work(
+    shape: HeadShape,
     step: NDArray[np.int32],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
     *,
     tokens: int,
     window: int,
@@ -151,10 +151,8 @@ def attention_work(
     """Return the work of attention at the position that the step buffer holds.
 
     Args:
+        shape: Sizes of the heads.
         step: The step buffer.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Elements of a head.
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
         kv_bytes: Of an element of the cache.
@@ -169,6 +167,6 @@ def attention_work(
         inside = max(0, window - position)
         seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
         last = min(last, window + rows - 1)
-    outputs = rows * heads * head_dim
-    read = 2 * last * kv_heads * head_dim * kv_bytes + 4 * outputs
-    return GpuWork("attention", 4 * seen * heads * head_dim, read, outputs * output_bytes, rows)
+    outputs = rows * shape.query_columns
+    read = 2 * last * shape.kv_heads * shape.head_dim * kv_bytes + 4 * outputs
+    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -25,8 +25,12 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuLayers,
     GpuLinear,
+    HeadShape,
+    KvLayer,
     Launch,
+    Rotation,
     RoundedInputs,
+    Scores,
     Segments,
     SharedArray,
     head_stride,
@@ -335,14 +339,12 @@ class _LayerBench:
         launch = self._layers.rope_and_store(
             self._linear_output((shape.heads * shape.head_dim, keys, keys), tokens),
             None,
-            self._floats("cosines", angles),
-            self._floats("sines", angles),
             self._floats("query", tokens * shape.heads * shape.head_dim),
-            self._cache(shape),
+            KvLayer(self._cache(shape), 0),
             self._slots["step"],
-            layer=0,
+            shape=_heads(shape),
+            rotation=Rotation(self._floats("cosines", angles), self._floats("sines", angles)),
             tokens=tokens,
-            **_head_sizes(shape),
         )
         return [launch]
 
@@ -355,14 +357,13 @@ class _LayerBench:
         output = next(spec for spec in shape.layer if spec.group == "o")
         return self._layers.attention(
             self._floats("query", tokens * width),
-            self._cache(shape),
+            KvLayer(self._cache(shape), 0),
             self._slot("attention output", tokens * width),
             self._slots["step"],
-            layer=0,
+            shape=_heads(shape),
+            scores=Scores(shape.head_dim**-0.5),
             tokens=tokens,
             bucket=min(bucket, _capacity()),
-            scale=shape.head_dim**-0.5,
-            **_head_sizes(shape),
             rounded=self._rounded(case, output.weight, width),
         )
 
@@ -393,10 +394,5 @@ def _capacity() -> int:
     return max(ATTENTION_POSITIONS) + max(TOKENS)
 
 
-def _head_sizes(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "capacity": _capacity(),
-    }
+def _heads(shape: ModelShape) -> HeadShape:
+    return HeadShape(shape.heads, shape.kv_heads, shape.head_dim, _capacity())

@@ -12,6 +12,10 @@ from heterollm.kernels.gpu import (
     STEP_POSITION,
     STEP_WORDS,
     GpuLayers,
+    HeadShape,
+    KvLayer,
+    Rotation,
+    Scores,
     Segments,
     head_stride,
 )
@@ -257,17 +261,12 @@ def run_rope(runtime, layers, cache, value, splits, *, shape, position, length=N
         layers.rope_and_store(
             make_segments(runtime, value, rows, splits),
             None if bias is None else runtime.upload(bias),
-            *buffers,
             q_out.shared,
-            cache,
+            KvLayer(cache, 1),
             make_step(runtime, position, tokens if length is None else length),
-            layer=1,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            capacity=capacity,
+            shape=HeadShape(heads, kv_heads, head_dim, capacity),
+            rotation=Rotation(*buffers, rotary),
             tokens=tokens,
-            rotary_dim=rotary,
         ),
     )
     biased = value.astype(np.float64) + (0 if bias is None else bias)
@@ -340,8 +339,10 @@ def fill_cache(rng, cache, shape, positions, scale=1.0):
     return view[1]
 
 
-def run_attention(runtime, layers, cache, q, dtype, *, shape, position, length=None, bucket=None, **options):
-    heads, kv_heads, head_dim, capacity = shape
+def run_attention(
+    runtime, layers, cache, q, dtype, *, shape, position, length=None, bucket=None, parts=None, **options
+):
+    heads, _, head_dim, capacity = shape
     tokens = len(q)
     partials = []
 
@@ -353,18 +354,14 @@ def run_attention(runtime, layers, cache, q, dtype, *, shape, position, length=N
     out = Slot(runtime, (tokens, heads, head_dim), dtype)
     launches = layers.attention(
         upload(runtime, q),
-        cache,
+        KvLayer(cache, 1),
         out.shared,
         make_step(runtime, position, tokens if length is None else length),
-        layer=1,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        capacity=capacity,
+        shape=HeadShape(*shape),
+        scores=Scores(**{"scale": head_dim**-0.5} | options),
         tokens=tokens,
         bucket=bucket or capacity,
-        scale=options.pop("scale", head_dim**-0.5),
-        **options,
+        parts=parts,
     )
     run(runtime, *launches)
     for partial in partials:
@@ -545,15 +542,15 @@ def test_another_session_takes_over_a_launch(runtime, make):
     filled = [fill_cache(rng, cache, shape, 9) for cache in caches]
     q = random(rng, (1, 2, 32))
     out = Slot(runtime, (1, 2, 32), np.float32)
-    sizes = {"layer": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "capacity": 16, "tokens": 1}
     (launch,) = make("vector").attention(
         upload(runtime, q),
-        caches[0],
+        KvLayer(caches[0], 1),
         out.shared,
         make_step(runtime, 8, 1),
-        **sizes,
+        shape=HeadShape(*shape),
+        scores=Scores(0.2),
+        tokens=1,
         bucket=256,
-        scale=0.2,
         parts=1,
     )
     for cache, (keys, values) in zip(caches, filled, strict=True):
@@ -582,22 +579,19 @@ def test_what_cannot_be_computed_is_refused(runtime, make):
         layers.rms_norm(memory, memory, memory, hidden=64, tokens=2, epsilon=1e-5)
     with pytest.raises(KernelError, match="not two of 8"):
         layers.gated_activation(Segments(memory, memory, (8,), (0,)), memory, tokens=1, intermediate=8)
-    sizes = {"layer": 0, "kv_heads": 1, "capacity": 4, "tokens": 1}
-    qkv = Segments(memory, memory, (6, 3, 3), (0, 0, 0))
+    qkv, cache = Segments(memory, memory, (6, 3, 3), (0, 0, 0)), KvLayer(memory, 0)
+    turn = {"rotation": Rotation(memory, memory), "tokens": 1}
     with pytest.raises(KernelError, match="must be even"):
-        layers.rope_and_store(qkv, None, memory, memory, memory, memory, step, heads=2, head_dim=3, **sizes)
+        layers.rope_and_store(qkv, None, memory, cache, step, shape=HeadShape(2, 1, 3, 4), **turn)
     with pytest.raises(KernelError, match="are not 4 and 1 heads"):
-        layers.rope_and_store(qkv, None, memory, memory, memory, memory, step, heads=4, head_dim=2, **sizes)
+        layers.rope_and_store(qkv, None, memory, cache, step, shape=HeadShape(4, 1, 2, 4), **turn)
     with pytest.raises(KernelError, match="cannot share"):
-        layers.attention(
-            *(memory, memory, memory, step),
-            heads=3,
-            head_dim=4,
-            bucket=256,
-            scale=1,
-            **sizes | {"kv_heads": 2},
-        )
+        HeadShape(3, 2, 4, 4)
     with pytest.raises(KernelError, match="KV cache of layer 3"):
         layers.attention(
-            *(memory, memory, memory, step), heads=1, head_dim=4, bucket=256, scale=1, **sizes | {"layer": 3}
+            *(memory, KvLayer(memory, 3), memory, step),
+            shape=HeadShape(1, 1, 4, 4),
+            scores=Scores(1.0),
+            tokens=1,
+            bucket=256,
         )

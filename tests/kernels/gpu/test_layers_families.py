@@ -12,6 +12,10 @@ from heterollm.kernels.gpu import (
     STEP_POSITION,
     STEP_WORDS,
     GpuLayers,
+    HeadShape,
+    KvLayer,
+    Rotation,
+    Scores,
     Segments,
     head_stride,
 )
@@ -120,19 +124,12 @@ def test_heads_are_normed_before_they_turn(runtime, style, dtype):
         layers.rope_and_store(
             segments(runtime, value, rows, (rows[0] // 3, 5, rows[2])),
             runtime.upload(bias) if has_bias else None,
-            *tables,
             q_out,
-            cache,
+            KvLayer(cache, 0),
             make_step(runtime, position, tokens),
-            layer=0,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            capacity=capacity,
+            shape=HeadShape(heads, kv_heads, head_dim, capacity),
+            rotation=Rotation(*tables, rotary, runtime.upload(norms), 1e-4),
             tokens=tokens,
-            rotary_dim=rotary,
-            norms=runtime.upload(norms),
-            epsilon=1e-4,
         )()
         runtime.finish()
         exact = value.astype(np.float64) + (bias if has_bias else 0)
@@ -170,16 +167,12 @@ def test_scores_are_capped(runtime, style):
         # Scores from far below the cap to ten times it.
         q = random(rng, (tokens, heads, head_dim)) * np.logspace(-3, 1.5, heads)[:, None].astype(np.float32)
         out = runtime.shared((tokens, heads, head_dim), np.float32)
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
         for launch in layers.attention(
-            *(upload(runtime, q), cache, out, make_step(runtime, position, tokens)),
-            **sizes,
-            layer=0,
+            *(upload(runtime, q), KvLayer(cache, 0), out, make_step(runtime, position, tokens)),
+            shape=HeadShape(heads, kv_heads, head_dim, capacity),
+            scores=Scores(0.3, window, soft_cap=4.0),
             tokens=tokens,
             bucket=256,
-            scale=0.3,
-            window=window,
-            soft_cap=4.0,
             parts=parts,
         ):
             launch()

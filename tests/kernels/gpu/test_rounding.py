@@ -14,8 +14,11 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuLayers,
     GpuLinear,
+    HeadShape,
+    KvLayer,
     MergedLaunch,
     RoundedInputs,
+    Scores,
     Segments,
     Variant,
     code_bytes,
@@ -212,15 +215,11 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
                 out, rounded, query=query, cache=cache, step=step, parts=parts, dtype=dtype, capacity=capacity
             ):
                 return layers_for(runtime, style, dtype).attention(
-                    *(query, cache, out, step),
-                    layer=0,
-                    heads=heads,
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    capacity=capacity,
+                    *(query, KvLayer(cache, 0), out, step),
+                    shape=HeadShape(heads, kv_heads, head_dim, capacity),
+                    scores=Scores(head_dim**-0.5),
                     tokens=len(query.array),
                     bucket=capacity,
-                    scale=head_dim**-0.5,
                     parts=parts,
                     rounded=rounded,
                 )

@@ -26,8 +26,12 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuLayers,
     GpuLinear,
+    HeadShape,
+    KvLayer,
     OpenClRuntime,
+    Rotation,
     RoundedInputs,
+    Scores,
     Segments,
     SharedArray,
     code_bytes,
@@ -295,20 +299,21 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         yield
         assert linear_errors(logits.array, capped).within("fp32")
         cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
-        sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
+        layer, shape = KvLayer(cache, 0), HeadShape(heads, kv_heads, head_dim, capacity)
         qkv, bias = segments(rows, (24, 8, 0), dtype), slot((sum(rows),), np.float32)
         tables = [slot((capacity, 6), np.float32) for _ in range(2)]
         q = slot((tokens, rows[0]), np.float32)
         for norms in (None, slot((2 * head_dim,), np.float32)):
-            options = {"tokens": tokens, "rotary_dim": 12, "norms": norms, "epsilon": 1e-5}
-            layers.rope_and_store(*(qkv, bias, *tables, q, cache, step), **sizes, **options)()
+            rotation = Rotation(*tables, 12, norms, 1e-5)
+            layers.rope_and_store(
+                *(qkv, bias, q, layer, step), shape=shape, rotation=rotation, tokens=tokens
+            )()
             yield
         for parts, length, cap in ((1, tokens, 0.0), (2, tokens, 0.5), (1, 1, 0.5), (2, 1, 0.0)):
             step.array[STEP_LENGTH] = length
             out = slot((length, rows[0]), dtype)
-            options = {"tokens": length, "bucket": 128, "scale": 0.2, "window": 67, "parts": parts}
-            options |= {"soft_cap": cap}
-            for launch in layers.attention(q, cache, out, step, **sizes, **options):
+            options = {"shape": shape, "scores": Scores(0.2, 67, cap), "tokens": length, "bucket": 128}
+            for launch in layers.attention(q, layer, out, step, parts=parts, **options):
                 launch()
                 yield
             blocks = cache.array.reshape(2, kv_heads, -1)[..., : capacity * head_dim]
@@ -352,14 +357,15 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
             Segments(wide, wide, (columns,) * 2, (0, 0)),
         )
         norm = {"hidden": columns, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
-        sizes = {"layer": 0, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "tokens": tokens}
-        sizes |= {"capacity": capacity, "bucket": capacity, "scale": 0.2, "rounded": rounded}
+        layer, shape = KvLayer(cache, 0), HeadShape(heads, kv_heads, head_dim, capacity)
+        sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens, "bucket": capacity}
+        sizes |= {"rounded": rounded}
         for launches in (
             [layers.rms_norm(residual, weight, out, tokens=tokens, **norm)],
             [layers.final_norm(residual, weight, out, step, rows=tokens, **norm)],
             [layers.gated_activation(gate_up, out, tokens=tokens, intermediate=columns, rounded=rounded)],
-            layers.attention(query, cache, out, step, parts=1, **sizes),
-            layers.attention(query, cache, out, step, parts=2, **sizes),
+            layers.attention(query, layer, out, step, parts=1, **sizes),
+            layers.attention(query, layer, out, step, parts=2, **sizes),
         ):
             codes.array[...] = blocks.array[...] = 0
             for launch in launches:

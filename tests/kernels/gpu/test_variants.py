@@ -9,6 +9,9 @@ from heterollm.kernels.gpu import (
     BuildError,
     GpuLayers,
     GpuLinear,
+    HeadShape,
+    KvLayer,
+    Scores,
     Segments,
     Variant,
     VariantRecord,
@@ -155,10 +158,8 @@ class TestKernels:
         queries.array[...] = generator.standard_normal(queries.array.shape)
         step = runtime.shared((STEP_WORDS,), np.int32)
         step.array[:2] = 40, 1
-        shape = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "capacity": capacity}
-        for launch in layers.attention(
-            queries, cache, answer, step, layer=0, tokens=1, bucket=64, scale=0.2, parts=2, **shape
-        ):
+        sizes = {"shape": HeadShape(4, 2, head_dim, capacity), "tokens": 1, "bucket": 64, "parts": 2}
+        for launch in layers.attention(queries, KvLayer(cache, 0), answer, step, scores=Scores(0.2), **sizes):
             launch()
         runtime.finish()
         for head in range(4):

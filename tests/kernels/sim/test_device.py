@@ -5,7 +5,16 @@ import pytest
 
 from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import concatenate_rows, shape_only_weight
-from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, STEP_WORDS, GpuLayers, GpuLinear
+from heterollm.kernels.gpu import (
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    GpuLayers,
+    GpuLinear,
+    HeadShape,
+    KvLayer,
+    Scores,
+)
 from heterollm.kernels.npu import NpuSlice
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
@@ -73,8 +82,8 @@ def test_attention_takes_longer_the_more_positions_there_are(simulated):
     step = runtime.shared((STEP_WORDS,), np.int32)
     query, out = runtime.shared((1, 4096), np.float32), runtime.shared((1, 4096), np.float16)
     cache = runtime.shared((2 * 8 * 4096 * 128,), np.float16)
-    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "capacity": 4096, "tokens": 1}
-    launches = layers.attention(query, cache, out, step, layer=0, bucket=4096, scale=1.0, **sizes)
+    sizes = {"shape": HeadShape(32, 8, 128, 4096), "scores": Scores(1.0), "tokens": 1, "bucket": 4096}
+    launches = layers.attention(query, KvLayer(cache, 0), out, step, **sizes)
     clock = clock_of(simulated)
     times = []
     for position in (100, 2000):
@@ -92,12 +101,11 @@ def test_windows_bound_what_attention_reads(simulated):
     step = simulated.gpu.shared((STEP_WORDS,), np.int32)
     query, out = simulated.gpu.shared((64, 256), np.float32), simulated.gpu.shared((64, 256), np.float16)
     cache = simulated.gpu.shared((2 * 2 * 256 * 64,), np.float16)
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "capacity": 256, "tokens": 64}
+    sizes = {"shape": HeadShape(4, 2, 64, 256), "tokens": 64, "bucket": 256}
     for position, rows, window in ((0, 40, 16), (5, 40, 16), (30, 8, 16), (100, 1, 16), (3, 4, 0)):
         step.array[STEP_POSITION], step.array[STEP_LENGTH] = position, rows
-        (launch,) = layers.attention(
-            query, cache, out, step, layer=0, bucket=256, scale=1.0, window=window, **sizes
-        )
+        scores = Scores(1.0, window)
+        (launch,) = layers.attention(query, KvLayer(cache, 0), out, step, scores=scores, **sizes)
         work = launch.work()
         seen = sum(min(position + t + 1, window or 10**9) for t in range(rows))
         assert work.flops == 4 * seen * 4 * 64, (position, rows, window)

@@ -1,0 +1,119 @@
+"""Attention's heads in numbers, and where the keys and values of a layer lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from heterollm.base import PAGE_BYTES, KernelError, round_up
+from heterollm.kernels.gpu.launch import Argument
+from heterollm.kernels.gpu.memory import SharedArray
+
+__all__ = ["HeadShape", "KvLayer", "Rotation", "Scores", "head_stride"]
+
+
+def head_stride(capacity: int, head_dim: int, kv_dtype: DTypeLike) -> int:
+    """Return the elements from one head's block of the KV cache to the next; blocks start on pages."""
+    item_bytes = np.dtype(kv_dtype).itemsize
+    return round_up(capacity * head_dim * item_bytes, PAGE_BYTES) // item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of a model's attention and of the KV cache of a session.
+
+    Args:
+        heads: Query heads, a multiple of ``kv_heads``.
+        kv_heads: Key and value heads.
+        head_dim: Elements of a head.
+        capacity: Positions that the cache holds, and the tables of rotary angles.
+
+    Raises:
+        KernelError: The query heads cannot share the key heads.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise KernelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads.")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_columns(self) -> int:
+        """Elements of a token's queries, and of attention's output."""
+        return self.heads * self.head_dim
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Output rows of the linears of q, k and v."""
+        keys = self.kv_heads * self.head_dim
+        return self.query_columns, keys, keys
+
+    def layer_offsets(self, layer: int, kv_dtype: DTypeLike) -> tuple[int, int, int, int]:
+        """Return the elements before a layer's keys, before its values, of a head's block, and to the end."""
+        stride = head_stride(self.capacity, self.head_dim, kv_dtype)
+        keys = layer * 2 * self.kv_heads * stride
+        # The last block may be cut to what it holds.
+        end = keys + (2 * self.kv_heads - 1) * stride + self.capacity * self.head_dim
+        return keys, keys + self.kv_heads * stride, stride, end
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """The keys and values of one layer of a session.
+
+    Args:
+        memory: The session's cache, ``[layer][k|v][kv_head][capacity][head_dim]``, heads :func:`head_stride`
+            apart.
+        layer: The layer.
+    """
+
+    memory: SharedArray
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How queries and keys are turned, and normed before.
+
+    Element i of a head's first ``dim`` turns with element ``i + dim / 2`` (the half-split convention of
+    Hugging Face checkpoints).
+
+    Args:
+        cos: float32 ``[capacity, dim / 2]``.
+        sin: The same.
+        dim: Elements of a head that turn, even; None for all.
+        norms: float32 ``[2 * head_dim]``, weights of q's norm and of k's; None where heads are not normed.
+        epsilon: Added to the mean square in those norms.
+    """
+
+    cos: Argument
+    sin: Argument
+    dim: int | None = None
+    norms: Argument = None
+    epsilon: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How attention weighs positions.
+
+    Args:
+        scale: Factor on the scores.
+        window: Positions that a token sees, itself included; 0 for all.
+        soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+    """
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
