@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +20,10 @@ from heterollm.cli.options import (
     command_group,
     whole_numbers,
 )
+from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from heterollm.benchmarks import BenchResult, Configuration
+    from heterollm.benchmarks import BenchOptions, BenchResult, Configuration, RowFile
 
 __all__ = ["commands"]
 
@@ -31,64 +33,94 @@ OF_SAVED = ("saved", "output", "picture", "html")
 """Parameters that say how rows are shown."""
 
 
-@commands.command("bench")
-def bench(
-    context: typer.Context,
-    model: MaybeModel = None,
-    prompt: Annotated[
-        str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")
-    ] = "512",
-    gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens; 0 for none.")] = "128",
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """What is measured; lists make a grid."""
+
+    prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")] = (
+        "512"
+    )
+    gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens; 0 for none.")] = "128"
     pairs: Annotated[
         list[str] | None,
         typer.Option("-pg", metavar="P,N", help="A prompt and tokens behind it; may be given several times."),
-    ] = None,
-    depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens that were seen before.")] = "0",
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5,
-    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, onnxruntime-genai.")] = "self",
+    ] = None
+    depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens that were seen before.")] = "0"
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationOptions:
+    """How it is computed; lists make a grid."""
+
+    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, onnxruntime-genai.")] = "self"
     plan_level: Annotated[
         str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")
-    ] = "auto",
+    ] = "auto"
     length_policy: Annotated[
         str, typer.Option(help="padding, pipe, auto: how npu and layer run lengths without a graph.")
-    ] = "padding",
-    sync: Annotated[str, typer.Option(help="How to wait for the GPU, as of generate.")] = "auto",
-    precision: Annotated[str, typer.Option(help="w4a16, w4a8, fp16.")] = "w4a16",
-    threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None,
-    gpu_threads: Annotated[str | None, typer.Option(help="Threads of the GPU part: 1,2.")] = None,
-    npu_threads: Annotated[str | None, typer.Option(help="Threads of the NPU part: 1,0.")] = None,
-    device: DeviceOption = "auto",
-    group_size: GroupSize = 32,
-    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
+    ] = "padding"
+    sync: Annotated[str, typer.Option(help="How to wait for the GPU, as of generate.")] = "auto"
+    precision: Annotated[str, typer.Option(help="w4a16, w4a8, fp16.")] = "w4a16"
+    threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None
+    gpu_threads: Annotated[str | None, typer.Option(help="Threads of the GPU part: 1,2.")] = None
+    npu_threads: Annotated[str | None, typer.Option(help="Threads of the NPU part: 1,0.")] = None
+    device: DeviceOption = "auto"
+    group_size: GroupSize = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """How samples are taken."""
+
+    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for an idle machine before a sample, and to take it again.")
-    ] = 0.0,
+    ] = 0.0
     memory_gib: Annotated[
         float | None, typer.Option(help="What all models may take together; others are loaded in turns.")
-    ] = None,
+    ] = None
     no_trace: Annotated[
         bool,
         typer.Option(
             "--no-trace", help="Do not run every test once more, traced, for overlap and hand-overs."
         ),
-    ] = False,
+    ] = False
     traces: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write these traces there, for `heterollm trace`.")
-    ] = None,
+    ] = None
     profile_first: Annotated[
         bool, typer.Option("--profile-first", help="Profile the device quickly for each split of the cores.")
-    ] = False,
+    ] = False
     time_limit: Annotated[
         str | None, typer.Option(help="Take no further sample after this time, such as 90s or 10m.")
-    ] = None,
-    output: OutputOption = "table",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append each row as a JSON line.")] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOptions:
+    """How rows are shown, and where they go."""
+
+    output: OutputOption = "table"
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append each row as a JSON line.")] = None
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the report into this file.")
-    ] = None,
+    ] = None
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one page with tables and charts.")
-    ] = None,
+    ] = None
+
+
+@commands.command("bench")
+@takes_records
+def bench(
+    context: typer.Context,
+    model: MaybeModel = None,
+    *,
+    tests: WorkloadOptions,
+    grid: ConfigurationOptions,
+    sampling: SampleOptions,
+    shown: ResultOptions,
     saved: Annotated[
         Path | None,
         typer.Option("--from", metavar="ROWS", help="Show what --out wrote, and measure nothing."),
@@ -100,72 +132,25 @@ def bench(
     processor in two is only worth something if it beats that. Ctrl-C ends the run
     and keeps what was measured.
     """
-    from heterollm.base import labelled, parse_duration
-    from heterollm.benchmarks import (
-        BenchOptions,
-        RowFile,
-        Stop,
-        TerminatedInterrupt,
-        cases_of,
-        expand,
-        profile_splits,
-        run_bench,
-        signals_interrupt,
-        with_baseline,
-    )
+    from heterollm.base import labelled
+    from heterollm.benchmarks import RowFile
     from heterollm.kernels.sim import is_simulated
     from heterollm.report import console as report
 
-    _check_outputs(output, picture, html)
+    _check_outputs(shown)
     if saved is not None:
         _refuse_others(context)
-        _show(_saved_results(saved), saved.stem, output, picture, html)
+        _show(_saved_results(saved), saved.stem, shown)
         return
     if model is None:
         raise typer.BadParameter("Name a model, or rows with --from.", ctx=context, param_hint="MODEL")
-    configurations: tuple[Configuration, ...] = with_baseline(
-        expand(
-            engines=_words(engine),
-            levels=_words(plan_level),
-            policies=_words(length_policy),
-            syncs=_words(sync),
-            precisions=_words(precision),
-            threads=_splits(threads, gpu_threads, npu_threads),
-            device=device,
-            group_size=group_size,
-        )
-    )
-    options = BenchOptions(
-        model,
-        configurations,
-        cases_of(
-            whole_numbers(prompt, "-p"),
-            whole_numbers(gen, "-n"),
-            [_pair(pair) for pair in pairs or ()],
-            whole_numbers(depth, "-d"),
-        ),
-        repetitions=repetitions,
-        seed=seed,
-        patience_s=patience,
-        memory_gib=memory_gib,
-        trace=not no_trace,
-        traces=traces,
-        time_limit_s=None if time_limit is None else parse_duration(time_limit, "--time-limit"),
-    )
-    if traces is not None:
-        _check_traces(traces, no_trace)
-    out = None if out is None else labelled(out, simulated=is_simulated(device))
+    options = _options(model, tests, grid, sampling)
+    if sampling.traces is not None:
+        _check_traces(sampling.traces, sampling.no_trace)
+    out = None if shown.out is None else labelled(shown.out, simulated=is_simulated(grid.device))
     file = None if out is None else RowFile(out)
-    try:
-        with signals_interrupt():
-            if profile_first:
-                for text in profile_splits(model, configurations):
-                    report.show(report.note(text))
-            with report.progress_bars() as progress:
-                result = run_bench(options, progress=progress, on_row=None if file is None else file.add)
-    except TerminatedInterrupt as error:  # before there was anything to keep
-        raise typer.Exit(Stop.of(error).exit_code) from None
-    _show([result], Path(model).name, output, picture, html)
+    result = _measured(options, file, profile_first=sampling.profile_first)
+    _show([result], Path(model).name, shown)
     if result.stop is not None and result.stop.exit_code:
         raise typer.Exit(result.stop.exit_code)
     if file is not None and file.error is not None:
@@ -176,15 +161,79 @@ def bench(
         raise typer.Exit(FAILED)
 
 
-def _check_outputs(output: str, picture: Path | None, html: Path | None) -> None:
+def _options(
+    model: str, tests: WorkloadOptions, grid: ConfigurationOptions, sampling: SampleOptions
+) -> BenchOptions:
+    """Return what is to be measured.
+
+    Raises:
+        OptionError: An option is not legal.
+    """
+    from heterollm.base import parse_duration
+    from heterollm.benchmarks import BenchOptions, cases_of
+
+    limit = sampling.time_limit
+    return BenchOptions(
+        model,
+        _configurations(grid),
+        cases_of(
+            whole_numbers(tests.prompt, "-p"),
+            whole_numbers(tests.gen, "-n"),
+            [_pair(pair) for pair in tests.pairs or ()],
+            whole_numbers(tests.depth, "-d"),
+        ),
+        repetitions=tests.repetitions,
+        seed=sampling.seed,
+        patience_s=sampling.patience,
+        memory_gib=sampling.memory_gib,
+        trace=not sampling.no_trace,
+        traces=sampling.traces,
+        time_limit_s=None if limit is None else parse_duration(limit, "--time-limit"),
+    )
+
+
+def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
+    from heterollm.benchmarks import expand, with_baseline
+
+    return with_baseline(
+        expand(
+            engines=_words(grid.engine),
+            levels=_words(grid.plan_level),
+            policies=_words(grid.length_policy),
+            syncs=_words(grid.sync),
+            precisions=_words(grid.precision),
+            threads=_splits(grid.threads, grid.gpu_threads, grid.npu_threads),
+            device=grid.device,
+            group_size=grid.group_size,
+        )
+    )
+
+
+def _measured(options: BenchOptions, file: RowFile | None, *, profile_first: bool) -> BenchResult:
+    """Measure, and append each row to a file as soon as it is there."""
+    from heterollm.benchmarks import Stop, TerminatedInterrupt, profile_splits, run_bench, signals_interrupt
+    from heterollm.report import console as report
+
+    try:
+        with signals_interrupt():
+            if profile_first:
+                for text in profile_splits(str(options.model), options.configurations):
+                    report.show(report.note(text))
+            with report.progress_bars() as progress:
+                return run_bench(options, progress=progress, on_row=None if file is None else file.add)
+    except TerminatedInterrupt as error:  # before there was anything to keep
+        raise typer.Exit(Stop.of(error).exit_code) from None
+
+
+def _check_outputs(shown: ResultOptions) -> None:
     from heterollm.base import check_folder
     from heterollm.report import check_picture
 
-    check_form(output)
-    if picture is not None:
-        check_picture(picture)
-    if html is not None:
-        check_folder(html, "page")
+    check_form(shown.output)
+    if shown.picture is not None:
+        check_picture(shown.picture)
+    if shown.html is not None:
+        check_folder(shown.html, "page")
 
 
 def _check_traces(folder: Path, no_trace: bool) -> None:
@@ -213,9 +262,7 @@ def _saved_results(path: Path) -> list[BenchResult]:
     return [BenchResult(tuple(rows), ()) for rows in runs_of(read_rows(path))]
 
 
-def _show(
-    results: Sequence[BenchResult], name: str, output: str, picture: Path | None, html: Path | None
-) -> None:
+def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> None:
     """Write what was found, run by run, to stdout and into files."""
     from heterollm.base import labelled, save_file, write
     from heterollm.benchmarks import FORMATS
@@ -226,20 +273,20 @@ def _show(
     notes = [text for result in results for text in result.notes]
     simulated = any(row.time_kind == "simulated" for row in rows)
     shown = bench_reports([result for result in results if result.rows])
-    if output == "table" and rows:
+    if options.output == "table" and rows:
         write(report.render(shown, like=sys.stdout))
     else:
-        write(FORMATS[output](rows) if output != "table" else "")
+        write(FORMATS[options.output](rows) if options.output != "table" else "")
         for text in notes:
             report.show(report.note(text))
-    if picture is not None and rows:
-        picture = labelled(picture, simulated=simulated)
+    if options.picture is not None and rows:
+        picture = labelled(options.picture, simulated=simulated)
         write_picture(picture, shown, title=f"heterollm bench {name}")
         report.show(report.note(f"Wrote {picture}."))
-    if html is not None and rows:
+    if options.html is not None and rows:
         from heterollm.report import bench_page
 
-        html = labelled(html, simulated=simulated)
+        html = labelled(options.html, simulated=simulated)
         page = bench_page([result.rows for result in results if result.rows], notes)
         save_file(html, page.encode())
         report.show(report.note(f"Wrote {html}."))

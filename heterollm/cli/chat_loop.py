@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from heterollm.base import HeteroLLMError, write
 from heterollm.report import console as report
 from heterollm.text import Conversation
 
 if TYPE_CHECKING:
+    from heterollm.cli.options import TokenOptions
     from heterollm.llm import LLM
+    from heterollm.text import Message
 
 __all__ = ["ChatLoop"]
 
@@ -23,12 +25,14 @@ class ChatLoop:
     Args:
         llm: The model.
         system: Instructions before the first message.
-        options: Options of :meth:`heterollm.LLM.stream`.
+        max_new_tokens: Most tokens of an answer.
+        choice: How tokens are chosen.
     """
 
-    def __init__(self, llm: LLM, *, system: str | None = None, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, llm: LLM, *, system: str | None, max_new_tokens: int, choice: TokenOptions) -> None:
         self._llm = llm
-        self._options = options
+        self._max_new_tokens = max_new_tokens
+        self._choice = choice
         self._session = llm.session()
         self._conversation = Conversation(llm.tokenizer, system)
         self._interactive = sys.stdin.isatty()
@@ -76,7 +80,13 @@ class ChatLoop:
                 self._conversation.prompt_ids(),
                 session=self._session,
                 stop=self._llm.tokenizer.chat_stop_strings,
-                **self._options,
+                max_new_tokens=self._max_new_tokens,
+                temperature=self._choice.temperature,
+                top_k=self._choice.top_k,
+                top_p=self._choice.top_p,
+                min_p=self._choice.min_p,
+                repetition_penalty=self._choice.repetition_penalty,
+                seed=self._choice.seed,
             )
             try:
                 for step in stream:
@@ -107,7 +117,7 @@ class ChatLoop:
                 report.note(f"{result.generated_tokens} tokens{speed}, ended by {result.stop_reason}")
             )
 
-    def _take_back(self, messages: tuple[Any, ...]) -> None:
+    def _take_back(self, messages: tuple[Message, ...]) -> None:
         """Return to an earlier state of the dialogue."""
         self._conversation.reset()
         for message in messages:

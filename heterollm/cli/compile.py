@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from heterollm.cli.options import (
-    Asymmetric,
     Context,
-    GroupSize,
     JsonOption,
     Model,
-    PrecisionOption,
+    WeightOptions,
     command_group,
     whole_numbers,
 )
+from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Precision
@@ -27,13 +26,13 @@ commands = command_group()
 
 
 @commands.command("compile")
+@takes_records
 def compile_graphs(
     model: Model,
     soc: Annotated[str, typer.Option(help="Qualcomm's number of the chip: 57 is the Snapdragon 8 Gen 3.")],
     plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
-    precision: PrecisionOption = "w4a16",
-    group_size: GroupSize = 32,
-    asymmetric: Asymmetric = False,
+    *,
+    weights: WeightOptions,
     lengths: Annotated[str | None, typer.Option(help="Some of the lengths only, such as 1,32,256.")] = None,
     context: Context = None,
     as_json: JsonOption = False,
@@ -48,9 +47,9 @@ def compile_graphs(
             model,
             soc=soc,
             plan=plan,
-            precision=cast("Precision", precision),
-            group_size=group_size,
-            symmetric=not asymmetric,
+            precision=cast("Precision", weights.precision),
+            group_size=weights.group_size,
+            symmetric=not weights.asymmetric,
             lengths=None if lengths is None else whole_numbers(lengths, "--lengths"),
             context=context,
             progress=progress,

@@ -7,7 +7,8 @@ import sys
 import typer
 
 from heterollm.base import FAILED
-from heterollm.cli.options import DeviceOption, GpuThreads, JsonOption, NpuThreads, command_group
+from heterollm.cli.options import DeviceOptions, JsonOption, command_group
+from heterollm.cli.records import takes_records
 
 __all__ = ["commands"]
 
@@ -32,12 +33,8 @@ def devices(as_json: JsonOption = False) -> None:
 
 
 @commands.command()
-def doctor(
-    device: DeviceOption = "auto",
-    gpu_threads: GpuThreads = None,
-    npu_threads: NpuThreads = None,
-    as_json: JsonOption = False,
-) -> None:
+@takes_records
+def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
     """Run every operator on every part of a device against float64; exit code 1 if something fails."""
     from heterollm.base import write, write_json
     from heterollm.doctor import diagnose
@@ -45,7 +42,12 @@ def doctor(
     from heterollm.report import diagnosis_report
 
     with report.progress_bars() as progress:
-        diagnosis = diagnose(device, gpu_threads=gpu_threads, npu_threads=npu_threads, progress=progress)
+        diagnosis = diagnose(
+            opened.device,
+            gpu_threads=opened.threads.gpu_threads,
+            npu_threads=opened.threads.npu_threads,
+            progress=progress,
+        )
     if as_json:
         write_json(diagnosis.to_dict())
     else:

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from heterollm.base import InputError
 from heterollm.cli.options import (
-    AllowFallback,
-    AllowSlow,
-    Asymmetric,
-    Context,
-    DeviceOption,
-    GpuThreads,
-    GroupSize,
     JsonOption,
-    MinP,
     Model,
-    NpuThreads,
-    Penalty,
-    PlanOption,
-    PrecisionOption,
-    Seed,
-    SyncOption,
-    Temperature,
-    TopK,
-    TopP,
+    ModelOptions,
+    RunOptions,
+    TokenOptions,
     command_group,
 )
+from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
+    from heterollm.engine import Sync
+    from heterollm.kernels.ops import Precision
     from heterollm.llm import LLM
 
 __all__ = ["commands"]
@@ -41,28 +30,16 @@ commands = command_group()
 
 
 @commands.command()
+@takes_records
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin.")],
-    device: DeviceOption = "auto",
-    plan: PlanOption = "auto",
-    precision: PrecisionOption = "w4a16",
-    group_size: GroupSize = 32,
-    asymmetric: Asymmetric = False,
-    context: Context = None,
+    options: ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = None,
+    *,
+    choice: TokenOptions,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    gpu_threads: GpuThreads = None,
-    npu_threads: NpuThreads = None,
-    allow_slow: AllowSlow = False,
-    sync: SyncOption = "auto",
-    allow_fallback: AllowFallback = False,
+    run: RunOptions,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Record what both parts do, for `heterollm trace`.")
     ] = None,
@@ -75,62 +52,67 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     if not text:
         raise InputError("The prompt is empty.", fix="Give at least one word.")
-    if trace is not None:
-        from heterollm.base import check_target, labelled
-        from heterollm.kernels.sim import is_simulated
-
-        trace = labelled(trace, simulated=is_simulated(device))
-        check_target(trace)
-    with _load(
-        model,
-        device=device,
-        plan=plan,
-        precision=precision,
-        group_size=group_size,
-        symmetric=not asymmetric,
-        context=context,
-        gpu_threads=gpu_threads,
-        npu_threads=npu_threads,
-        allow_slow=allow_slow,
-        sync=sync,
-        allow_fallback=allow_fallback,
-        trace=trace is not None,
-    ) as llm:
+    trace = _trace_file(trace, options.device)
+    with _load(model, options, run, trace=trace is not None) as llm:
         stream = llm.stream(
             text,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
+            temperature=choice.temperature,
+            top_k=choice.top_k,
+            top_p=choice.top_p,
+            min_p=choice.min_p,
+            repetition_penalty=choice.repetition_penalty,
+            seed=choice.seed,
             stop=stop or (),
         )
-        where = {
-            "device": llm.device.name,
-            "time_kind": llm.device.time_kind,
-            "plan": llm.plan.level,
-            "precision": llm.plan.precision,
-        }
         try:
             if as_json:
-                result = stream.result
-                write_json({"model": model, **where, **result.to_dict(), "notes": list(llm.notes)})
+                where = {
+                    "model": model,
+                    "device": llm.device.name,
+                    "time_kind": llm.device.time_kind,
+                    "plan": llm.plan.level,
+                    "precision": llm.plan.precision,
+                }
+                write_json({**where, **stream.result.to_dict(), "notes": list(llm.notes)})
                 return
             for step in stream:
                 write(step.text)
             write("\n")
-            result = stream.result
         finally:
             # Without it, closing the model would wait for the rest of the answer.
             stream.close()
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))
         failures = llm.failures
-    for text in failures:
-        report.show(report.note(text))
-    report.show(report.statistics_lines(result, **where))
+    for failure in failures:
+        report.show(report.note(failure))
+    plan, device = llm.plan, llm.device
+    report.show(
+        report.statistics_lines(
+            stream.result,
+            device=device.name,
+            time_kind=device.time_kind,
+            plan=plan.level,
+            precision=plan.precision,
+        )
+    )
+
+
+def _trace_file(path: Path | None, device: str) -> Path | None:
+    """Check where a trace goes, and return that; a simulated one has the word in its name.
+
+    Raises:
+        OptionError: The file cannot be written.
+    """
+    if path is None:
+        return None
+    from heterollm.base import check_target, labelled
+    from heterollm.kernels.sim import is_simulated
+
+    path = labelled(path, simulated=is_simulated(device))
+    check_target(path)
+    return path
 
 
 def _write_trace(llm: LLM, path: Path) -> str:
@@ -151,59 +133,24 @@ def _read_stdin() -> str:
 
 
 @commands.command()
+@takes_records
 def chat(
     model: Model,
-    device: DeviceOption = "auto",
-    plan: PlanOption = "auto",
-    precision: PrecisionOption = "w4a16",
-    group_size: GroupSize = 32,
-    asymmetric: Asymmetric = False,
-    context: Context = None,
+    options: ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer at most.")] = 1024,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = None,
+    *,
+    choice: TokenOptions,
     system: Annotated[str | None, typer.Option(help="Instructions before the first message.")] = None,
-    gpu_threads: GpuThreads = None,
-    npu_threads: NpuThreads = None,
-    allow_slow: AllowSlow = False,
-    sync: SyncOption = "auto",
-    allow_fallback: AllowFallback = False,
+    run: RunOptions,
 ) -> None:
     """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from heterollm.cli.chat_loop import ChatLoop
 
-    with _load(
-        model,
-        device=device,
-        plan=plan,
-        precision=precision,
-        group_size=group_size,
-        symmetric=not asymmetric,
-        context=context,
-        gpu_threads=gpu_threads,
-        npu_threads=npu_threads,
-        allow_slow=allow_slow,
-        sync=sync,
-        allow_fallback=allow_fallback,
-    ) as llm:
-        ChatLoop(
-            llm,
-            system=system,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        ).run()
+    with _load(model, options, run) as llm:
+        ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
 
 
-def _load(model: str, **options: Any) -> LLM:  # noqa: ANN401 - LLM.load's own
+def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
     from heterollm.report import console as report
 
     with report.progress_bars() as progress:
@@ -212,7 +159,22 @@ def _load(model: str, **options: Any) -> LLM:  # noqa: ANN401 - LLM.load's own
         from heterollm.llm import LLM
 
         progress("Loading", 1, 1)
-        llm = LLM.load(model, progress=progress, **options)
+        llm = LLM.load(
+            model,
+            device=options.device,
+            plan=options.plan,
+            precision=cast("Precision", options.weights.precision),
+            group_size=options.weights.group_size,
+            symmetric=not options.weights.asymmetric,
+            context=options.context,
+            gpu_threads=run.threads.gpu_threads,
+            npu_threads=run.threads.npu_threads,
+            allow_slow=run.allow_slow,
+            sync=cast("Sync", run.sync),
+            allow_fallback=run.allow_fallback,
+            trace=trace,
+            progress=progress,
+        )
     if llm.device.reason:
         report.show(report.note(f"device auto chose {llm.device.name}: {llm.device.reason}"))
     return llm

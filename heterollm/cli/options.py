@@ -1,11 +1,12 @@
-"""What the commands of the command line share: options, exit codes, and how a group of commands is made.
+"""Options that several commands share, the records that hold them, and groups of commands.
 
-A new family of commands is a module ``cli_<name>.py`` with ``commands = command_group()`` and functions
-under ``@commands.command()``, and joins the others in :mod:`heterollm.cli.command_line`.
+A new family of commands is a module of this room with ``commands = command_group()`` and functions under
+``@commands.command()``, and joins the others in :mod:`heterollm.cli.command_line`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
@@ -15,27 +16,20 @@ from heterollm.cli import complete as cli_complete
 
 __all__ = [
     "FAILED",
-    "AllowFallback",
-    "AllowSlow",
-    "Asymmetric",
     "Context",
     "DeviceOption",
-    "GpuThreads",
+    "DeviceOptions",
     "GroupSize",
     "JsonOption",
     "MaybeModel",
-    "MinP",
     "Model",
-    "NpuThreads",
+    "ModelOptions",
     "OutputOption",
-    "Penalty",
-    "PlanOption",
-    "PrecisionOption",
-    "Seed",
+    "RunOptions",
     "SyncOption",
-    "Temperature",
-    "TopK",
-    "TopP",
+    "ThreadOptions",
+    "TokenOptions",
+    "WeightOptions",
     "check_form",
     "command_group",
     "whole_numbers",
@@ -52,30 +46,11 @@ DeviceOption = Annotated[
         help="auto, snapdragon, host, emulator, or sim:SOC (simulated).", autocompletion=cli_complete.devices
     ),
 ]
-PlanOption = Annotated[
-    str,
-    typer.Option(
-        help="auto, gpu, npu, layer, tensor, block, or the file of a plan.", autocompletion=cli_complete.plans
-    ),
-]
 PrecisionOption = Annotated[
     str, typer.Option(help="w4a16, w4a8 or fp16.", autocompletion=cli_complete.precisions)
 ]
 GroupSize = Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")]
-Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="Give 4-bit weights zero points.")]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token every time.")]
-TopK = Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0 among all.")]
-TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens of this probability.")]
-MinP = Annotated[float, typer.Option(help="Leave out what is less likely than this fraction of the best.")]
-Penalty = Annotated[float, typer.Option(help="Above 1 makes tokens that were seen less likely.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-GpuThreads = Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")]
-NpuThreads = Annotated[int | None, typer.Option(help="Threads of the NPU part on host; 0 leaves it out.")]
-AllowSlow = Annotated[bool, typer.Option("--allow-slow", help="Emulate models that take seconds a pass.")]
-AllowFallback = Annotated[
-    bool, typer.Option("--allow-fallback", help="Go on with the GPU alone when the NPU part fails.")
-]
 SyncOption = Annotated[
     str,
     typer.Option(
@@ -94,6 +69,81 @@ OutputOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadOptions:
+    """The threads of both parts, where they share the cores of one processor."""
+
+    gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")] = (
+        None
+    )
+    npu_threads: Annotated[
+        int | None, typer.Option(help="Threads of the NPU part on host; 0 leaves it out.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """A device and the threads of its parts."""
+
+    device: DeviceOption = "auto"
+    threads: ThreadOptions = ThreadOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOptions:
+    """How weights are stored and multiplied."""
+
+    precision: PrecisionOption = "w4a16"
+    group_size: GroupSize = 32
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Give 4-bit weights zero points.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is loaded: where it runs, by which plan, with which weights and how long a context."""
+
+    device: DeviceOption = "auto"
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="auto, gpu, npu, layer, tensor, block, or the file of a plan.",
+            autocompletion=cli_complete.plans,
+        ),
+    ] = "auto"
+    weights: WeightOptions = WeightOptions()
+    context: Context = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How both parts run a loaded model."""
+
+    threads: ThreadOptions = ThreadOptions()
+    allow_slow: Annotated[
+        bool, typer.Option("--allow-slow", help="Emulate models that take seconds a pass.")
+    ] = False
+    sync: SyncOption = "auto"
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Go on with the GPU alone when the NPU part fails.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOptions:
+    """How the tokens of an answer are chosen."""
+
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0 among all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this probability.")] = 1.0
+    min_p: Annotated[
+        float, typer.Option(help="Leave out what is less likely than this fraction of the best.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes tokens that were seen less likely.")
+    ] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
 
 
 def command_group(name: str | None = None, description: str | None = None) -> typer.Typer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -51,29 +52,15 @@ def paper(
     lack it: rows.jsonl is written as rows.simulated.jsonl.
     """
     from heterollm.base import write
-    from heterollm.kernels.sim import load_soc
-    from heterollm.model import find_model
     from heterollm.report import console as report
-    from heterollm.report import read_simulated, write_simulated
-    from heterollm.simulate import paper_cases, run_sweep
+    from heterollm.report import paper_page, read_simulated, write_simulated, write_text
 
     out, page = check_output(output, out), check_output(output, page)
-    if read is not None:
-        rows = read_simulated(read)
-    else:
-        models = words(model, "--model")
-        for name in models:
-            find_model(name)
-        load_soc(soc)
-        cases = paper_cases(models, soc)
-        with report.progress_bars() as progress:
-            rows = run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
+    rows = _simulated(words(model, "--model"), soc, jobs) if read is None else read_simulated(read)
     if out is not None:
         write_simulated(out, rows)
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if page is not None:
-        from heterollm.report import paper_page, write_text
-
         write_text(page, paper_page(rows))
         report.show(report.note(f"Wrote the simulated tables to {page}."))
     write(_text(rows, "json" if as_json and output == "table" else output))
@@ -82,6 +69,21 @@ def paper(
         report.show(report.note(f"{sum(row.error == reason for row in failed)} failed: {reason}"))
     if failed:
         raise typer.Exit(FAILED)
+
+
+def _simulated(models: Sequence[str], soc: str, jobs: int | None) -> list[SimulatedRow]:
+    """Simulate the evaluation, once every name is known to be one."""
+    from heterollm.kernels.sim import load_soc
+    from heterollm.model import find_model
+    from heterollm.report import console as report
+    from heterollm.simulate import paper_cases, run_sweep
+
+    for name in models:
+        find_model(name)
+    load_soc(soc)
+    cases = paper_cases(models, soc)
+    with report.progress_bars() as progress:
+        return run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
 
 
 def _text(rows: list[SimulatedRow], form: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -10,22 +12,21 @@ import typer
 
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
-    Asymmetric,
     Context,
     DeviceOption,
-    GpuThreads,
-    GroupSize,
     JsonOption,
     Model,
-    NpuThreads,
-    PrecisionOption,
+    ThreadOptions,
+    WeightOptions,
     command_group,
     whole_numbers,
 )
+from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Precision
-    from heterollm.solver import RequestedLevel
+    from heterollm.planning import Solved
+    from heterollm.solver import PlanRequest, RequestedLevel
 
 __all__ = ["commands"]
 
@@ -34,100 +35,134 @@ commands = command_group()
 DEFAULT_LENGTHS = "1,64,256,1024"
 
 
-@commands.command("plan")
-def plan_model(
-    model: Model,
-    device: DeviceOption = "auto",
-    profile: Annotated[Path | None, typer.Option(help="File of a profile; no device is opened then.")] = None,
-    length: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_LENGTHS,
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """Where the times come from."""
+
+    device: DeviceOption = "auto"
+    profile: Annotated[Path | None, typer.Option(help="File of a profile; no device is opened then.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """The plan that is wanted, and how it is shown."""
+
+    length: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_LENGTHS
     level: Annotated[
         str,
         typer.Option(
             help="tensor, block (whole feed-forward networks too), or auto: the better one.",
             autocompletion=cli_complete.levels,
         ),
-    ] = "auto",
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say what the other placements would cost.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")
-    ] = None,
-    precision: PrecisionOption = "w4a16",
-    group_size: GroupSize = 32,
-    asymmetric: Asymmetric = False,
-    context: Context = None,
-    gpu_share: Annotated[
-        float, typer.Option(help="Most of an operator's time that the GPU may compute.")
-    ] = 1.0,
-    energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0,
+    ] = "auto"
+    explain: Annotated[bool, typer.Option("--explain", help="Say what the other placements would cost.")] = (
+        False
+    )
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """The objective of a plan and the limits that it keeps to."""
+
+    gpu_share: Annotated[float, typer.Option(help="Most of an operator's time that the GPU may compute.")] = (
+        1.0
+    )
+    energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0
     forbid: Annotated[
         str | None,
         typer.Option(
             help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split. "
             "Several with commas."
         ),
-    ] = None,
-    npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None,
+    ] = None
+    npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None
     histogram: Annotated[
         str | None,
         typer.Option(
             help="How often prompts of a length come, 64:10,256:3 (decoded tokens count under 1), or a file "
             "of such pairs."
         ),
-    ] = None,
+    ] = None
     build_budget: Annotated[
         str | None,
         typer.Option(
             help="Longest that building the NPU's graphs may take, such as 30s: chooses the standard lengths "
             "for --histogram."
         ),
-    ] = None,
-    gpu_threads: GpuThreads = None,
-    npu_threads: NpuThreads = None,
+    ] = None
+
+
+@commands.command("plan")
+@takes_records
+def plan_model(
+    model: Model,
+    source: SourceOptions,
+    answer: AnswerOptions,
+    weights: WeightOptions,
+    context: Context = None,
+    *,
+    limits: LimitOptions,
+    threads: ThreadOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Solve for the best cut of every operator, and show what was chosen and why."""
-    from heterollm.base import OptionError, check_target, parse_duration, write, write_json
+    from heterollm.base import OptionError, check_target, write_json
     from heterollm.planning import LoadOptions, solve_for
-    from heterollm.report import console as report
-    from heterollm.report import plan_report
-    from heterollm.solver import PlanRequest
 
-    prompts = whole_numbers(length, "--length")
+    prompts = whole_numbers(answer.length, "--length")
     if min(prompts) < 1:
-        raise OptionError(f"--length is {length!r:.80}.", fix="Prompts have at least one token.")
-    if output is not None:
-        check_target(output, "plan")
+        raise OptionError(f"--length is {answer.length!r:.80}.", fix="Prompts have at least one token.")
+    if answer.output is not None:
+        check_target(answer.output, "plan")
     options = LoadOptions(
-        device=device,
-        precision=cast("Precision", precision),
-        group_size=group_size,
-        symmetric=not asymmetric,
+        device=source.device,
+        precision=cast("Precision", weights.precision),
+        group_size=weights.group_size,
+        symmetric=not weights.asymmetric,
         context=context,
-        gpu_threads=gpu_threads,
-        npu_threads=npu_threads,
-        request=PlanRequest(
-            gpu_share=gpu_share,
-            energy_weight=energy_weight,
-            forbidden=tuple(forbid.split(",")) if forbid else (),
-            npu_gib=npu_gib,
-            histogram=None if histogram is None else _histogram(histogram),
-            build_budget_s=None if build_budget is None else parse_duration(build_budget, "--build-budget"),
-            level=cast("RequestedLevel", level),
-        ),
+        gpu_threads=threads.gpu_threads,
+        npu_threads=threads.npu_threads,
+        request=_request(limits, answer.level),
     )
-    solved = solve_for(model, options, profile)
-    if output is not None:
-        solved.plan.save(output)
+    solved = solve_for(model, options, source.profile)
+    if answer.output is not None:
+        solved.plan.save(answer.output)
     if as_json:
         import json
 
         write_json(json.loads(solved.plan.to_json()))
         return
-    write(report.render(plan_report(solved, prompts, explain=explain), like=sys.stdout))
-    if output is not None:
-        report.show(report.note(f"Written to {output}; run it with `heterollm generate --plan {output}`."))
+    _show(solved, prompts, answer)
+
+
+def _request(limits: LimitOptions, level: str) -> PlanRequest:
+    """Return what the solver is asked for."""
+    from heterollm.base import parse_duration
+    from heterollm.solver import PlanRequest
+
+    budget = limits.build_budget
+    return PlanRequest(
+        gpu_share=limits.gpu_share,
+        energy_weight=limits.energy_weight,
+        forbidden=tuple(limits.forbid.split(",")) if limits.forbid else (),
+        npu_gib=limits.npu_gib,
+        histogram=None if limits.histogram is None else _histogram(limits.histogram),
+        build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
+        level=cast("RequestedLevel", level),
+    )
+
+
+def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None:
+    """Print what was chosen for a token and for prompts, and where the plan was written."""
+    from heterollm.base import write
+    from heterollm.report import console as report
+    from heterollm.report import plan_report
+
+    write(report.render(plan_report(solved, prompts, explain=answer.explain), like=sys.stdout))
+    if answer.output is not None:
+        command = f"heterollm generate --plan {answer.output}"
+        report.show(report.note(f"Written to {answer.output}; run it with `{command}`."))
 
 
 def _histogram(text: str) -> dict[int, float]:

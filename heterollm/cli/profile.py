@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -10,7 +11,8 @@ import typer
 
 from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import DeviceOption, GpuThreads, GroupSize, JsonOption, NpuThreads, command_group
+from heterollm.cli.options import DeviceOptions, GroupSize, JsonOption, command_group
+from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Precision
@@ -31,32 +33,45 @@ ProfileName = Annotated[
 ]
 
 
-@commands.callback(help=HELP, invoke_without_command=True, no_args_is_help=False)
-def profile(
-    context: typer.Context,
-    device: DeviceOption = "auto",
-    gpu_threads: GpuThreads = None,
-    npu_threads: NpuThreads = None,
+@dataclass(frozen=True, slots=True)
+class ShapeOptions:
+    """The weight shapes that are measured, and how they are stored."""
+
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="FOLDER", help="A checkpoint whose shapes count; may be given several times."),
-    ] = None,
+    ] = None
     precision: Annotated[
         list[str] | None, typer.Option(help="w4a16 (default), w4a8 or fp16; may be given several times.")
-    ] = None,
-    group_size: GroupSize = 32,
-    budget: Annotated[
-        str, typer.Option(help="Time to spend, such as 90s or 5m; none for the full grid.")
-    ] = "4m",
+    ] = None
+    group_size: GroupSize = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EffortOptions:
+    """How much is measured."""
+
+    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s or 5m; none for the full grid.")] = (
+        "4m"
+    )
     quick: Annotated[
         bool, typer.Option("--quick", help="Only what plans need, of one model, in under a minute.")
-    ] = False,
-    update: Annotated[
-        bool, typer.Option("--update", help="Measure only what the profile does not have.")
-    ] = False,
+    ] = False
+    update: Annotated[bool, typer.Option("--update", help="Measure only what the profile does not have.")] = (
+        False
+    )
     no_tune: Annotated[
         bool, typer.Option("--no-tune", help="Do not search the parameters of GPU kernels first.")
-    ] = False,
+    ] = False
+
+
+@commands.callback(help=HELP, invoke_without_command=True, no_args_is_help=False)
+@takes_records
+def profile(
+    context: typer.Context,
+    opened: DeviceOptions,
+    shapes: ShapeOptions,
+    effort: EffortOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a device, unless a command follows."""
@@ -70,15 +85,18 @@ def profile(
     from heterollm.report import profile as report_profile
 
     options = SessionOptions.of(
-        budget_s=parse_duration(budget, "--budget"), quick=quick, update=update, tune=not no_tune
+        budget_s=parse_duration(effort.budget, "--budget"),
+        quick=effort.quick,
+        update=effort.update,
+        tune=not effort.no_tune,
     )
     profiling = Profiling(
-        device,
-        models=model or (),
-        precisions=cast("list[Precision]", precision or ["w4a16"]),
-        group_size=group_size,
-        gpu_threads=gpu_threads,
-        npu_threads=npu_threads,
+        opened.device,
+        models=shapes.model or (),
+        precisions=cast("list[Precision]", shapes.precision or ["w4a16"]),
+        group_size=shapes.group_size,
+        gpu_threads=opened.threads.gpu_threads,
+        npu_threads=opened.threads.npu_threads,
     )
     with profiling:
         for text in profiling.notes(options):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
 from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import JsonOption, OutputOption, check_form, command_group, whole_numbers
+from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.kernels.sim import GpuLoad
-    from heterollm.simulate import SimulationRequest, SimulationResult
+    from heterollm.simulate import LengthChoice, SimulatedSync, SimulationRequest
+    from heterollm.trace import Trace
 
 __all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_overrides", "words"]
 
@@ -24,64 +27,79 @@ commands = command_group()
 MOST_JOBS: Final = 1024
 
 
-@commands.command("simulate")
-def simulate_model(
+@dataclass(frozen=True, slots=True)
+class CaseOptions:
+    """What is simulated; lists make a grid, except of ``resolve``."""
+
     model: Annotated[
         str,
         typer.Option(
             help="llama-3-8b, another known model, a folder, or the path of a config.json.",
             autocompletion=cli_complete.known_models,
         ),
-    ] = "llama-3-8b",
+    ] = "llama-3-8b"
     soc: Annotated[
         str,
         typer.Option(
             help="snapdragon-8gen3, snapdragon-8elite, or the path of a YAML file.",
             autocompletion=cli_complete.socs,
         ),
-    ] = "snapdragon-8gen3",
-    prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256",
-    decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64",
+    ] = "snapdragon-8gen3"
+    prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256"
+    decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64"
     plan_level: Annotated[
         str,
         typer.Option(
             help="gpu, npu, layer, tensor or block.",
             autocompletion=cli_complete.among(*cli_complete.PLANS[1:]),
         ),
-    ] = "tensor",
+    ] = "tensor"
     length_policy: Annotated[
         str,
         typer.Option(
             help="auto, padding, pipe or online: how npu and layer run lengths without a graph.",
             autocompletion=cli_complete.among("auto", "padding", "pipe", "online"),
         ),
-    ] = "auto",
+    ] = "auto"
     sync: Annotated[
         str,
         typer.Option(
             help="finish (the driver's waits and copies), poll or predict.",
             autocompletion=cli_complete.among("finish", "poll", "predict"),
         ),
-    ] = "predict",
+    ] = "predict"
     resolve: Annotated[
         bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the hand-over changes.")
-    ] = False,
+    ] = False
     gpu_load: Annotated[
         str | None, typer.Option(metavar="60fps:5ms", help="A game beside it: its rate and GPU time a frame.")
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModellingOptions:
+    """How a case is modelled."""
+
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Change a parameter of the SoC, such as npu.execute_us=50."),
-    ] = None,
+    ] = None
     head_bits: Annotated[
         int | None, typer.Option(help="Bits of head and embedding: 4, as in the papers, or 8.")
-    ] = None,
+    ] = None
     every_form: Annotated[
         bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM does not have.")
-    ] = False,
+    ] = False
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compute everything as well, of a checkpoint with weights.")
-    ] = False,
+    ] = False
+
+
+@commands.command("simulate")
+@takes_records
+def simulate_model(
+    cases: CaseOptions,
+    modelling: ModellingOptions,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
@@ -100,42 +118,54 @@ def simulate_model(
     syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
     Names of files get the word simulated where they lack it: game.json is written as game.simulated.json.
     """
-    from heterollm.simulate import SimulationRequest, expand
-
     out = check_output(output, out)
     timeline, picture = _check_timeline(timeline)
-    names = _names(model, "--model")
-    prompts, decodes = whole_numbers(prompt, "--prompt"), whole_numbers(decode, "--decode")
-    choices: dict[str, Any] = {
-        "policies": words(length_policy, "--length-policy"),
-        "syncs": words(sync, "--sync"),
-    }
-    base = SimulationRequest(
-        names[0],
-        prompt=prompts[0],
-        decode=decodes[0],
-        resolve=resolve,
-        overrides=parse_overrides(what_if or []),
-        head_bits=(8 if numerics else 4) if head_bits is None else head_bits,
-        every_form=True if every_form else None,
-        numerics=numerics,
-        trace=timeline is not None,
-    )
-    requests = expand(
-        base,
-        models=names,
-        socs=_names(soc, "--soc"),
-        prompts=prompts,
-        decodes=decodes,
-        levels=words(plan_level, "--plan-level"),
-        loads=[None] if gpu_load is None else [parse_load(load) for load in words(gpu_load, "--gpu-load")],
-        **choices,
-    )
+    requests = _requests(cases, modelling, trace=timeline is not None)
     form = "json" if as_json and output == "table" else output
     if len(requests) == 1 and form in ("table", "json") and out is None:
         _one(requests[0], timeline, picture, as_json=form == "json")
     else:
         _several(requests, jobs, form, out)
+
+
+def _requests(
+    cases: CaseOptions, modelling: ModellingOptions, *, trace: bool
+) -> tuple[SimulationRequest, ...]:
+    """Return the cases of the grid.
+
+    Raises:
+        OptionError: An option is not legal.
+    """
+    from heterollm.simulate import SimulationRequest, expand
+
+    models = _names(cases.model, "--model")
+    prompts, decodes = whole_numbers(cases.prompt, "--prompt"), whole_numbers(cases.decode, "--decode")
+    policies, syncs = words(cases.length_policy, "--length-policy"), words(cases.sync, "--sync")
+    bits = modelling.head_bits
+    base = SimulationRequest(
+        models[0],
+        prompt=prompts[0],
+        decode=decodes[0],
+        resolve=cases.resolve,
+        overrides=parse_overrides(modelling.what_if or []),
+        head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
+        every_form=True if modelling.every_form else None,
+        numerics=modelling.numerics,
+        trace=trace,
+    )
+    return expand(
+        base,
+        models=models,
+        socs=_names(cases.soc, "--soc"),
+        prompts=prompts,
+        decodes=decodes,
+        levels=words(cases.plan_level, "--plan-level"),
+        policies=cast("list[LengthChoice]", policies),
+        syncs=cast("list[SimulatedSync]", syncs),
+        loads=[None]
+        if cases.gpu_load is None
+        else [parse_load(load) for load in words(cases.gpu_load, "--gpu-load")],
+    )
 
 
 def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
@@ -173,8 +203,8 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
 
     with report.progress_bars() as progress:
         result = simulate(request, progress)
-    if timeline is not None:
-        report.show(report.note(_write_timeline(result, timeline, picture)))
+    if timeline is not None and result.trace is not None:
+        report.show(report.note(_write_timeline(result.trace, timeline, picture)))
     if as_json:
         write_json(result.to_dict())
         return
@@ -292,11 +322,10 @@ def parse_overrides(given: list[str]) -> dict[str, float]:
     return found
 
 
-def _write_timeline(result: SimulationResult, path: Path, picture: Path | None) -> str:
+def _write_timeline(trace: Trace, path: Path, picture: Path | None) -> str:
     """Write the simulated timeline and its picture; return what was written."""
     from heterollm.trace import save_trace
 
-    trace = cast("Any", result.trace)
     save_trace(trace, path)
     if picture is None:
         return f"Wrote the simulated timeline to {path}."

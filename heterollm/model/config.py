@@ -173,12 +173,7 @@ class ModelConfig:
             activation=_activation(fields, family),
             rope=full,
             rotary_dim=rotary_dim,
-            per_layer=tuple(
-                LayerConfig(window, (sliding if window else full) if turns else None)
-                for window, turns in zip(
-                    _windows(fields, family, layers), _turning(fields, family, layers), strict=True
-                )
-            ),
+            per_layer=_per_layer(fields, family, layers, full, sliding),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias or "qkv" in family.always_biased,
             o_bias=attention_bias,
@@ -195,6 +190,16 @@ class ModelConfig:
             attention_soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
             logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
         )
+
+
+def _per_layer(
+    fields: Fields, family: Family, layers: int, full: RopeConfig, sliding: RopeConfig
+) -> tuple[LayerConfig, ...]:
+    windows, turning = _windows(fields, family, layers), _turning(fields, family, layers)
+    return tuple(
+        LayerConfig(window, (sliding if window else full) if turns else None)
+        for window, turns in zip(windows, turning, strict=True)
+    )
 
 
 def _check_supported(fields: Fields) -> Family:

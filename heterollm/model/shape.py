@@ -120,15 +120,15 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
     tables = 1 if config.tie_word_embeddings else 2
     layers_bytes = config.layers * sum(spec.weight_bytes() for spec in layer)
     return ModelShape(
-        name,
-        layer,
-        head,
-        config.layers,
-        config.hidden_size,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.vocab_size,
-        layers_bytes + tables * head.weight_bytes(),
+        name=name,
+        layer=layer,
+        head=head,
+        layers=config.layers,
+        hidden_size=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        weight_bytes=layers_bytes + tables * head.weight_bytes(),
     )

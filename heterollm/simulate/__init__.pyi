@@ -18,6 +18,8 @@ from .paper import Way as Way
 from .paper import paper_cases as paper_cases
 from .paper import ratio as ratio
 from .paper_published import comparisons as comparisons
+from .request import LengthChoice as LengthChoice
+from .request import SimulatedSync as SimulatedSync
 from .request import SimulationRequest as SimulationRequest
 from .result import PhaseUse as PhaseUse
 from .result import SimulationResult as SimulationResult

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate.request import SimulationRequest
+from heterollm.simulate.request import LengthChoice, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow, load_text
 
 __all__ = [
@@ -50,8 +50,8 @@ class Way:
     name: str
     level: str
     every_form: bool = False
-    length_policy: Any = "padding"
-    sync: Any = "predict"
+    length_policy: LengthChoice = "padding"
+    sync: SimulatedSync = "predict"
     resolve: bool = False
     left_out: tuple[str, ...] = ()
 
@@ -61,14 +61,14 @@ class Way:
         """Return the case of a model and a prompt run this way."""
         return SimulationRequest(
             model,
-            soc,
-            prompt,
-            decode,
-            self.level,
-            self.length_policy,
-            self.sync,
-            self.resolve,
-            load,
+            soc=soc,
+            prompt=prompt,
+            decode=decode,
+            level=self.level,
+            length_policy=self.length_policy,
+            sync=self.sync,
+            resolve=self.resolve,
+            load=load,
             every_form=self.every_form,
             left_out=self.left_out,
         )
@@ -132,7 +132,7 @@ class PaperRows:
     def __init__(self, rows: Sequence[SimulatedRow]) -> None:
         self.rows = tuple(rows)
         self.models = tuple(dict.fromkeys(row.model for row in rows))
-        self._found = {_key_of(row): row for row in rows}
+        self._found: dict[tuple[object, ...], SimulatedRow] = {_key_of(row): row for row in rows}
 
     def get(self, model: str, prompt: int, way: Way, load: GpuLoad | None = None) -> SimulatedRow | None:
         """Return a row; None where it is missing or failed."""
@@ -162,7 +162,7 @@ class PaperRows:
         return None if row is None else row.decode_tokens_per_second
 
 
-def _key_of(row: SimulatedRow) -> tuple[Any, ...]:
+def _key_of(row: SimulatedRow) -> tuple[object, ...]:
     return (
         *(row.model, row.prompt_tokens, row.plan_level, row.every_form, row.left_out),
         *(row.length_policy, row.sync, row.resolve, row.gpu_load),

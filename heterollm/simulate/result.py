@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec, Phase
@@ -12,9 +12,6 @@ from heterollm.kernels.sim import EnergyRange, Span, Totals, energy
 from heterollm.profiler.measure import usage_between
 from heterollm.solver import Placement, Plan, notation
 from heterollm.trace import Trace
-
-if TYPE_CHECKING:
-    from heterollm.simulate.request import SimulationRequest
 
 __all__ = ["Frames", "PhaseUse", "SimulationResult", "cuts_of", "padding_us", "used"]
 
@@ -124,54 +121,25 @@ class SimulationResult:
     trace: Trace | None = None
     cuts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        request: SimulationRequest,
-        device: Device,
-        model: tuple[str, str],
-        plan: Plan,
-        phases: tuple[PhaseUse, PhaseUse | None],
-        alone: tuple[PhaseUse, PhaseUse | None] | None,
-        tokens: tuple[int, ...],
-        trace: Trace | None,
-        cuts: Mapping[str, Mapping[str, str]],
-    ) -> SimulationResult:
-        """Return the result of a request.
+    @property
+    def average_watts(self) -> float:
+        """Power of both phases."""
+        phases = [self.prefill, *([self.decode] if self.decode else [])]
+        joules = sum(phase.energy.middle_joules for phase in phases)
+        return joules / sum(phase.elapsed_us for phase in phases) * 1e6
 
-        Args:
-            request: What was simulated.
-            device: On what.
-            model: Name of the model, and what is approximated of it.
-            plan: The plan that ran.
-            phases: Prefill and decode.
-            alone: The same without a game beside them.
-            tokens: What was chosen.
-            trace: What was recorded, if anything was.
-            cuts: By phase and group who computed it.
-        """
-        prefill, decode = phases
-        return cls(
-            device.name,
-            device.fingerprint(),
-            *model,
-            plan,
-            request.sync,
-            request.length_policy,
-            prefill,
-            decode,
-            prefill.elapsed_us,
-            tokens if request.numerics else (),
-            alone,
-            trace,
-            cuts,
-        )
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Rate of the tokens after the first; None without any."""
+        return None if self.decode is None else self.decode.tokens_per_second
+
+    @property
+    def decode_joules_per_token(self) -> float | None:
+        """Energy of a token after the first, the middle of its range; None without any."""
+        return None if self.decode is None else self.decode.energy.middle_joules / self.decode.tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
-        phases = [self.prefill, *([self.decode] if self.decode else [])]
-        elapsed_us = sum(phase.elapsed_us for phase in phases)
-        joules = sum(phase.energy.middle_joules for phase in phases)
         decode = self.decode
         return {
             "simulated": True,
@@ -188,12 +156,10 @@ class SimulationResult:
             "ttft_ms": self.ttft_us / 1e3,
             "prefill_ms": self.prefill.elapsed_us / 1e3,
             "prefill_tokens_per_second": self.prefill.tokens_per_second,
-            "decode_tokens_per_second": None if decode is None else decode.tokens_per_second,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
             "prefill_joules": self.prefill.energy.middle_joules,
-            "decode_joules_per_token": None
-            if decode is None
-            else decode.energy.middle_joules / decode.tokens,
-            "average_watts": joules / elapsed_us * 1e6,
+            "decode_joules_per_token": self.decode_joules_per_token,
+            "average_watts": self.average_watts,
             "prefill": self.prefill.to_dict(),
             "decode": None if decode is None else decode.to_dict(),
             "slowdown": self.slowdown(),
@@ -245,17 +211,19 @@ def used(
         part: (after.busy_us[part] - before.busy_us[part]) / elapsed_us for part in after.busy_us
     }
     return PhaseUse(
-        phase,
-        tokens,
-        elapsed_us,
-        energy(soc_of(device), usage),
-        busy,
-        usage.dram_bytes / elapsed_us / 1e3,
-        after.peak_gbps,
-        {name: value - before.overhead_us.get(name, 0.0) for name, value in after.overhead_us.items()},
-        padding,
-        tuple(spans),
-        frames,
+        phase=phase,
+        tokens=tokens,
+        elapsed_us=elapsed_us,
+        energy=energy(soc_of(device), usage),
+        busy_fraction=busy,
+        dram_gbps=usage.dram_bytes / elapsed_us / 1e3,
+        peak_gbps=after.peak_gbps,
+        lost_us={
+            name: value - before.overhead_us.get(name, 0.0) for name, value in after.overhead_us.items()
+        },
+        padding_us=padding,
+        spans=tuple(spans),
+        frames=frames,
     )
 
 

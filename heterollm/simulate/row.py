@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.base import InputError
@@ -101,26 +101,44 @@ class SimulatedRow:
             error: Why it failed.
         """
         load = request.load
-        asked: dict[str, Any] = {
-            "model": request.model,
-            "soc": request.soc,
-            "plan_level": request.level,
-            "length_policy": request.length_policy,
-            "sync": request.sync,
-            "resolve": request.resolve,
-            "gpu_load": None if load is None else load_text(load.frames_per_s, load.frame_us),
-            "what_if": dict(request.overrides),
-            "head_bits": request.head_bits,
-            "every_form": request.forms,
-            "left_out": request.left_out,
-            "prompt_tokens": request.prompt,
-            "decode_tokens": request.decode,
-        }
-        if result is None:
-            return cls(**asked, error=error)
-        found = result.to_dict()
-        said = {name: found[name] for name in FOUND}
-        return cls(**asked, **said, cuts=result.cuts)
+        asked = cls(
+            model=request.model,
+            soc=request.soc,
+            plan_level=request.level,
+            length_policy=request.length_policy,
+            sync=request.sync,
+            resolve=request.resolve,
+            gpu_load=None if load is None else load_text(load.frames_per_s, load.frame_us),
+            what_if=dict(request.overrides),
+            head_bits=request.head_bits,
+            every_form=request.forms,
+            left_out=request.left_out,
+            prompt_tokens=request.prompt,
+            decode_tokens=request.decode,
+            error=error,
+        )
+        return asked if result is None else asked._with(result)
+
+    def _with(self, result: SimulationResult) -> SimulatedRow:
+        """Return the row with what came out."""
+        decode = result.decode
+        return replace(
+            self,
+            device=result.device,
+            fingerprint=result.fingerprint,
+            note=result.note,
+            ttft_ms=result.ttft_us / 1e3,
+            prefill_ms=result.prefill.elapsed_us / 1e3,
+            prefill_tokens_per_second=result.prefill.tokens_per_second,
+            decode_tokens_per_second=result.decode_tokens_per_second,
+            prefill_joules=result.prefill.energy.middle_joules,
+            decode_joules_per_token=result.decode_joules_per_token,
+            average_watts=result.average_watts,
+            prefill=result.prefill.to_dict(),
+            decode=None if decode is None else decode.to_dict(),
+            slowdown=result.slowdown(),
+            cuts=result.cuts,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, in the order of the fields."""
@@ -167,7 +185,6 @@ NUMBERS: Final = (
     "average_watts",
 )
 TABLES: Final = ("prefill", "decode", "slowdown", "cuts", "what_if")
-FOUND: Final = ("device", "fingerprint", "note", *NUMBERS, "prefill", "decode", "slowdown")
 REQUIRED: Final = {
     *("model", "soc", "plan_level", "length_policy", "sync", "resolve", "gpu_load", "what_if", "head_bits"),
     *("every_form", "prompt_tokens", "decode_tokens", "error"),

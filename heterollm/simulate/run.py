@@ -64,11 +64,24 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     if request.load is not None:
         quiet = replace(request, load=None, trace=False)
         without = _Run(_open(alone), found.config, specs, plan, quiet).measured(report)
-    model = found.name, found.note
     first = next(length for _, length in plan.chunks(request.prompt))
     cuts = cuts_of(plan, specs, first)
-    return SimulationResult.of(
-        request, device, model, plan, phases, without, tuple(run.tokens), run.trace, cuts
+    prefill, decode = phases
+    return SimulationResult(
+        device=device.name,
+        fingerprint=device.fingerprint(),
+        model=found.name,
+        note=found.note,
+        plan=plan,
+        sync=request.sync,
+        length_policy=request.length_policy,
+        prefill=prefill,
+        decode=decode,
+        ttft_us=prefill.elapsed_us,
+        tokens=tuple(run.tokens) if request.numerics else (),
+        alone=without,
+        trace=run.trace,
+        cuts=cuts,
     )
 
 

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
 from heterollm.kernels.sim import GpuLoad
@@ -64,40 +64,34 @@ def expand(
     Raises:
         OptionError: A value is not legal, or there are too many cases.
     """
+    models, socs, levels = models or (base.model,), socs or (base.soc,), levels or (base.level,)
+    prompts, decodes, loads = prompts or (base.prompt,), decodes or (base.decode,), loads or (base.load,)
     policies, syncs = policies or (base.length_policy,), syncs or (base.sync,)
-    lists: tuple[Sequence[Any], ...] = (
-        models or (base.model,),
-        socs or (base.soc,),
-        prompts or (base.prompt,),
-        decodes or (base.decode,),
-        levels or (base.level,),
-        policies,
-        syncs,
-        loads or (base.load,),
-    )
+    lists = models, socs, prompts, decodes, levels, policies, syncs, loads
     if (cases := math.prod(map(len, lists))) > LARGEST_SWEEP:
         raise OptionError(
             f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
             fix="Give shorter lists, or several sweeps.",
         )
-    found: dict[Any, SimulationRequest] = {}
-    for model, soc, prompt, decode, level, policy, sync, load in itertools.product(*lists):
-        kept_policy = policy if level in COVERED else policies[0]
-        kept_sync = sync if level != "gpu" else syncs[0]
-        key = model, soc, prompt, decode, level, kept_policy, kept_sync, load
-        if key not in found:
-            found[key] = replace(
-                base,
-                model=model,
-                soc=soc,
-                prompt=prompt,
-                decode=decode,
-                level=level,
-                length_policy=kept_policy,
-                sync=kept_sync,
-                load=load,
-            )
-    return tuple(found.values())
+    ways = dict.fromkeys(
+        (level, policy if level in COVERED else policies[0], sync if level != "gpu" else syncs[0])
+        for level, policy, sync in itertools.product(levels, policies, syncs)
+    )
+    runs = dict.fromkeys(itertools.product(models, socs, prompts, decodes, ways, loads))
+    return tuple(
+        replace(
+            base,
+            model=model,
+            soc=soc,
+            prompt=prompt,
+            decode=decode,
+            level=level,
+            length_policy=policy,
+            sync=sync,
+            load=load,
+        )
+        for model, soc, prompt, decode, (level, policy, sync), load in runs
+    )
 
 
 def run_case(request: SimulationRequest) -> SimulatedRow:
@@ -141,7 +135,7 @@ def run_sweep(
 
 def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationRequest]:
     """Return one request for each profile that plans need."""
-    found: dict[Any, SimulationRequest] = {}
+    found: dict[tuple[object, ...], SimulationRequest] = {}
     for request in requests:
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
@@ -173,11 +167,10 @@ def _in_parallel(
     from joblib import Parallel, delayed
 
     # Arrays are never handed over through files, which joblib would pickle.
-    options: dict[str, Any] = {"n_jobs": jobs, "max_nbytes": None}
     try:
-        parallel = Parallel(return_as="generator", **options)
+        parallel = Parallel(n_jobs=jobs, max_nbytes=None, return_as="generator")
     except ValueError:  # a backend that cannot say when an item is done, such as Ray's
-        parallel = Parallel(**options)
+        parallel = Parallel(n_jobs=jobs, max_nbytes=None)
     found: list[Result] = []
     report(stage, 0, len(items))
     for result in parallel(delayed(work)(item) for item in items):

@@ -5,4 +5,5 @@ from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
 from .sampling import SamplingOptions as SamplingOptions
+from .tokenizer import Message as Message
 from .tokenizer import Tokenizer as Tokenizer

@@ -5,6 +5,7 @@ import pytest
 
 from heterollm.base import InputError
 from heterollm.cli.chat_loop import ChatLoop
+from heterollm.cli.options import TokenOptions
 from heterollm.text import GenerationResult, GenerationStep
 
 
@@ -59,8 +60,9 @@ class Model:
     def session(self):
         return self.one_session
 
-    def stream(self, ids, *, session, stop, **options):
+    def stream(self, ids, *, session, stop, max_new_tokens, temperature, **options):
         assert session is self.one_session
+        assert (max_new_tokens, temperature) == (4, 0.5)
         self.prompts.append(self.tokenizer.rendered)
         return Stream(["so", " be", " it"], self.errors.get(len(self.prompts)))
 
@@ -70,7 +72,7 @@ def talk(monkeypatch, capsys):
     def run(text, model=None, system=None):
         model = model or Model()
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        ChatLoop(model, system=system, max_new_tokens=4).run()
+        ChatLoop(model, system=system, max_new_tokens=4, choice=TokenOptions(temperature=0.5)).run()
         captured = capsys.readouterr()
         return model, captured.out, captured.err
 
