@@ -33,8 +33,10 @@ from heterollm.text import (
     Generation,
     GenerationOptions,
     GenerationResult,
+    NoTokenizer,
     SamplingOptions,
     Tokenizer,
+    load_tokenizer,
     reusable_prefix,
 )
 from heterollm.trace import start_engine, take_trace
@@ -54,14 +56,14 @@ class LLM:
     def __init__(
         self,
         config: ModelConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | NoTokenizer,
         weights: ModelWeights,
         engine: Engine,
         thread: EngineThread,
         plan_notes: Sequence[str] = (),
     ) -> None:
         self.config = config
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._weights = weights
         self._engine = engine
         self._thread = thread
@@ -95,7 +97,7 @@ class LLM:
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
         context = choose_context(config, asked.context)
-        tokenizer = Tokenizer.from_folder(checkpoint.folder)
+        tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
         thread = EngineThread()
         try:
             opened = thread.run(lambda: _opened(asked))
@@ -162,7 +164,8 @@ class LLM:
         """Start an answer and return its steps as they are made.
 
         Args:
-            prompt: Text, or token ids as they are.
+            prompt: Text, or token ids as they are. Text, here and in ``stop``, needs the checkpoint's
+                tokenizer; without one the text of an answer is empty.
             session: Where to put the prompt. What the session holds of it is not computed again, what it
                 holds beyond is forgotten. A session of the model's own by default.
             max_new_tokens: Upper limit; None for as many as the context holds.
@@ -179,6 +182,7 @@ class LLM:
         Raises:
             OptionError: An option is not legal.
             InputError: The prompt is empty, longer than the context, or not token ids of this model.
+            CheckpointError: There is text, and the checkpoint has no tokenizer.
         """
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
@@ -187,6 +191,8 @@ class LLM:
             ignore_eos=ignore_eos,
             log_probabilities=log_probabilities,
         )
+        # A stop string can only be found in text.
+        tokenizer = self.tokenizer if options.stop else self._tokenizer
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
         if len(ids) > self.context:
@@ -203,7 +209,7 @@ class LLM:
             target.truncate(reused)
             source = SessionSource(target)
             clock = self.device.now_s
-            return Generation(source, self.tokenizer, ids, options, reused=reused, cancel=cancel, clock=clock)
+            return Generation(source, tokenizer, ids, options, reused=reused, cancel=cancel, clock=clock)
 
         return Stream(self._thread, start)
 
@@ -212,6 +218,17 @@ class LLM:
         return Session(self._engine, self._thread, self.config.vocab_size)
 
     # -- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. A folder without one is looked at again each time.
+
+        Raises:
+            CheckpointError: Its files are missing; the message names one.
+        """
+        if isinstance(self._tokenizer, NoTokenizer):
+            self._tokenizer = Tokenizer.from_folder(self._tokenizer.folder)
+        return self._tokenizer
 
     @property
     def plan(self) -> Plan:

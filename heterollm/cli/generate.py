@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -153,6 +154,11 @@ def chat(
 def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
     from heterollm.report import console as report
 
+    if os.path.isfile(os.path.join(model, "config.json")):  # noqa: PTH113, PTH118 - of any text, legal or not
+        from heterollm.text import check_tokenizer
+
+        # Before weights are read: a model that cannot take text would be loaded in vain.
+        check_tokenizer(Path(model))
     with report.progress_bars() as progress:
         # The imports alone take a moment, and the bar says what is going on.
         progress("Loading", 0, 1)

@@ -6,4 +6,7 @@ from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
 from .sampling import SamplingOptions as SamplingOptions
 from .tokenizer import Message as Message
+from .tokenizer import NoTokenizer as NoTokenizer
 from .tokenizer import Tokenizer as Tokenizer
+from .tokenizer import check_tokenizer as check_tokenizer
+from .tokenizer import load_tokenizer as load_tokenizer

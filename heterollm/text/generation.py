@@ -12,7 +12,6 @@ import numpy as np
 
 from heterollm.base import EngineError, InputError, OptionError
 from heterollm.text.sampling import Logits, Sampler, SamplingOptions, TokenIds
-from heterollm.text.tokenizer import StreamDecoder
 
 __all__ = [
     "Generation",
@@ -50,6 +49,16 @@ class TokenSource(Protocol):
         """Append one token and return the logits after it."""
 
 
+class TextDecoder(Protocol):
+    """Turns ids that arrive one at a time into text."""
+
+    def push(self, token_id: int, /) -> str:
+        """Take one id and return the text that it settles."""
+
+    def finish(self) -> str:
+        """Return the text that is still held."""
+
+
 class StreamingTokenizer(Protocol):
     """What the loop needs of a tokenizer."""
 
@@ -57,7 +66,7 @@ class StreamingTokenizer(Protocol):
     def eos_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
 
-    def stream_decoder(self) -> StreamDecoder:
+    def stream_decoder(self) -> TextDecoder:
         """Return a fresh decoder."""
 
 
@@ -96,7 +105,7 @@ class GenerationStep:
 
     Args:
         text: Text settled by this token, possibly none: it may wait for the rest of a character or for
-            what shows whether a stop string begins in it.
+            what shows whether a stop string begins in it. Empty where the checkpoint has no tokenizer.
         token_id: The token, end tokens included.
         log_probability: Natural logarithm of the model's probability of it, where asked for.
     """
@@ -111,7 +120,7 @@ class GenerationResult:
     """A finished answer; rates are None where nothing was measured.
 
     Args:
-        text: The texts of all steps, joined.
+        text: The texts of all steps, joined; empty where the checkpoint has no tokenizer.
         token_ids: All generated tokens, an end token or those of a stop string included.
         prompt_tokens: Length of the whole prompt.
         generated_tokens: Length of ``token_ids``.

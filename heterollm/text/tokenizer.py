@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from heterollm.base import CheckpointError, InputError, parse_json
+from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Message", "StreamDecoder", "Tokenizer"]
+__all__ = ["Message", "NoTokenizer", "Tokenizer", "check_tokenizer", "load_tokenizer"]
 
 Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``."""
 
-_FIX = "Download the checkpoint again, with all of its tokenizer files."
-_OLD_FORMATS = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_CHARACTER_BYTES = 4
+_FIX_MISSING = (
+    "Put the checkpoint's tokenizer files into the folder, or give token ids: only text needs them."
+)
+_FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
@@ -84,11 +85,11 @@ class Tokenizer:
         _check_small_files(folder)
         wrapper = _load_wrapper(folder)
         if not isinstance(wrapper.chat_template, str | dict | None):
-            raise CheckpointError(f"The chat template in {folder} is not text.", fix=_FIX)
+            raise CheckpointError(f"The chat template in {folder} is not text.", fix=FIX)
         eos_ids = set(_configured_eos_ids(folder))
         if wrapper.eos_token_id is not None:
             eos_ids.add(int(wrapper.eos_token_id))
-        with _LIBRARY:
+        with LIBRARY:
             return cls(wrapper, folder, frozenset(eos_ids))
 
     @property
@@ -123,7 +124,7 @@ class Tokenizer:
             InputError: The text is not valid Unicode.
         """
         try:
-            with _LIBRARY:
+            with LIBRARY:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError(
@@ -139,7 +140,7 @@ class Tokenizer:
             InputError: An id is negative or not a whole number below 2³².
         """
         try:
-            with _LIBRARY:
+            with LIBRARY:
                 text: str = self._backend.decode(ids, skip_special_tokens=True)
         except (OverflowError, TypeError) as error:
             raise InputError(f"The token ids cannot be decoded: {error}.") from error
@@ -184,12 +185,12 @@ class Tokenizer:
             )
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
-                f"The chat template in {self._folder} is damaged: {error}.", fix=_FIX
+                f"The chat template in {self._folder} is damaged: {error}.", fix=FIX
             ) from error
         except jinja2.TemplateError as error:
             raise InputError(f"The chat template refuses these messages: {error}.") from error
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"The chat template in {self._folder} fails: {error}.", fix=_FIX) from error
+            raise CheckpointError(f"The chat template in {self._folder} fails: {error}.", fix=FIX) from error
         return text
 
     def _added_prefix(self) -> list[int]:
@@ -213,93 +214,52 @@ class Tokenizer:
         )
 
 
-class StreamDecoder:
-    """Turns ids that arrive one at a time into text, never splitting a character.
-
-    The pieces that :meth:`push` and :meth:`finish` return, joined, equal ``Tokenizer.decode`` of all ids.
-    Only the tokens since the last settled text, and the ones just before them, are decoded each time, so
-    that a leading space is kept and the cost per token does not grow.
-
-    Text waits for its last bytes when a character is spread over tokens. With byte fallback a whole run
-    of byte tokens waits for the token after it, since one wrong byte makes all of the run unreadable.
+class NoTokenizer:
+    """Stands for the tokenizer of a folder without one: tokens go in and out, and their text is empty.
 
     Args:
-        backend: The tokenizer.
-        special_ids: Ids without text.
-        byte_ids: Ids of single bytes, if the decoder falls back to bytes.
+        folder: The folder.
+        eos_ids: Ids that end an answer.
     """
 
-    __slots__ = ("_backend", "_byte_ids", "_ids", "_settled", "_special_ids", "_start")
+    def __init__(self, folder: Path, eos_ids: frozenset[int]) -> None:
+        self.folder = folder
+        self.eos_ids = eos_ids
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, special_ids: frozenset[int], byte_ids: frozenset[int]
-    ) -> None:
-        self._backend = backend
-        self._special_ids = special_ids
-        self._byte_ids = byte_ids
-        # The tokens of the last settled text, then from `_start` on those whose text is not settled.
-        self._ids: list[int] = []
-        self._start = 0
-        # Characters of the text of `_ids` that were handed out.
-        self._settled = 0
-
-    def push(self, token_id: int) -> str:
-        """Take one id and return the text that it settles, often all of its own, sometimes none."""
-        if token_id in self._special_ids or self._backend.id_to_token(token_id) is None:
-            return ""
-        self._ids.append(token_id)
-        if token_id in self._byte_ids:
-            return ""
-        text = self._text()
-        if text.endswith(_REPLACEMENT) and not self._byte_ids:
-            return self._hold(text)
-        piece = text[self._settled :]
-        del self._ids[: self._start]
-        self._start = len(self._ids)
-        self._settled = len(self._text())
-        return piece
-
-    def finish(self) -> str:
-        """Return the text that is still held, with unfinished characters as U+FFFD, and start anew."""
-        text = self._text()
-        piece = text[self._settled :]
-        self._ids.clear()
-        self._start = self._settled = 0
-        return piece
-
-    def _hold(self, text: str) -> str:
-        """Hand out all but the last character, which further bytes may still change."""
-        piece = text[self._settled : -1]
-        self._settled = len(text) - 1
-        if len(self._ids) > 4 * _CHARACTER_BYTES:
-            # Unreadable bytes only. UTF-8 finds its step again within one character, and a token has at
-            # least one byte, so as many tokens as a character has bytes decode to the same ending.
-            self._ids = self._ids[-_CHARACTER_BYTES:]
-            self._start = 0
-            self._settled = len(self._text()) - 1
-        return piece
-
-    def _text(self) -> str:
-        with _LIBRARY:
-            text: str = self._backend.decode(self._ids, skip_special_tokens=True)
-        return text
+    def stream_decoder(self) -> NoText:
+        """Return a decoder whose text is empty."""
+        return NoText()
 
 
-class _LibraryGuard:
-    """Turns failures of the tokenizers library into errors of ours.
+def load_tokenizer(folder: Path, eos_ids: Sequence[int]) -> Tokenizer | NoTokenizer:
+    """Return the tokenizer of a checkpoint folder, or what stands for it where its files are missing.
 
-    It raises bare exceptions for damaged files, and its panics are no ``Exception`` at all.
+    Args:
+        folder: Folder of the checkpoint.
+        eos_ids: Ids that end an answer, by the model's configuration.
+
+    Raises:
+        CheckpointError: A file is damaged; the message names it.
     """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if type(error) is Exception or type(error).__module__ == "pyo3_runtime":
-            raise CheckpointError(f"The checkpoint's tokenizer fails: {error}.", fix=_FIX) from error
+    if _tokenizer_file(folder) is None:
+        return NoTokenizer(folder, frozenset(eos_ids))
+    return Tokenizer.from_folder(folder)
 
 
-_LIBRARY = _LibraryGuard()
+def check_tokenizer(folder: Path) -> None:
+    """Check that a checkpoint folder has tokenizer files, without reading them.
+
+    Raises:
+        CheckpointError: They are missing; the message names one.
+    """
+    if _tokenizer_file(folder) is None:
+        raise CheckpointError(f"{folder / 'tokenizer.json'} is missing.", fix=_FIX_MISSING)
+
+
+def _tokenizer_file(folder: Path) -> str | None:
+    """Return the name of the file that a tokenizer is loaded from; None where it is missing."""
+    complete = (names for names in _FORMATS if all((folder / name).is_file() for name in names))
+    return next(complete, (None,))[0]
 
 
 def _check_small_files(folder: Path) -> None:
@@ -312,7 +272,7 @@ def _check_small_files(folder: Path) -> None:
         if template.exists():
             template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{template} cannot be read: {error}.", fix=_FIX) from error
+        raise CheckpointError(f"{template} cannot be read: {error}.", fix=FIX) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -322,34 +282,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", fix=_FIX) from error
+        raise CheckpointError(f"{path} cannot be read: {error}.", fix=FIX) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object.", fix=_FIX)
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object.", fix=FIX)
     return value
 
 
 def _load_wrapper(folder: Path) -> _Wrapper:
     """Return transformers' tokenizer for a folder."""
+    check_tokenizer(folder)
+    name = str(_tokenizer_file(folder))
     with _no_advice():
         import transformers  # here: half a second, and most commands need no tokenizer
-    name = "tokenizer.json"
     kind = transformers.PreTrainedTokenizerFast
-    if not (folder / name).is_file():
-        old = next(
-            (names for names in _OLD_FORMATS if all((folder / part).is_file() for part in names)), None
-        )
-        if old is None:
-            raise CheckpointError(f"{folder / name} is missing.", fix=_FIX)
-        name = old[0]
+    if name != "tokenizer.json":
         kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
     try:
-        with _quiet(transformers.utils.logging), _LIBRARY:
+        with _quiet(transformers.utils.logging), LIBRARY:
             wrapper: _Wrapper = kind.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:
         # The tokenizers library raises bare exceptions for damaged files.
-        raise CheckpointError(f"{folder / name} cannot be loaded: {error}.", fix=_FIX) from error
+        raise CheckpointError(f"{folder / name} cannot be loaded: {error}.", fix=FIX) from error
     if not hasattr(wrapper, "backend_tokenizer"):
         raise CheckpointError(
             f"{folder / name} is a tokenizer of a kind without a fast form ({type(wrapper).__name__}).",
@@ -395,5 +350,5 @@ def _configured_eos_ids(folder: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for index in ids:
         if type(index) is not int or index < 0:
-            raise CheckpointError(f"{path} has eos_token_id {value!r}, not token ids.", fix=_FIX)
+            raise CheckpointError(f"{path} has eos_token_id {value!r}, not token ids.", fix=FIX)
     return ids
