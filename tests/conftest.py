@@ -123,7 +123,14 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
         Record,
     )
 
-    device = {"device": "host", "time": "real", "gpu": "a GPU", "npu": "an NPU", "npu_copies_by_length": False, "cache_bytes": 32 << 20}
+    device = {
+        "device": "host",
+        "time": "real",
+        "gpu": "a GPU",
+        "npu": "an NPU",
+        "npu_copies_by_length": False,
+        "cache_bytes": 32 << 20,
+    }
     profile = Profile(device | description)
 
     def add(key, time_us=0.0, taken_s=1e9, **values):

@@ -26,10 +26,10 @@ from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
 from heterollm.kernels.gpu.memory import SharedArray, aligned_empty, aligned_zeros
 from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
-from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
 from heterollm.kernels.gpu.signals import opencl_flag
 from heterollm.kernels.gpu.sources import read_sources
+from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
 from heterollm.kernels.gpu.tuning import DeviceTuning
 from heterollm.kernels.gpu.variants import BuildError, VariantRecord
 from heterollm.kernels.gpu.waiting import HostClock

@@ -129,7 +129,8 @@ def profiled():
             "device": "host",
             "time": "real",
             "npu": "one",
-            "npu_copies_by_length": False, "cache_bytes": 2**40,
+            "npu_copies_by_length": False,
+            "cache_bytes": 2**40,
             "npu_standard_lengths": list(STANDARD),
             "npu_row_alignment": 64,
         }

@@ -26,7 +26,13 @@ class FakeDevice:
     closed = False
 
     def description(self):
-        return {"device": self.name, "time": self.time_kind, "gpu": "a processor", "npu_copies_by_length": False, "cache_bytes": 0}
+        return {
+            "device": self.name,
+            "time": self.time_kind,
+            "gpu": "a processor",
+            "npu_copies_by_length": False,
+            "cache_bytes": 0,
+        }
 
     def fingerprint(self):
         return fingerprint_of(self.description())

@@ -41,7 +41,8 @@ def profile() -> Profile:
         "time": "real",
         "npu": "an NPU",
         "activation_dtype": "float16",
-        "npu_copies_by_length": True, "cache_bytes": 0,
+        "npu_copies_by_length": True,
+        "cache_bytes": 0,
     }
     made = Profile({**description, "npu_standard_lengths": list(LENGTHS), "npu_row_alignment": 64})
 

@@ -28,7 +28,14 @@ from heterollm.profiler.records import (
 )
 from heterollm.profiler.records.profile import stored_profiles
 
-DESCRIPTION = {"device": "host", "time": "real", "gpu": "a processor", "gpu_threads": 1, "npu_copies_by_length": False, "cache_bytes": 0}
+DESCRIPTION = {
+    "device": "host",
+    "time": "real",
+    "gpu": "a processor",
+    "gpu_threads": 1,
+    "npu_copies_by_length": False,
+    "cache_bytes": 0,
+}
 POINT = LinearPoint("gate_up", (512, 512), 768, 32, 4, 32)
 KEY = LinearKey("gpu", POINT, "abc")
 
