@@ -14,6 +14,7 @@ TinyLlama-1.1B's shape with random weights. Only tokens during which other proce
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
@@ -23,10 +24,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from conditions import CORES, busy_s, conditions, undisturbed, wait_until_idle
+
+if TYPE_CHECKING:
+    from heterollm.engine import Step
+    from heterollm.kernels.gpu import HostClock
 
 LEVELS: Final = ("gpu", "npu")
 DEPTHS: Final = (0, 512, 2048)
@@ -37,25 +42,21 @@ PATIENCE_S: Final = 20.0
 
 
 class Trace:
-    """What the calls of a pass took, by label; graph runs under ``graph``."""
+    """Observes an engine: what the kernels of a pass took, by operator; graph runs under ``graph``."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
         self.graphs_s = 0.0
 
-    def around(self, call: Any) -> Callable[[], None]:  # noqa: ANN401 - a launch, a graph's run or a wait
-        """Return a call that does the same and is recorded."""
-        from heterollm.kernels.gpu import ChainedLaunch, OpenClRuntime, SharedArray
-
-        if isinstance(call, ChainedLaunch):
-            first, second = self.around(call.before), call.alone
-            return lambda: (first(), self.events.append((call.label, second())))[0]
-        if hasattr(call, "strategy") or hasattr(getattr(call, "__self__", None), "strategy"):
-            return call  # type: ignore[no-any-return] - a hand-over's wait
-        if hasattr(call, "label"):
-            return lambda: self.events.append((call.label, call()))
-        if isinstance(getattr(call, "__self__", None), OpenClRuntime | SharedArray):
-            return call  # type: ignore[no-any-return]
+    def call_of(self, step: Step) -> Callable[[], Any]:
+        """Return a call that does what a step does and is recorded, if it is a kernel or a graph."""
+        call = step.run
+        if step.action == "kernel":
+            names = (step.merged[0], step.merged[-1]) if step.merged else (step,)
+            label = " to ".join(part.operator for part in names)
+            return lambda: self.events.append((label, call()))
+        if step.action != "graph":
+            return call
 
         def run() -> None:
             begin = time.perf_counter()
@@ -64,11 +65,23 @@ class Trace:
 
         return run
 
+    def during_pass(self, *_which: object) -> contextlib.AbstractContextManager[None]:
+        """Record nothing of passes themselves."""
+        return contextlib.nullcontext()
+
+    def during(self, _section: str) -> contextlib.AbstractContextManager[None]:
+        """Record nothing beside steps."""
+        return contextlib.nullcontext()
+
+    def watch(self, clock: HostClock) -> HostClock:
+        """Return the clock as it is."""
+        return clock
+
     def take_us(self) -> dict[str, float]:
         """Return the microseconds of each class since the last time."""
         times: dict[str, float] = defaultdict(float)
         for label, event in self.events:
-            times[label.split(".")[-1]] += (event.profile.end - event.profile.start) / 1e3
+            times[label] += (event.profile.end - event.profile.start) / 1e3
         if self.graphs_s:
             times["graph"] = self.graphs_s * 1e6
         self.events.clear()
@@ -78,17 +91,15 @@ class Trace:
 
 def load(folder: Path, level: str, *, traced: bool, merged: bool) -> tuple[Any, Trace]:
     """Return a loaded model whose passes are recorded from now on."""
-    import heterollm.engine.compiler
-    import heterollm.engine.runner
+    import heterollm.engine.builder
     import heterollm.llm
 
     trace = Trace()
     if not merged:
-        heterollm.engine.compiler.merge_launches = lambda _runtime, calls: list(calls)
+        heterollm.engine.builder.merge_launches = lambda _runtime, calls: list(calls)
     if traced:
         heterollm.llm.open_device = functools.partial(heterollm.llm.open_device, profiling=True)
-        kind = heterollm.engine.runner.Engine
-        kind._call = lambda engine, calls, run=kind._call: run(engine, [trace.around(call) for call in calls])  # type: ignore[method-assign,misc] # noqa: SLF001
+        heterollm.llm.start_engine = functools.partial(heterollm.llm.start_engine, observer=trace)
     threads = {"gpu_threads": CORES, "npu_threads": 0} if level == "gpu" else {}
     llm = heterollm.llm.LLM.load(folder, device="host", plan=level, context=CONTEXT, **threads)
     return llm, trace

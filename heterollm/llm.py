@@ -21,10 +21,11 @@ from heterollm.engine import (
     check_memory,
     check_precision,
     memory_need,
+    start_engine,
 )
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
 from heterollm.planning import LoadKeywords, LoadOptions, choose_context, plan_for
@@ -39,10 +40,10 @@ from heterollm.text import (
     load_tokenizer,
     reusable_prefix,
 )
-from heterollm.trace import start_engine, take_trace
+from heterollm.trace import Tracer, take_trace
 
 if TYPE_CHECKING:
-    from heterollm.engine import Engine
+    from heterollm.engine import Engine, Step
     from heterollm.trace import Trace
 
 __all__ = ["LLM"]
@@ -116,6 +117,7 @@ class LLM:
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
             check_emulation(opened, weights, plan, asked.allow_slow)
+            observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
             engine = thread.run(
                 lambda: start_engine(
                     opened,
@@ -123,8 +125,8 @@ class LLM:
                     plan,
                     context,
                     report,
-                    trace=asked.trace,
                     allow_fallback=asked.allow_fallback,
+                    observer=observer,
                 )
             )
         except BaseException:
@@ -277,6 +279,20 @@ class LLM:
             EngineError: The model is closed.
         """
         return self._thread.run(call)
+
+    def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
+        """Return the steps of a pass as it runs in an empty session, with those of its head.
+
+        Steps of the same pass compare equal, so that what two plans do at a length can be compared.
+
+        Args:
+            phase: ``prefill``, which computes the logits of the last token, or ``decode``, of every one.
+            tokens: Tokens of the pass.
+
+        Raises:
+            OptionError: There is no such pass.
+        """
+        return self._thread.run(lambda: self._engine.steps(phase, tokens))
 
     def take_trace(self) -> Trace:
         """Return what was recorded since the model was loaded or since the last call, and forget it.

@@ -1,52 +1,45 @@
-"""Passes: one while it is compiled, and a compiled one."""
+"""Compiled passes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from heterollm.engine.placing import Call
-from heterollm.engine.waits import PassHandOvers
-from heterollm.kernels.gpu import GpuRuntime, Launch, MergedLaunch, Segments, SharedArray, merge_launches
-from heterollm.kernels.ops import Group, OpSpec, Phase
-from heterollm.solver import Placement
+from heterollm.engine.step import Call, Step
+from heterollm.kernels.gpu import Launch, MergedLaunch, Segments, SharedArray
 
-__all__ = ["CompiledPass", "PassRequest", "Placed"]
-
-
-@dataclass(slots=True)
-class PassRequest:
-    """A pass that is being compiled: which one, its placements, its waits, and the calls so far."""
-
-    phase: Phase
-    tokens: int
-    placements: Mapping[tuple[int, Group], tuple[OpSpec, Placement]]
-    hand_overs: PassHandOvers
-    calls: list[Call] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A group, and who computes it in this pass."""
-
-    spec: OpSpec
-    placement: Placement
+__all__ = ["CompiledPass"]
 
 
 @dataclass(slots=True)
 class CompiledPass:
-    """One pass, ready to run: its calls in order, and the launches that name the session's KV cache."""
+    """One pass or head, ready to run.
 
-    calls: list[Call] = field(default_factory=list)
-    cache_launches: list[Launch | MergedLaunch] = field(default_factory=list)
+    Args:
+        steps: Its steps in order.
+        calls: What the engine runs: the calls of the steps.
+        cache_launches: The kernels that name a session's KV cache.
+        output: Where the last layer's output lies, of a pass.
+        bound_cache: The session's KV cache that kernels name, of a pass.
+    """
+
+    steps: tuple[Step, ...]
+    calls: tuple[Call, ...]
+    cache_launches: tuple[Launch | MergedLaunch, ...] = ()
     output: Segments | None = None
     bound_cache: SharedArray | None = None
 
-    def merge(self, runtime: GpuRuntime) -> None:
-        """Make one launch of those that follow each other, where the device gains by it."""
-        self.calls = merge_launches(runtime, self.calls)
-        left = [launch for launch in self.cache_launches if launch in self.calls]
-        self.cache_launches = [*left, *(call for call in self.calls if isinstance(call, MergedLaunch))]
+    @classmethod
+    def of(
+        cls, steps: tuple[Step, ...], output: Segments | None = None, cache: SharedArray | None = None
+    ) -> CompiledPass:
+        """Return the pass of some steps."""
+        calls = tuple(step.run for step in steps)
+        launches = tuple(
+            step.run
+            for step in steps
+            if isinstance(step.run, Launch | MergedLaunch) and step.touches("kv_cache")
+        )
+        return cls(steps, calls, launches, output, cache)
 
     def bind_cache(self, cache: SharedArray) -> None:
         """Point the launches at a session's cache, if they are not there yet."""

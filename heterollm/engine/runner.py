@@ -1,4 +1,4 @@
-"""Runs passes: writes the step, calls the compiled list, leaves logits in their slot.
+"""Runs passes: writes the step buffer, calls the steps, leaves logits in their slot.
 
 Lives on the engine thread. It decides nothing (the plan did) and allocates nothing once a pass is compiled.
 """
@@ -9,18 +9,28 @@ import contextlib
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import EngineError, GraphError, HandOverError, HeteroLLMError, KernelError, Progress
+from heterollm.base import (
+    EngineError,
+    GraphError,
+    HandOverError,
+    HeteroLLMError,
+    KernelError,
+    OptionError,
+    Progress,
+)
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
+from heterollm.engine.observer import Observer, Section
 from heterollm.engine.passes import CompiledPass
-from heterollm.engine.placing import Call
 from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import HandOvers
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
@@ -35,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 KEPT_PASSES: Final = 32
 SMALLEST_BUCKET: Final = 256
+
+UNOBSERVED: Final = contextlib.nullcontext()
+"""In place of what an observer would return; shared, so that the token loop makes no object."""
 
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
@@ -58,8 +71,10 @@ class Engine:
         context: Positions of every session.
         progress: Called with a stage's name, steps done and steps in all.
         allow_fallback: Whether the GPU goes on alone, from the same KV cache, when the NPU part fails.
+        observer: Follows what the engine does, such as to trace it.
 
     Attributes:
+        observer: As given.
         notes: What failed, and since when the GPU computes alone.
     """
 
@@ -72,6 +87,7 @@ class Engine:
         progress: Progress,
         *,
         allow_fallback: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -79,13 +95,16 @@ class Engine:
         self._config = weights.config
         self.notes: tuple[str, ...] = ()
         self.hand_overs = HandOvers(device, plan.sync)
+        self.observer = observer
+        if observer is not None:
+            self.hand_overs.watch(observer.watch)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(device, weights, plan, context, progress, self.hand_overs)
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache = device.gpu.shared((1,), device.cache_dtype)
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join], list[Call]] = {}
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join], CompiledPass] = {}
         self._tokens = self._compiler.tokens
         self._step = self._compiler.step
         logits = self._compiler.pool["logits"]
@@ -97,6 +116,16 @@ class Engine:
     def pool_bytes(self) -> int:
         """Bytes of the slots."""
         return self._compiler.pool.size_bytes
+
+    @property
+    def kept_passes(self) -> tuple[tuple[Phase, int, int], ...]:
+        """Phase, tokens and bucket of context of the compiled passes that are kept, the latest used last."""
+        return tuple(self._passes)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the GPU was given up: nothing may be asked of its queue any more."""
+        return bool(self._lost)
 
     def new_cache(self) -> KvCache:
         """Return an empty KV cache for one session; those of sessions that are gone are freed first."""
@@ -160,11 +189,31 @@ class Engine:
         for done, (phase, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
             try:
-                self._head_calls(self._pass(phase, length, 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, length, 0, cache), phase, 1)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._head_calls(self._pass(phase, length, 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, length, 0, cache), phase, 1)
         progress("Preparing graphs and kernels", len(passes), len(passes))
+
+    def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
+        """Return the steps of a pass in an empty session, with those of its head.
+
+        Args:
+            phase: Prefill computes the logits of the last token, decode those of every one.
+            tokens: Tokens of the pass.
+
+        Raises:
+            OptionError: No pass has so many tokens.
+        """
+        longest = min(self.plan.chunk_length, self.context)
+        if not 1 <= tokens <= longest:
+            raise OptionError(
+                f"No pass has {tokens} tokens.",
+                fix=f"Ask for 1 to {longest}; longer prompts run in chunks of {self.plan.chunk_length}.",
+            )
+        compiled = self._pass(phase, tokens, 0, self.new_cache())
+        rows = min(tokens, HEAD_ROWS) if phase == "decode" else 1
+        return compiled.steps + self._head_pass(compiled, phase, rows).steps
 
     def close(self) -> None:
         """Drop all compiled passes and packed weights, and close the device."""
@@ -184,30 +233,39 @@ class Engine:
         target: NDArray[np.float32] | None,
         last: bool,
     ) -> None:
-        compiled = self._pass(phase, len(tokens), position, cache)
-        self._tokens.acquire()
-        self._tokens.array[: len(tokens)] = tokens
-        self._tokens.release()
-        self._write_step(position, len(tokens), len(tokens) - 1 if target is None else 0)
-        self._call(compiled.calls)
-        if target is not None:
-            self._all_logits(compiled, phase, target)
-        elif last:
-            self._head(compiled, phase, 1)
-        else:
-            self.device.gpu.finish()
+        with self._observed_pass(phase, len(tokens), position):
+            compiled = self._pass(phase, len(tokens), position, cache)
+            self._tokens.acquire()
+            self._tokens.array[: len(tokens)] = tokens
+            self._tokens.release()
+            self._write_step(position, len(tokens), len(tokens) - 1 if target is None else 0)
+            self._call(compiled.calls)
+            if target is not None:
+                self._all_logits(compiled, phase, target)
+            elif last:
+                self._head(compiled, phase, 1)
+            else:
+                self.device.gpu.finish()
 
     def _one_token(self, cache: KvCache, position: int, token: int) -> None:
-        compiled = self._pass("decode", 1, position, cache)
-        self._tokens.acquire()
-        self._tokens.array[0] = token
-        self._tokens.release()
-        self._write_step(position, 1, 0)
-        self._call(compiled.calls)
-        self._head(compiled, "decode", 1)
+        with self._observed_pass("decode", 1, position):
+            compiled = self._pass("decode", 1, position, cache)
+            self._tokens.acquire()
+            self._tokens.array[0] = token
+            self._tokens.release()
+            self._write_step(position, 1, 0)
+            self._call(compiled.calls)
+            self._head(compiled, "decode", 1)
+
+    def _observed_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
+        observer = self.observer
+        return UNOBSERVED if observer is None else observer.during_pass(phase, tokens, position)
+
+    def _observed(self, section: Section) -> AbstractContextManager[object]:
+        return UNOBSERVED if self.observer is None else self.observer.during(section)
 
     def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
-        self._call(self._head_calls(compiled, phase, rows))
+        self._call(self._head_pass(compiled, phase, rows).calls)
         self._logits_slot.acquire()
 
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
@@ -225,29 +283,48 @@ class Engine:
     def _pass(self, phase: Phase, length: int, position: int, cache: KvCache) -> CompiledPass:
         if self._lost:
             raise EngineError(self._lost, fix="Load the model again.")
-        bucket = self._bucket(position + length)
-        key = (phase, length, bucket)
-        compiled = self._passes.get(key)
-        if compiled is None:
-            with _compiling(phase, length):
-                compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
-            self._passes[key] = compiled
-            if len(self._passes) > KEPT_PASSES:
-                self._passes.popitem(last=False)
-        else:
-            self._passes.move_to_end(key)
-        compiled.bind_cache(cache.memory)
+        with self._observed("bind"):
+            bucket = self._bucket(position + length)
+            key = (phase, length, bucket)
+            compiled = self._passes.get(key)
+            if compiled is None:
+                with self._compiling(phase, length):
+                    compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+                self._passes[key] = self._observable(compiled)
+                if len(self._passes) > KEPT_PASSES:
+                    self._passes.popitem(last=False)
+            else:
+                self._passes.move_to_end(key)
+            compiled.bind_cache(cache.memory)
         return compiled
 
-    def _head_calls(self, compiled: CompiledPass, phase: Phase, rows: int) -> list[Call]:
+    def _head_pass(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
         assert compiled.output is not None
         key = (phase, rows, compiled.output.splits, compiled.output.join)
-        calls = self._heads.get(key)
-        if calls is None:
-            with _compiling(phase, rows):
-                calls = self._compiler.compile_head(phase, rows, compiled.output)
-            self._heads[key] = calls
-        return calls
+        head = self._heads.get(key)
+        if head is None:
+            with self._compiling(phase, rows):
+                head = self._compiler.compile_head(phase, rows, compiled.output)
+            self._heads[key] = self._observable(head)
+        return head
+
+    def _observable(self, compiled: CompiledPass) -> CompiledPass:
+        """Let the observer, if there is one, put its calls in the place of the steps' own."""
+        if self.observer is not None:
+            compiled.calls = tuple(map(self.observer.call_of, compiled.steps))
+        return compiled
+
+    @contextlib.contextmanager
+    def _compiling(self, phase: Phase, tokens: int) -> Iterator[None]:
+        """Turn what running out of memory raises into an error that says when it happened."""
+        with self._observed("build"):
+            try:
+                yield
+            except (MemoryError, OpenClError) as error:
+                raise PassError(
+                    f"Preparing a {phase} pass of {tokens} tokens failed: {str(error) or 'memory ran out'}.",
+                    fix="Close other programs, use a smaller context, or choose the plan level gpu.",
+                ) from error
 
     def _bucket(self, positions: int) -> int:
         """Return the smallest power of two from 256 on that covers the positions, within the context."""
@@ -257,15 +334,16 @@ class Engine:
         return min(bucket, self.context)
 
     def _write_step(self, position: int, length: int, head_row: int) -> None:
-        self._logits_slot.release()
-        self._step.acquire()
-        step = self._step.array
-        step[STEP_POSITION] = position
-        step[STEP_LENGTH] = length
-        step[STEP_HEAD_ROW] = head_row
-        self._step.release()
+        with self._observed("step"):
+            self._logits_slot.release()
+            self._step.acquire()
+            step = self._step.array
+            step[STEP_POSITION] = position
+            step[STEP_LENGTH] = length
+            step[STEP_HEAD_ROW] = head_row
+            self._step.release()
 
-    def _call(self, calls: list[Call]) -> None:
+    def _call(self, calls: Sequence[Call]) -> None:
         try:
             for call in calls:
                 call()
@@ -301,15 +379,3 @@ class Engine:
         note = f"The GPU computes alone since token {position}, as the NPU part failed: {error.message}"
         self.notes = (*self.notes, note)
         logger.warning("%s", note)
-
-
-@contextlib.contextmanager
-def _compiling(phase: Phase, tokens: int) -> Iterator[None]:
-    """Turn what running out of memory raises into an error that says when it happened."""
-    try:
-        yield
-    except (MemoryError, OpenClError) as error:
-        raise PassError(
-            f"Preparing a {phase} pass of {tokens} tokens failed: {str(error) or 'memory ran out'}.",
-            fix="Close other programs, use a smaller context, or choose the plan level gpu.",
-        ) from error

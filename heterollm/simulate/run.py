@@ -24,7 +24,7 @@ from heterollm.simulate.plan import planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import PhaseUse, SimulationResult, cuts_of, padding_us, used
 from heterollm.solver import SOLVED_LEVELS, Plan
-from heterollm.trace import Trace, TracedEngine
+from heterollm.trace import Trace, Tracer, take_trace
 
 __all__ = ["needs_profile", "profile_ahead", "simulate"]
 
@@ -155,8 +155,8 @@ class _Run:
         # Graphs are there beforehand, except those that are built online.
         online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
         engine.compile_ahead(cache, () if online else lengths, progress)
-        if isinstance(engine, TracedEngine):
-            engine.take_trace()
+        if request.trace:
+            take_trace(engine)
         ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size
 
         def prefill() -> None:
@@ -170,8 +170,8 @@ class _Run:
         first = self._phase(clock, "prefill", request.prompt, prefill)
         second = self._phase(clock, "decode", request.decode, decode) if request.decode else None
         self._choose(engine)
-        if isinstance(engine, TracedEngine):
-            self.trace = engine.take_trace()
+        if request.trace:
+            self.trace = take_trace(engine)
         return first, second
 
     def _engine(self, progress: Progress) -> Engine:
@@ -180,9 +180,9 @@ class _Run:
             weights = load_weights(Checkpoint(request.model), self.config, group_size=GROUP_SIZE)
         else:
             weights = shape_only_weights(self.config, self.specs)
-        kind = TracedEngine if request.trace else Engine
         context = request.prompt + request.decode
-        return kind(self.device, weights, self.plan, context, progress)
+        observer = Tracer(self.device) if request.trace else None
+        return Engine(self.device, weights, self.plan, context, progress, observer=observer)
 
     def _choose(self, engine: Engine) -> None:
         """Take the likeliest token; without numerics every token is as likely as any."""

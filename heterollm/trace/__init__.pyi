@@ -1,4 +1,3 @@
-from .engine import TracedEngine as TracedEngine
 from .file import load_trace as load_trace
 from .file import save_trace as save_trace
 from .spans import TRACKS as TRACKS
@@ -7,9 +6,9 @@ from .spans import Pass as Pass
 from .spans import Span as Span
 from .spans import Trace as Trace
 from .spans import Track as Track
-from .start import start_engine as start_engine
-from .start import take_trace as take_trace
 from .summary import OperatorTime as OperatorTime
 from .summary import TraceSummary as TraceSummary
 from .summary import summarise as summarise
 from .summary import summarise_phases as summarise_phases
+from .tracer import Tracer as Tracer
+from .tracer import take_trace as take_trace

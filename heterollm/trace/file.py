@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
 from heterollm.base import CacheError, OptionError, TraceError, atomic_path, parse_json
+from heterollm.engine import LinearWork
 from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
 from heterollm.trace.spans import (
@@ -22,7 +23,6 @@ from heterollm.trace.spans import (
     PART_CATEGORIES,
     TRACKS,
     Category,
-    LinearWork,
     Pass,
     Span,
     Trace,

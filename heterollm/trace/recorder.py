@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from heterollm.base import KernelError
+from heterollm.engine import Call, LinearWork
 from heterollm.kernels.gpu import HostClock, kernel_times_ns
 from heterollm.kernels.ops import Phase
-from heterollm.trace.spans import Category, LinearWork, Pass, Span, Track
+from heterollm.trace.spans import Category, Pass, Span, Track
 
-__all__ = ["Call", "HostTime", "Recorder", "Site"]
+__all__ = ["HostTime", "PassTime", "Recorder", "SectionTime", "Site"]
 
-Call: TypeAlias = Callable[[], Any]
 HostTime: TypeAlias = Callable[[int], int]
 """Returns a moment of the GPU's clock on the host's, both in nanoseconds."""
 
@@ -253,6 +253,39 @@ class Recorder:
         if self._lost_kernels:
             notes.append(f"{self._lost_kernels} kernels have no times.")
         return tuple(notes)
+
+
+class PassTime:
+    """Records a pass from entering to leaving; made once for a recorder, as passes follow one another."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._next: tuple[Phase, int, int] = ("decode", 0, 0)
+
+    def announce(self, phase: Phase, tokens: int, position: int) -> None:
+        """Say which pass is entered next."""
+        self._next = phase, tokens, position
+
+    def __enter__(self) -> None:
+        self._recorder.begin_pass(*self._next)
+
+    def __exit__(self, kind: object, _error: object, _traceback: object) -> None:
+        self._recorder.end_pass(failed=kind is not None)
+
+
+class SectionTime:
+    """Records a span of a site from entering to leaving; made once for a site that never lies in itself."""
+
+    def __init__(self, recorder: Recorder, site: Site) -> None:
+        self._recorder = recorder
+        self._number = recorder.number_of(site)
+        self._begin_ns = 0
+
+    def __enter__(self) -> None:
+        self._begin_ns = self._recorder.now_ns()
+
+    def __exit__(self, *_error: object) -> None:
+        self._recorder.add(self._number, self._begin_ns, self._recorder.now_ns())
 
 
 _PASS_FIELDS: Final = (

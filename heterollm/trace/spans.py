@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.base import bandwidth_gbps
+from heterollm.engine import LinearWork
 from heterollm.kernels.npu import TimeKind
-from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.ops import Phase
 
 __all__ = [
     "CATEGORIES",
@@ -20,7 +21,6 @@ __all__ = [
     "PART_CATEGORIES",
     "TRACKS",
     "Category",
-    "LinearWork",
     "Pass",
     "Span",
     "Trace",
@@ -51,45 +51,6 @@ NPU, which keeps the thread; ``hand-over`` marks, flushes, maps and unmaps; ``wa
 memory; ``build`` compiles a list of calls; ``tracing`` reads the kernels' times."""
 
 CATEGORIES: Final[tuple[Category, ...]] = (*PART_CATEGORIES, *ENGINE_CATEGORIES)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWork:
-    """What a kernel or graph run of a linear layer computes: ``[m, k]`` times ``[n, k]`` transposed.
-
-    Args:
-        tokens: Tokens ``m``, padding included.
-        columns: Inputs ``k``; of several linears, those of the first.
-        rows: Output rows ``n`` that are computed.
-        flops: Multiply-adds, counted as two each.
-        weight_bytes: Bytes of weights that are read.
-    """
-
-    tokens: int
-    columns: int
-    rows: int
-    flops: int
-    weight_bytes: int
-
-    @classmethod
-    def of_rows(cls, spec: OpSpec, tokens: int, rows: int) -> LinearWork:
-        """Return the work of so many rows of a group of linears."""
-        columns = spec.columns
-        size = spec.weight.weight_bytes(rows, columns)
-        return cls(tokens, columns, rows, 2 * tokens * columns * rows, size)
-
-    @classmethod
-    def of_block(cls, spec: OpSpec, tokens: int, width: int) -> LinearWork:
-        """Return the work of a feed-forward block along so much of its intermediate width."""
-        assert spec.then is not None
-        first = cls.of_rows(spec, tokens, width * len(spec.members))
-        rows = spec.then.rows
-        size = first.weight_bytes + spec.then.weight.weight_bytes(rows, width)
-        return cls(tokens, spec.columns, first.rows, first.flops + 2 * tokens * width * rows, size)
-
-    def __add__(self, other: LinearWork) -> LinearWork:
-        flops, size = self.flops + other.flops, self.weight_bytes + other.weight_bytes
-        return LinearWork(max(self.tokens, other.tokens), self.columns, self.rows + other.rows, flops, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,11 @@ class OpenClLaunch(Launch):
         self.local_size = local_size
         kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
 
+    @property
+    def parts(self) -> tuple[Launch, ...]:
+        """The launches of one kernel each that do the same one after the other: this one."""
+        return (self,)
+
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
         """Name other memory in place of ``old``."""
         index = next(place for place, argument in enumerate(self.arguments) if argument is old)
@@ -100,6 +105,12 @@ class ChainedLaunch(OpenClLaunch):
     ) -> None:
         super().__init__(queue, kernel, arguments, global_size, local_size, label)
         self.before = before
+
+    @property
+    def parts(self) -> tuple[Launch, ...]:
+        """The launch before, and this one without it."""
+        sizes = self.global_size, self.local_size
+        return self.before, Launch(self._queue, self.kernel, self.arguments, *sizes, self.label)
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue both kernels without waiting; returns the event of the last."""

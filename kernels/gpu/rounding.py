@@ -20,7 +20,10 @@ from heterollm.kernels.gpu.variants import Variant
 from heterollm.kernels.gpu.work import BLOCK_BYTES, rounding_work
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["RoundedInputs", "code_bytes", "rounding_launch", "scratch_codes"]
+__all__ = ["ROUNDING", "RoundedInputs", "code_bytes", "rounding_launch", "scratch_codes"]
+
+ROUNDING: Final = "rounding of inputs"
+"""Label of the launches that do nothing but round."""
 
 SPARE_TOKENS: Final = 7
 """Rows behind the last that the kernels for a few tokens read: up to their number, eight at most."""
@@ -133,4 +136,4 @@ def rounding_launch(
     size = (round_up(-(-blocks // span), items), tokens)
     arguments = (x, rounded.codes, rounded.blocks, *sizes)
     work = functools.partial(rounding_work, tokens * columns, 2 if half else 4, tokens * blocks)
-    return runtime.launch(kernel, arguments, size, (items, 1), "rounding of inputs", work=work)
+    return runtime.launch(kernel, arguments, size, (items, 1), ROUNDING, work=work)

@@ -1,7 +1,6 @@
 from .faults import LateWriter as LateWriter
 from .handover import HandOver as HandOver
 from .handover import WaitLimits as WaitLimits
-from .handover import hand_over_calls as hand_over_calls
 from .handover import prepare_hand_over as prepare_hand_over
 from .handover import refused_strategies as refused_strategies
 from .handover import resynchronise as resynchronise

@@ -1,7 +1,5 @@
 """Any legal plan gives transformers' logits: every kind of cut, drawn and one by one."""
 
-import functools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +9,13 @@ import pytest
 
 from heterollm.base import PlanError
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
-from heterollm.kernels.gpu import Launch
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase
 from heterollm.llm import LLM
 from heterollm.solver import Placement, Plan, model_shape
 from heterollm.solver.placements import GPU_ONLY, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
+from heterollm.trace import Span
 
 LENGTHS = (1, 31, 32, 33, 70, 96, 130)
 TRACED = (50, 128)
@@ -288,37 +285,23 @@ def test_a_length_without_graphs_is_refused(
         host_llm(folder, plan=make_plan(gpu_only, choose))
 
 
-def traced_overlaps(llm: LLM, ids: list[int]) -> dict[str, float]:
-    """Run one pass of the executor's list and return how much of each cut group both parts worked at once.
+def extent(spans: list[Span]) -> tuple[int, int]:
+    return min(span.begin_ns for span in spans), max(span.end_ns for span in spans)
 
-    The fraction is of the shorter part. The clock of events is set against ours by a kernel that is waited
-    for: it lies between its call and the end of the wait.
-    """
-    engine, cache = llm._engine, llm._engine.new_cache()
-    compiled = engine._pass("prefill", len(ids), 0, cache)
-    engine._tokens.array[: len(ids)] = ids
-    engine._write_step(0, len(ids), 0)
-    before = time.perf_counter_ns()
-    event = compiled.calls[0]()
-    engine.device.gpu.finish()
-    offset = (event.profile.end - time.perf_counter_ns() + event.profile.start - before) // 2
-    events, spans, label = {}, {}, ""
-    for call in compiled.calls:
-        start = time.perf_counter_ns()
-        result = call()
-        if isinstance(call, Launch):
-            events[call.label], label = result, call.label
-        elif not hasattr(call, "__self__") and not hasattr(call, "strategy"):
-            # The only calls that are neither launches nor methods nor waits are those of NPU graphs.
-            begin, _ = spans.get(label, (start, start))
-            spans[label] = begin, time.perf_counter_ns()
-    engine.device.gpu.finish()
+
+def traced_overlaps(llm: LLM, ids: list[int]) -> dict[str, float]:
+    """Run one pass and return for how much of the shorter shard both processors worked on a group."""
+    llm.take_trace()
+    llm.session().prefill(ids)
+    spans: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in llm.take_trace().spans:
+        if span.category == "linear":
+            spans[span.name][span.track].append(span)
     fractions = {}
-    for name, (start, stop) in spans.items():
-        profile = events[name].profile
-        first, last = profile.start - offset, profile.end - offset
-        together = min(last, stop) - max(first, start)
-        fractions[name] = max(0, together) / min(last - first, stop - start)
+    for name, tracks in spans.items():
+        if len(tracks) == 2:
+            (begin, end), (first, last) = map(extent, tracks.values())
+            fractions[name] = max(0, min(last, end) - max(first, begin)) / min(last - first, end - begin)
     return fractions
 
 
@@ -345,21 +328,20 @@ def test_both_parts_of_every_cut_run_at_once(
     host_llm: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, profiling=True))
     length, quarters, lengths = OVERLAPS[cut]
 
     def choose(spec: OpSpec, _phase: Phase, tokens: int) -> Placement:
         rows = tuple(rows if quarters == 4 else rows * quarters // 4 // 64 * 64 for rows in spec.member_rows)
         return RowsPlacement(rows, lengths) if tokens == length else GPU_ONLY
 
-    llm = host_llm(folder, plan=make_plan(gpu_only, choose))
+    llm = host_llm(folder, plan=make_plan(gpu_only, choose), trace=True)
     kind = cut.split()[0].rstrip(",").replace("several", "sequence")
     for spec in llm._weights.specs[:-1]:
         assert llm.plan.placement("prefill", length, spec).kind(spec, length) == kind
     best: dict[str, float] = defaultdict(float)
     # On a machine that is busy otherwise a part may have to wait for a core.
     for _ in range(30):
-        for name, fraction in llm._thread.run(lambda: traced_overlaps(llm, ids[:length])).items():
+        for name, fraction in traced_overlaps(llm, ids[:length]).items():
             best[name] = max(best[name], fraction)
         if min(best.values()) > 0.5:
             break

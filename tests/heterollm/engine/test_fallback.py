@@ -12,7 +12,7 @@ import pytest
 import heterollm.engine.runner
 import heterollm.engine.waits
 from heterollm.base import EngineError, GraphError, HandOverError, HeteroLLMError
-from heterollm.engine.placing import Placer
+from heterollm.engine.splits import SplitEmitter
 from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync import WaitLimits
@@ -189,14 +189,14 @@ def test_memory_that_runs_out_while_a_pass_is_compiled(
     llm = load(allow_fallback=allow)
     session = llm.session()
     session.prefill(prompt[:20])
-    original = Placer._graph_calls
+    original = SplitEmitter.linear
 
-    def run_out(placer: Placer, part: Any) -> Any:
-        if part.tokens == 33:
+    def run_out(emitter: SplitEmitter, steps: Any, here: Any, linear: Any) -> Any:
+        if steps.tokens == 33 and here.placement.npu_lengths:
             raise MemoryError
-        return original(placer, part)
+        return original(emitter, steps, here, linear)
 
-    monkeypatch.setattr(Placer, "_graph_calls", run_out)
+    monkeypatch.setattr(SplitEmitter, "linear", run_out)
     if allow:
         actual = session.prefill(prompt[20:53])
         assert actual.argmax() == gpu_only.session().prefill(prompt[:53]).argmax()

@@ -165,12 +165,11 @@ def test_the_parts_of_a_row_cut_start_together(
     """Mapping waits for the queue, so it must come before the GPU's part is enqueued."""
     folder = checkpoint("llama")
     llm = host_llm(folder, plan=cut_plan("rows", host_llm(folder, plan="gpu")))
-    engine = llm._engine
-    calls = llm._thread.run(lambda: engine._pass("prefill", 64, 0, engine.new_cache()).calls)
-    pool = engine._compiler.pool
-    source, target = pool["linear_input"], pool["npu_output"]
-    labels = [getattr(call, "label", call) for call in calls]
-    launch = labels.index("0.qkv")
-    assert labels[launch - 2 : launch] == [source.acquire_to_read, target.acquire]
-    assert labels[launch + 1] == llm.device.gpu.flush
-    assert labels[launch + 3 : launch + 5] == [source.release, target.release]
+    steps = [step for step in llm.steps("prefill", 64) if step.name == "0.qkv"]
+    assert [(step.action, *map(str, (*step.reads, *step.writes))) for step in steps[2:6]] == [
+        ("acquire_to_read", "linear_input"),
+        ("acquire", "npu_output"),
+        ("kernel", "linear_input", "gpu_output"),
+        ("flush",),
+    ]
+    assert [step.action for step in steps[6:]] == ["graph", "release", "release"]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from heterollm.base import EngineError, OptionError
-from heterollm.engine.placing import Placer
+from heterollm.engine import glue
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
-from heterollm.kernels.gpu import Launch
+from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.sync.faults import delay_graph
@@ -88,11 +89,11 @@ def logits(llm: LLM, ids: list[int]) -> np.ndarray:
 
 
 def late_writes(llm: LLM) -> int:
-    return sum(
-        getattr(call, "label", "") == "late write"
-        for compiled in llm._engine._passes.values()
-        for call in compiled.calls
-    )
+    """Return how many kernels of delays the passes of :func:`logits` have."""
+    passes = [
+        step for length in LENGTHS for step in llm.steps("decode" if length == 1 else "prefill", length)
+    ]
+    return sum(part.operator == "late write" for step in passes for part in (step.merged or (step,)))
 
 
 @pytest.mark.parametrize(("kind", "sync"), CASES)
@@ -132,26 +133,23 @@ def test_rounded_inputs_pass_too(
 # -- wrong orders --------------------------------------------------------------------------------------------
 
 
-def without_waits(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Return a function that leaves out of a part's first calls whatever waits."""
-
-    def start(placer: Placer, part: Any, launches: Any, **options: Any) -> list[Any]:
-        return [
-            call
-            for call in original(placer, part, launches, **options)
-            if getattr(call, "__name__", "") != "wait" and call is not part.hand_over()
-        ]
-
-    return start
+@pytest.fixture
+def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes in which nothing waits for a signal."""
+    monkeypatch.setattr(PassBuilder, "wait", lambda *_: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_wait_is_refused(
-    kind: str, plans: Callable[..., Plan], load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    without_waits: None,
+    plans: Callable[..., Plan],
+    load: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "1")
-    monkeypatch.setattr(Placer, "_start", without_waits(Placer._start))
-    with pytest.raises(EngineError, match=r"0\.qkv may run before kernel 'norm' has written linear_input"):
+    told = r"npu step '0\.qkv [^']*' may run before kernel '0\.norm' has written linear_input"
+    with pytest.raises(EngineError, match=told):
         load(plan=plans(kind), sync="event")
 
 
@@ -160,86 +158,98 @@ def test_delays_alone_show_a_missing_wait(
     load: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Without the proof, the answers tell: some kernel comes after the graph that reads its output."""
     ids = token_ids(47)
     expected = logits(load(plan=plans("npu"), sync="event"), ids)
+    request.getfixturevalue("without_waits")
     monkeypatch.setenv(CHECK_VARIABLE, "1")
-    monkeypatch.setattr(Placer, "_start", without_waits(Placer._start))
-    monkeypatch.setattr(SlotCheck, "_follow", lambda *_: None)
+    monkeypatch.setattr("heterollm.engine.slot_check._follow", lambda *_: None)
     actual = logits(load(plan=plans("npu"), sync="event"), ids)
     assert not np.array_equal(actual, expected)
 
 
 @pytest.fixture
-def course(
-    plans: Callable[..., Plan], load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> tuple[SlotCheck, list[Any], Any]:
-    """A check, a real pass with a row cut of which it knows the graphs, and the pool."""
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
+def course(plans: Callable[..., Plan], load: Callable[..., LLM]) -> tuple[Callable[..., Any], list[Step]]:
+    """A function that checks steps, and those of a real pass with row cuts."""
     llm = load(plan=plans("row"), sync="event")
-    engine = llm._engine
-    compiled = llm._thread.run(lambda: engine._pass("prefill", 20, 0, engine.new_cache()))
-    check = engine._compiler._check
-    assert check is not None
-    calls = [call for call in compiled.calls if getattr(call, "label", "") != "late write"]
-    return check, calls, engine._compiler.pool
+    check = llm.on_engine_thread(lambda: SlotCheck(llm.device.gpu, 1))
+    return lambda steps: check.checked(steps, {}, "the pass"), list(llm.steps("prefill", 20))
 
 
-def places(calls: list[Any], wanted: Callable[[Any], bool]) -> list[int]:
-    return [place for place, call in enumerate(calls) if wanted(call)]
+def places(steps: list[Step], action: str) -> list[int]:
+    return [place for place, step in enumerate(steps) if step.action == action]
 
 
-def is_wait(call: Any) -> bool:
-    return getattr(call, "__name__", "") == "wait"
-
-
-def test_every_wait_is_needed(course: tuple[SlotCheck, list[Any], Any]) -> None:
-    check, calls, pool = course
-    check.checked(calls, pool, "as it is")
-    waits = places(calls, is_wait)
-    assert len(waits) == 8
+def test_every_wait_is_needed(course: tuple[Callable[..., Any], list[Step]]) -> None:
+    check, steps = course
+    check(steps)
+    waits = places(steps, "wait")
+    assert len(waits) == 9
     for place in waits:
         with pytest.raises(EngineError, match="may run"):
-            check.checked([*calls[:place], *calls[place + 1 :]], pool, "without a wait")
+            check([*steps[:place], *steps[place + 1 :]])
 
 
-def test_a_signal_that_is_sent_too_early_is_caught(course: tuple[SlotCheck, list[Any], Any]) -> None:
-    check, calls, pool = course
-    for place in places(calls, lambda call: getattr(call, "__name__", "") == "mark"):
-        swapped = list(calls)
+def test_a_signal_that_is_sent_too_early_is_caught(course: tuple[Callable[..., Any], list[Step]]) -> None:
+    check, steps = course
+    marks = places(steps, "mark")
+    assert len(marks) == 9
+    for place in marks:
+        swapped = list(steps)
         swapped[place - 1], swapped[place] = swapped[place], swapped[place - 1]
         with pytest.raises(EngineError, match="may run"):
-            check.checked(swapped, pool, "signal before the kernel")
+            check(swapped)
 
 
 def test_a_slot_that_is_written_while_it_is_read_is_caught(
-    course: tuple[SlotCheck, list[Any], Any],
+    course: tuple[Callable[..., Any], list[Step]],
 ) -> None:
     """A graph may not write over what a kernel before it may still read."""
-    check, calls, pool = course
-    first, second = places(calls, lambda call: id(call) in check._graphs)[:2]
-    reader = next(
-        place
-        for place in range(first, second)
-        if isinstance(calls[place], Launch) and calls[place].label.startswith("rope")
-    )
+    check, steps = course
+    first, second = places(steps, "graph")[:2]
+    reader = next(place for place in range(first, second) if steps[place].operator == "rope")
     # Another reader of the first graph's output, behind the signal that the second graph waits for.
-    mark = next(place for place in range(reader, second) if getattr(calls[place], "__name__", "") == "mark")
-    late = [*calls[: mark + 1], calls[reader], *calls[mark + 1 :]]
-    with pytest.raises(EngineError, match=r"of 0\.o may run while kernel 'rope' still uses npu_output"):
-        check.checked(late, pool, "late reader")
+    mark = next(place for place in range(reader, second) if steps[place].action == "mark")
+    late = [*steps[: mark + 1], steps[reader], *steps[mark + 1 :]]
+    told = r"npu step '0\.o [^']*' may run while kernel '0\.rope' still uses npu_output"
+    with pytest.raises(EngineError, match=told):
+        check(late)
 
 
-def test_a_slot_that_nothing_has_written_is_not_read(course: tuple[SlotCheck, list[Any], Any]) -> None:
-    check, calls, pool = course
-    embedding = places(calls, lambda call: getattr(call, "label", "") == "embedding")
-    gone = [call for place, call in enumerate(calls) if place != embedding[0]]
-    # The norm updates the residual in place, so that what is missed first is the activation's input.
-    activation = places(calls, lambda call: getattr(call, "label", "") == "0.qkv")[0]
-    check.checked(gone, pool, "the norm writes the residual")
+def test_a_slot_that_nothing_has_written_is_not_read(
+    course: tuple[Callable[..., Any], list[Step]],
+) -> None:
+    check, steps = course
+    assert steps[0].operator == "embedding"
+    with pytest.raises(EngineError, match=r"'0\.norm' reads what nothing has written in residual"):
+        check(steps[1:])
+    (first, *_) = (place for place, step in enumerate(steps) if step.operator == "qkv")
     with pytest.raises(EngineError, match="reads what nothing has written in linear_input"):
-        check.checked(calls[activation:], pool, "begins in the middle")
+        check(steps[first:])
+
+
+# -- steps that do not tell the truth -----------------------------------------------------------------------
+
+LIES: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
+    "leaves out what it reads": (lambda _: (), "does not say that it touches gpu_output"),
+    "reads more than its kernel": (
+        lambda value: (value.a, value.b, Buffer("activated")) if value else (),
+        "says that it touches, and has no argument of, activated",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_step_that_says_another_thing_than_its_kernel_does_is_refused(
+    lie: str, load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments, told = LIES[lie]
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+    monkeypatch.setattr(glue, "segments_of", segments)
+    with pytest.raises(EngineError, match=told):
+        load(plan="gpu")
 
 
 @pytest.mark.parametrize("text", ["yes", "-1", "1.5", "²"])
@@ -257,5 +267,4 @@ def test_the_mode_is_off_otherwise(
 ) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, text)
     llm = load(plan="npu")
-    assert llm._engine._compiler._check is None
     assert late_writes(llm) == 0

@@ -108,7 +108,7 @@ def test_many_answers_take_no_more_memory(llm: LLM) -> None:
         for length in range(75 * window, 75 * window + 75):
             answer(1 + length * 37 % 100)
         growth.append(resident_bytes() - begin)
-    assert len(llm._engine._passes) == KEPT_PASSES
+    assert len(llm._engine.kept_passes) == KEPT_PASSES
     # What leaks does so in every window; compilers and allocators take memory once in a while and keep it.
     assert min(growth[1:]) < 2 * 1024 * 1024
 
@@ -132,12 +132,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_new_length_builds_nothing(llm: LLM, built: list[str]) -> None:
     llm.session().prefill(list(range(60)))
-    before = dict.fromkeys(llm._engine._passes)
+    before = {tokens for _, tokens, _ in llm._engine.kept_passes}
     built.clear()
     for length in (59, 40, 33):
         llm.session().prefill(list(range(length)))
-        assert not any(key[1] == length for key in before)
-        assert any(key[1] == length for key in llm._engine._passes)
+        assert length not in before
+        assert length in {tokens for _, tokens, _ in llm._engine.kept_passes}
     assert built == []
 
 
@@ -153,9 +153,9 @@ def test_the_kept_passes_are_the_latest(llm: LLM) -> None:
     for length in range(1, KEPT_PASSES + 20):
         session.reset()
         session.prefill([1] * length)
-    lengths = [key[1] for key in llm._engine._passes]
+    lengths = [tokens for _, tokens, _ in llm._engine.kept_passes]
     assert lengths == list(range(20, KEPT_PASSES + 20))
     session.reset()
     session.prefill([1] * 25)
-    assert [key[1] for key in llm._engine._passes][-1] == 25
+    assert llm._engine.kept_passes[-1][1] == 25
     assert session.decode(1).shape == (2048,)

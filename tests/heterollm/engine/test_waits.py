@@ -10,9 +10,10 @@ import pytest
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS
+from heterollm.engine.step import Step
 from heterollm.engine.waits import HandOvers, default_sync
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import Launch, MergedLaunch, Strategy
+from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.open import open_device
 from heterollm.kernels.threads import ThreadSplit
 from heterollm.llm import LLM
@@ -35,24 +36,21 @@ def load(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], plan: Pl
     return make
 
 
-def calls_of(llm: LLM, phase: Any, tokens: int) -> list[Any]:
-    engine = llm._engine
-    return llm._thread.run(lambda: engine._pass(phase, tokens, 0, engine.new_cache()).calls)
+def steps_of(llm: LLM, phase: Any, tokens: int) -> list[Step]:
+    """Return the steps of a pass without those of its head."""
+    steps = list(llm.steps(phase, tokens))
+    return steps[: next(place for place, step in enumerate(steps) if step.touches("head_input"))]
 
 
-def described(llm: LLM, calls: list[Any]) -> list[str]:
-    """Return what each call is: the labels of launches, the names of methods, ``graph`` for a graph."""
+def described(steps: list[Step]) -> list[str]:
+    """Return what each step is: the names of kernels, the actions of the host, ``graph`` for a graph."""
 
-    def name(call: Any) -> str:
-        if isinstance(call, MergedLaunch):
-            return f"merged {call.label}"
-        if isinstance(call, Launch):
-            return call.label
-        if hasattr(call, "strategy"):
-            return f"{call.strategy} at once"
-        return call.__name__ if hasattr(call, "__self__") else "graph"
+    def name(step: Step) -> str:
+        if step.merged:
+            return f"merged {step.merged[0].name} to {step.merged[-1].name}"
+        return step.name if step.action == "kernel" else step.action
 
-    return [name(call) for call in calls]
+    return [name(step) for step in steps]
 
 
 def logits(llm: LLM, ids: list[int]) -> np.ndarray:
@@ -95,7 +93,7 @@ def test_every_way_of_waiting_gives_the_same_logits(
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_the_gpu_has_its_part_before_the_host_waits(sync: str, phase: str, load: Callable[..., LLM]) -> None:
     llm = load(sync=sync)
-    names = described(llm, calls_of(llm, phase, 20))
+    names = described(steps_of(llm, phase, 20))
     graphs = [place for place, name in enumerate(names) if name == "graph"]
     assert len(graphs) == 8
     for place, group in zip(graphs, ("qkv", "o", "gate_up", "down") * 2, strict=True):
@@ -109,8 +107,7 @@ def test_in_decode_the_flag_and_the_gpu_part_are_in_the_launch_of_the_input(
     sync: str, load: Callable[..., LLM]
 ) -> None:
     llm = load(sync=sync)
-    calls = calls_of(llm, "decode", 1)
-    names = described(llm, calls)
+    names = described(steps_of(llm, "decode", 1))
     parts = [f"{layer}.{group}" for layer in (0, 1) for group in ("qkv", "o", "gate_up", "down")]
     assert len(names) == 4 * len(parts)
     for index, part in enumerate(parts):
@@ -122,52 +119,57 @@ def test_in_decode_the_flag_and_the_gpu_part_are_in_the_launch_of_the_input(
 
 def test_other_strategies_merge_what_lies_between_hand_overs(load: Callable[..., LLM]) -> None:
     llm = load(sync="event")
-    names = described(llm, calls_of(llm, "decode", 1))
+    names = described(steps_of(llm, "decode", 1))
     assert names[0].startswith("merged embedding to")
     assert names[1:6] == ["mark", "0.qkv", "flush", "wait", "graph"]
-    assert names[6].startswith("merged rope")
+    assert names[6].startswith("merged 0.rope")
     assert not any("mark" in name and "merged" in name for name in names)
 
 
 def test_the_driver_s_wait_for_the_queue_comes_before_the_gpu_part(load: Callable[..., LLM]) -> None:
     """It would wait for that part as well."""
     llm = load(sync="finish")
-    names = described(llm, calls_of(llm, "prefill", 20))
+    names = described(steps_of(llm, "prefill", 20))
     for place in (place for place, name in enumerate(names) if name == "graph"):
-        assert names[place - 3] == "finish at once"
+        assert names[place - 3] == "wait"
         assert names[place - 1] == "flush"
 
 
 def test_the_baseline_finishes_after_every_operator(load: Callable[..., LLM]) -> None:
     llm = load(sync="operator")
     for phase, tokens in (("prefill", 20), ("decode", 1)):
-        calls = calls_of(llm, phase, tokens)
-        names = described(llm, calls)
-        assert not any(isinstance(call, MergedLaunch) for call in calls)
-        for place, call in enumerate(calls):
-            if isinstance(call, Launch):
+        steps = steps_of(llm, phase, tokens)
+        names = described(steps)
+        assert not any(step.merged for step in steps)
+        for place, step in enumerate(steps):
+            if step.action == "kernel":
                 behind = names[place + 1 :]
                 # A cut is one operator; attention may be two launches.
                 assert (
                     behind[0] == "finish"
                     or behind[:3] == ["flush", "graph", "finish"]
-                    or (names[place].startswith("attention") and behind[1] == "finish")
+                    or (step.operator == "attention" and behind[1] == "finish")
                 ), names[place : place + 4]
 
 
-def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(load: Callable[..., LLM]) -> None:
+def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = load(sync="sleep_poll")
-    waits = [
-        call.__self__ for call in calls_of(llm, "prefill", 20) if getattr(call, "__name__", "") == "wait"
-    ]
-    assert len(waits) == 8
-    # The first layer comes after none: what the others take says nothing of it.
-    assert len({id(wait.prediction) for wait in waits}) == 8
+    waits: list[Any] = []
+    prepare = HandOvers.prepare
+    monkeypatch.setattr(
+        HandOvers, "prepare", lambda *arguments: waits.append(prepare(*arguments)) or waits[-1]
+    )
+    assert len([step for step in steps_of(llm, "prefill", 20) if step.wait]) == 8
+    # The first layer comes after none: what the others take says nothing of it. The head has one as well.
+    own = [wait for wait in waits if wait.label.endswith("prefill of 20")]
+    assert len(own) == len({id(wait.prediction) for wait in own}) == 8
     made = llm._engine.hand_overs.of_pass("prefill", 20)
     assert made.before("o", 1) is made.before("o", 2) is not made.before("o", 0)
     assert made.before("o", 1) is not made.before("down", 1)
     llm.session().prefill(list(range(20)))
-    assert all(wait.prediction.mean_us >= 0 for wait in waits)
+    assert all(wait.prediction.mean_us >= 0 for wait in own)
 
 
 def test_a_new_length_finds_nothing_out(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

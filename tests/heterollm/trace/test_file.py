@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import HeteroLLMError, OptionError, TraceError, check_target, save_file
+from heterollm.engine.step import LinearWork
 from heterollm.report import trace_png
 from heterollm.report.console import render
 from heterollm.report.trace import trace_report
 from heterollm.trace import Pass, Span, Trace, load_trace, save_trace, summarise
 from heterollm.trace.file import trace_from_json, trace_lines
-from heterollm.trace.spans import LinearWork
 
 US = 1000
 

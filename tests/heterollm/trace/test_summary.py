@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterollm.engine.step import LinearWork
 from heterollm.trace import Pass, Span, Trace, summarise
-from heterollm.trace.spans import LinearWork
 from heterollm.trace.summary import BETWEEN, ENDS, HAND_OVER, PYTHON, SAME_PART
 
 LENGTH = 60
