@@ -58,6 +58,9 @@ class AnswerOptions:
     explain: Annotated[bool, typer.Option("--explain", help="Say what the other placements would cost.")] = (
         False
     )
+    steps: Annotated[
+        bool, typer.Option("--steps", help="Show the steps of the passes that the engine would run.")
+    ] = False
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None
 
 
@@ -128,6 +131,11 @@ def plan_model(
     solved = solve_for(model, options, source.profile)
     if answer.output is not None:
         solved.plan.save(answer.output)
+    if answer.steps:
+        from heterollm.cli.steps import show_steps
+
+        show_steps(model, solved, prompts, options, as_json=as_json)
+        return
     if as_json:
         import json
 

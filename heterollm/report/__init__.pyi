@@ -13,6 +13,9 @@ from .profile_files import write_outputs as write_outputs
 from .simulate import sections_report as sections_report
 from .simulate import simulation_report as simulation_report
 from .simulate import sweep_report as sweep_report
+from .steps import PassSteps as PassSteps
+from .steps import steps_json as steps_json
+from .steps import steps_report as steps_report
 from .tables_bench import runs_of as runs_of
 from .tables_paper import paper_page as paper_page
 from .tables_paper import paper_tables as paper_tables

@@ -1,0 +1,86 @@
+"""Shows the steps of passes, compiled as the engine does: ``heterollm plan --steps``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from heterollm.engine import Step
+    from heterollm.kernels.ops import Phase
+    from heterollm.planning import LoadOptions, Solved
+
+__all__ = ["show_steps"]
+
+
+def show_steps(
+    model: str, solved: Solved, prompts: Sequence[int], options: LoadOptions, *, as_json: bool
+) -> None:
+    """Compile the passes of prompts and one of decode, and print their steps.
+
+    A simulated device needs no weights; on another the model is loaded.
+
+    Args:
+        model: As the user names it.
+        solved: The plan.
+        prompts: Lengths of prompts; long ones run in several passes.
+        options: With which the plan was solved.
+        as_json: Whether to print every step of every layer as JSON.
+
+    Raises:
+        HeteroLLMError: The device or the weights are not there.
+    """
+    from heterollm.base import write, write_json
+    from heterollm.kernels.sim import is_simulated
+    from heterollm.report import PassSteps, console, steps_json, steps_report
+
+    plan = solved.plan
+    lengths = {tokens for prompt in prompts for _, tokens in plan.chunks(prompt)}
+    wanted: list[tuple[Phase, int]] = [("prefill", tokens) for tokens in sorted(lengths)]
+    wanted.append(("decode", 1))
+    if is_simulated(plan.device):
+        compiled = _simulated(solved, wanted)
+    else:
+        compiled = _loaded(model, solved, options, wanted)
+    passes = [PassSteps(*one, steps) for one, steps in zip(wanted, compiled, strict=True)]
+    if as_json:
+        write_json(steps_json(passes))
+    else:
+        heading = f"{plan.device}, {plan.precision}, level {plan.level}"
+        write(console.render(steps_report(passes, heading), like=sys.stdout))
+
+
+def _simulated(solved: Solved, wanted: Sequence[tuple[Phase, int]]) -> list[tuple[Step, ...]]:
+    from heterollm.base import silent
+    from heterollm.engine import Engine
+    from heterollm.kernels.open import open_device
+    from heterollm.model import shape_only_weights
+
+    assert solved.plan.request is not None
+    weights = shape_only_weights(solved.model.config, solved.model.specs)
+    device = open_device(solved.plan.device)
+    engine = Engine(device, weights, solved.plan, solved.plan.request.context, silent)
+    try:
+        return [engine.steps(*one) for one in wanted]
+    finally:
+        engine.close()
+
+
+def _loaded(
+    model: str, solved: Solved, options: LoadOptions, wanted: Sequence[tuple[Phase, int]]
+) -> list[tuple[Step, ...]]:
+    from heterollm.llm import LLM
+
+    with LLM.load(
+        model,
+        device=solved.plan.device,
+        plan=solved.plan,
+        precision=options.precision,
+        group_size=options.group_size,
+        symmetric=options.symmetric,
+        context=options.context,
+        gpu_threads=options.gpu_threads,
+        npu_threads=options.npu_threads,
+    ) as llm:
+        return [llm.steps(*one) for one in wanted]
