@@ -4,7 +4,6 @@ from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need
 from .npu_slices import npu_part as npu_part
 from .observer import Section as Section
-from .passes import Placements as Placements
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine
 from .session import Session as Session

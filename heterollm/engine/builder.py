@@ -9,15 +9,15 @@ from typing import TypeAlias
 from heterollm.engine.step import NOT_RUN, Action, Buffer, Call, LinearWork, Operator, Step, Wait
 from heterollm.engine.waits import PassHandOvers
 from heterollm.kernels.gpu import (
+    GpuRuntime,
     Launch,
     MergedLaunch,
-    GpuRuntime,
     RoundedInputs,
     Segments,
     SharedArray,
     merge_launches,
 )
-from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import HandOver
 from heterollm.solver import Placement
 

@@ -146,9 +146,7 @@ class GlueEmitter:
             out,
             self._step,
             shape=self._shape,
-            scores=Scores(
-                config.attention_scale, config.per_layer[layer].window, config.attention_soft_cap
-            ),
+            scores=Scores(config.attention_scale, config.per_layer[layer].window, config.attention_soft_cap),
             tokens=steps.tokens,
             bucket=bucket,
             rounded=rounded,

@@ -19,7 +19,7 @@ from typing import Final
 
 from heterollm.base import EngineError, OptionError
 from heterollm.engine.step import Buffer, Step
-from heterollm.kernels.gpu import Launch, GpuRuntime, SharedArray
+from heterollm.kernels.gpu import GpuRuntime, Launch, SharedArray
 from heterollm.kernels.sync import LateWriter
 
 __all__ = ["CHECK_VARIABLE", "SlotCheck"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from heterollm.base import DeviceError, OptionError
 from heterollm.engine import Action, Call, Operator, Section, Step
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import HostClock, GpuRuntime
+from heterollm.kernels.gpu import GpuRuntime, HostClock
 from heterollm.kernels.ops import Phase
 from heterollm.profiler.measure import DeviceClock
 from heterollm.trace.recorder import BIND, BUILD, STEP, PassTime, Recorder, SectionTime, Site

@@ -24,6 +24,11 @@ from .parameters import default_parameters as default_parameters
 from .parameters import differences as differences
 from .parameters import with_numbers as with_numbers
 from .pocl_target import target_for_this_machine as target_for_this_machine
+from .protocol import Buffer as Buffer
+from .protocol import Event as Event
+from .protocol import GpuRuntime as GpuRuntime
+from .protocol import Kernel as Kernel
+from .protocol import KernelKind as KernelKind
 from .rounding import ROUNDING as ROUNDING
 from .rounding import RoundedInputs as RoundedInputs
 from .rounding import code_bytes as code_bytes

@@ -34,6 +34,11 @@ class Launch(ABC):
         self.arguments = tuple(arguments)
         self.label = label
 
+    @property
+    def parts(self) -> tuple[Launch, ...]:
+        """The launches of one kernel each that do the same one after the other: this one."""
+        return (self,)
+
     @abstractmethod
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
         """Name other memory in place of ``old``."""
@@ -66,11 +71,6 @@ class OpenClLaunch(Launch):
         self.global_size = global_size
         self.local_size = local_size
         kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
-
-    @property
-    def parts(self) -> tuple[Launch, ...]:
-        """The launches of one kernel each that do the same one after the other: this one."""
-        return (self,)
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
         """Name other memory in place of ``old``."""
@@ -110,7 +110,7 @@ class ChainedLaunch(OpenClLaunch):
     def parts(self) -> tuple[Launch, ...]:
         """The launch before, and this one without it."""
         sizes = self.global_size, self.local_size
-        return self.before, Launch(self._queue, self.kernel, self.arguments, *sizes, self.label)
+        return self.before, OpenClLaunch(self._queue, self.kernel, self.arguments, *sizes, self.label)
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue both kernels without waiting; returns the event of the last."""

@@ -11,6 +11,7 @@ import pytest
 
 from heterollm.cli.steps import show_steps
 from heterollm.engine.step import Buffer, Step, Wait
+from heterollm.planning import LoadOptions
 from heterollm.report import console
 from heterollm.report.steps import PassSteps, steps_json, steps_report
 from heterollm.simulate.request import SimulationRequest
@@ -167,10 +168,8 @@ def test_on_another_device_the_model_is_loaded(
     bundled_model: Path, host_llm: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = host_llm(bundled_model, plan="npu")
-    request = SimpleNamespace(context=llm.context)
-    planner: Any = SimpleNamespace(
-        profile=SimpleNamespace(device="host"), plan=llm.plan, precision="w4a16", request=request
-    )
-    show_steps(str(bundled_model), planner, (40,), {}, as_json=True)
+    solved: Any = SimpleNamespace(plan=llm.plan)
+    options = LoadOptions(context=llm.context)
+    show_steps(str(bundled_model), solved, (40,), options, as_json=True)
     passes = [PassSteps(phase, tokens, llm.steps(phase, tokens)) for phase, tokens in PASSES]
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(steps_json(passes)))

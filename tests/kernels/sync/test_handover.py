@@ -23,7 +23,6 @@ from heterollm.kernels.sync import (
     LateWriter,
     WaitLimits,
     flag_litmus,
-    hand_over_calls,
     handover,
     litmus,
     prepare_hand_over,
@@ -31,7 +30,7 @@ from heterollm.kernels.sync import (
     strategies_for,
 )
 from heterollm.kernels.sync.faults import Gate, delay_graph
-from heterollm.kernels.sync.handover import PollingHandOver
+from heterollm.kernels.sync.handover import PollingHandOver, hand_over_calls
 from heterollm.kernels.sync.litmus import Litmus
 
 PACKAGE = Path(heterollm.kernels.__file__).parent
