@@ -16,7 +16,6 @@ from heterollm.engine import (
     Session,
     SessionSource,
     Stream,
-    check_emulation,
     check_ids,
     check_memory,
     check_precision,
@@ -116,7 +115,6 @@ class LLM:
                 float_dtype=opened.activation_dtype,
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
-            check_emulation(opened, weights, plan, asked.allow_slow)
             observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
             engine = thread.run(
                 lambda: start_engine(
@@ -126,6 +124,7 @@ class LLM:
                     context,
                     report,
                     allow_fallback=asked.allow_fallback,
+                    allow_slow=asked.allow_slow,
                     observer=observer,
                 )
             )

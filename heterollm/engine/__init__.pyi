@@ -1,4 +1,3 @@
-from .emulation import check_emulation as check_emulation
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need

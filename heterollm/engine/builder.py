@@ -77,8 +77,10 @@ class PassBuilder:
         names: The buffers of all memory that host and device share.
         runtime: The GPU.
         after_every_operator: Whether the queue is finished after every operator.
+        builds_graphs: Whether the NPU's graphs are built; steps of others can be read, and not run.
 
     Attributes:
+        builds_graphs: As given.
         names: As given.
         steps: Those so far.
         merges: Whether launches that follow each other become one at the end.
@@ -94,7 +96,9 @@ class PassBuilder:
         runtime: GpuRuntime,
         *,
         after_every_operator: bool,
+        builds_graphs: bool = True,
     ) -> None:
+        self.builds_graphs = builds_graphs
         self.phase: Phase = phase
         self.tokens = tokens
         self.placements = placements
@@ -307,8 +311,8 @@ class PassBuilder:
         )
 
     def _buffers(self, memories: Sequence[Memory]) -> tuple[Buffer, ...]:
-        named = (memory if isinstance(memory, Buffer) else self.names[memory] for memory in memories)
-        return tuple(dict.fromkeys(named))
+        once = dict.fromkeys(memories)
+        return tuple([memory if isinstance(memory, Buffer) else self.names[memory] for memory in once])
 
 
 def codes_of(rounded: RoundedInputs | None) -> tuple[SharedArray, ...]:

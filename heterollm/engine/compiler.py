@@ -100,7 +100,9 @@ class Compiler:
 
     # -- passes --------------------------------------------------------------------------------------
 
-    def compile_pass(self, phase: Phase, tokens: int, bucket: int, cache: SharedArray) -> CompiledPass:
+    def compile_pass(
+        self, phase: Phase, tokens: int, bucket: int, cache: SharedArray, *, builds_graphs: bool = True
+    ) -> CompiledPass:
         """Return the steps that take ``tokens`` tokens through all layers, head excepted.
 
         Args:
@@ -108,8 +110,9 @@ class Compiler:
             tokens: Length of the pass.
             bucket: Positions that the grids of a decode pass must cover.
             cache: A session's KV cache to bind at first.
+            builds_graphs: Whether the NPU's graphs are built; without them the pass can be read, and not run.
         """
-        glue, steps = self._glue, self._begin(phase, tokens, cache)
+        glue, steps = self._glue, self._begin(phase, tokens, cache, builds_graphs=builds_graphs)
         glue.embedding(steps, self._embedding)
         delta: Segments | None = None
         for layer in range(self._config.layers):
@@ -123,9 +126,11 @@ class Compiler:
             delta = self._feed_forward(steps, layer, delta)
         return CompiledPass.of(self._finished(steps, f"{phase} of {tokens}"), delta, cache)
 
-    def compile_head(self, phase: Phase, rows: int, output: Segments) -> CompiledPass:
+    def compile_head(
+        self, phase: Phase, rows: int, output: Segments, *, builds_graphs: bool = True
+    ) -> CompiledPass:
         """Return the steps from the last layer's output to the logits of ``rows`` positions."""
-        glue, steps = self._glue, self._begin(phase, rows)
+        glue, steps = self._glue, self._begin(phase, rows, builds_graphs=builds_graphs)
         here = self._placed(steps, -1, "head")
         glue.final_norm(steps, output, here)
         if here.placement.npu_lengths:
@@ -137,7 +142,9 @@ class Compiler:
         written = (*segments_of(output), self.pool["residual"])
         return CompiledPass.of(self._finished(steps, f"head of {rows}", written))
 
-    def _begin(self, phase: Phase, tokens: int, cache: SharedArray | None = None) -> PassBuilder:
+    def _begin(
+        self, phase: Phase, tokens: int, cache: SharedArray | None = None, *, builds_graphs: bool
+    ) -> PassBuilder:
         own = [self._specs[-1, "head"]] if cache is None else self._weights.specs[:-1]
         placed = self._plan.operators(phase, tokens, own, rows=tokens)
         return PassBuilder(
@@ -148,6 +155,7 @@ class Compiler:
             self._names if cache is None else self._names | {cache: Buffer("kv_cache")},
             self._runtime,
             after_every_operator=self._hand_overs.after_every_operator,
+            builds_graphs=builds_graphs,
         )
 
     def _finished(

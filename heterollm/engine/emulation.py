@@ -1,14 +1,16 @@
-"""What a run on an emulated NPU would take, so that nobody starts an hour's wait unawares."""
+"""An estimate of what a run on an emulated NPU takes, so that nobody starts an hour's wait unawares."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 from heterollm.base import OptionError, see
-from heterollm.kernels.device import Device
-from heterollm.kernels.ops import feed_forward_blocks
-from heterollm.model import ModelWeights
-from heterollm.solver import Plan
+from heterollm.engine.step import Step
+from heterollm.kernels.ops import Phase
+
+if TYPE_CHECKING:
+    from heterollm.engine.runner import Engine
 
 __all__ = ["check_emulation", "step_seconds"]
 
@@ -16,32 +18,29 @@ SECONDS_PER_WEIGHT: Final = 1.3e-7
 """Measured on the HTP emulator: 0.5 s for one token through 3.7 million MatMulNBits weights."""
 
 LIMIT_S: Final = 3.0
-"""One step may take this long without a flag."""
+"""One pass may take this long without a flag."""
 
 
-def step_seconds(weights: ModelWeights, plan: Plan) -> float:
-    """Return the estimated seconds of one pass through everything that the plan places on the NPU.
+def step_seconds(steps: Iterable[Step]) -> float:
+    """Return the estimated seconds of the graph runs among steps.
 
-    A lower bound for prefill: the emulator's time grows with the tokens beyond about a hundred.
+    A lower bound: the emulator's time grows with the tokens beyond about a hundred.
     """
-    placed = {(entry.group, entry.layers) for entry in plan.entries if entry.placement.npu_lengths}
-    count = sum(
-        spec.flops(1) // 2
-        for spec in (*weights.specs, *feed_forward_blocks(weights.specs))
-        if any(group == spec.group and low <= spec.layer <= high for group, (low, high) in placed)
-    )
-    return count * SECONDS_PER_WEIGHT
+    works = (step.work for step in steps if step.processor == "npu" and step.work is not None)
+    return SECONDS_PER_WEIGHT * sum(work.flops // (2 * work.tokens) for work in works)
 
 
-def check_emulation(device: Device, weights: ModelWeights, plan: Plan, allow_slow: bool) -> None:
-    """Refuse a model that an emulated NPU would take long for, unless the user accepts it.
+def check_emulation(engine: Engine) -> None:
+    """Refuse a model that an emulated NPU would take long for, before any of its graphs is built.
 
     Raises:
-        OptionError: One pass is estimated above :data:`LIMIT_S` and ``allow_slow`` is not set.
+        OptionError: A decoded token or a short prompt is estimated above :data:`LIMIT_S`.
     """
-    if device.time_kind != "emulated" or allow_slow:
+    if engine.device.time_kind != "emulated":
         return
-    estimate_s = step_seconds(weights, plan)
+    short = min(engine.device.standard_lengths[1], engine.plan.chunk_length, engine.context)
+    passes: tuple[tuple[Phase, int], ...] = (("decode", 1), ("prefill", short))
+    estimate_s = max(step_seconds(engine.planned_steps(*one)) for one in passes)
     if estimate_s > LIMIT_S:
         raise OptionError(
             f"One pass of this model through the emulated NPU takes about {estimate_s:.0f} s.",

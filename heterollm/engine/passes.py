@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from heterollm.base import EngineError
 from heterollm.engine.step import Call, Step
-from heterollm.kernels.gpu import Launch, MergedLaunch, Segments, SharedArray
+from heterollm.kernels.gpu import Launch, MergedLaunch, OpenClError, Segments, SharedArray
+from heterollm.kernels.ops import Phase
 
-__all__ = ["CompiledPass"]
+__all__ = ["CompiledPass", "PassError", "compiling"]
 
 
 @dataclass(slots=True)
@@ -47,3 +51,19 @@ class CompiledPass:
             for launch in self.cache_launches:
                 launch.replace(self.bound_cache, cache)
             self.bound_cache = cache
+
+
+class PassError(EngineError):
+    """A pass cannot be prepared, as memory runs out."""
+
+
+@contextlib.contextmanager
+def compiling(phase: Phase, tokens: int) -> Iterator[None]:
+    """Turn what running out of memory raises into an error that says when it happened."""
+    try:
+        yield
+    except (MemoryError, OpenClError) as error:
+        raise PassError(
+            f"Preparing a {phase} pass of {tokens} tokens failed: {str(error) or 'memory ran out'}.",
+            fix="Close other programs, use a smaller context, or choose the plan level gpu.",
+        ) from error

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from heterollm.base import (
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.observer import Observer, Section
-from heterollm.engine.passes import CompiledPass
+from heterollm.engine.passes import CompiledPass, PassError, compiling
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import HandOvers
@@ -51,10 +51,6 @@ UNOBSERVED: Final = contextlib.nullcontext()
 
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
-
-
-class PassError(EngineError):
-    """A pass cannot be prepared, as memory runs out."""
 
 
 NPU_FAILURES: Final = (GraphError, HandOverError, PassError)
@@ -212,8 +208,16 @@ class Engine:
                 fix=f"Ask for 1 to {longest}; longer prompts run in chunks of {self.plan.chunk_length}.",
             )
         compiled = self._pass(phase, tokens, 0, self.new_cache())
-        rows = min(tokens, HEAD_ROWS) if phase == "decode" else 1
-        return compiled.steps + self._head_pass(compiled, phase, rows).steps
+        return compiled.steps + self._head_pass(compiled, phase, _head_rows(phase, tokens)).steps
+
+    def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
+        """As :meth:`steps`, but no graph is built, and the steps cannot run."""
+        bucket, cache = self._bucket(tokens), self.new_cache().memory
+        compiled = self._compiler.compile_pass(phase, tokens, bucket, cache, builds_graphs=False)
+        assert compiled.output is not None
+        rows = _head_rows(phase, tokens)
+        head = self._compiler.compile_head(phase, rows, compiled.output, builds_graphs=False)
+        return compiled.steps + head.steps
 
     def close(self) -> None:
         """Drop all compiled passes and packed weights, and close the device."""
@@ -288,7 +292,7 @@ class Engine:
             key = (phase, length, bucket)
             compiled = self._passes.get(key)
             if compiled is None:
-                with self._compiling(phase, length):
+                with self._observed("build"), compiling(phase, length):
                     compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
                 self._passes[key] = self._observable(compiled)
                 if len(self._passes) > KEPT_PASSES:
@@ -303,7 +307,7 @@ class Engine:
         key = (phase, rows, compiled.output.splits, compiled.output.join)
         head = self._heads.get(key)
         if head is None:
-            with self._compiling(phase, rows):
+            with self._observed("build"), compiling(phase, rows):
                 head = self._compiler.compile_head(phase, rows, compiled.output)
             self._heads[key] = self._observable(head)
         return head
@@ -313,18 +317,6 @@ class Engine:
         if self.observer is not None:
             compiled.calls = tuple(map(self.observer.call_of, compiled.steps))
         return compiled
-
-    @contextlib.contextmanager
-    def _compiling(self, phase: Phase, tokens: int) -> Iterator[None]:
-        """Turn what running out of memory raises into an error that says when it happened."""
-        with self._observed("build"):
-            try:
-                yield
-            except (MemoryError, OpenClError) as error:
-                raise PassError(
-                    f"Preparing a {phase} pass of {tokens} tokens failed: {str(error) or 'memory ran out'}.",
-                    fix="Close other programs, use a smaller context, or choose the plan level gpu.",
-                ) from error
 
     def _bucket(self, positions: int) -> int:
         """Return the smallest power of two from 256 on that covers the positions, within the context."""
@@ -379,3 +371,8 @@ class Engine:
         note = f"The GPU computes alone since token {position}, as the NPU part failed: {error.message}"
         self.notes = (*self.notes, note)
         logger.warning("%s", note)
+
+
+def _head_rows(phase: Phase, tokens: int) -> int:
+    """Return how many positions of a pass have logits, as many as the head takes at once."""
+    return min(tokens, HEAD_ROWS) if phase == "decode" else 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from heterollm.engine.builder import PassBuilder, PlacedOperator
 from heterollm.engine.npu_slices import npu_part
-from heterollm.engine.step import Buffer, LinearWork, Step, shard_name
+from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, shard_name
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, Launch, Segments, SharedArray
 from heterollm.kernels.npu import NpuGraph
@@ -203,7 +203,6 @@ class SplitEmitter:
         form = "" if placement.form is None else f" as {placement.form}"
         first = 0
         for length in placement.npu_lengths:
-            graph = self._graph(spec, placement, length)
             if spec.then is None:
                 work = LinearWork.of_rows(spec, length, rows)
             else:
@@ -212,7 +211,10 @@ class SplitEmitter:
             reads = self._token_bytes(steps, here.source, spec.columns * dtype.itemsize, first, length)
             writes = self._token_bytes(steps, here.npu_output, rows * dtype.itemsize, first, length)
             label = f"{shard} tokens {first}:{first + length}{form}"
-            steps.graph(here, graph.bind(x[tokens], y[tokens]), label, reads, writes, work)
+            run: Call = NOT_RUN
+            if steps.builds_graphs:
+                run = self._graph(spec, placement, length).bind(x[tokens], y[tokens])
+            steps.graph(here, run, label, reads, writes, work)
             first += length
 
     @staticmethod

@@ -140,7 +140,7 @@ class LinearWork:
 
 
 def _not_run() -> None:
-    raise AssertionError("a step of a merged launch does not run by itself")
+    raise AssertionError("the step is there to be read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class Step:
 
 
 NOT_RUN: Final[Call] = _not_run
-"""The call of a step that runs within a merged launch."""
+"""The call of a step that runs within a merged launch, or whose graph was not built."""
 
 
 def shard_name(name: str, spec: OpSpec, ranges: tuple[tuple[int, int], ...]) -> str:

@@ -29,9 +29,8 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from heterollm.base import HandOverError, KernelError, OptionError, see
 from heterollm.kernels.gpu import (
@@ -41,7 +40,6 @@ from heterollm.kernels.gpu import (
     HostClock,
     Launch,
     MarkerSignal,
-    SharedArray,
     Strategy,
     WaitPrediction,
     block_on,
@@ -53,14 +51,11 @@ __all__ = [
     "HandOver",
     "Strategy",
     "WaitLimits",
-    "hand_over_calls",
     "prepare_hand_over",
     "refused_strategies",
     "resynchronise",
     "strategies_for",
 ]
-
-Call: TypeAlias = Callable[[], Any]
 
 SLOW_LOOKS_FRACTION: Final = 0.01
 """Of the time waited so far: how long to sleep between looks once the spin budget is spent."""
@@ -221,19 +216,6 @@ def prepare_hand_over(
     prediction = WaitPrediction() if strategy.startswith("sleep") else None
     clock = clock or runtime.host_clock()
     return PollingHandOver(strategy, label, signal, limits or WaitLimits(), clock, prediction)
-
-
-def hand_over_calls(hand_over: HandOver, source: SharedArray, target: SharedArray) -> list[Call]:
-    """Return the calls that wait and then let the NPU at its input and its output.
-
-    Mapped memory is acquired once the wait is over, which costs no second one. The input is mapped for
-    reading only, so that a kernel enqueued afterwards may read it meanwhile. Between
-    :meth:`HandOver.mark` and :meth:`HandOver.wait` nothing may be enqueued where memory is mapped, as
-    mapping waits for the whole queue.
-    """
-    if source.coherent:
-        return [hand_over]
-    return [hand_over, source.acquire_to_read, target.acquire]
 
 
 class BlockingHandOver:

@@ -201,8 +201,21 @@ def test_a_launch_rounds_before_it_multiplies(runtime):
     assert packed.integer_inputs
     assert isinstance(launch, ChainedLaunch)
     assert (launch.label, launch.before.label) == ("3.qkv", "rounding of inputs")
+    x.array[:] = np.random.default_rng(7).standard_normal(x.array.shape)
+    launch()
+    runtime.finish()
+    expected = y.array.copy()
+    y.array[:] = np.nan
+    assert [part.label for part in launch.parts] == ["rounding of inputs", "3.qkv"]
+    for part in launch.parts:
+        assert not isinstance(part, ChainedLaunch)
+        part()
+    runtime.finish()
+    np.testing.assert_array_equal(y.array, expected)
     plain = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
-    assert not isinstance(plain.launch(x, y, tokens=1, label="3.qkv"), ChainedLaunch)
+    alone = plain.launch(x, y, tokens=1, label="3.qkv")
+    assert not isinstance(alone, ChainedLaunch)
+    assert alone.parts == (alone,)
 
 
 def test_float_weights_take_no_rounded_inputs(runtime):
