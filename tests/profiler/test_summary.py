@@ -85,7 +85,7 @@ def test_a_shape_far_from_the_others_is_outside_of_what_is_known(sample_profile)
 
 
 def test_without_linear_layers_the_reason_is_said():
-    profile = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    profile = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     profile.add(Record(BandwidthKey("gpu", 1024, False), (1.0,), values={"gbps": 1.0}))
     summary = summarize(profile)
     assert summary.accuracy == ()

@@ -236,7 +236,7 @@ def test_ctrl_c_before_anything_is_loaded(monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("heterollm.cli.command_line.main", interrupt)
+    monkeypatch.setattr("heterollm.cli.main", interrupt)
     assert program() == 130
     assert capsys.readouterr() == ("", "Interrupted.\n")
 

@@ -132,14 +132,14 @@ RELEASE = ["host release 0.o attention_output", "host release 0.o npu_output"]
 
 KINDS: dict[str, tuple[Placement, list[str]]] = {
     "gpu": (GPU_ONLY, [SHARD]),
-    "npu": (Placement((HIDDEN,), (64,)), [MARK, WAIT, graph(0, 64)]),
-    "row": (Placement((512,), (40,)), [MARK, SHARD, FLUSH, WAIT, graph(0, 40, 512)]),
-    "hybrid": (Placement((512,), (64,)), [MARK, SHARD, FLUSH, WAIT, graph(0, 64, 512)]),
+    "npu": (RowsPlacement((HIDDEN,), (64,)), [MARK, WAIT, graph(0, 64)]),
+    "row": (RowsPlacement((512,), (40,)), [MARK, SHARD, FLUSH, WAIT, graph(0, 40, 512)]),
+    "hybrid": (RowsPlacement((512,), (64,)), [MARK, SHARD, FLUSH, WAIT, graph(0, 64, 512)]),
     "hybrid, piped": (
-        Placement((512,), (32, 32)),
+        RowsPlacement((512,), (32, 32)),
         [MARK, SHARD, FLUSH, WAIT, graph(0, 32, 512), graph(32, 64, 512)],
     ),
-    "sequence": (Placement((HIDDEN,), (32,)), [MARK, TOKENS_BEHIND, FLUSH, WAIT, graph(0, 32)]),
+    "sequence": (RowsPlacement((HIDDEN,), (32,)), [MARK, TOKENS_BEHIND, FLUSH, WAIT, graph(0, 32)]),
 }
 ON_MAPPED_MEMORY: dict[str, list[str]] = {
     "gpu": [SHARD],
@@ -179,7 +179,7 @@ def test_the_baseline_finishes_after_every_operator() -> None:
 
 
 def test_a_block_is_three_kernels_beside_one_graph() -> None:
-    steps = make_engine({"ffn": Placement((512, 512), (64,))}).steps("prefill", 40)
+    steps = make_engine({"ffn": RowsPlacement((512, 512), (64,))}).steps("prefill", 40)
     names = ("norm", "ffn", "activation")
     own = tuple(step for step in steps if step.layer == 0 and step.operator in names)
     assert told(own)[1:] == [
@@ -204,7 +204,7 @@ def test_a_block_is_three_kernels_beside_one_graph() -> None:
 
 
 def test_the_shards_of_a_block_do_the_work_of_the_whole() -> None:
-    engine = make_engine({"ffn": Placement((512, 512), (64,))})
+    engine = make_engine({"ffn": RowsPlacement((512, 512), (64,))})
     whole = find_model("tinyllama-1.1b").config
     (block, *_) = feed_forward_blocks(op_specs(whole, "w4a16", 128, True))
     works = {
@@ -224,7 +224,7 @@ def test_the_shards_of_a_block_do_the_work_of_the_whole() -> None:
 
 
 def test_steps_of_the_same_pass_are_equal_whoever_compiled_them() -> None:
-    placement = Placement((512,), (64,))
+    placement = RowsPlacement((512,), (64,))
     one, other = make_engine({"o": placement}), make_engine({"o": placement})
     assert one.steps("prefill", 40) == other.steps("prefill", 40)
     assert one.steps("decode", 1) == other.steps("decode", 1)
@@ -243,19 +243,19 @@ def test_every_length_has_steps_of_its_own() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Placement((768,), (64,)),
-        Placement((512,), (32, 32)),
+        RowsPlacement((768,), (64,)),
+        RowsPlacement((512,), (32, 32)),
         GPU_ONLY,
     ],
 )
 def test_another_pass_has_other_steps(other: Placement) -> None:
-    steps = make_engine({"o": Placement((512,), (64,))}).steps("prefill", 40)
+    steps = make_engine({"o": RowsPlacement((512,), (64,))}).steps("prefill", 40)
     assert make_engine({"o": other}).steps("prefill", 40) != steps
 
 
 def test_another_form_of_graph_has_other_steps() -> None:
     found = [
-        make_engine({"down": Placement((512,), (64,), form)}).steps("prefill", 40)
+        make_engine({"down": RowsPlacement((512,), (64,), form)}).steps("prefill", 40)
         for form in ("matmul_nbits", "k_chunked")
     ]
     assert found[0] != found[1]
@@ -271,7 +271,7 @@ def test_another_cut_of_as_many_rows_has_other_steps() -> None:
 
 @pytest.mark.parametrize(("sync", "same"), [("event", True), ("poll", False)])
 def test_how_the_host_waits_is_part_of_a_pass(sync: str, same: bool) -> None:
-    placement = Placement((512,), (64,))
+    placement = RowsPlacement((512,), (64,))
     one, other = make_engine({"o": placement}), make_engine({"o": placement}, sync=sync)
     assert (one.steps("prefill", 40) == other.steps("prefill", 40)) is same
 
@@ -326,7 +326,7 @@ class Recording:
 
 def test_an_observer_sees_every_step_of_every_pass_in_order() -> None:
     observer = Recording()
-    engine = make_engine({"o": Placement((512,), (64,))}, observer=observer)
+    engine = make_engine({"o": RowsPlacement((512,), (64,))}, observer=observer)
     cache = engine.new_cache()
     engine.prefill(cache, 0, np.arange(40, dtype=np.int32), "prefill", None)
     prefill, observer.seen[:] = list(observer.seen), []

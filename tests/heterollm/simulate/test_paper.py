@@ -194,7 +194,7 @@ def test_bad_input_gives_one_error(options, capfd):
 def test_the_command_simulates(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
     cases = [case for case in paper_cases(["internlm2-1.8b"]) if case.level == "gpu"][:1]
-    monkeypatch.setattr("heterollm.simulate.paper.paper_cases", lambda *_: tuple(cases))
+    monkeypatch.setattr("heterollm.simulate.paper_cases", lambda *_: tuple(cases))
     out = tmp_path / "simulated_one.jsonl"
     assert main(["paper", "--jobs", "1", "--out", str(out), "--json"]) == 0
     assert len(read_simulated(out)) == 1

@@ -227,7 +227,7 @@ def test_float_weights_take_no_rounded_inputs(runtime):
 OTHER_PROCESSOR = """
 import sys
 import numpy as np
-from heterollm.kernels import reference
+from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.gpu.runtime import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor

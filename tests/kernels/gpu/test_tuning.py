@@ -437,7 +437,7 @@ def test_the_sources_default_to_what_the_table_is_compared_with():
 SIMULATED = """
 import itertools
 import numpy as np
-from heterollm.kernels import reference
+from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.gpu.parameters import ShapeClass, all_parameters
 from heterollm.kernels.gpu.runtime import OpenClRuntime, list_opencl_devices

@@ -247,7 +247,7 @@ def test_a_device_clock_that_jumped_is_a_failed_record(device, monkeypatch):
 def test_an_npu_that_fails_half_way_costs_its_points_only(fake, clock, monkeypatch):
     monkeypatch.setattr(linear_bench, "LinearBench", lambda device: LinearBench(device, timer=clock))
     fake.npu.fails_at = 20
-    profile = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    profile = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     tasks, _ = linear_tasks(fake, [SIZES.shape("tiny")], tier=0)
     tasks = [task for task in tasks if task.keys[0].part == "npu"]
     summary = run_tasks(profile, tasks, ProfileOptions(budget_s=None))

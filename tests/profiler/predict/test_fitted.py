@@ -19,7 +19,7 @@ POINT = LinearPoint("o", (1024,), 1024, 64, 4, 32)
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-    made = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    made = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     for rows in (512, 1024, 2048):
         for tokens in (1, 64, 256):
             point = LinearPoint("o", (rows,), 1024, tokens, 4, 32)

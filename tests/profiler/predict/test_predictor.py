@@ -65,7 +65,7 @@ def linear_record(part: Part, point: LinearPoint, time_us: float, noise: float, 
 def profile(*, noise: float = 0.02, seed: int = 0) -> Profile:
     """Both parts of a device at quarters of every group's rows, and some of its other operators."""
     rng = random.Random(seed)
-    made = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    made = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     for group, member_rows, columns in SHAPES:
         for fraction in (0.25, 0.75, 1.0):
             rows = [int(count * fraction) for count in member_rows]

@@ -242,7 +242,7 @@ def plain_us(point: LinearPoint) -> float:
 
 def mixed_profile(*, blocks: bool = True, linears: bool = True) -> Profile:
     rng = random.Random(1)
-    made = Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    made = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
 
     def add(part: Any, point: LinearPoint, time_us: float) -> None:
         samples = tuple(time_us * rng.uniform(0.98, 1.02) for _ in range(5))
@@ -410,7 +410,7 @@ def test_pictures_of_linears_leave_blocks_out():
         return file.getvalue()
 
     # The same samples, so that the pictures must be the same.
-    both, plain = mixed_profile(), Profile({"device": "host", "time": "real", "cache_bytes": 0})
+    both, plain = mixed_profile(), Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     for key, record in both.of_kind(LinearKey):
         if not key.point.is_block:
             plain.add(record)
