@@ -70,12 +70,18 @@ def _norm(device: Device, layers: GpuLayers, *, final: bool = False, post: bool 
     out = device.gpu.shared((rows, hidden), device.activation_dtype)
     arguments = filled_slot(device, residual), device.gpu.upload(weight), out
     added = reference_layers.rms_norm(delta, weight, EPSILON) if post else delta
-    options: dict[str, Any] = {"hidden": hidden, "epsilon": EPSILON, "delta": segments}
     if final:
-        launch = layers.final_norm(*arguments, _step(device, 0, tokens, first), rows=rows, **options)
+        step = _step(device, 0, tokens, first)
+        launch = layers.final_norm(*arguments, step, rows=rows, epsilon=EPSILON, delta=segments)
     else:
-        options["post"] = arguments[1] if post else None
-        launch = layers.rms_norm(*arguments, tokens=tokens, **options)
+        launch = layers.rms_norm(
+            *arguments,
+            hidden=hidden,
+            tokens=tokens,
+            epsilon=EPSILON,
+            delta=segments,
+            post=arguments[1] if post else None,
+        )
     run_launches(device, [launch])
     summed = (residual.astype(np.float64) + added)[first : first + rows]
     return slot_values(out), reference_layers.rms_norm(summed, weight, EPSILON)

@@ -191,7 +191,6 @@ class GlueEmitter:
             self._small.final_norm,
             here.source,
             self._step,
-            hidden=config.hidden_size,
             rows=steps.tokens,
             epsilon=config.rms_norm_eps,
             delta=delta,

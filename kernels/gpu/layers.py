@@ -58,7 +58,6 @@ class GpuLayers(GpuAttention):
         bias: Argument = None,
         post: Argument = None,
         rounded: RoundedInputs | None = None,
-        label: str = "norm",
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
@@ -76,12 +75,11 @@ class GpuLayers(GpuAttention):
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the norm of the delta, or None.
             rounded: Where the int8 codes of ``out`` go as well, or None.
-            label: Name for traces and errors.
         """
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
-        self._check(residual, tokens * hidden, 4, f"{label} residual")
+        self._check(residual, tokens * hidden, 4, "norm residual")
         flags = delta is not None, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, label)
+        return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, "norm")
 
     def final_norm(
         self,
@@ -90,23 +88,22 @@ class GpuLayers(GpuAttention):
         out: SharedArray,
         step: SharedArray,
         *,
-        hidden: int,
         rows: int,
         epsilon: float,
         delta: Segments,
         bias: Argument = None,
         post: Argument = None,
         rounded: RoundedInputs | None = None,
-        label: str = "final norm",
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
 
         As :meth:`rms_norm`, but the sum is not stored back, so that it may run again for other rows of the
         pass; output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
         """
+        hidden = delta.rows[0]
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
         flags = 2, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, rows, out, hidden, rounded, label)
+        return self._norm(arguments, epsilon, flags, rows, out, hidden, rounded, "final norm")
 
     def _norm_arguments(
         self,

@@ -200,6 +200,10 @@ class GpuLinear:
             if not self.integer_inputs:
                 raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
             rounded.check(self.format, tokens, call.width, label)
+        return self._first_that_works(call, style)
+
+    def _first_that_works(self, call: _Call, style: KernelStyle | Variant | None) -> Launch:
+        """Return a call's launch with what was tuned for it, else with the first variant that works."""
 
         def build(variant: Variant) -> Launch:
             with self._blamed(variant, shape):
@@ -211,7 +215,7 @@ class GpuLinear:
 
         test = try_out if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
-        shape = self._shape_class(tokens)
+        shape = self._shape_class(call.tokens)
         tuned = self._runtime.tuning.parameters(shape) if style is None else None
         if tuned is not None:
             variants = (Variant(tuned.style, parameters=tuned), *variants)

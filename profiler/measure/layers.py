@@ -323,7 +323,6 @@ class _LayerBench:
             self._floats("norm", hidden),
             self._slot("linear input", rows * hidden),
             self._slots["step"],
-            hidden=hidden,
             rows=rows,
             epsilon=1e-5,
             delta=self._linear_output((hidden,), rows),

@@ -173,7 +173,6 @@ def test_final_norm_starts_at_the_head_row_and_can_run_again(runtime, make, styl
             runtime.upload(weight),
             out.shared,
             step,
-            hidden=hidden,
             rows=4,
             epsilon=1e-5,
             delta=make_segments(runtime, delta, (hidden,), (split,)),

@@ -77,7 +77,6 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(runtime, style, dtype):
         if has_post:
             added = reference.rms_norm(added, post, 1e-5)
         options = {
-            "hidden": hidden,
             "epsilon": 1e-5,
             "delta": segments(runtime, delta, (hidden,), (split,)),
             "bias": runtime.upload(bias) if has_bias else None,
@@ -92,7 +91,7 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(runtime, style, dtype):
         runtime.finish()
         check(out.array[: tokens - head_row], expected[head_row:], label)
         np.testing.assert_array_equal(slot.array, residual)
-        layers.rms_norm(slot, scale, out, tokens=tokens, **options)()
+        layers.rms_norm(slot, scale, out, hidden=hidden, tokens=tokens, **options)()
         runtime.finish()
         check(out.array, expected, label)
         check(slot.array, residual + added, label)

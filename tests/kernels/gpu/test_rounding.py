@@ -151,7 +151,7 @@ def test_the_final_norm_rounds_the_head_rows(runtime, style, cases):
         delta = Segments(value, value, (HIDDEN,), (0,))
 
         def make(out, rounded, residual=residual, delta=delta, rows=rows):
-            options = {"hidden": HIDDEN, "rows": rows, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
+            options = {"rows": rows, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
             return [layers_for(runtime, style).final_norm(residual, weight, out, step, **options)]
 
         both_ways(runtime, make, rows, HIDDEN, style, block=block, bits=8)

@@ -258,7 +258,7 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
             slot((tokens, 44), dtype),
         )
         delta, norm = segments((44,), (13,), dtype), {"hidden": 44, "epsilon": 1e-5}
-        layers.final_norm(residual, weight, out, step, rows=2, delta=delta, **norm)()
+        layers.final_norm(residual, weight, out, step, rows=2, delta=delta, epsilon=1e-5)()
         yield
         (added,) = reference_layers.join_members(delta.a.array, delta.b.array, (44,), (13,))
         exact = reference_layers.rms_norm(residual.array + added, weight.array, 1e-5)
@@ -356,12 +356,12 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
             Segments(value, value, (columns,), (0,)),
             Segments(wide, wide, (columns,) * 2, (0, 0)),
         )
-        norm = {"hidden": columns, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
+        norm = {"epsilon": 1e-5, "delta": delta, "rounded": rounded}
         layer, shape = KvLayer(cache, 0), HeadShape(heads, kv_heads, head_dim, capacity)
         sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens, "bucket": capacity}
         sizes |= {"rounded": rounded}
         for launches in (
-            [layers.rms_norm(residual, weight, out, tokens=tokens, **norm)],
+            [layers.rms_norm(residual, weight, out, hidden=columns, tokens=tokens, **norm)],
             [layers.final_norm(residual, weight, out, step, rows=tokens, **norm)],
             [layers.gated_activation(gate_up, out, tokens=tokens, intermediate=columns, rounded=rounded)],
             layers.attention(query, layer, out, step, parts=1, **sizes),

@@ -103,7 +103,7 @@ def test_the_final_norm_adds_two_parts_of_the_head_rows(runtime, style):
     start, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 128), 128))
     residual, out = upload(runtime, start), runtime.shared((2, 128), np.float32)
     launch = layers.final_norm(
-        residual, runtime.upload(weight), out, step, hidden=128, rows=2, epsilon=EPSILON, delta=delta
+        residual, runtime.upload(weight), out, step, rows=2, epsilon=EPSILON, delta=delta
     )
     for _ in range(2):
         launch()
