@@ -5,21 +5,30 @@ from __future__ import annotations
 import os
 import statistics
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import heterollm
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.conditions import commit_of, processor_name, versions
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.quality import Quality
-from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow, Sample, identity, timings
-from heterollm.benchmarks.work import Ceilings, Work, achieved
+from heterollm.benchmarks.row_fields import (
+    AccountFields,
+    EngineFields,
+    FoundFields,
+    LoadFields,
+    QualityFields,
+    RateFields,
+    RunFields,
+)
+from heterollm.benchmarks.rows import BenchRow, Sample, identity, timings
+from heterollm.benchmarks.work import NO_RATES, Ceilings, Work, achieved
 
-__all__ = ["State", "common_fields", "make_row"]
+__all__ = ["State", "make_row", "run_fields"]
 
-COUNTED: Final = ("gpu_share", "padded_tokens", "predicted_ms")
 TRACED: Final = (
     "traced_ms",
     "gpu_busy_ms",
@@ -29,6 +38,13 @@ TRACED: Final = (
     "hand_over_ms",
     "hand_overs",
 )
+NO_QUALITY: Final[QualityFields] = {
+    "quality_reference": None,
+    "logits_sqnr_db": None,
+    "quality_gate_db": None,
+    "top_1_agreement": None,
+    "quality_passed": None,
+}
 
 
 @dataclass(slots=True)
@@ -44,19 +60,18 @@ class State:
     """
 
     samples: list[Sample] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: FoundFields = field(default_factory=FoundFields)
     error: str | None = None
     test_time: str = ""
-    traced: dict[str, Any] = field(default_factory=dict)
+    traced: FoundFields = field(default_factory=FoundFields)
 
 
-def common_fields(model: str, seed: int, repetitions: int) -> dict[str, Any]:
+def run_fields(model: str, seed: int) -> RunFields:
     """Return the fields that all rows of a run share: where it ran, and with what.
 
     Args:
         model: Name of the checkpoint: rows are published, and where it lay is nobody's concern.
         seed: Of the token ids.
-        repetitions: Samples of each test.
     """
     return {
         "build_commit": commit_of(Path(__file__).resolve().parent),
@@ -65,7 +80,6 @@ def common_fields(model: str, seed: int, repetitions: int) -> dict[str, Any]:
         "model_filename": model,
         "versions": versions(),
         "seed": seed,
-        "repetitions": repetitions,
         "run": uuid.uuid4().hex[:16],
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
@@ -75,11 +89,11 @@ def make_row(
     configuration: Configuration,
     case: Case,
     state: State,
-    common: dict[str, Any],
+    run: RunFields,
+    load: LoadFields,
     *,
     facts: Facts | None,
     quality: Quality | None,
-    others: dict[str, Any],
 ) -> BenchRow:
     """Return the row of a test with a configuration.
 
@@ -87,39 +101,49 @@ def make_row(
         configuration: How it ran.
         case: The test.
         state: What is known of it.
-        common: What all rows share.
+        run: Fields that all rows share.
+        load: How it got its samples.
         facts: What the engine said of itself; None if it never loaded.
         quality: How near its logits are to the reference's.
-        others: Further fields.
     """
-    found: dict[str, Any] = dict.fromkeys(FIELD_NAMES)
-    found |= common | others | identity(configuration, case)
-    found |= timings(state.samples, case.tokens)
-    found |= _of_engine(configuration, facts)
-    found |= _of_account(state)
+    given: FoundFields = {**state.fields, **state.traced}
     simulated = facts is not None and facts.time_kind == "simulated"
     joules = [sample.energy_j for sample in state.samples if sample.energy_j is not None]
-    found |= {
-        "energy": ("modelled" if simulated else "measured") if joules else "absent",
-        "energy_j": statistics.median(joules) if joules else None,
-        "error": state.error,
-        "test_time": state.test_time,
-    }
-    if found["interrupted"] is not None:
-        count = f"{len(state.samples)} of {found['repetitions']} samples"
-        found["notes"] += (f"{case.name} has {count}: interrupted by {found['interrupted']}",)
-    if facts is not None and not facts.computes:
-        found["reasons"]["logits_sqnr_db"] = "This simulated device computes no values."
-    if quality is not None:
-        found |= quality.to_dict()
-        if found["logits_sqnr_db"] is None:
-            found["reasons"]["logits_sqnr_db"] = "The logits equal the reference's to the last bit."
-    return BenchRow(**found)
+    notes = () if facts is None else tuple(facts.notes)
+    if load["interrupted"] is not None:
+        count = f"{len(state.samples)} of {load['repetitions']} samples"
+        notes += (f"{case.name} has {count}: interrupted by {load['interrupted']}",)
+    return BenchRow(
+        **run,
+        **load,
+        **identity(configuration, case),
+        **timings(state.samples, case.tokens),
+        **_of_engine(configuration, facts),
+        **_of_account(given),
+        **_rates(given, state.samples),
+        **(NO_QUALITY if quality is None else quality.fields()),
+        energy=("modelled" if simulated else "measured") if joules else "absent",
+        energy_j=statistics.median(joules) if joules else None,
+        error=state.error,
+        test_time=state.test_time,
+        notes=notes,
+        reasons=_reasons(given, facts, quality),
+    )
 
 
-def _of_engine(configuration: Configuration, facts: Facts | None) -> dict[str, Any]:
+def _of_engine(configuration: Configuration, facts: Facts | None) -> EngineFields:
     if facts is None:
-        return {"plan_level": configuration.plan_level, "description": {}, "notes": ()}
+        return {
+            "engine_version": None,
+            "plan_level": configuration.plan_level,
+            "device": None,
+            "time_kind": None,
+            "fingerprint": None,
+            "model_type": None,
+            "model_size": None,
+            "model_n_params": None,
+            "description": {},
+        }
     return {
         "engine_version": facts.engine_version,
         "plan_level": facts.plan_level,
@@ -130,21 +154,42 @@ def _of_engine(configuration: Configuration, facts: Facts | None) -> dict[str, A
         "model_size": facts.model_size,
         "model_n_params": facts.model_n_params,
         "description": facts.description,
-        "notes": tuple(facts.notes),
     }
 
 
-def _of_account(state: State) -> dict[str, Any]:
-    given = state.fields | state.traced
-    reasons: dict[str, str] = dict(given.get("reasons", {}))
-    found: dict[str, Any] = {name: given.get(name) for name in (*COUNTED, *TRACED)}
-    for name in ("cut_groups", "operators"):
-        found[name] = tuple(given[name]) if name in given else None
-    if state.samples and "flops" in given:
-        middle_us = statistics.median(sample.time_us for sample in state.samples)
-        known = "ceiling_gbps" in given
-        ceilings = Ceilings(given["ceiling_gbps"], given["ceiling_gflops"]) if known else None
-        found |= achieved(Work(given["read_bytes"], given["flops"]), middle_us, ceilings)
-    if found["traced_ms"] is None:
+def _of_account(given: FoundFields) -> AccountFields:
+    return {
+        "gpu_share": given.get("gpu_share"),
+        "cut_groups": tuple(given["cut_groups"]) if "cut_groups" in given else None,
+        "padded_tokens": given.get("padded_tokens"),
+        "predicted_ms": given.get("predicted_ms"),
+        "traced_ms": given.get("traced_ms"),
+        "gpu_busy_ms": given.get("gpu_busy_ms"),
+        "npu_busy_ms": given.get("npu_busy_ms"),
+        "overlap_ms": given.get("overlap_ms"),
+        "overlap_fraction": given.get("overlap_fraction"),
+        "hand_over_ms": given.get("hand_over_ms"),
+        "hand_overs": given.get("hand_overs"),
+        "operators": tuple(given["operators"]) if "operators" in given else None,
+    }
+
+
+def _rates(given: FoundFields, samples: Sequence[Sample]) -> RateFields:
+    if not samples or "flops" not in given:
+        return NO_RATES
+    middle_us = statistics.median(sample.time_us for sample in samples)
+    known = "ceiling_gbps" in given
+    ceilings = Ceilings(given["ceiling_gbps"], given["ceiling_gflops"]) if known else None
+    return achieved(Work(given["read_bytes"], given["flops"]), middle_us, ceilings)
+
+
+def _reasons(given: FoundFields, facts: Facts | None, quality: Quality | None) -> dict[str, str]:
+    """Return why fields are missing."""
+    reasons = dict(given.get("reasons", {}))
+    if given.get("traced_ms") is None:
         reasons |= dict.fromkeys(TRACED, "Not traced.")
-    return found | {"reasons": reasons}
+    if facts is not None and not facts.computes:
+        reasons["logits_sqnr_db"] = "This simulated device computes no values."
+    if quality is not None and quality.fields()["logits_sqnr_db"] is None:
+        reasons["logits_sqnr_db"] = "The logits equal the reference's to the last bit."
+    return reasons

@@ -156,7 +156,7 @@ def cases_of(
     """
     shapes = [(prompt, 0) for prompt in prompts if prompt] + [(0, gen) for gen in gens if gen]
     shapes += [pair for pair in pairs if any(pair)]
-    found = tuple(dict.fromkeys(Case(*shape, depth) for depth in depths for shape in shapes))
+    found = tuple(dict.fromkeys(Case(prompt, gen, depth) for depth in depths for prompt, gen in shapes))
     if not found:
         raise OptionError("There is nothing to measure.", fix="Give prompt lengths (-p) or tokens (-n).")
     return found

@@ -28,6 +28,7 @@ from heterollm.base import HeteroLLMError, private_stdout, quiet_libraries
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.engine import BenchEngine, Ids, Job
 from heterollm.benchmarks.engines import open_engine
+from heterollm.benchmarks.row_fields import FoundFields
 
 __all__ = ["Requests", "decode_floats", "encode_floats", "main", "private_bytes", "random_ids", "serve"]
 
@@ -99,7 +100,7 @@ class _Models:
                 return {"fields": self._engines[name].account(Case(**request["case"]))}
         raise ValueError(f"there is no request {request['do']!r}")
 
-    def _trace(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def _trace(self, request: dict[str, Any]) -> list[FoundFields]:
         """Load a model beside the others to be traced, run tests with it, and free it."""
         engine = open_engine(self._job(request, trace=True))
         ids = random_ids(request["seed"], request["vocabulary"], request["context"])

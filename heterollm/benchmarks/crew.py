@@ -11,6 +11,7 @@ from heterollm.base import HeteroLLMError
 from heterollm.benchmarks.cases import Case, Configuration, Threads
 from heterollm.benchmarks.children import ChildDiedError, Worker
 from heterollm.benchmarks.engine import Facts
+from heterollm.benchmarks.row_fields import FoundFields
 
 __all__ = ["Crew", "Loading", "Process"]
 
@@ -106,7 +107,7 @@ class Crew:
 
     def trace(
         self, configuration: Configuration, cases: Sequence[Case], files: Sequence[Path | None]
-    ) -> list[dict[str, Any]]:
+    ) -> list[FoundFields]:
         """Return what traces of some tests show, from a model that is loaded for them alone.
 
         Args:
@@ -125,7 +126,7 @@ class Crew:
             "files": [None if file is None else str(file) for file in files],
             **self._how(configuration),
         }
-        found: list[dict[str, Any]] = self._ask(configuration, request)["fields"]
+        found: list[FoundFields] = self._ask(configuration, request)["fields"]
         return found
 
     def close(self) -> None:

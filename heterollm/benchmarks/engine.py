@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.row_fields import FoundFields
 
 __all__ = ["BenchEngine", "Facts", "Ids", "Job"]
 
@@ -100,11 +101,11 @@ class BenchEngine(Protocol):
         """
         ...
 
-    def account(self, case: Case) -> dict[str, Any]:
+    def account(self, case: Case) -> FoundFields:
         """Return what a sample does: fields of a row, and under ``reasons`` why some are missing."""
         ...
 
-    def trace(self, case: Case, ids: Ids, file: Path | None = None) -> dict[str, Any]:
+    def trace(self, case: Case, ids: Ids, file: Path | None = None) -> FoundFields:
         """Run a test once and return what its trace shows: fields of a row; write it into a file if asked."""
         ...
 

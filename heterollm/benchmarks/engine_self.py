@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import heterollm
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
+from heterollm.benchmarks.row_fields import FoundFields
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import ceilings_of, work_of
 from heterollm.engine import Session, Sync
@@ -120,25 +121,28 @@ class SelfEngine:
         prompt, tokens = ids[: len(ids) - decoded], ids[len(ids) - decoded :].tolist()
         return np.stack([session.prefill(prompt), *(session.decode(token) for token in tokens)])
 
-    def account(self, case: Case) -> dict[str, Any]:
+    def account(self, case: Case) -> FoundFields:
         """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
         llm, plan = self._llm, self._llm.plan
         chunk, model = plan.chunk_length, self._profiled
         shares = shares_of(plan, self._specs, case, chunk=chunk)
-        found: dict[str, Any] = {
-            "gpu_share": shares.gpu_share,
-            "padded_tokens": shares.padded_tokens,
-            "cut_groups": list(shares.cut_groups),
-        }
         work = work_of(
             llm.config, self._specs, case, chunk=chunk, cache_itemsize=llm.device.cache_dtype.itemsize
         )
-        found |= {"read_bytes": work.read_bytes, "flops": work.flops}
+        reasons: dict[str, str] = {}
+        found: FoundFields = {
+            "gpu_share": shares.gpu_share,
+            "padded_tokens": shares.padded_tokens,
+            "cut_groups": list(shares.cut_groups),
+            "read_bytes": work.read_bytes,
+            "flops": work.flops,
+            "reasons": reasons,
+        }
         if model is None:
             split = "" if self._asked.threads is None else " with these threads"
             reason = f"The device {llm.device.name!r} has no profile{split}."
-            return found | {"reasons": dict.fromkeys(("predicted_ms", "ceilings"), reason)}
-        reasons: dict[str, str] = {}
+            reasons |= dict.fromkeys(("predicted_ms", "ceilings"), reason)
+            return found
         predicted = predicted_us(model, plan, case, chunk=chunk)
         if predicted is None:
             reasons["predicted_ms"] = f"The profile has no times for {self._asked.precision} of this model."
@@ -152,10 +156,10 @@ class SelfEngine:
         if ceilings is None:
             reasons["ceilings"] = "The profile lacks bandwidths or long linear layers at this precision."
         else:
-            found |= {"ceiling_gbps": ceilings.gbps, "ceiling_gflops": ceilings.gflops}
-        return found | {"reasons": reasons}
+            found["ceiling_gbps"], found["ceiling_gflops"] = ceilings.gbps, ceilings.gflops
+        return found
 
-    def trace(self, case: Case, ids: Ids, file: Path | None = None) -> dict[str, Any]:
+    def trace(self, case: Case, ids: Ids, file: Path | None = None) -> FoundFields:
         """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`. Loaded to be traced."""
         self.sample_us(case, ids)  # compiles
         self._llm.take_trace()

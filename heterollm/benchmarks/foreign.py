@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Ids
+from heterollm.benchmarks.row_fields import FoundFields
 from heterollm.benchmarks.work import Work
 
 __all__ = ["ForeignEngine", "SteppedEngine"]
@@ -29,7 +30,7 @@ class ForeignEngine(ABC):
     def work(self, case: Case) -> Work:
         """Return what a sample computes and reads."""
 
-    def account(self, case: Case) -> dict[str, Any]:
+    def account(self, case: Case) -> FoundFields:
         """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
         work = self.work(case)
         reasons = dict.fromkeys(UNKNOWN, REASON)
@@ -40,7 +41,7 @@ class ForeignEngine(ABC):
         case: Case,  # noqa: ARG002 - the protocol's
         ids: Ids,  # noqa: ARG002
         file: Path | None = None,  # noqa: ARG002
-    ) -> dict[str, Any]:
+    ) -> FoundFields:
         """Return nothing, as others are not traced."""
         return {}
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Configuration
+from heterollm.benchmarks.row_fields import QualityFields
 
 __all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "Quality", "judge", "sqnr_db"]
 
@@ -46,7 +47,7 @@ class Quality:
         """Whether the gate is reached."""
         return self.logits_sqnr_db >= self.gate_db
 
-    def to_dict(self) -> dict[str, Any]:
+    def fields(self) -> QualityFields:
         """Return fields of a row."""
         finite = math.isfinite(self.logits_sqnr_db)
         return {

@@ -9,6 +9,7 @@ from typing import Any, Final, get_type_hints
 
 from heterollm.base import InputError
 from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.row_fields import CaseFields, TimeFields
 from heterollm.benchmarks.row_types import fits, neutral
 
 __all__ = ["FIELD_NAMES", "BenchRow", "Sample", "timings"]
@@ -171,7 +172,8 @@ class BenchRow:
         disturbed = (*known["samples_disturbed"], *(None for _ in known["samples_ns"]))
         pairs = zip(known["samples_ns"], disturbed, strict=False)
         samples = [Sample(time_ns / 1e3, own) for time_ns, own in pairs]
-        return cls(**known | timings(samples, known["n_prompt"] + known["n_gen"]))
+        known.update(timings(samples, known["n_prompt"] + known["n_gen"]))
+        return cls(**known)
 
 
 FIELD_NAMES: Final = tuple(field.name for field in fields(BenchRow))
@@ -199,19 +201,24 @@ def _check(known: Mapping[str, Any]) -> None:
         raise InputError(f"A row has {wrong}.", fix="Give a file that --out wrote.")
 
 
-def timings(samples: Sequence[Sample], tokens: int) -> dict[str, Any]:
+NO_TIMES: Final[TimeFields] = {
+    "avg_ns": None,
+    "stddev_ns": None,
+    "avg_ts": None,
+    "stddev_ts": None,
+    "median_ts": None,
+    "measured_ms": None,
+    "samples_ns": (),
+    "samples_ts": (),
+    "samples_disturbed": (),
+    "disturbed_fraction": None,
+}
+
+
+def timings(samples: Sequence[Sample], tokens: int) -> TimeFields:
     """Return the fields that samples come to."""
     if not samples:
-        names = (
-            "avg_ns",
-            "stddev_ns",
-            "avg_ts",
-            "stddev_ts",
-            "median_ts",
-            "measured_ms",
-            "disturbed_fraction",
-        )
-        return dict.fromkeys(names) | {"samples_ns": (), "samples_ts": (), "samples_disturbed": ()}
+        return NO_TIMES
     times_ns = tuple(round(sample.time_us * 1e3) for sample in samples)
     rates = tuple(tokens / time_ns * 1e9 for time_ns in times_ns)
     several = len(samples) > 1
@@ -231,7 +238,7 @@ def timings(samples: Sequence[Sample], tokens: int) -> dict[str, Any]:
     }
 
 
-def identity(configuration: Configuration, case: Case) -> dict[str, Any]:
+def identity(configuration: Configuration, case: Case) -> CaseFields:
     """Return the fields that say what was asked for."""
     split = configuration.threads
     own = configuration.engine == "self"

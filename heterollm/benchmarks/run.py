@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from heterollm.base import GIB, HeteroLLMError, OptionError, Progress, labelled, round_up, silent
-from heterollm.benchmarks.assemble import State, common_fields, make_row
+from heterollm.benchmarks.assemble import State, make_row, run_fields
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.child import decode_floats
 from heterollm.benchmarks.children import Child, ChildDiedError, Worker
@@ -21,6 +21,7 @@ from heterollm.benchmarks.crew import Crew, Loading, Process
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
+from heterollm.benchmarks.row_fields import LoadFields
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import Watch, schedule
@@ -73,7 +74,7 @@ class _Bench:
         self._watch = watch
         self._progress = progress
         self._on_row = on_row
-        self._common = common_fields(_model_name(options.model), options.seed, options.repetitions)
+        self._fields = run_fields(_model_name(options.model), options.seed)
         self.states = {
             (configuration, case): State()
             for case in options.cases
@@ -149,21 +150,21 @@ class _Bench:
 
     def _row(self, test: Test) -> BenchRow:
         configuration, case = test
-        others: dict[str, Any] = {
+        stop = None if self._is_whole(test) else self.stop
+        load: LoadFields = {
             "loads": self.loads[configuration],
             "memory_bytes": self._crew.need_bytes.get(configuration),
             "repetitions": self._options.wanted(case),
+            "interrupted": None if stop is None else stop.reason,
         }
-        if self.stop is not None and not self._is_whole(test):
-            others["interrupted"] = self.stop.reason
         return make_row(
             configuration,
             case,
             self.states[test],
-            self._common,
+            self._fields,
+            load,
             facts=self._crew.facts.get(configuration),
             quality=self.quality.get(configuration),
-            others=others,
         )
 
     def _trace(self) -> None:

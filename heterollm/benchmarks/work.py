@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.row_fields import RateFields
 from heterollm.profiler.records import BandwidthKey, LinearKey, Part
 
 if TYPE_CHECKING:
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from heterollm.model import ModelConfig
     from heterollm.profiler.records import Profile
 
-__all__ = ["Bound", "Ceilings", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
+__all__ = ["NO_RATES", "Bound", "Ceilings", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
+
+NO_RATES: Final[RateFields] = {
+    "achieved_gbps": None,
+    "achieved_gflops": None,
+    "ceiling_gbps": None,
+    "ceiling_gflops": None,
+    "gbps_fraction": None,
+    "gflops_fraction": None,
+    "bound": None,
+}
 
 Bound: TypeAlias = Literal["memory", "compute", "overhead"]
 
@@ -130,15 +141,21 @@ def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool
     return Ceilings(sum(gbps[part] for part in parts), sum(gflops[part] for part in parts))
 
 
-def achieved(work: Work, time_us: float, ceilings: Ceilings | None) -> dict[str, Any]:
+def achieved(work: Work, time_us: float, ceilings: Ceilings | None) -> RateFields:
     """Return the rates of a measured time, and what bounds it: fields of a row."""
     gbps, gflops = work.read_bytes / time_us / 1e3, work.flops / time_us / 1e3
-    found: dict[str, Any] = {"achieved_gbps": gbps, "achieved_gflops": gflops}
     if ceilings is None:
-        return found
-    fractions = {"gbps_fraction": gbps / ceilings.gbps, "gflops_fraction": gflops / ceilings.gflops}
-    bound: Bound = "memory" if fractions["gbps_fraction"] >= fractions["gflops_fraction"] else "compute"
-    if max(fractions.values()) < BOUND_FRACTION:
+        return {**NO_RATES, "achieved_gbps": gbps, "achieved_gflops": gflops}
+    of_memory, of_compute = gbps / ceilings.gbps, gflops / ceilings.gflops
+    bound: Bound = "memory" if of_memory >= of_compute else "compute"
+    if max(of_memory, of_compute) < BOUND_FRACTION:
         bound = "overhead"
-    named = {f"ceiling_{name}": value for name, value in asdict(ceilings).items()}
-    return {**found, **named, **fractions, "bound": bound}
+    return {
+        "achieved_gbps": gbps,
+        "achieved_gflops": gflops,
+        "ceiling_gbps": ceilings.gbps,
+        "ceiling_gflops": ceilings.gflops,
+        "gbps_fraction": of_memory,
+        "gflops_fraction": of_compute,
+        "bound": bound,
+    }

@@ -21,9 +21,12 @@ from heterollm.cli.options import (
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from heterollm.engine import Sync
     from heterollm.kernels.ops import Precision
     from heterollm.llm import LLM
+    from heterollm.text import GenerationResult
 
 __all__ = ["commands"]
 
@@ -68,14 +71,7 @@ def generate(
         )
         try:
             if as_json:
-                where = {
-                    "model": model,
-                    "device": llm.device.name,
-                    "time_kind": llm.device.time_kind,
-                    "plan": llm.plan.level,
-                    "precision": llm.plan.precision,
-                }
-                write_json({**where, **stream.result.to_dict(), "notes": list(llm.notes)})
+                write_json(_answer_json(model, llm, stream.result))
                 return
             for step in stream:
                 write(step.text)
@@ -88,15 +84,28 @@ def generate(
         failures = llm.failures
     for failure in failures:
         report.show(report.note(failure))
-    plan, device = llm.plan, llm.device
-    report.show(
-        report.statistics_lines(
-            stream.result,
-            device=device.name,
-            time_kind=device.time_kind,
-            plan=plan.level,
-            precision=plan.precision,
-        )
+    report.show(_statistics(llm, stream.result))
+
+
+def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, object]:
+    """Return an answer, and where it was computed, in a form that JSON can hold."""
+    return {
+        "model": model,
+        "device": llm.device.name,
+        "time_kind": llm.device.time_kind,
+        "plan": llm.plan.level,
+        "precision": llm.plan.precision,
+        **result.to_dict(),
+        "notes": list(llm.notes),
+    }
+
+
+def _statistics(llm: LLM, result: GenerationResult) -> Text:
+    from heterollm.report import console as report
+
+    device, plan = llm.device, llm.plan
+    return report.statistics_lines(
+        result, device=device.name, time_kind=device.time_kind, plan=plan.level, precision=plan.precision
     )
 
 

@@ -309,7 +309,8 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         except UnsupportedModelError:
             if not closest:
                 raise
-            return FoundModel(name, *_closest(read_json_object(file)))
+            closest_config, note = _closest(read_json_object(file))
+            return FoundModel(name, closest_config, note)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"Cannot read {str(name_or_path)!r:.200}: {error}.") from error
     return FoundModel(name, config, "")

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FOLDER = "weights"
 """Where quantised weights lie in the cache folder."""
+
+Tensors: TypeAlias = tuple[Mapping[str, LinearWeight], Mapping[str, NDArray[np.float32]]]
+"""The linears, and the norms and biases, by tensor name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,28 +181,23 @@ def load_weights(
     notes = tuple(shortened_blocks(specs, group_size))
     for note in notes:
         logger.warning("%s", note)
-    variant = f"{dtype}" if precision == "fp16" else f"{group_size} {symmetric} {QUANTIZER_VERSION}"
     formats = {embedding_name(config): specs[-1].weight}
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
-    float_names = tuple(name for name in expected_tensors(config) if name not in formats)
+    variant = f"{dtype}" if precision == "fp16" else f"{group_size} {symmetric} {QUANTIZER_VERSION}"
 
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
     content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
     stored = "fp16" if precision == "fp16" else "w4a16"
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
-    linears: Mapping[str, LinearWeight]
+    float_names = tuple(name for name in expected_tensors(config) if name not in formats)
+    recipe = Recipe(content_key, formats, float_names)
     if precision == "fp16":
-        floats = {name: checkpoint.read(name) for name in float_names}
-        linears = _FloatLinears(checkpoint, tuple(formats), dtype)
+        linears, floats = _read_tensors(checkpoint, recipe, dtype)
     else:
-        path = cache_root() / WEIGHTS_FOLDER / f"{content_key[:32]}.safetensors"
-        recipe = Recipe(content_key, formats, float_names)
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
-        file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
-        floats = {name: file.bits(name) for name in float_names}
-        linears = {name: quantized_view(file, name, weight) for name, weight in formats.items()}
+        linears, floats = _quantized_tensors(checkpoint, recipe, shifted, cancelled)
     embedding = linears[embedding_name(config)]
     head_name = linear_names(config, HEAD_LAYER)["head"]["head"]
     sizes = [weight.weight_bytes(*checkpoint.shape(name)) for name, weight in formats.items()]
@@ -214,6 +212,22 @@ def load_weights(
         linears=linears,
         floats=floats,
     )
+
+
+def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.generic]) -> Tensors:
+    """Return unquantised weights, and norms and biases, from the checkpoint."""
+    floats = {name: checkpoint.read(name) for name in recipe.floats}
+    return _FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
+
+
+def _quantized_tensors(
+    checkpoint: Checkpoint, recipe: Recipe, progress: Progress | None, cancelled: threading.Event | None
+) -> Tensors:
+    """Return quantised weights, and norms and biases, from the cache, which is filled first if need be."""
+    path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
+    file = cached_tensors(path, checkpoint, recipe, progress, cancelled)
+    floats = {name: file.bits(name) for name in recipe.floats}
+    return {name: quantized_view(file, name, weight) for name, weight in recipe.formats.items()}, floats
 
 
 def _shifted(progress: Progress | None, start_bytes: int, total_bytes: int) -> Progress | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final, get_args
 
 from heterollm.base import Section, format_bytes, format_duration, format_moment
@@ -130,7 +131,7 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
     lines: dict[tuple[int, LinearPoint], dict[int, str]] = defaultdict(dict)
     for row in rows:
         point = row.point
-        lines[ORDER.index(point.group), _without_tokens(point)][point.tokens] = format_spread(row.times)
+        lines[ORDER.index(point.group), replace(point, tokens=0)][point.tokens] = format_spread(row.times)
     forms = any(point.form for _, point in lines)
     blocks = any(point.is_block for _, point in lines)
     made = [
@@ -153,21 +154,6 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
     if cuts:
         notes.append(f"Points of cuts that are left out: {cuts}. `heterollm profile show --all` lists them.")
     return Section(title, heads, tuple(made), tuple(notes))
-
-
-def _without_tokens(point: LinearPoint) -> LinearPoint:
-    return LinearPoint(
-        point.group,
-        point.member_rows,
-        point.columns,
-        0,
-        point.bits,
-        point.block,
-        point.symmetric,
-        point.integer_inputs,
-        point.form,
-        point.streamed,
-    )
 
 
 def _layers(summary: ProfileSummary) -> Section:

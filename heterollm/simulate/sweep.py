@@ -73,10 +73,7 @@ def expand(
             f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
             fix="Give shorter lists, or several sweeps.",
         )
-    ways = dict.fromkeys(
-        (level, policy if level in COVERED else policies[0], sync if level != "gpu" else syncs[0])
-        for level, policy, sync in itertools.product(levels, policies, syncs)
-    )
+    ways = _ways(levels, policies, syncs)
     runs = dict.fromkeys(itertools.product(models, socs, prompts, decodes, ways, loads))
     return tuple(
         replace(
@@ -92,6 +89,17 @@ def expand(
         )
         for model, soc, prompt, decode, (level, policy, sync), load in runs
     )
+
+
+def _ways(
+    levels: Sequence[str], policies: Sequence[LengthChoice], syncs: Sequence[SimulatedSync]
+) -> list[tuple[str, LengthChoice, SimulatedSync]]:
+    """Return each way to run once: where a choice means nothing, the first value stands for all."""
+    found = (
+        (level, policy if level in COVERED else policies[0], sync if level != "gpu" else syncs[0])
+        for level, policy, sync in itertools.product(levels, policies, syncs)
+    )
+    return list(dict.fromkeys(found))
 
 
 def run_case(request: SimulationRequest) -> SimulatedRow:

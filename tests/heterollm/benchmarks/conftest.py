@@ -134,17 +134,17 @@ def make_rows():
         given = facts or replace(FACTS, plan_level=asked.plan_level)
         state = State([Sample(time, False) for time in times_us], dict(fields or {}), error, "now")
         quality = Quality("gpu", 100.0 if passed else 3.0, 90.0, 1.0)
-        common = {
+        run = {
             "build_commit": "abc",
             "heterollm_version": "1",
             "cpu_info": "a processor",
             "model_filename": "/a/model",
             "versions": {"numpy": "2"},
             "seed": 0,
-            "repetitions": len(times_us),
+            "run": None,
+            "load_average": None,
         }
-        return make_row(
-            asked, case, state, common, facts=given, quality=quality, others={"loads": 1, "memory_bytes": 5}
-        )
+        load = {"loads": 1, "memory_bytes": 5, "repetitions": len(times_us), "interrupted": None}
+        return make_row(asked, case, state, run, load, facts=given, quality=quality)
 
     return make
