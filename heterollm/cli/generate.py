@@ -21,8 +21,6 @@ from heterollm.cli.options import (
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from heterollm.engine import Sync
     from heterollm.kernels.ops import Precision
     from heterollm.llm import LLM
@@ -84,7 +82,7 @@ def generate(
         failures = llm.failures
     for failure in failures:
         report.show(report.note(failure))
-    report.show(_statistics(llm, stream.result))
+    _show_statistics(llm, stream.result)
 
 
 def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, object]:
@@ -100,12 +98,18 @@ def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, ob
     }
 
 
-def _statistics(llm: LLM, result: GenerationResult) -> Text:
+def _show_statistics(llm: LLM, result: GenerationResult) -> None:
     from heterollm.report import console as report
 
     device, plan = llm.device, llm.plan
-    return report.statistics_lines(
-        result, device=device.name, time_kind=device.time_kind, plan=plan.level, precision=plan.precision
+    report.show(
+        report.statistics_lines(
+            result,
+            device=device.name,
+            time_kind=device.time_kind,
+            plan=plan.level,
+            precision=plan.precision,
+        )
     )
 
 
