@@ -27,7 +27,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     processor = config.getoption("--processor")
     if processor == "unknown":
-        runpy.run_path(str(Path(__file__).parent / "kernels" / "two_runtimes.py"))["forget_processor"]()
+        runpy.run_path(str(Path(__file__).parent / "kernels" / "gpu" / "two_runtimes.py"))[
+            "forget_processor"
+        ]()
     elif processor:
         os.environ["HETEROLLM_POCL_TARGET"] = processor
 

@@ -507,7 +507,7 @@ def test_a_plan_with_a_gap_is_refused_at_load(models: Callable[..., LLM], bundle
         with pytest.raises(PlanError, match="no entry"):
             LLM.load(bundled_model, device="host", plan=replace(plan, entries=entries, slices=()))
     with pytest.raises(PlanError, match="no entry"):
-        LLM.load(bundled_model, device="host", plan=replace(plan, entries=()))
+        LLM.load(bundled_model, device="host", plan=replace(plan, entries=(), slices=()))
 
 
 @pytest.mark.parametrize("chunk_length", [0, 2049, 10**12])
@@ -517,7 +517,11 @@ def test_a_plan_with_passes_beyond_the_model(
     plan = models(plan="gpu").plan
     entries = tuple(replace(entry, lengths=(1, max(1, chunk_length))) for entry in plan.entries)
     with pytest.raises(PlanError, match="chunk_length"):
-        LLM.load(bundled_model, device="host", plan=replace(plan, chunk_length=chunk_length, entries=entries, slices=()))
+        LLM.load(
+            bundled_model,
+            device="host",
+            plan=replace(plan, chunk_length=chunk_length, entries=entries, slices=()),
+        )
 
 
 def test_a_plan_that_needs_an_npu_on_a_device_without_one(
@@ -532,7 +536,9 @@ def test_a_plan_that_needs_an_npu_on_a_device_without_one(
 def test_a_legal_plan_by_hand_runs(models: Callable[..., LLM], bundled_model: Path, host_llm: Any) -> None:
     base = models(plan="gpu")
     cut = PlanEntry("prefill", (2, 64), (0, 3), "down", RowsPlacement((128,), (64,)))
-    llm = host_llm(bundled_model, plan=replace(base.plan, level="mine", entries=(cut, *base.plan.entries), slices=()))
+    llm = host_llm(
+        bundled_model, plan=replace(base.plan, level="mine", entries=(cut, *base.plan.entries), slices=())
+    )
     ids = llm.tokenizer.encode(CODE * 8)
     assert 32 < len(ids) <= 64
     np.testing.assert_allclose(llm.session().prefill(ids), base.session().prefill(ids), rtol=1e-3, atol=1e-3)

@@ -29,7 +29,7 @@ def engine_of(model_fields: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         if isinstance(plan, str):
             options: Any = {"device": device.name, "precision": "w4a16", "chunk_length": 32}
             plan = level_plan(plan, specs, standard_lengths=(1, 32), **options)  # type: ignore[arg-type]
-        return Engine(device, shape_only_weights(config, specs), plan, 64, lambda *_: None, sync="event")
+        return Engine(device, shape_only_weights(config, specs), plan, 64, lambda *_: None)
 
     return make
 

@@ -20,7 +20,8 @@ from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime
 from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.solver import Placement, Plan, model_shape
-from heterollm.solver.plan import GPU_ONLY, PlanEntry
+from heterollm.solver.placements import GPU_ONLY, RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 from heterollm.trace.tracer import KERNELS
 
 CHUNK = 128

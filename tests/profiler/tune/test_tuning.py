@@ -397,7 +397,7 @@ tune(runtime, [TuningJob(shape, rows=128, columns=128, tokens=(70,))], budget_s=
 def test_what_takes_the_process_down_stays_in_quarantine(runtime, pytestconfig, tmp_path):
     """Also on a processor that PoCL does not know: both processes must take the device for the same."""
     unknown = pytestconfig.getoption("--processor") == "unknown"
-    script = Path(__file__).parents[2] / "kernels" / "two_runtimes.py"
+    script = Path(__file__).parents[2] / "kernels" / "gpu" / "two_runtimes.py"
     done = subprocess.run(
         [sys.executable, "-P", "-c", KILLED, *([str(script)] if unknown else [])],
         cwd=tmp_path,

@@ -410,7 +410,10 @@ def test_pictures_of_linears_leave_blocks_out():
         return file.getvalue()
 
     # The same samples, so that the pictures must be the same.
-    both, plain = mixed_profile(), Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
+    both, plain = (
+        mixed_profile(),
+        Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0}),
+    )
     for key, record in both.of_kind(LinearKey):
         if not key.point.is_block:
             plain.add(record)
