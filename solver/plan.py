@@ -76,7 +76,7 @@ class Plan:
                 raise PlanError(
                     f"Entries run {item.group} with npu_rows {item.npu_rows} of layers {item.layers} at "
                     f"{min(left)} tokens on the NPU, but slices hold no such graph.",
-                    fix="Add it to slices, or leave slices out: they then hold what the entries use.",
+                    fix="Add it to slices, or leave slices empty: they then hold what the entries use.",
                 )
 
     def operators(
@@ -200,8 +200,8 @@ class Plan:
                 chunk_length=read_integer(data["chunk_length"], at_least=1),
                 entries=tuple(read_entry(item) for item in read_items(data["entries"])),
                 sync=read_sync(data["sync"]),
-                slices=tuple(read_slice(item) for item in read_items(data.get("slices", []))),
-                request=read_request(data.get("request")),
+                slices=tuple(read_slice(item) for item in read_items(data["slices"])),
+                request=read_request(data["request"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OptionError) as error:
             raise PlanError(f"{source} is not a plan: {type(error).__name__} {error}.") from error

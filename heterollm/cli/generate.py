@@ -168,9 +168,11 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
     from heterollm.report import console as report
 
     if os.path.isfile(os.path.join(model, "config.json")):  # noqa: PTH113, PTH118 - of any text, legal or not
+        from heterollm.model import ModelConfig
         from heterollm.text import check_tokenizer
 
         # Before weights are read: a model that cannot take text would be loaded in vain.
+        ModelConfig.from_folder(Path(model))
         check_tokenizer(Path(model))
     with report.progress_bars() as progress:
         # The imports alone take a moment, and the bar says what is going on.

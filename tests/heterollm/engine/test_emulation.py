@@ -12,7 +12,8 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.npu import SimulatedNpu
 from heterollm.model import ModelConfig, op_specs, shape_only_weights
-from heterollm.solver import Placement, Plan, level_plan
+from heterollm.solver import Plan, level_plan
+from heterollm.solver.placements import RowsPlacement
 
 
 @pytest.fixture
@@ -56,11 +57,12 @@ def test_of_a_cut_only_the_npu_s_rows_count(engine_of: Any) -> None:
     half = dataclasses.replace(
         whole.plan,
         entries=tuple(
-            dataclasses.replace(entry, placement=Placement((entry.placement.npu_rows[0] // 2,), (1,)))
+            dataclasses.replace(entry, placement=RowsPlacement((entry.placement.npu_rows[0] // 2,), (1,)))
             if entry.group == "o" and entry.phase == "decode" and entry.lengths[1] == 1
             else entry
             for entry in whole.plan.entries
         ),
+        slices=(),
     )
     difference = step_seconds(whole.planned_steps("decode", 1)) - step_seconds(
         engine_of(half).planned_steps("decode", 1)

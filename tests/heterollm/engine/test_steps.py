@@ -13,14 +13,14 @@ from heterollm.base import OptionError
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.runner import Engine
 from heterollm.engine.step import Buffer, LinearWork, Step
-from heterollm.kernels.gpu import SharedArray
+from heterollm.kernels.gpu import SharedArray, SyncChoice
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, OpSpec, feed_forward_blocks
 from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.solver import Placement, Plan, model_shape
-from heterollm.solver.placements import GPU_ONLY, RowsPlacement
+from heterollm.solver import PhaseSync, Placement, Plan, model_shape
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.trace.tracer import KERNELS
 
@@ -29,7 +29,9 @@ HIDDEN, WIDTH = 2048, 5632
 """Of TinyLlama, whose shapes are simulated here with two layers."""
 
 
-def make_engine(placements: dict[str, Placement], tokens: int = 40, **options: Any) -> Engine:
+def make_engine(
+    placements: dict[str, Placement], tokens: int = 40, sync: SyncChoice = "event", **options: Any
+) -> Engine:
     """Return an engine without weights whose passes of so many tokens have placements of their own.
 
     Its NPU has a graph for 40 tokens, so that a row cut of such a pass needs no padding.
@@ -46,9 +48,11 @@ def make_engine(placements: dict[str, Placement], tokens: int = 40, **options: A
         for phase, group in itertools.product(("prefill", "decode"), GROUPS)
     ]
     device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=(40,), every_form=True))
-    plan = Plan("by hand", device.name, "w4a16", model_shape(specs), CHUNK, tuple(entries))
+    plan = Plan(
+        "by hand", device.name, "w4a16", model_shape(specs), CHUNK, tuple(entries), PhaseSync(sync, sync)
+    )
     weights = shape_only_weights(config, specs)
-    return Engine(device, weights, plan, 256, lambda *_: None, **{"sync": "event", **options})
+    return Engine(device, weights, plan, 256, lambda *_: None, **options)
 
 
 @pytest.fixture
@@ -180,7 +184,7 @@ def test_the_baseline_finishes_after_every_operator() -> None:
 
 
 def test_a_block_is_three_kernels_beside_one_graph() -> None:
-    steps = make_engine({"ffn": RowsPlacement((512, 512), (64,))}).steps("prefill", 40)
+    steps = make_engine({"ffn": BlockPlacement(512, (64,))}).steps("prefill", 40)
     names = ("norm", "ffn", "activation")
     own = tuple(step for step in steps if step.layer == 0 and step.operator in names)
     assert told(own)[1:] == [
@@ -205,7 +209,7 @@ def test_a_block_is_three_kernels_beside_one_graph() -> None:
 
 
 def test_the_shards_of_a_block_do_the_work_of_the_whole() -> None:
-    engine = make_engine({"ffn": RowsPlacement((512, 512), (64,))})
+    engine = make_engine({"ffn": BlockPlacement(512, (64,))})
     whole = find_model("tinyllama-1.1b").config
     (block, *_) = feed_forward_blocks(op_specs(whole, "w4a16", 128, True))
     works = {
@@ -264,7 +268,7 @@ def test_another_form_of_graph_has_other_steps() -> None:
 
 def test_another_cut_of_as_many_rows_has_other_steps() -> None:
     found = [
-        make_engine({"qkv": Placement(rows, (64,))}).steps("prefill", 40)
+        make_engine({"qkv": RowsPlacement(rows, (64,))}).steps("prefill", 40)
         for rows in ((512, 256, 0), (512, 0, 256))
     ]
     assert found[0] != found[1]
