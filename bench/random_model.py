@@ -45,12 +45,13 @@ SEED: Final = "heterollm_bench_seed"
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
-def write_checkpoint(folder: Path, seed: int = 0) -> Path:
+def write_checkpoint(folder: Path, seed: int = 0, layers: int = TINYLLAMA["num_hidden_layers"]) -> Path:
     """Write ``config.json``, a tokenizer and ``model.safetensors`` in bfloat16, unless they are there.
 
     Args:
-        folder: Made if missing; a finished checkpoint of the same seed in it is kept.
+        folder: Made if missing; a finished checkpoint of the same seed and layers in it is kept.
         seed: Of the weights.
+        layers: How many; fewer than the model has keep each layer's shape, and less time.
 
     Returns:
         The folder.
@@ -58,7 +59,7 @@ def write_checkpoint(folder: Path, seed: int = 0) -> Path:
     Raises:
         InputError: Another checkpoint is there: it is not written over.
     """
-    config = {**TINYLLAMA, SEED: seed}
+    config = {**TINYLLAMA, "num_hidden_layers": layers, SEED: seed}
     done = folder / "config.json"
     if done.is_file():
         found = json.loads(done.read_text("utf-8"))
