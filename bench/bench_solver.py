@@ -26,13 +26,13 @@ from conditions import conditions
 from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
-from heterollm.profiler.work.workload import Sizes, shape_of
+from heterollm.model.known import Size
 from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, Solver
 from heterollm.solver.costs import Costs, Overheads, Slowdown
 from heterollm.solver.request import SolvedLevel
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
-SIZES: Final = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, False)
+SIZES: Final = Size(4096, 14336, 32, 32, 8, 128256, False, 128, 8192)
 LENGTHS: Final = (2, 45, 135, 193, 300, 525, 600, 777, 1000, 1023)
 PLAN_AIM_MS: Final = 1000.0
 LENGTH_AIM_MS: Final = 5.0
@@ -119,7 +119,7 @@ def measure(
     name: str, level: SolvedLevel, costs: Callable[[], Costs], limits: NpuLimits, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of one source of costs at one level."""
-    shape = shape_of(SIZES)
+    shape = SIZES.shape("Llama-3-8B")
     layers = tuple(replace(spec, layer=layer) for layer in range(shape.layers) for spec in shape.layer)
     specs = (*layers, shape.head)
     whole_bytes = sum(spec.weight_bytes() for spec in specs)
@@ -154,7 +154,7 @@ def main() -> None:
     rows = []
     print("| what | costs | least ms | median | largest | aim |")
     print("|---|---|---:|---:|---:|---:|")
-    for name, costs, limits in sources(options.profile, shape_of(SIZES)):
+    for name, costs, limits in sources(options.profile, SIZES.shape("Llama-3-8B")):
         for level in SOLVED_LEVELS:
             for row in measure(name, level, costs, limits, options.rounds):
                 cells = [

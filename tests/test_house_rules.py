@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_modules_import_each_other_without_circles() -> None:
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.name)
+def test_a_bench_finds_what_it_imports(path: Path) -> None:
+    """Inside functions as well: nothing else runs most scripts, and some need libraries of their own."""
+    for target, name in imports_of(ast.parse(path.read_text("utf-8"))):
+        if target.split(".")[0] == "heterollm" and f"{target}.{name}" not in PATHS:
+            home = PATHS[target]
+            source = home.with_suffix(".pyi") if home.with_suffix(".pyi").exists() else home
+            assert re.search(rf"\b{name}\b", source.read_text("utf-8")), f"{target} {name}"
 
 
 def test_front_doors_open_to_what_other_rooms_import() -> None:
