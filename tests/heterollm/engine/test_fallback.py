@@ -214,9 +214,21 @@ def test_memory_that_runs_out_while_a_pass_is_compiled(
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = WaitLimits(spin_us=500.0, timeout_s=0.3)
-    monkeypatch.setattr(heterollm.engine.waits, "LIMITS", limits)
+def load_impatient(
+    load: Callable[..., LLM], gpu_only: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., LLM]:
+    def load_impatient(**options: object) -> LLM:
+        # The driver compiles a kernel at its first launch, which may take longer than the short limit.
+        for patient in (gpu_only, load(**options)):
+            session = patient.session()
+            session.prefill(prompt[:100])
+            session.decode(prompt[100])
+            patient.generate(prompt, session=session, max_new_tokens=NEW, ignore_eos=True)
+        limits = WaitLimits(spin_us=500.0, timeout_s=0.3)
+        monkeypatch.setattr(heterollm.engine.waits, "LIMITS", limits)
+        return load(**options)
+
+    return load_impatient
 
 
 def close_gate(llm: LLM) -> Gate:
@@ -237,12 +249,11 @@ def close_gate(llm: LLM) -> Gate:
 def test_a_signal_that_does_not_come_is_an_error_and_not_a_hang(
     allow: bool,
     sync: str,
-    impatient: None,
-    load: Callable[..., LLM],
+    load_impatient: Callable[..., LLM],
     prompt: list[int],
     expected: tuple[int, ...],
 ) -> None:
-    llm = load(sync=sync, allow_fallback=allow)
+    llm = load_impatient(sync=sync, allow_fallback=allow)
     session = llm.session()
     session.prefill(prompt[:100])
     gate = close_gate(llm)
@@ -267,13 +278,12 @@ def test_a_signal_that_does_not_come_is_an_error_and_not_a_hang(
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_gpu_that_does_not_come_back_ends_the_model_but_not_the_program(
     allow: bool,
-    impatient: None,
-    load: Callable[..., LLM],
+    load_impatient: Callable[..., LLM],
     prompt: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    llm = load_impatient(sync="poll", allow_fallback=allow)
     monkeypatch.setattr(heterollm.engine.runner, "DRAIN_LIMITS", WaitLimits(spin_us=0.0, timeout_s=0.2))
-    llm = load(sync="poll", allow_fallback=allow)
     session = llm.session()
     session.prefill(prompt[:100])
     gate = close_gate(llm)
