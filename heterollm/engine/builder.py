@@ -6,7 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from heterollm.engine.step import NOT_RUN, Action, Buffer, Call, LinearWork, Operator, Step, Wait
+from heterollm.engine.step import (
+    NOT_RUN,
+    Action,
+    Buffer,
+    Call,
+    LinearWork,
+    Operator,
+    Step,
+    Wait,
+    operator_name,
+)
 from heterollm.engine.waits import PassHandOvers
 from heterollm.kernels.gpu import (
     GpuRuntime,
@@ -63,7 +73,7 @@ class PlacedOperator:
     @property
     def name(self) -> str:
         """The operator with its layer, such as ``3.qkv``."""
-        return self.operator if self.layer is None else f"{self.layer}.{self.operator}"
+        return operator_name(self.operator, self.layer)
 
 
 class PassBuilder:
@@ -135,8 +145,7 @@ class PassBuilder:
         writes: Sequence[Memory],
     ) -> Step:
         """Return the step of a kernel between the linears, not appended."""
-        name = operator if layer is None else f"{layer}.{operator}"
-        return self._kernel(operator, layer, launch, name, reads, writes)
+        return self._kernel(operator, layer, launch, operator_name(operator, layer), reads, writes)
 
     def shard(
         self,
@@ -243,7 +252,6 @@ class PassBuilder:
     def end_operator(self, operator: Operator, layer: int | None) -> None:
         """Append the end of an operator that the GPU computes: nothing, but in the baseline."""
         if self._after_every_operator:
-            name = operator if layer is None else f"{layer}.{operator}"
             self.steps.append(
                 Step(
                     operator=operator,
@@ -251,7 +259,7 @@ class PassBuilder:
                     tokens=self.tokens,
                     processor="host",
                     action="finish",
-                    label=f"finish {name}",
+                    label=f"finish {operator_name(operator, layer)}",
                     run=self._runtime.finish,
                 )
             )

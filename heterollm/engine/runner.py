@@ -109,11 +109,6 @@ class Engine:
         self.last_logits: NDArray[np.float32] = self._logits[0]
 
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of the slots."""
-        return self._compiler.pool.size_bytes
-
-    @property
     def kept_passes(self) -> tuple[tuple[Phase, int, int], ...]:
         """Phase, tokens and bucket of context of the compiled passes that are kept, the latest used last."""
         return tuple(self._passes)

@@ -12,7 +12,18 @@ from typing import Any, Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
 
-__all__ = ["Action", "Buffer", "Call", "LinearWork", "Operator", "Processor", "Step", "Wait", "shard_name"]
+__all__ = [
+    "Action",
+    "Buffer",
+    "Call",
+    "LinearWork",
+    "Operator",
+    "Processor",
+    "Step",
+    "Wait",
+    "operator_name",
+    "shard_name",
+]
 
 Call: TypeAlias = Callable[[], Any]
 
@@ -178,7 +189,7 @@ class Step:
     @property
     def name(self) -> str:
         """The operator with its layer, such as ``3.qkv``."""
-        return self.operator if self.layer is None else f"{self.layer}.{self.operator}"
+        return operator_name(self.operator, self.layer)
 
     def touches(self, name: str) -> bool:
         """Whether the step reads or writes a buffer."""
@@ -187,6 +198,11 @@ class Step:
 
 NOT_RUN: Final[Call] = _not_run
 """The call of a step that runs within a merged launch, or whose graph was not built."""
+
+
+def operator_name(operator: str, layer: int | None) -> str:
+    """Return the name of an operator with its layer, such as ``3.qkv``; without it outside of layers."""
+    return operator if layer is None else f"{layer}.{operator}"
 
 
 def shard_name(name: str, spec: OpSpec, ranges: tuple[tuple[int, int], ...]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.base import bandwidth_gbps
-from heterollm.engine import LinearWork
+from heterollm.engine import LinearWork, operator_name
 from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
 
@@ -82,7 +82,7 @@ class Span:
     @property
     def name(self) -> str:
         """The operator with its layer, such as ``3.qkv``."""
-        return self.operator if self.layer is None else f"{self.layer}.{self.operator}"
+        return operator_name(self.operator, self.layer)
 
     @property
     def duration_us(self) -> float:

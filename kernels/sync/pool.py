@@ -40,8 +40,3 @@ class Pool:
     def __len__(self) -> int:
         """Return the number of slots."""
         return len(self._slots)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all slots together."""
-        return sum(slot.array.nbytes for slot in self._slots.values())
