@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from conditions import CORES, busy_s, conditions, undisturbed, wait_until_idle
+from conditions import CORES, busy_s, conditions, undisturbed, wait_until_idle, with_fixed
 
 if TYPE_CHECKING:
     from heterollm.engine import Step
@@ -98,8 +97,8 @@ def load(folder: Path, level: str, *, traced: bool, merged: bool) -> tuple[Any, 
     if not merged:
         heterollm.engine.builder.merge_launches = lambda _runtime, calls: list(calls)
     if traced:
-        heterollm.llm.open_device = functools.partial(heterollm.llm.open_device, profiling=True)
-        heterollm.llm.start_engine = functools.partial(heterollm.llm.start_engine, observer=trace)
+        heterollm.llm.open_device = with_fixed(heterollm.llm.open_device, profiling=True)
+        heterollm.llm.start_engine = with_fixed(heterollm.llm.start_engine, observer=trace)
     threads = {"gpu_threads": CORES, "npu_threads": 0} if level == "gpu" else {}
     llm = heterollm.llm.LLM.load(folder, device="host", plan=level, context=CONTEXT, **threads)
     return llm, trace
@@ -156,6 +155,8 @@ def child(folder: Path, level: str, mode: str, rounds: int) -> list[dict[str, An
                 session.truncate(depth)
 
             once()
+            if mode != "untraced" and not trace.take_us():
+                raise SystemExit(f"{phase} at {level} ran without an event: the engine has another observer.")
             walls, kernels, disturbed = samples(once, trace, rounds, divide)
             names = {name: None for times in kernels for name in times}
             medians = {name: statistics.median(times.get(name, 0.0) for times in kernels) for name in names}

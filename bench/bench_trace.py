@@ -14,7 +14,6 @@ worth something while others use the machine: a load average above a fraction of
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import time
@@ -24,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 from bench_sync import PROMPT, TOKENS_AT_ONCE, row_cuts
-from conditions import conditions
+from conditions import conditions, with_fixed
 
 MODES: Final = ("off", "stamps", "on")
 PLANS: Final = ("gpu", "npu", "rows")
@@ -36,7 +35,7 @@ def load(folder: Path, plan: Any, mode: str) -> Any:  # noqa: ANN401 - imported 
     import heterollm.llm
     from heterollm.kernels.open import open_device
 
-    stamps = functools.partial(open_device, profiling=True)
+    stamps = with_fixed(open_device, profiling=True)
     heterollm.llm.open_device = open_device if mode == "off" else stamps
     try:
         return heterollm.llm.LLM.load(folder, device="host", plan=plan, context=CONTEXT, trace=mode == "on")

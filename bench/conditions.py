@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from heterollm.benchmarks.conditions import (
     wait_until_idle,
 )
 
-__all__ = ["CORES", "TICK_S", "busy_s", "conditions", "undisturbed", "wait_until_idle"]
+__all__ = ["CORES", "TICK_S", "busy_s", "conditions", "undisturbed", "wait_until_idle", "with_fixed"]
 
 
 def conditions() -> dict[str, Any]:
@@ -30,3 +31,8 @@ def conditions() -> dict[str, Any]:
         # Rows that name a processor compare with rows that name the same one only.
         "limited_to": chosen_target(),
     }
+
+
+def with_fixed(function: Callable[..., Any], **fixed: object) -> Callable[..., Any]:
+    """Return a function that has its way with these arguments, whatever its caller passes for them."""
+    return lambda *arguments, **options: function(*arguments, **{**options, **fixed})
