@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device

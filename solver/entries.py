@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Final, get_args
+
+from msgspec.structs import replace
 
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.chain import Choice

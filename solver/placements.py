@@ -6,16 +6,17 @@ Each kind of placement is a class of its own; :data:`Placement` is one of them. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from heterollm.base import PlanError
+from msgspec import Struct
+from msgspec.structs import replace
+
+from heterollm.base import Amount, Count, PlanError, Positive
 from heterollm.kernels.ops import OpSpec
 
 __all__ = [
     "GPU_ONLY",
     "PLACEMENT_KINDS",
-    "PLACEMENT_TYPES",
     "Alternative",
     "BlockPlacement",
     "Placement",
@@ -31,8 +32,7 @@ PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid", "block"]
 PLACEMENT_KINDS: Final[tuple[PlacementKind, ...]] = ("gpu", "npu", "row", "sequence", "hybrid", "block")
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(Struct, frozen=True, forbid_unknown_fields=True):
     """A placement that was considered and not taken.
 
     Args:
@@ -43,12 +43,11 @@ class Alternative:
     """
 
     description: str
-    predicted_us: float
+    predicted_us: Amount
     of_ffn: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RowsPlacement:
+class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rows"):
     """The placement of a group of linears.
 
     The NPU owns the leading ``npu_rows`` output rows of each member and runs its graphs of ``npu_lengths``
@@ -63,12 +62,10 @@ class RowsPlacement:
         rejected: The runners-up.
     """
 
-    type: ClassVar[str] = "rows"
-
-    npu_rows: tuple[int, ...] = ()
-    npu_lengths: tuple[int, ...] = ()
+    npu_rows: tuple[Count, ...] = ()
+    npu_lengths: tuple[Positive, ...] = ()
     form: str | None = None
-    predicted_us: float | None = None
+    predicted_us: Amount | None = None
     rejected: tuple[Alternative, ...] = ()
 
     def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:
@@ -101,8 +98,7 @@ class RowsPlacement:
             raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlacement:
+class BlockPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="block"):
     """The placement of a feed-forward block, which is split along its intermediate width.
 
     The NPU computes the leading ``width`` of it, the GPU the rest, both for all tokens; their outputs make a
@@ -116,12 +112,10 @@ class BlockPlacement:
         rejected: The runners-up.
     """
 
-    type: ClassVar[str] = "block"
-
-    width: int
-    npu_lengths: tuple[int, ...]
+    width: Positive
+    npu_lengths: tuple[Positive, ...]
     form: str | None = None
-    predicted_us: float | None = None
+    predicted_us: Amount | None = None
     rejected: tuple[Alternative, ...] = ()
 
     @property
@@ -148,9 +142,6 @@ class BlockPlacement:
 
 
 Placement: TypeAlias = RowsPlacement | BlockPlacement
-PLACEMENT_TYPES: Final[dict[str, type[RowsPlacement] | type[BlockPlacement]]] = {
-    kind.type: kind for kind in (RowsPlacement, BlockPlacement)
-}
 GPU_ONLY: Final = RowsPlacement()
 
 

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from heterollm.base import OptionError, PlanError, atomic_path, parse_json
+import msgspec
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
+
+from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, feed_forward_blocks
-from heterollm.solver.placements import GPU_ONLY, Placement
-from heterollm.solver.plan_json import (
-    read_entry,
-    read_integer,
-    read_items,
-    read_request,
-    read_slice,
-    read_sync,
-    read_text,
-)
+from heterollm.solver.placements import GPU_ONLY, BlockPlacement, Placement
 from heterollm.solver.plan_records import HeldSlice, PhaseSync, PlanEntry, held_slices
 from heterollm.solver.request import PlanRequest
 
@@ -34,8 +28,7 @@ __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 SCHEMA_VERSION: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     """All that run time decides by.
 
     Args:
@@ -59,16 +52,16 @@ class Plan:
     device: str
     precision: str
     shape: str
-    chunk_length: int
+    chunk_length: Positive
     entries: tuple[PlanEntry, ...]
-    sync: PhaseSync = field(default_factory=PhaseSync)
+    sync: PhaseSync = PhaseSync()
     slices: tuple[HeldSlice, ...] = ()
     request: PlanRequest | None = None
 
     def __post_init__(self) -> None:
         used = held_slices(self.entries)
         if not self.slices:
-            object.__setattr__(self, "slices", used)
+            force_setattr(self, "slices", used)
         held = {(item.group, item.layers, item.npu_rows): set(item.lengths) for item in self.slices}
         for item in used:
             left = set(item.lengths) - held.get((item.group, item.layers, item.npu_rows), set())
@@ -169,9 +162,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        data = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        for entry, item in zip(self.entries, data["entries"], strict=True):
-            item["placement"] = {"type": entry.placement.type, **item["placement"]}
+        data = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(self, str_keys=True)}
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -181,30 +172,20 @@ class Plan:
         Raises:
             PlanError: The text is not a plan of this schema version.
         """
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise PlanError(f"{source} is not JSON: {error}.") from error
+        data = decode_json(text, source=source, error=PlanError)
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise PlanError(
-                f"{source} has schema version {version!r}; this version of heterollm reads {SCHEMA_VERSION}.",
+                f"{source} has schema version {version!r:.40}; this version of heterollm reads "
+                f"{SCHEMA_VERSION}.",
                 fix="Make the plan again: `heterollm plan MODEL -o FILE`.",
             )
-        try:
-            return cls(
-                level=read_text(data, "level"),
-                device=read_text(data, "device"),
-                precision=read_text(data, "precision"),
-                shape=read_text(data, "shape"),
-                chunk_length=read_integer(data["chunk_length"], at_least=1),
-                entries=tuple(read_entry(item) for item in read_items(data["entries"])),
-                sync=read_sync(data["sync"]),
-                slices=tuple(read_slice(item) for item in read_items(data["slices"])),
-                request=read_request(data["request"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OptionError) as error:
-            raise PlanError(f"{source} is not a plan: {type(error).__name__} {error}.") from error
+        del data["schema_version"]
+        plan = decode(data, cls, source=f"{source} is not a plan", error=PlanError)
+        problem = _lacking(data) or next(filter(None, map(_mistake, plan.entries)), None)
+        if problem is not None:
+            raise PlanError(f"{source} is not a plan: {problem}.")
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -223,6 +204,28 @@ class Plan:
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"Cannot read the plan {path}: {error}.") from error
         return cls.from_json(text, source=str(path))
+
+
+def _lacking(data: dict[str, Any]) -> str | None:
+    """Name a field that a plan's file must state, though Python gives it a default."""
+    for name in Plan.__struct_fields__:
+        if name not in data:
+            return f"{name} is missing"
+    for part, kind in (("sync", PhaseSync), ("request", PlanRequest)):
+        missing = set(kind.__struct_fields__).difference(data[part] or kind.__struct_fields__)
+        if missing:
+            return f"{part}.{min(missing)} is missing"
+    return None
+
+
+def _mistake(entry: PlanEntry) -> str | None:
+    """Say why an entry can be none, whatever the model."""
+    for low, high in (entry.lengths, entry.layers):
+        if low > high:
+            return f"range {low}..{high} of {entry.group} is empty"
+    if (entry.group == "ffn") is not isinstance(entry.placement, BlockPlacement):
+        return f"a {type(entry.placement).__name__} cannot place {entry.group}"
+    return None
 
 
 def _first(entries: Iterable[PlanEntry], spec: OpSpec, tokens: int) -> Placement | None:

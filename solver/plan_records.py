@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
 
+from msgspec import Meta, Struct
+
+from heterollm.base import Count, Positive
 from heterollm.kernels.gpu import SyncChoice
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
 
 __all__ = ["HeldSlice", "PhaseSync", "PlanEntry", "held_slices"]
 
+Layer = Annotated[int, Meta(ge=-1)]
+"""A decoder layer, counted from 0; -1 is the head."""
 
-@dataclass(frozen=True, slots=True)
-class PhaseSync:
+
+class PhaseSync(Struct, frozen=True, forbid_unknown_fields=True):
     """How the NPU waits for the GPU in each phase.
 
     ``operator`` finishes the GPU's queue after every operator: the baseline that fast waits are compared
@@ -28,8 +33,7 @@ class PhaseSync:
         return self.prefill if phase == "prefill" else self.decode
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSlice:
+class HeldSlice(Struct, frozen=True, forbid_unknown_fields=True):
     """Rows of a group, or a width of a block, that the NPU holds, and the lengths of its graphs.
 
     Args:
@@ -40,18 +44,17 @@ class HeldSlice:
     """
 
     group: Group
-    layers: tuple[int, int]
-    npu_rows: tuple[int, ...]
-    lengths: tuple[int, ...]
+    layers: tuple[Layer, Layer]
+    npu_rows: tuple[Count, ...]
+    lengths: tuple[Positive, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
+class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """The placement of one group for a range of lengths and of layers, both inclusive."""
 
     phase: Phase
-    lengths: tuple[int, int]
-    layers: tuple[int, int]
+    lengths: tuple[Count, Count]
+    layers: tuple[Layer, Layer]
     group: Group
     placement: Placement
 

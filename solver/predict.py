@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
@@ -171,4 +173,4 @@ def _with_form(placement: Placement, spec: OpSpec, costs: Costs, limits: NpuLimi
     def npu_us(form: str) -> float:
         return sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
 
-    return replace(placement, form=min(sorted(forms), key=npu_us, default=None))
+    return structs.replace(placement, form=min(sorted(forms), key=npu_us, default=None))

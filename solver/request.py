@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
-from heterollm.base import OptionError
+from msgspec import Struct
+
+from heterollm.base import Amount, OptionError, Positive
 from heterollm.solver.placements import PLACEMENT_KINDS
 
 __all__ = ["FORBIDDEN", "SOLVED_LEVELS", "PlanRequest", "RequestedLevel", "SolvedLevel", "check_forbidden"]
@@ -39,8 +40,7 @@ def check_forbidden(names: Iterable[str]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan is asked to be.
 
     Args:
@@ -58,13 +58,13 @@ class PlanRequest:
         OptionError: A field is not legal.
     """
 
-    context: int = 4096
-    gpu_share: float = 1.0
-    energy_weight: float = 0.0
+    context: Positive = 4096
+    gpu_share: Amount = 1.0
+    energy_weight: Amount = 0.0
     forbidden: tuple[str, ...] = ()
-    npu_gib: float | None = None
-    histogram: Mapping[int, float] | None = None
-    build_budget_s: float | None = None
+    npu_gib: Amount | None = None
+    histogram: Mapping[int, Amount] | None = None
+    build_budget_s: Amount | None = None
     level: RequestedLevel = "auto"
 
     def __post_init__(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from msgspec import structs
+
 from heterollm.base import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
@@ -160,7 +162,7 @@ class Solver:
             entries += own
             if low > FEW_TOKENS:
                 # A decode pass of several tokens is planned like a prompt of as many.
-                entries += [replace(entry, phase="decode") for entry in own]
+                entries += [structs.replace(entry, phase="decode") for entry in own]
         for tokens in range(1, min(FEW_TOKENS, self.chunk_length) + 1):
             entries += self._entries("decode", tokens, tokens, slices, found)
         joined, shape = tuple(merged(in_order(entries))), model_shape(self.specs)

@@ -426,7 +426,7 @@ EDITS = [
     ("plan", lambda plan: plan.update(schema_version=1), False, False),
     ("plan", lambda plan: plan.pop("shape"), False, False),
     ("plan", lambda plan: plan.update(chunk_length=0), False, False),
-    ("plan", lambda plan: plan.update(remark="mine"), True, True),
+    ("plan", lambda plan: plan.update(remark="mine"), True, False),
     ("plan", lambda plan: plan["entries"][0].update(group="attention"), False, False),
     ("plan", lambda plan: plan["entries"][0].update(remark="mine"), False, False),
     ("plan", lambda plan: plan["entries"][0].update(lengths=[1]), False, False),

@@ -1,6 +1,6 @@
 """Holds what every room may import: errors, units, progress, durations, tables and files.
 
-Only the standard library and platform paths are imported here.
+Only the standard library, platform paths and msgspec are imported here.
 """
 
 from __future__ import annotations

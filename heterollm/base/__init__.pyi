@@ -49,6 +49,11 @@ from .terminal import private_stdout as private_stdout
 from .terminal import quiet_libraries as quiet_libraries
 from .terminal import write as write
 from .terminal import write_json as write_json
+from .typed_json import Amount as Amount
+from .typed_json import Count as Count
+from .typed_json import Positive as Positive
+from .typed_json import decode as decode
+from .typed_json import decode_json as decode_json
 from .units import GIB as GIB
 from .units import MIB as MIB
 from .units import PAGE_BYTES as PAGE_BYTES

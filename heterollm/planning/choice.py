@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import OpSpec, Precision
@@ -77,7 +79,7 @@ def plan_for(
         model = profiled()
         if model is None:
             return None
-        request = replace(options.request or PlanRequest(), context=context, level=level)  # type: ignore[arg-type]
+        request = structs.replace(options.request or PlanRequest(), context=context, level=level)  # type: ignore[arg-type]
         solved = solve_plan(model, request)
         notes.extend(solved.notes)
         return solved.plan
@@ -101,7 +103,7 @@ def plan_for(
         sources=PlanSources(solve, length_costs, sync),
     )
     if options.sync != "auto":
-        plan = replace(plan, sync=PhaseSync(options.sync, options.sync))
+        plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)
 
 
@@ -157,7 +159,7 @@ def choose_plan(
             length_policy="padding" if plan == "gpu" else length_policy,
             length_costs=others.length_costs() if length_policy == "auto" else None,
         )
-        return replace(found, sync=others.sync()) if found.uses_npu else found
+        return structs.replace(found, sync=others.sync()) if found.uses_npu else found
     return _checked(_read(Path(plan)), str(plan), specs, device, precision)
 
 

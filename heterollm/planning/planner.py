@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import OpSpec, Phase, Precision, feed_forward_blocks
@@ -186,7 +188,7 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
         "precision": model.precision,
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
-        "request": replace(request, histogram=None),
+        "request": structs.replace(request, histogram=None),
         "histogram": None if histogram is None else sorted(histogram.items()),
     }
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver))
@@ -229,7 +231,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
     if chunk_length != solver.chunk_length:
         plan, _ = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
     best = best_hand_over(model.profile)
-    return replace(
+    return structs.replace(
         plan,
         level="tensor" if request.level == "auto" and not plan.has_blocks else plan.level,
         sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),

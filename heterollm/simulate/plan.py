@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from msgspec import structs
+
 from heterollm.base import LABEL, Progress, cache_name, cache_root
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec
@@ -81,7 +83,7 @@ def planned(
             length_policy="padding" if request.level == "gpu" else policy,
             length_costs=profiled().npu_us if by_time else None,
         )
-    return replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
+    return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 
 def profile_of(

@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from heterollm.base import CheckpointError, DeviceError, EngineError, InputError, OptionError, PlanError
 from heterollm.llm import LLM

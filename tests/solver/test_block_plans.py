@@ -4,12 +4,13 @@ import itertools
 import json
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from heterollm.base import PlanError
 from heterollm.kernels.ops import Phase, feed_forward_block, feed_forward_blocks
@@ -106,7 +107,7 @@ def test_without_forms_of_blocks_a_plan_is_level_tensors(made):
             )
             for level in ("tensor", "block")
         )
-        assert replace(block, level="tensor") == tensor
+        assert structs.replace(block, level="tensor") == tensor
         # Nor does level tensor see what is offered.
         offered = Solver(made.model(), made.limits(), costs, chunk_length=96)
         assert offered.plan(device="d", precision="fp16") == tensor

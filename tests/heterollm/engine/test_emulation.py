@@ -1,9 +1,9 @@
 """The estimate of an emulated NPU's time, from the steps of a pass, before anything is built."""
 
-import dataclasses
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from heterollm.base import OptionError
 from heterollm.engine.emulation import check_emulation, step_seconds
@@ -54,10 +54,10 @@ def test_the_estimate_counts_what_a_pass_runs_on_the_npu(engine_of: Any) -> None
 
 def test_of_a_cut_only_the_npu_s_rows_count(engine_of: Any) -> None:
     whole = engine_of("npu")
-    half = dataclasses.replace(
+    half = structs.replace(
         whole.plan,
         entries=tuple(
-            dataclasses.replace(entry, placement=RowsPlacement((entry.placement.npu_rows[0] // 2,), (1,)))
+            structs.replace(entry, placement=RowsPlacement((entry.placement.npu_rows[0] // 2,), (1,)))
             if entry.group == "o" and entry.phase == "decode" and entry.lengths[1] == 1
             else entry
             for entry in whole.plan.entries

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from msgspec import structs
 
 from heterollm import LLM, Plan
 from heterollm.base import silent
@@ -139,4 +140,4 @@ def test_a_request_reaches_the_plan_of_a_load(profiled):
     request = PlanRequest(forbidden=("npu",), gpu_share=1.0)
     with LLM.load(profiled, device="host", plan="tensor", request=request, context=256) as llm:
         assert not llm.plan.uses_npu
-        assert llm.plan.request == dataclasses.replace(request, context=256, level="tensor")
+        assert llm.plan.request == structs.replace(request, context=256, level="tensor")
