@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
+
+from msgspec import structs
 
 from heterollm.base import ProfileError
 from heterollm.profiler.measure import Measurement
@@ -111,9 +112,7 @@ def compare(first: Profile, second: Profile) -> Comparison:
             fix="Compare profiles of the same kind of time.",
         )
     ours, theirs = _newest(first), _newest(second)
-    keys = sorted(
-        {*ours, *theirs}, key=lambda key: (list(KIND_NAMES).index(type(key)), dataclasses.astuple(key))
-    )
+    keys = sorted({*ours, *theirs}, key=lambda key: (list(KIND_NAMES).index(type(key)), structs.astuple(key)))
     pairs = tuple(_pair(key, ours.get(key), theirs.get(key)) for key in keys)
     names = dict.fromkeys([*first.description, *second.description])
     differences = {
@@ -127,7 +126,7 @@ def compare(first: Profile, second: Profile) -> Comparison:
 
 def describe(key: Key) -> str:
     """Return what a key stands for, in words."""
-    values = {item.name: getattr(key, item.name) for item in dataclasses.fields(key)}
+    values = structs.asdict(key)
     values.pop("code", None)
     point = values.pop("point", None)
     words = [str(values.pop("part"))] if "part" in values else []
@@ -155,7 +154,7 @@ def _newest(profile: Profile) -> dict[Key, Record]:
         if isinstance(key, DriftKey) or not (record.samples_us or record.failed):
             continue
         plain: Key = (
-            dataclasses.replace(key, code="") if isinstance(key, LinearKey | LayerKey | GraphKey) else key
+            structs.replace(key, code="") if isinstance(key, LinearKey | LayerKey | GraphKey) else key
         )
         held = found.get(plain)
         if held is None or (held.failed, record.taken_s) >= (record.failed, held.taken_s):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from heterollm.base import ProfileError
 from heterollm.profiler.predict import BASELINES, Predictor

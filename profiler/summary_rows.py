@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
 
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.predict import HIGH, Score, percentile
@@ -265,4 +267,4 @@ class ProfileSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
-        return asdict(self)
+        return cast("dict[str, Any]", msgspec.to_builtins(self))

@@ -79,7 +79,7 @@ def plan_for(
         model = profiled()
         if model is None:
             return None
-        request = structs.replace(options.request or PlanRequest(), context=context, level=level)  # type: ignore[arg-type]
+        request = structs.replace(options.request or PlanRequest(), context=context, level=level)
         solved = solve_plan(model, request)
         notes.extend(solved.notes)
         return solved.plan

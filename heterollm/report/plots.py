@@ -10,8 +10,9 @@ import io
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec.structs import replace
 
 from heterollm.base import OptionError
 from heterollm.profiler import HeldOut, held_out

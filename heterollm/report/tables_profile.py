@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Final, get_args
+
+from msgspec import structs
 
 from heterollm.base import Section, format_bytes, format_duration, format_moment
 from heterollm.kernels.ops import Group
@@ -131,7 +132,9 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
     lines: dict[tuple[int, LinearPoint], dict[int, str]] = defaultdict(dict)
     for row in rows:
         point = row.point
-        lines[ORDER.index(point.group), replace(point, tokens=0)][point.tokens] = format_spread(row.times)
+        lines[ORDER.index(point.group), structs.replace(point, tokens=0)][point.tokens] = format_spread(
+            row.times
+        )
     forms = any(point.form for _, point in lines)
     blocks = any(point.is_block for _, point in lines)
     made = [

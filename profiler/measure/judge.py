@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from heterollm.profiler.records import Key, LinearKey, LinearPoint, Part, Record
 from heterollm.profiler.work import SkipReason, WorkPoint

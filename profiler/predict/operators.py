@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 
 from heterollm.base import ProfileError
 from heterollm.profiler.measure import Measurement
@@ -130,7 +131,7 @@ class LayerPredictor:
             for name, model in self.operators.items()
         }
         measured = [
-            {"key": asdict(key), "times_us": [prediction.us, prediction.low_us, prediction.high_us]}
+            {"key": structs.asdict(key), "times_us": [prediction.us, prediction.low_us, prediction.high_us]}
             for key, prediction in sorted(self.measured.items(), key=lambda item: item[0])
         ]
         return {"operators": operators, "measured": measured}
@@ -186,7 +187,7 @@ def _read_operator(data: object) -> OperatorModel:
 
 
 def _read_key(data: object) -> LayerKey:
-    named = mapping(data, {item.name for item in fields(LayerKey)}, "An operator's key")
+    named = mapping(data, set(LayerKey.__struct_fields__), "An operator's key")
     sizes = [named[name] for name in SIZES]
     if not all(type(size) is int and 0 <= size < 2**53 for size in sizes):
         raise ProfileError(f"An operator's sizes are {sizes!r:.160}.")

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final, get_args
 
+from msgspec import structs
+
 from heterollm.base import ProfileError, parse_json
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.predict.baselines import ConstantRate, Nearest
@@ -144,7 +146,7 @@ class Predictor:
                 "scores": [asdict(entry) for entry in held.scores],
                 "measured": [
                     {
-                        "point": asdict(point),
+                        "point": structs.asdict(point),
                         "times_us": [prediction.us, prediction.low_us, prediction.high_us],
                     }
                     for point, prediction in sorted(held.measured.items(), key=lambda item: item[0])

@@ -256,7 +256,7 @@ def point_from_dict(data: object) -> LinearPoint:
     Raises:
         ProfileError: It is not one.
     """
-    named = mapping(data, {item.name for item in fields(LinearPoint)}, "A slice")
+    named = mapping(data, set(LinearPoint.__struct_fields__), "A slice")
     _check_kind(named)
     if named["group"] not in get_args(Group):
         raise ProfileError(f"There is no group {named['group']!r:.80}.")

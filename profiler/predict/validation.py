@@ -9,8 +9,10 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
+
+from msgspec.structs import replace
 
 from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.time_model import ShapeModel, TimeModel

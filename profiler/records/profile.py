@@ -12,12 +12,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
-from heterollm.base import ProfileError, atomic_path, cache_name, cache_root, locked, parse_json
+from msgspec import Struct
+
+from heterollm.base import (
+    Count,
+    Number,
+    ProfileError,
+    atomic_path,
+    cache_name,
+    cache_root,
+    decode,
+    decode_json,
+    locked,
+)
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.sim import name_in_words
-from heterollm.profiler.records.record_json import KIND_NAMES, record_from_dict, record_line
+from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
 from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Part, Record
 
 __all__ = ["SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
@@ -28,6 +40,33 @@ SCHEMA_VERSION: Final = 2
 FIX: Final = "Run `heterollm profile` again."
 
 K = TypeVar("K", bound=Key)
+
+
+class Description(Struct, frozen=True):
+    """Entries of a device's description that the profile itself reads; there are others."""
+
+    device: str
+    time: str
+    cache_bytes: Count
+    npu_copies_by_length: bool
+
+
+class Run(Struct, frozen=True):
+    """Entries of a run of the profiler that every run has; there are others."""
+
+    started_s: Number
+    since_s: Number
+    finished: bool
+
+
+class ProfileFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A profile as its file has it."""
+
+    schema_version: Literal[2]
+    fingerprint: str
+    description: Description
+    runs: dict[str, Run]
+    records: tuple[RecordLine, ...]
 
 
 @dataclass(slots=True)
@@ -134,10 +173,7 @@ class Profile:
         Raises:
             ProfileError: The text is not a whole profile of this schema version.
         """
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise ProfileError(f"{source} is not JSON: {error}.", fix=FIX) from error
+        data = decode_json(text, source=source, error=ProfileError, fix=FIX)
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ProfileError(
@@ -145,29 +181,23 @@ class Profile:
                 f"{SCHEMA_VERSION}.",
                 fix=FIX,
             )
-        description, runs, records = data.get("description"), data.get("runs"), data.get("records")
-        if (
-            not isinstance(description, dict)
-            or not isinstance(runs, dict)
-            or not isinstance(records, list)
-            or type(description.get("npu_copies_by_length")) is not bool
-            or not all(_is_run(run) for run in runs.values())
-            or not all(isinstance(description.get(name), str) for name in ("device", "time"))
-            or not _is_size(description.get("cache_bytes"))
-        ):
-            raise ProfileError(f"{source} lacks its description, runs or records.", fix=FIX)
-        profile = cls(description, runs=runs)
+        file = decode(data, ProfileFile, source=f"{source} is not a profile", error=ProfileError, fix=FIX)
+        description, runs = data["description"], data["runs"]
         try:
             json.dumps([description, runs], allow_nan=False)
         except ValueError as error:
             raise ProfileError(f"{source} holds a number that JSON has not: {error}.", fix=FIX) from error
-        if data.get("fingerprint") != profile.fingerprint:
+        profile = cls(description, runs=runs)
+        if file.fingerprint != profile.fingerprint:
             raise ProfileError(f"{source} was edited: description and fingerprint do not match.", fix=FIX)
-        for number, line in enumerate(records, 1):
-            try:
-                profile.add(record_from_dict(line))
-            except (ValueError, TypeError, OverflowError) as error:
-                raise ProfileError(f"{source}: record {number} is not one: {error}.", fix=FIX) from error
+        for number, (line, stated) in enumerate(zip(file.records, data["records"], strict=True)):
+            point = stated["key"].get("point", LinearPoint.__struct_fields__)
+            if len(point) < len(LinearPoint.__struct_fields__):
+                missing = min(set(LinearPoint.__struct_fields__).difference(point))
+                raise ProfileError(
+                    f"{source} is not a profile: records[{number}].key.point.{missing} is missing.", fix=FIX
+                )
+            profile.add(line.record())
         return profile
 
     @classmethod
@@ -230,19 +260,6 @@ def profile_path(device: str, fingerprint: str) -> Path:
 def stored_profiles() -> list[Path]:
     """Return the profile files of the cache, in order of their names."""
     return sorted((cache_root() / "profiles").glob("*.json"))
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_run(run: object) -> bool:
-    """Whether an entry says when its run began and whether it ended."""
-    return (
-        isinstance(run, dict)
-        and all(type(run.get(name)) in (int, float) for name in ("started_s", "since_s"))
-        and isinstance(run.get("finished"), bool)
-    )
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

@@ -11,8 +11,11 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, cast
+from typing import Annotated, Final, Literal, TypeAlias
 
+from msgspec import Meta, Struct
+
+from heterollm.base import Count, Positive
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 
 __all__ = [
@@ -39,8 +42,7 @@ Bound = Literal["compute", "memory", "spill"]
 """What bounds a job; ``spill`` is an NPU's whose rows are too long to stay on its chip."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class LinearPoint:
+class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """One slice of a group of linear layers in one pass: what the solver asks the time of.
 
     A slice of a feed-forward block (group ``ffn``) is some of its intermediate width: those rows of gate and
@@ -61,11 +63,11 @@ class LinearPoint:
     """
 
     group: Group
-    member_rows: tuple[int, ...]
-    columns: int
-    tokens: int
-    bits: int
-    block: int
+    member_rows: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    columns: Positive
+    tokens: Positive
+    bits: Literal[4, 8, 16, 32]
+    block: Count
     symmetric: bool = True
     integer_inputs: bool = False
     form: str = ""
@@ -121,7 +123,7 @@ class LinearPoint:
     @property
     def weight(self) -> WeightFormat:
         """The number format of the weights."""
-        return WeightFormat(cast("Literal[4, 8, 16, 32]", self.bits), self.block, self.symmetric)
+        return WeightFormat(self.bits, self.block, self.symmetric)
 
     @property
     def flops(self) -> int:
@@ -140,8 +142,7 @@ class LinearPoint:
         return size
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class LinearKey:
+class LinearKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time of a linear slice on one part.
 
     Args:
@@ -155,8 +156,7 @@ class LinearKey:
     code: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class LayerKey:
+class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time of another operator of a layer, which runs on the GPU; sizes that it has no use for are 0.
 
     ``values["submissions"]`` counts its kernels, where a pass of one token submits them one by one.
@@ -173,17 +173,16 @@ class LayerKey:
     """
 
     operator: str
-    tokens: int
-    context: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    tokens: Count
+    context: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
     code: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BandwidthKey:
+class BandwidthKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time of reading ``size_bytes`` of memory once on one part; ``values["gbps"]`` is the rate.
 
     Args:
@@ -193,12 +192,11 @@ class BandwidthKey:
     """
 
     part: Part
-    size_bytes: int
+    size_bytes: Count
     together: bool
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ContentionKey:
+class ContentionKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time of a part's reference job while the other part runs one of its own.
 
     ``values["slowdown"]`` is the time divided by the time alone.
@@ -214,8 +212,7 @@ class ContentionKey:
     beside: Bound
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class LaunchKey:
+class LaunchKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The cost of a kernel launch.
 
     Args:
@@ -226,8 +223,7 @@ class LaunchKey:
     measure: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class HandOverKey:
+class HandOverKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The delay between the end of GPU work and the host seeing it.
 
     ``values["processor_fraction"]`` is the processor time that waiting took, as a share of the wait.
@@ -238,11 +234,10 @@ class HandOverKey:
     """
 
     strategy: str
-    kernel_us: int
+    kernel_us: Count
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class CopyKey:
+class CopyKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time to move or map memory.
 
     Args:
@@ -251,11 +246,10 @@ class CopyKey:
     """
 
     method: str
-    size_bytes: int
+    size_bytes: Count
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GraphKey:
+class GraphKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The cost of getting an NPU graph: samples are loads; ``values`` has ``build_us`` and ``size_bytes``.
 
     Args:
@@ -267,8 +261,7 @@ class GraphKey:
     code: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PowerKey:
+class PowerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """Average power in ``values["watts"]``.
 
     Args:
@@ -280,8 +273,7 @@ class PowerKey:
     load: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DriftKey:
+class DriftKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The reference operator of a part, measured again through the run.
 
     Args:
@@ -292,7 +284,7 @@ class DriftKey:
 
     part: Part
     run: str
-    index: int
+    index: Count
 
 
 Key: TypeAlias = (

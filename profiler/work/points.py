@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
+from msgspec import structs
+
 from heterollm.base import round_up
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
@@ -160,7 +162,7 @@ def enumerate_points(
     for shape in shapes:
         streamed = shape.streamed(cache_bytes)
         for point in _shape_points(shape, npu, max_buffer_bytes, skipped):
-            own = replace(point, point=replace(point.point, streamed=streamed))
+            own = replace(point, point=structs.replace(point.point, streamed=streamed))
             key = (own.part, own.point)
             held = found.setdefault(key, own)
             found[key] = replace(held, tier=min(held.tier, own.tier))

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from heterollm.base import OptionError, ProfileError
 from heterollm.profiler import Times, compare, held_out, summarize
@@ -57,7 +58,7 @@ def test_of_two_versions_of_a_kernel_the_later_one_counts(sample_profile):
     count = len(summarize(profile, accuracy=False).linear)
     for code, taken_s, factor in (("newer", 2e9, 5.0), ("older", 1e8, 9.0)):
         samples = tuple(factor * sample for sample in record.samples_us)
-        profile.add(Record(replace(key, code=code), samples, taken_s=taken_s))
+        profile.add(Record(structs.replace(key, code=code), samples, taken_s=taken_s))
     found = summarize(profile, accuracy=False).linear
     assert len(found) == count
     times = next(row.times for row in found if (row.part, row.point) == ("gpu", key.point))
@@ -135,7 +136,7 @@ def test_what_only_one_has_is_said_and_versions_are_left_aside(sample_profile):
     del theirs.records[LaunchKey("chained")]
     for key in [key for key in theirs.records if isinstance(key, LinearKey)]:
         record = theirs.records.pop(key)
-        theirs.add(replace(record, key=replace(key, code="another version")))
+        theirs.add(replace(record, key=structs.replace(key, code="another version")))
     comparison = compare(ours, theirs)
     assert [pair.label for pair in comparison.pairs if pair.verdict == "only in A"] == ["chained"]
     assert not any(pair.verdict == "only in B" for pair in comparison.pairs)
@@ -227,11 +228,11 @@ def test_a_device_that_would_name_another_folder_is_refused(cache, tmp_path, sam
 )
 def test_impossible_slices_are_refused(tmp_path, sample_profile, changes):
     profile = sample_profile()
-    point = replace(LinearPoint("o", (512,), 512, 1, 4, 32), **changes)
+    point = structs.replace(LinearPoint("o", (512,), 512, 1, 4, 32), **changes)
     profile.add(Record(LinearKey("gpu", point, "kernels"), (1.0,)))
     file = tmp_path / "profile.json"
     file.write_text(profile.to_json())
-    with pytest.raises(ProfileError, match="there cannot be"):
+    with pytest.raises(ProfileError, match=r"records\[\d+\]"):
         Profile.load(file)
 
 

@@ -1,8 +1,7 @@
 """What a profile says of blocks: their forms by width, and the GPU's part from linears and the activation."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from heterollm.kernels.npu import CHUNK_COLUMNS
 from heterollm.kernels.ops import feed_forward_block

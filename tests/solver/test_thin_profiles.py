@@ -7,9 +7,9 @@ the GPU and at 1 and 256 on the NPU, with the noise of a busy machine.
 
 import functools
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from heterollm.model.known import Size
 from heterollm.profiler.predict import Predictor
@@ -147,4 +147,4 @@ def test_the_law_above_misleads_a_tree_that_has_no_bounds():
     held = predictor.parts["npu"]
     assert held.model.predict(point).us < 0.6 * truth
     assert held.predict(point).us == pytest.approx(truth, rel=0.2)
-    assert held.predict(replace(point, tokens=256)).source == "measured"
+    assert held.predict(structs.replace(point, tokens=256)).source == "measured"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from heterollm.base import ProfileError, list_cache
 from heterollm.profiler.predict import Predictor, fitted_predictor

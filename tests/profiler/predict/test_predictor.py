@@ -4,11 +4,11 @@ import itertools
 import json
 import random
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from heterollm.base import ProfileError
 from heterollm.profiler.predict import Predictor, held_out_predictions, nonnegative_fit, percentile

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import MIB, ProfileError
 from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
@@ -26,8 +27,7 @@ from heterollm.profiler.measure.judge import Judge
 from heterollm.profiler.predict import CANDIDATES, Kind, Predictor, held_out_predictions
 from heterollm.profiler.predict.time_model import TimeModel, point_from_dict
 from heterollm.profiler.predict.validation import choices
-from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record, record_line
-from heterollm.profiler.records.record_json import record_from_dict
+from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import WorkPoint, block_alignment, enumerate_points
 from heterollm.profiler.work.points import BLOCK_FRACTIONS
 from heterollm.profiler.work.workload import GPU_ROW_ALIGNMENT
@@ -89,12 +89,14 @@ def test_a_block_counts_its_third_linear(precision):
 
 def test_a_record_of_a_block_is_kept_and_nonsense_is_not():
     record = Record(LinearKey("npu", block_point(256, 32), "graph-1"), (5.0,), taken_s=1.0)
-    line = json.loads(record_line(record))
-    assert record_from_dict(line) == record
+    description = {"device": "d", "time": "real", "cache_bytes": 0, "npu_copies_by_length": False}
+    profile = Profile(description, {record.key: record})
+    assert Profile.from_json(profile.to_json()).records == profile.records
+    data = json.loads(profile.to_json())
     for rows in ([256], [256, 128], [256, 256, 256], [0, 0]):
-        line["key"]["point"]["member_rows"] = rows
-        with pytest.raises(ValueError, match="cannot be a linear layer"):
-            record_from_dict(line)
+        data["records"][0]["key"]["point"]["member_rows"] = rows
+        with pytest.raises(ProfileError, match="cannot be a linear layer"):
+            Profile.from_json(json.dumps(data))
 
 
 # -- which are measured ------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def mixed_profile(*, blocks: bool = True, linears: bool = True) -> Profile:
                     group = "gate_up" if rows == 2 * width else "o"
                     gpu = LinearPoint(group, members, columns, tokens, 4, 32)
                     add("gpu", gpu, 3 * plain_us(gpu))
-                    npu = replace(gpu, form="matmul_nbits")
+                    npu = structs.replace(gpu, form="matmul_nbits")
                     add("npu", npu, plain_us(npu))
             if blocks:
                 for own in (width, width // 2, width // 4):
@@ -302,7 +304,7 @@ def test_neither_is_predicted_from_the_other():
     with pytest.raises(ProfileError, match="feed-forward block"):
         fitted.predict_us(block_point(512, 64), "gpu")
     # A kind of block that was not measured is like the other blocks, and said to be unknown.
-    other = replace(block_point(512, 64, form="ffn_int8"), integer_inputs=True)
+    other = structs.replace(block_point(512, 64, form="ffn_int8"), integer_inputs=True)
     assert not fitted.predict_us(other, "npu").known
     assert Kind.of(other).is_block
     only = Predictor.fit(mixed_profile(linears=False))
