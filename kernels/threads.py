@@ -6,6 +6,8 @@ import logging
 import os
 from dataclasses import dataclass
 
+import psutil
+
 from heterollm.base import OptionError
 
 __all__ = ["ThreadSplit", "allowed_cores", "pin_current_thread", "split_threads"]
@@ -25,10 +27,14 @@ class ThreadSplit:
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """Return the cores that this process may run on."""
+    """Return the cores that the calling thread may run on; off Linux, those of the process."""
     if hasattr(os, "sched_getaffinity"):
+        # psutil reads the main thread's cores, and each engine thread is pinned to its own.
         return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    process = psutil.Process()
+    if hasattr(process, "cpu_affinity"):  # not on macOS
+        return tuple(sorted(process.cpu_affinity()))
+    return tuple(range(psutil.cpu_count() or 1))
 
 
 def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None) -> ThreadSplit:

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from heterollm.base import HeteroLLMError, ProfileError
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import strategies_for
@@ -254,9 +256,8 @@ def _links(
 
 
 def _clocks_mhz() -> list[float]:
-    """Return the processor's clocks as Linux shows them now; recorded, never compared."""
+    """Return the processor's clocks as the system shows them now; recorded, never compared."""
     try:
-        lines = Path("/proc/cpuinfo").read_text("ascii", errors="replace").splitlines()
-        return [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
-    except (OSError, ValueError, IndexError):
+        return [clock.current for clock in psutil.cpu_freq(percpu=True)]
+    except (AttributeError, NotImplementedError, OSError):  # not every system shows them
         return []

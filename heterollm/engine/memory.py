@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import psutil
 
 from heterollm.base import PAGE_BYTES, DeviceError, format_bytes, round_up
 from heterollm.kernels.ops import OpSpec
@@ -28,7 +29,6 @@ USABLE_FRACTION: Final = 0.95
 """Fraction of the memory at hand that a model may take; the rest is for the libraries and the system."""
 
 CGROUP: Final = Path("/sys/fs/cgroup")
-MEMINFO: Final = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,9 @@ def return_freed_memory() -> None:
 
 def available_bytes() -> int | None:
     """Return the memory that this process can take without swapping; None where the system does not say."""
-    if sys.platform == "win32":
-        return _windows_available()
     try:
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError, IndexError):
+        available = psutil.virtual_memory().available
+    except (OSError, psutil.Error):
         return None
     limit = _cgroup_available()
     return available if limit is None else min(available, limit)
@@ -144,21 +141,3 @@ def _cgroup_available() -> int | None:
     except (OSError, KeyError, ValueError):
         # No such limit: the root group has no file, an unlimited one says "max".
         return None
-
-
-class _MemoryStatus(ctypes.Structure):
-    """``MEMORYSTATUSEX`` of the Windows API."""
-
-    _fields_ = (
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("available", ctypes.c_uint64),
-        ("rest", ctypes.c_uint64 * 5),
-    )
-
-
-def _windows_available() -> int | None:
-    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    kernel: Any = getattr(ctypes, "windll").kernel32  # noqa: B009 - exists on Windows only
-    return int(status.available) if kernel.GlobalMemoryStatusEx(ctypes.byref(status)) else None

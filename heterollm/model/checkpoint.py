@@ -137,12 +137,7 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits[rows[0] : rows[1]]
-        if dtype == "BF16":
-            widened = bits.astype(np.uint32)
-            widened <<= 16
-            values = widened.view(np.float32)
-        else:
-            values = bits.astype(np.float32)
+        values: NDArray[np.float32] = bits.astype(np.float32)
         if not np.isfinite(values).all():
             raise CheckpointError(
                 f"{file.path}: tensor {name} holds NaN or infinite values.", fix="Download it again."

@@ -1,7 +1,7 @@
-"""Safetensors files: headers that are checked before anything is read through them, and memory maps.
+"""Memory-mapped safetensors files, and headers of files whose tensors are computed one after another.
 
-The library of that name gives NumPy no BF16, no rows of a tensor, and no way to write a file whose tensors
-are computed one after another. Format: https://github.com/huggingface/safetensors#format
+The safetensors library checks a file; its NumPy tensors are copies, and here they are views of the mapped
+file. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -13,37 +13,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import ml_dtypes
 import numpy as np
+import safetensors
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, parse_json, round_up
+from heterollm.base import CheckpointError, round_up
 
-__all__ = ["ITEM_BYTES", "TensorEntry", "TensorFile", "layout_tensors", "write_header"]
+__all__ = ["TensorEntry", "TensorFile", "layout_tensors", "write_header"]
 
-ITEM_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+ITEM_BITS: Mapping[str, int] = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bytes of one element of each type of the format that has whole bytes."""
+"""Bits of one element of each type of the format."""
 
 DATA_TYPES: Mapping[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
     "U32": np.dtype("<u4"),
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype("<f4"),
 }
-"""The element type under which NumPy maps each type that is read; BF16 as its bits."""
+"""NumPy's type of each type that is read."""
 
-PACKED_TYPES = ("F4", "F6_E2M3", "F6_E3M2")
-"""The types of the format whose elements share bytes; they are never read."""
-
-LARGEST_HEADER_BYTES = 100_000_000
 DATA_ALIGNMENT = 64
 LARGEST_RANK = 16
-LARGEST_EXTENT = 2**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +73,33 @@ class TensorFile:
 
     @classmethod
     def open(cls, path: Path) -> TensorFile:
-        """Map a file and check its header.
+        """Check and map a file.
 
         Raises:
             CheckpointError: The file cannot be read, is cut short, or its header contradicts itself.
         """
         try:
+            with safetensors.safe_open(path, "numpy") as file:
+                metadata = file.metadata() or {}
+                described = {name: file.get_slice(name) for name in file.offset_keys()}
+            with path.open("rb") as raw:
+                start = 8 + int.from_bytes(raw.read(8), "little")
             size = path.stat().st_size
-            with path.open("rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-                if not 2 <= header_bytes <= min(LARGEST_HEADER_BYTES, size - 8):
-                    raise _damaged(path, f"its header should have {header_bytes} bytes, the file has {size}")
-                header = parse_json(file.read(header_bytes))
-            start = 8 + header_bytes
             data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise _damaged(path, str(error)) from error
-        if not isinstance(header, dict):
-            raise _damaged(path, "its header is no JSON object")
-        metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise _damaged(path, "its metadata is no object of texts")
-        entries = {name: _entry(path, name, value) for name, value in header.items()}
-        _check_places(path, entries, len(data))
+        entries: dict[str, TensorEntry] = {}
+        position = 0
+        for name, tensor in described.items():
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            if len(shape) > LARGEST_RANK or dtype not in ITEM_BITS:
+                raise _damaged(path, f"tensor {name} is {dtype} of shape {shape!r:.80}")
+            # The library refuses files in which tensors overlap or leave gaps.
+            stop = position + math.prod(shape) * ITEM_BITS[dtype] // 8
+            entries[name] = TensorEntry(dtype, shape, position, stop)
+            position = stop
+        if position != len(data):
+            raise _damaged(path, f"it changed while it was read: {len(data)} bytes of data, not {position}")
         return cls(path, entries, metadata, data)
 
     def bits(self, name: str) -> NDArray[Any]:
@@ -119,8 +122,8 @@ def layout_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[s
     """
     entries: dict[str, TensorEntry] = {}
     position = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
-        stop = position + math.prod(shape) * ITEM_BYTES[dtype]
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BITS[item[1][0]]):
+        stop = position + math.prod(shape) * ITEM_BITS[dtype] // 8
         entries[name] = TensorEntry(dtype, shape, position, stop)
         position = stop
     return entries
@@ -140,37 +143,6 @@ def write_header(file: BinaryIO, entries: Mapping[str, TensorEntry], metadata: M
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is no sound safetensors file: {reason}.", fix="Download it again.")
-
-
-def _entry(path: Path, name: str, value: object) -> TensorEntry:
-    match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
-            # Bounded, because the product of a long list of numbers alone could take hours.
-            if len(shape) > LARGEST_RANK or not all(
-                type(extent) is int and 0 <= extent <= LARGEST_EXTENT for extent in shape
-            ):
-                raise _damaged(path, f"tensor {name} has shape {shape!r:.80}")
-            if isinstance(start, bool) or isinstance(stop, bool):
-                raise _damaged(path, f"tensor {name} is at {start} to {stop}")
-            item = ITEM_BYTES.get(dtype)
-            if item is None and dtype not in PACKED_TYPES:
-                raise _damaged(path, f"tensor {name} has type {dtype!r:.80}")
-            if item is not None and stop - start != math.prod(shape) * item:
-                raise _damaged(path, f"tensor {name} ({dtype} {shape}) is said to have {stop - start} bytes")
-            return TensorEntry(dtype, tuple(shape), start, stop)
-        case _:
-            raise _damaged(path, f"tensor {name} is described by {value!r:.80}")
-
-
-def _check_places(path: Path, entries: dict[str, TensorEntry], size: int) -> None:
-    """Check that the tensors fill the data without gap or overlap."""
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != position or entry.stop < entry.start:
-            raise _damaged(path, f"tensor {name} is at bytes {entry.start} to {entry.stop}, not {position}")
-        if entry.stop > size:
-            raise _damaged(path, f"it ends after {size} bytes of data, tensor {name} at {entry.stop}")
-        position = entry.stop
-    if position != size:
-        raise _damaged(path, f"it has {size - position} bytes that belong to no tensor")
+    return CheckpointError(
+        f"{path} is no sound safetensors file: {reason}.", fix="Download it again; it may be cut short."
+    )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError, EngineError, atomic_path, locked
 from heterollm.kernels.formats import QuantizedTensor, quantize
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
 
@@ -133,7 +134,7 @@ def _checksums(file: TensorFile) -> NDArray[np.uint32]:
     def checksum(entry: TensorEntry) -> int:
         return zlib.crc32(file.data[entry.start : entry.stop].data)
 
-    with ThreadPoolExecutor(worker_count()) as pool:
+    with ThreadPoolExecutor(len(allowed_cores())) as pool:
         places = [entry for name, entry in file.entries.items() if name != CHECKSUMS]
         return np.array(list(pool.map(checksum, places)), np.uint32)
 
@@ -216,7 +217,7 @@ def _in_parallel(
     work: Callable[[Slab], QuantizedTensor], slabs: Iterable[Slab]
 ) -> Iterator[tuple[Slab, QuantizedTensor]]:
     """Yield each slab with its result, in order, with only a few results waiting at a time."""
-    workers = worker_count()
+    workers = len(allowed_cores())
     waiting: deque[tuple[Slab, Future[QuantizedTensor]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="quantize")
     try:
@@ -230,10 +231,3 @@ def _in_parallel(
             yield done, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def worker_count() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

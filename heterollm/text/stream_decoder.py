@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "LIBRARY", "NoText", "StreamDecoder"]
 
 FIX: Final = "Download the checkpoint again, with all of its tokenizer files."
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_CHARACTER_BYTES = 4
 
 
 class _LibraryGuard:
@@ -37,11 +35,8 @@ class StreamDecoder:
     """Turns ids that arrive one at a time into text, never splitting a character.
 
     The pieces that :meth:`push` and :meth:`finish` return, joined, equal ``Tokenizer.decode`` of all ids.
-    Only the tokens since the last settled text, and the ones just before them, are decoded each time, so
-    that a leading space is kept and the cost per token does not grow.
-
-    Text waits for its last bytes when a character is spread over tokens. With byte fallback a whole run
-    of byte tokens waits for the token after it, since one wrong byte makes all of the run unreadable.
+    Text waits for its last bytes when a character is spread over tokens. With byte fallback a run of byte
+    tokens waits for the token after it, because one wrong byte makes the whole run unreadable.
 
     Args:
         backend: The tokenizer.
@@ -49,7 +44,7 @@ class StreamDecoder:
         byte_ids: Ids of single bytes, if the decoder falls back to bytes.
     """
 
-    __slots__ = ("_backend", "_byte_ids", "_ids", "_settled", "_special_ids", "_start")
+    __slots__ = ("_backend", "_byte_ids", "_given", "_held", "_settled", "_special_ids", "_stream")
 
     def __init__(
         self, backend: tokenizers.Tokenizer, special_ids: frozenset[int], byte_ids: frozenset[int]
@@ -57,52 +52,39 @@ class StreamDecoder:
         self._backend = backend
         self._special_ids = special_ids
         self._byte_ids = byte_ids
-        # The tokens of the last settled text, then from `_start` on those whose text is not settled.
-        self._ids: list[int] = []
-        self._start = 0
-        # Characters of the text of `_ids` that were handed out.
-        self._settled = 0
+        self._restart()
 
     def push(self, token_id: int) -> str:
-        """Take one id and return the text that it settles, often all of its own, sometimes none."""
+        """Take one id and return the text that is complete with it, often its own, sometimes none."""
         if token_id in self._special_ids or self._backend.id_to_token(token_id) is None:
             return ""
-        self._ids.append(token_id)
+        self._held.append(token_id)
         if token_id in self._byte_ids:
             return ""
-        text = self._text()
-        if text.endswith(_REPLACEMENT) and not self._byte_ids:
-            return self._hold(text)
-        piece = text[self._settled :]
-        del self._ids[: self._start]
-        self._start = len(self._ids)
-        self._settled = len(self._text())
+        with LIBRARY:
+            piece: str | None = self._stream.step(self._backend, self._held[self._given :])
+        self._given = len(self._held)
+        if piece is None:
+            return ""
+        self._settled, self._held, self._given = self._held, [], 0
         return piece
 
     def finish(self) -> str:
-        """Return the text that is still held, with unfinished characters as U+FFFD, and start anew."""
-        text = self._text()
-        piece = text[self._settled :]
-        self._ids.clear()
-        self._start = self._settled = 0
-        return piece
-
-    def _hold(self, text: str) -> str:
-        """Hand out all but the last character, which further bytes may still change."""
-        piece = text[self._settled : -1]
-        self._settled = len(text) - 1
-        if len(self._ids) > 4 * _CHARACTER_BYTES:
-            # Unreadable bytes only. UTF-8 finds its step again within one character, and a token has at
-            # least one byte, so as many tokens as a character has bytes decode to the same ending.
-            self._ids = self._ids[-_CHARACTER_BYTES:]
-            self._start = 0
-            self._settled = len(self._text()) - 1
-        return piece
-
-    def _text(self) -> str:
+        """Return the text that is still held, with unfinished characters as U+FFFD, and restart."""
         with LIBRARY:
-            text: str = self._backend.decode(self._ids, skip_special_tokens=True)
-        return text
+            settled: str = self._backend.decode(self._settled, skip_special_tokens=True)
+            text: str = self._backend.decode(self._settled + self._held, skip_special_tokens=True)
+        self._restart()
+        return text[len(settled) :]
+
+    def _restart(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+        # Tokens of the last piece, tokens after it, and how many of those the stream has.
+        self._settled: list[int] = []
+        self._held: list[int] = []
+        self._given = 0
 
 
 class NoText:

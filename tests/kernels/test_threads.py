@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,9 +125,12 @@ def test_a_refused_pin_is_said_and_changes_nothing(caplog):
 def test_platforms_without_affinity(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [4, 2])
+    assert allowed_cores() == (2, 4)
+    monkeypatch.delattr(psutil.Process, "cpu_affinity")
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 6)
     assert allowed_cores() == (0, 1, 2, 3, 4, 5)
     assert pin_current_thread((0,)) is False
     assert split_threads() == ThreadSplit((0, 1, 2), (3, 4, 5))
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: None)
     assert allowed_cores() == (0,)

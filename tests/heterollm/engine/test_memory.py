@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 import heterollm.engine.memory
@@ -81,9 +83,7 @@ def test_nothing_is_refused_where_the_system_is_silent(monkeypatch: pytest.Monke
 
 
 def test_the_system_says_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  100 kB\nMemFree:  1 kB\nMemAvailable:  64 kB\n")
-    monkeypatch.setattr(heterollm.engine.memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 1024))
     monkeypatch.setattr(heterollm.engine.memory, "CGROUP", tmp_path)
     assert available_bytes() == 64 * 1024
     (tmp_path / "memory.max").write_text("max\n")
@@ -92,7 +92,11 @@ def test_the_system_says_what_is_available(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "memory.current").write_text("40000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000\nactive_file 2000\n")
     assert available_bytes() == 15000
-    meminfo.write_text("no such line")
+
+    def silent() -> None:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", silent)
     assert available_bytes() is None
 
 

@@ -3,6 +3,7 @@ import os
 import shutil
 from importlib import resources
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -191,7 +192,7 @@ def test_values_that_are_no_numbers(model, value):
 
 
 @pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
-def test_a_truncated_shard_names_file_and_tensor(model, kept):
+def test_a_truncated_shard_is_named(model, kept):
     folder = model("sharded")
     shard = sorted(folder.glob("*.safetensors"))[1]
     size = shard.stat().st_size
@@ -200,7 +201,7 @@ def test_a_truncated_shard_names_file_and_tensor(model, kept):
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(folder)
     assert shard.name in str(caught.value)
-    assert any(name in str(caught.value) for name in header if name != "__metadata__")
+    assert "Download it again; it may be cut short." in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100])
@@ -253,9 +254,10 @@ def test_a_header_longer_than_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("padding", range(4))
-def test_tensors_need_not_be_aligned(tmp_path, padding):
-    values = np.float32([1.5, -2.25])
-    text = json.dumps({"a": entry()}).encode() + b" " * padding
+@pytest.mark.parametrize(("name", "dtype"), [("F32", np.float32), ("BF16", ml_dtypes.bfloat16)])
+def test_tensors_need_not_be_aligned(tmp_path, padding, name, dtype):
+    values = np.array([1.5, -2.25], dtype)
+    text = json.dumps({"a": entry(name, offsets=(0, values.nbytes))}).encode() + b" " * padding
     write_raw(tmp_path / SAFETENSORS, text, values.tobytes())
     np.testing.assert_array_equal(Checkpoint(tmp_path).read("a"), values)
 
