@@ -10,9 +10,14 @@ Names are loaded on first use, so importing the package is quick and needs no de
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 
 import lazy_loader
+
+# ONNX Runtime reads this when it is first imported, here or in a child process, and else keeps a device id
+# and a queue of events for its vendor under the user's cache folder.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__ += ["__version__"]

@@ -183,7 +183,7 @@ class Checkpoint:
     def content_hash(self, progress: Callable[[int, int], None] | None = None) -> str:
         """Return the SHA-256 over ``config.json`` and all safetensors files in use, as hexadecimal digits.
 
-        Each file is read once; its digest is kept until its path, size or modification time changes.
+        Each file is read once; its digest is kept until its path or stamp changes (:class:`FileIndex`).
 
         Args:
             progress: Called with bytes read and bytes in all while files are read.

@@ -56,6 +56,6 @@ def no_profile(
     kind = "" if precision == "w4a16" else f" --precision {precision}"
     kind += "" if group_size == 32 else f" --group-size {group_size}"
     return ProfileError(
-        f"The device {device!r} has no profile with these threads, and a plan needs one.",
+        f"The device {device!r} has no profile with these threads that can plan.",
         fix=f"Run `heterollm profile --device {device} --model {model}{kind}`.",
     )

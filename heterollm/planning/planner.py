@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from heterollm.solver import Slices, Solver
 
 __all__ = ["ProfiledModel", "Solved", "solve_plan", "stored_profile"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -290,12 +293,25 @@ def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
 
 
 def stored_profile(device: Device) -> Profile | None:
-    """Return the profile of an opened device; None if it has none.
+    """Return the profile of an opened device; None if it has none, or none that can plan yet.
+
+    A first profile that was stopped, or that another process is still measuring, holds too few linear layers
+    to predict others from at first. From then on it counts, whatever its last run did.
 
     Raises:
         ProfileError: The file is damaged.
     """
+    from heterollm.profiler.predict import fitted_predictor
     from heterollm.profiler.records import Profile, profile_path
 
     path: Path = profile_path(device.name, device.fingerprint())
-    return Profile.load(path) if path.exists() else None
+    if not path.exists():
+        return None
+    profile = Profile.load(path)
+    if not any(run["finished"] for run in profile.runs.values()):
+        try:
+            fitted_predictor(profile)
+        except ProfileError as error:
+            logger.warning("The profile is unfinished, and plans cannot use it yet: %s", error)
+            return None
+    return profile

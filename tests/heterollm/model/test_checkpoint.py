@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 from importlib import resources
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -375,6 +376,32 @@ class TestContentHash:
         seen.clear()
         assert Checkpoint(folder).content_hash(lambda done, total: seen.append((done, total))) == first
         assert seen == []
+
+    @pytest.mark.parametrize("how", ["written in place", "moved here"])
+    @pytest.mark.parametrize("inodes", [True, False])
+    def test_sees_other_weights_of_equal_size_and_time(self, model, tmp_path, monkeypatch, how, inodes):
+        """With the modification time restored, as `cp -p`, `rsync -t` and unpacked archives do."""
+        folder = model()
+        weights = folder / SAFETENSORS
+        if not inodes:
+            real = Path.stat
+
+            def stat(path, **options):
+                found = real(path, **options)
+                return os.stat_result([0 if index == 1 else value for index, value in enumerate(found)])
+
+            monkeypatch.setattr(Path, "stat", stat)
+        first = Checkpoint(folder).content_hash()
+        before = os.stat(weights)  # noqa: PTH116 - that of Path is patched
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        target = weights if how == "written in place" else tmp_path / "other"
+        target.write_bytes(content)
+        os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+        target.replace(weights)
+        after = os.stat(weights)  # noqa: PTH116
+        assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert Checkpoint(folder).content_hash() != first
 
     @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 5}', b"\xff", b'{"a": ["1 2", 7]}'])
     def test_a_damaged_index_is_made_again(self, model, tmp_path, content):

@@ -22,7 +22,7 @@ from heterollm.planning import LoadOptions, ProfiledModel, Solved, solve_for
 from heterollm.planning.planner import solve_plan, solver_of
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.predict import fitted_predictor
-from heterollm.profiler.records import LinearKey, Profile, Record, profile_path
+from heterollm.profiler.records import HandOverKey, LinearKey, LinearPoint, Profile, Record, profile_path
 from heterollm.profiler.work import enumerate_points
 from heterollm.report.plan import _reasons
 from heterollm.solver import NpuLimits, Plan, PlanRequest, Solver, predict_pass
@@ -110,6 +110,35 @@ def test_without_a_profile_auto_is_the_gpu_and_tensor_says_what_to_run(folder, t
         assert llm.plan.level == "gpu"
     with pytest.raises(OptionError, match="heterollm profile"):
         LLM.load(folder, device="host", plan="tensor", context=64)
+
+
+@pytest.mark.parametrize("held", ["nothing", "hand-overs", "a linear layer"])
+def test_an_unfinished_first_profile_counts_as_none(held, folder, tmp_path, monkeypatch, capsys) -> None:
+    """One that was stopped by Ctrl-C, or that another process is still measuring."""
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    device = open_device("host")
+    begun = Profile.of(device)
+    begun.runs["1.000"] = {"started_s": 1.0, "since_s": 1.0, "finished": False}
+    if held != "nothing":
+        begun.add(Record(HandOverKey("sleep_poll", 300), (41.0,)))
+    if held == "a linear layer":
+        point = LinearPoint("o", (256,), 256, 32, 4, 32, form="matmul_nbits")
+        begun.add(Record(LinearKey("npu", point, "graph-1"), (100.0,)))
+    begun.save(profile_path(device.name, device.fingerprint()))
+
+    assert main(["generate", str(folder), "a", "--max-new-tokens", "2", "--device", "host"]) == 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "plan gpu" in shown
+    assert "The profile is unfinished, and plans cannot use it yet" in shown
+    assert main(["plan", str(folder), "--device", "host"]) == 1
+    assert "Run `heterollm profile" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_profile_that_can_plan_counts_while_a_run_on_it_is_unfinished(profile, folder) -> None:
+    profile.runs["1.000"] = {"started_s": 1.0, "since_s": 1.0, "finished": False}
+    profile.save(profile_path(profile.device, profile.fingerprint))
+    with LLM.load(folder, device="host", context=256) as llm:
+        assert llm.plan.level in ("tensor", "block")
 
 
 @pytest.mark.parametrize("level", ["tensor", "block"])
