@@ -18,7 +18,17 @@ from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text
 from heterollm.kernels.sim.soc.power_model import split_joules
 from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, check_value, quantities, sections
 
-__all__ = ["TABLE_FILE", "soc_of", "starting_values", "texts", "with_power", "write_files", "write_table"]
+__all__ = [
+    "SLOWER",
+    "TABLE_FILE",
+    "additive_watts",
+    "soc_of",
+    "starting_values",
+    "texts",
+    "with_power",
+    "write_files",
+    "write_table",
+]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "kernels" / "sim" / "soc"
@@ -27,10 +37,17 @@ NAME: Final = "snapdragon-8gen3"
 ELITE: Final = "snapdragon-8elite"
 
 LAYER_WATTS: Final = 2.23
-"""Average power of a prefill of 256 tokens of Llama-3-8B at layer level (HeteroLLM v2)."""
+"""Average power of a prefill of 256 tokens of Llama-3-8B at layer level (HeteroLLM, section 5.6)."""
 
 ENERGY_RATIO: Final = 5.87
-"""Energy of that prefill by another engine on the GPU alone over tensor level's (HeteroLLM v2)."""
+"""Energy of that prefill by PPL-OpenCL, on the GPU alone, over tensor level's (HeteroLLM, section 5.6)."""
+
+SLOWER: Final = 2.99 * 1.244
+"""Time of that prefill by PPL-OpenCL over tensor level's (HeteroLLM, sections 5.2.1 and 5.6): 3.72."""
+
+TENSOR_WATTS: Final = 1.232 * LAYER_WATTS
+PPL_WATTS: Final = TENSOR_WATTS / (1 - 0.367)
+"""Average power at tensor level and of PPL-OpenCL (HeteroLLM, section 5.6)."""
 
 OVER_MNN: Final = 4.36
 OVER_MLC: Final = 9.99
@@ -53,8 +70,8 @@ class Assumed:
 
     Args:
         base_share: Share of the base in 2.23 W.
-        engine: What else took 5.87 times the energy, in words.
-        slower: Time of that engine's GPU-only prefill over tensor level's.
+        engine: How slow PPL-OpenCL, which took 5.87 times the energy, is taken to be, in words.
+        slower: Time of its prefill over tensor level's by that assumption.
         dram_joules_per_gbyte: Of a gigabyte moved: 2 to 3 pJ a bit.
         poll_watts: Of a polling core.
     """
@@ -71,9 +88,11 @@ SPLITS: Final[Mapping[str, Assumed]] = {
     "balanced": Assumed(0.3, "between MNN and MLC", OVER_MIDDLE, 0.02, 0.2),
     "mostly_active": Assumed(0.1, "as slow as MNN", OVER_MNN, 0.025, 0.3),
 }
-"""Which engine took 5.87 times the energy is not known here. The slower it was, the less the GPU draws, and
-so it does with a larger base: pairing the ends of both spans the energy of GPU work. A power below zero is
-refused."""
+"""What was assumed before section 5.6 was at hand, which names PPL-OpenCL and publishes three powers. The
+slower it is taken to be, the less the GPU draws, and so it does with a larger base: pairing the ends of both
+spans the energy of GPU work. A power below zero is refused. No split is right: PPL-OpenCL takes
+:data:`SLOWER`, which is less than all of them assume, and with the modelled shares of time the published
+watts refute an additive model (:func:`additive_watts`)."""
 
 
 def starting_values() -> dict[str, float]:
@@ -91,20 +110,20 @@ def soc_of(values: Mapping[str, float]) -> SocParameters:
 
 
 def times_modelled(soc: SocParameters, assumed: Assumed) -> float:
-    """Return how much longer than the modelled GPU-only prefill of 256 tokens the other engine's takes."""
+    """Return the assumed time of PPL-OpenCL's prefill of 256 tokens over the modelled GPU-only one's."""
     tensor_us, alone_us = (run(soc, LLAMA_3_8B, 256, level).elapsed_us for level in ("tensor", "gpu"))
     return assumed.slower * tensor_us / alone_us
 
 
 def with_power(values: Mapping[str, float]) -> dict[str, float]:
-    """Return values with the three splits of power, each of which meets both published numbers."""
+    """Return values with the three splits of power, each of which meets two published numbers."""
     soc, done = soc_of(values), dict(values)
     layer, tensor, alone = (run(soc, LLAMA_3_8B, 256, level).usage() for level in ("layer", "tensor", "gpu"))
     for name, assumed in SPLITS.items():
         base, longer = assumed.base_share * LAYER_WATTS, times_modelled(soc, assumed)
         dram, poll = assumed.dram_joules_per_gbyte, assumed.poll_watts
         known = PowerSplit(base, 0.0, 0.0, dram, poll)
-        # Of the other engine: the base runs and the GPU is busy for longer, and as many bytes move.
+        # Of PPL-OpenCL: the base runs and the GPU is busy for longer, and as many bytes move.
         other = split_joules(known, alone) + base * (longer - 1) * alone.elapsed_us / 1e6
         seconds = np.array(
             [
@@ -129,6 +148,17 @@ def with_power(values: Mapping[str, float]) -> dict[str, float]:
         ):
             done[f"power.{name}.{field}"] = float(f"{value:.4g}")
     return done
+
+
+def additive_watts(soc: SocParameters) -> tuple[float, float, float]:
+    """Return the watts of base, GPU and NPU that would meet all three published powers.
+
+    Layer level, tensor level and the GPU alone, each busy for the modelled shares of its time.
+    """
+    used = [run(soc, LLAMA_3_8B, 256, level).usage() for level in ("layer", "tensor", "gpu")]
+    shares = [[1.0, one.gpu_busy_us / one.elapsed_us, one.npu_busy_us / one.elapsed_us] for one in used]
+    base, gpu, npu = np.linalg.solve(shares, [LAYER_WATTS, TENSOR_WATTS, PPL_WATTS]).tolist()
+    return base, gpu, npu
 
 
 DESCRIPTION: Final = (
@@ -166,11 +196,11 @@ def texts(soc: SocParameters) -> dict[str, str]:
     notes = {name: known.note for name, known in KNOWN.items()}
     for name, assumed in SPLITS.items():
         told = (
-            f"Assumed: the base is {assumed.base_share:.0%} of {LAYER_WATTS} W, and the other engine, which "
-            f"is not known, is {assumed.engine}: its GPU-only prefill takes {assumed.slower:.2f} times "
-            f"tensor level's time, {times_modelled(soc, assumed):.2f} times that of the modelled GPU alone. "
+            f"Assumed: the base is {assumed.base_share:.0%} of {LAYER_WATTS} W, and PPL-OpenCL is "
+            f"{assumed.engine}: its prefill takes {assumed.slower:.2f} times tensor level's time (published: "
+            f"{SLOWER:.2f}), {times_modelled(soc, assumed):.2f} times that of the modelled GPU alone. "
             f"Watts of GPU and NPU then follow from {LAYER_WATTS} W at layer level and an energy ratio of "
-            f"{ENERGY_RATIO} (HeteroLLM v2)."
+            f"{ENERGY_RATIO} (HeteroLLM, section 5.6)."
         )
         notes[f"power.{name}.base_watts"] = told
         notes[f"power.{name}.dram_joules_per_gbyte"] = "Assumed: 2 to 3 pJ for each bit."

@@ -91,7 +91,8 @@ KNOWN: Final[Mapping[str, Known]] = {
         0.0,
         "prior",
         "A tile of unpacked rows (32 x 14336 x 2 bytes = 0.9 MB) fits a cache before DRAM. With 1 no cut of "
-        "FFN-down pays in decode; with 0 it does, and both published gains in decode come out.",
+        "FFN-down pays in decode; with 0 it does, and both published gains in decode come out: so it was "
+        "chosen.",
     ),
     "npu.vector_gbps": Known(
         50.0, "prior", "As spilled rows; sums of chunks and activations inside a block."

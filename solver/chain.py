@@ -1,8 +1,9 @@
 """The solver: the cheapest placement of every group, along the whole chain of groups.
 
-A group's cheapest placement is its cheapest in the chain (:mod:`heterollm.solver.pricing`), so the chain is
-the shortest path over its places, in which the feed-forward network has two ways: an edge for each of its two
-groups, or one that spans both. All layers share one placement for each group.
+A group's cheapest placement is its cheapest in the chain (:mod:`heterollm.solver.pricing`), so the chain
+costs the sum of the cheapest placements of its groups. The feed-forward network has two ways: a placement
+for each of its two groups, or one that spans both; the cheaper counts. All layers share one placement for
+each group.
 """
 
 from __future__ import annotations

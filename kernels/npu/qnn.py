@@ -1,8 +1,8 @@
 """The NPU part of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
 
 One static graph per part and length: compiled, closed, then loaded from its cached context binary, because
-compiled sessions are heavy and loaded ones map their weights. Features that only a device can prove (weights
-shared between lengths, the rpcmem allocator, power modes) are off.
+compiled sessions are heavy and loaded ones map their weights. Weights shared between lengths, the rpcmem
+allocator and power modes are not used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Energy from the times that parts are busy, as a range, and the time that NPU graphs take to build.
 
-Two numbers about power were published for the 8 Gen 3. They cannot tell what base, GPU, NPU and memory draw,
-so a file states three splits that agree with them, and results are the least, middle and most of the three:
-a range between assumptions, not an error bar.
+A file states three splits of power into base, GPU, NPU and memory. They agree with two published numbers,
+and results are the least, middle and most of the three: a range between assumptions, not an error bar.
+HeteroLLM's section 5.6 publishes three powers, and no split meets all of them (docs/soc-model.md).
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def test_the_whole_stack_says_what_was_published_of_a_large_model():
         (long.prefill.tokens_per_second, 247.9),
         (decode["tensor"], 14.01),
         (decode["tensor"] / decode["gpu"], 1.227),
-        (decode["tensor"] / decode["driver"], 4.01),
+        (decode["tensor"] / decode["driver"], 4.01),  # in no fit, but it chose where spilled rows go
     ):
         assert simulated == pytest.approx(published, rel=0.05)
 
