@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from heterollm.simulate.paper import (
+from paper_cases import (
     DECODE_AFTER,
     DRIVER,
     GPU,
@@ -22,8 +22,6 @@ from heterollm.simulate.paper import (
     PaperRows,
     ratio,
 )
-
-__all__ = ["PUBLISHED", "Comparison", "Published", "comparisons"]
 
 Use: TypeAlias = Literal["fitted", "not fitted", "power only"]
 """Whether the parameters were fitted to a number; ``power only``: the split of power was made to meet it."""
