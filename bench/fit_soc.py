@@ -21,7 +21,7 @@ from soc_files import TABLE_FILE, soc_of, starting_values, with_power, write_fil
 from soc_numbers import NUMBERS, markdown, residuals
 from soc_values import FREE
 
-from heterollm.kernels.sim import load_soc
+from heterollm.kernels.sim.soc.parameters import load_soc
 
 STARTS: Final = 4
 MECHANISMS: Final[Mapping[str, Mapping[str, float]]] = {

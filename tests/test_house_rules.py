@@ -126,7 +126,7 @@ def test_modules_import_each_other_without_circles() -> None:
     assert sorted(left) == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.name)
 def test_a_bench_finds_what_it_imports(path: Path) -> None:
     """Inside functions as well: nothing else runs most scripts, and some need libraries of their own."""
     for target, name in imports_of(ast.parse(path.read_text("utf-8"))):

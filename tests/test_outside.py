@@ -117,7 +117,6 @@ RUNS = {
     "demo": f"demo --device {SIMULATED} --max-new-tokens 2 --json",
     "bench": f"bench MODEL --device {SIMULATED} --plan-level tensor -p 33 -n 1 -r 1 "
     "--out bench.jsonl -o json",
-    "paper": "paper --from ROOT/bench/results/simulated_paper.jsonl --json",
     "doctor": f"doctor --device {SIMULATED} --json",
     "cache list": "cache list --json",
 }
@@ -289,8 +288,6 @@ CALLS = (
     "generate MODEL hello --precision int3",
     "generate MODEL hello --device nonsense",
     "generate ./missing hello",
-    "paper --from missing.jsonl",
-    "paper --model nonsense",
     "plan",
     "plan ./missing",
     f"plan MODEL --device {SIMULATED}",

@@ -41,7 +41,6 @@ from .output_file import save_file as save_file
 from .progress import Progress as Progress
 from .progress import silent as silent
 from .section import Section as Section
-from .section import markdown_page as markdown_page
 from .section import markdown_table as markdown_table
 from .strict_json import parse_json as parse_json
 from .terminal import discard_output as discard_output

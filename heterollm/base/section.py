@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import Final
 
-__all__ = ["Section", "markdown_page", "markdown_table"]
+__all__ = ["Section", "markdown_table"]
 
 LINE: Final = 118
 
@@ -40,11 +40,6 @@ class Section:
         # No hyphen ends a line: it would be read as one between words.
         parts += [f"{fill(note, LINE, break_on_hyphens=False)}\n" for note in self.notes]
         return "\n".join(parts)
-
-
-def markdown_page(sections: Sequence[Section]) -> str:
-    """Return several sections, one after the other."""
-    return "\n".join(section.to_markdown() for section in sections)
 
 
 def markdown_table(

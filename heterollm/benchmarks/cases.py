@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
+from heterollm.benchmarks.plugins import check_engine
 from heterollm.engine import SYNC_OPTIONS
 from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Precision
@@ -20,8 +21,6 @@ from heterollm.kernels.threads import split_threads
 from heterollm.solver import LENGTH_POLICIES
 
 __all__ = [
-    "ENGINES",
-    "ENGINES_THAT_ROUND",
     "LEVEL_NAMES",
     "Case",
     "Configuration",
@@ -31,12 +30,6 @@ __all__ = [
     "parse_threads",
     "with_baseline",
 ]
-
-ENGINES: Final = ("self", "llama.cpp", "transformers", "onnxruntime-genai")
-"""What can be compared; every one computes with the weights that heterollm computes with."""
-
-ENGINES_THAT_ROUND: Final = ("onnxruntime-genai",)
-"""Other engines with two ways to compute 4-bit weights: on float inputs and on ones rounded to int8."""
 
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
@@ -200,7 +193,8 @@ def expand(
     Raises:
         OptionError: A value is not legal, or nothing is left.
     """
-    _check(engines, ENGINES, "engine")
+    for engine in engines:
+        check_engine(engine)
     _check(policies, LENGTH_POLICIES, "length policy")
     _check(syncs, SYNC_OPTIONS, "sync")
     _check(precisions, get_args(Precision), "precision")
@@ -278,8 +272,7 @@ def _foreign(base: Configuration) -> Configuration:
     # Which part the threads belong to means nothing to others, so that equal totals are one row; and rounded
     # inputs are ours, of the same weights.
     threads = None if base.threads is None else (sum(base.threads), 0)
-    rounds = base.engine in ENGINES_THAT_ROUND
-    precision: Precision = "w4a16" if base.precision == "w4a8" and not rounds else base.precision
+    precision: Precision = "w4a16" if base.precision == "w4a8" else base.precision
     return replace(
         base, plan_level="", length_policy="", sync="", device="", threads=threads, precision=precision
     )

@@ -34,7 +34,6 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 LIBRARIES: Final = (
     "numpy",
     "onnxruntime",
-    "onnxruntime-genai",
     "onnxruntime-qnn",
     "pyopencl",
     "pocl-binary-distribution",

@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine says of itself; every field of it goes into each row.
+    """What an engine says of itself; its rows have all but the fields that judge its logits.
 
     Args:
         engine_version: Version of the engine.
@@ -49,6 +49,8 @@ class Facts:
         model_size: Bytes of its weights as this engine holds them, without copies.
         model_n_params: Weights of its linear layers and embeddings.
         computes: Whether logits mean anything: a simulated device may know shapes and times only.
+        exact: Whether it computes in float32 by another's code, so that all others are held against it.
+        gate_db: What its logits must reach against the reference's; by default what its precision reaches.
         description: The device, or how the engine was built.
         notes: What to know about its numbers.
     """
@@ -62,6 +64,8 @@ class Facts:
     model_size: int
     model_n_params: int
     computes: bool = True
+    exact: bool = False
+    gate_db: float | None = None
     description: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from heterollm.base import OptionError
 from heterollm.benchmarks.engine import BenchEngine, Job
+from heterollm.benchmarks.plugins import load_plugin
 
 __all__ = ["open_engine"]
 
@@ -12,23 +12,11 @@ def open_engine(job: Job) -> BenchEngine:
     """Load a model with the engine that a job names.
 
     Raises:
-        HeteroLLMError: The engine is not installed, or cannot load the model.
+        HeteroLLMError: There is no such engine, or it cannot load the model.
     """
-    name = job.configuration.engine
-    if name == "self":
+    if job.configuration.engine == "self":
         from heterollm.benchmarks.engine_self import SelfEngine
 
         return SelfEngine(job)
-    if name == "llama.cpp":
-        from heterollm.benchmarks.engine_llama_cpp import LlamaCppEngine
-
-        return LlamaCppEngine(job)
-    if name == "transformers":
-        from heterollm.benchmarks.engine_transformers import TransformersEngine
-
-        return TransformersEngine(job)
-    if name == "onnxruntime-genai":
-        from heterollm.benchmarks.engine_genai import GenaiEngine
-
-        return GenaiEngine(job)
-    raise OptionError(f"There is no engine {name!r:.80}.")
+    engine: BenchEngine = load_plugin(job.configuration.engine)(job)
+    return engine

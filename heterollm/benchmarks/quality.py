@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Configuration
+from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.row_fields import QualityFields
 
 __all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "Quality", "judge", "sqnr_db"]
@@ -21,9 +22,7 @@ DECODED_TOKENS: Final = 8
 EXACT_DB: Final = 90.0
 HALF_DB: Final = 45.0
 ROUNDED_DB: Final = 28.0
-LLAMA_CPP_DB: Final = 25.0
-"""The gates of this project for logits: float32, half, inputs rounded to int8; llama.cpp rounds inputs with a
-scale in half and keeps the KV cache in half on top of that."""
+"""The gates of this project for logits: float32, half, inputs rounded to int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +68,26 @@ def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
 
 
 def judge(
-    logits: Mapping[Configuration, NDArray[Any]], dtypes: Mapping[Configuration, str]
+    logits: Mapping[Configuration, NDArray[Any]], facts: Mapping[Configuration, Facts]
 ) -> dict[Configuration, Quality]:
     """Compare the logits of configurations that compute with the same weights.
 
-    The reference of each set of weights is transformers in float32 if it takes part, else the first ``gpu``
-    without rounded inputs, else the first level without, else the first.
+    The reference of each set of weights is an exact engine if one takes part, else the first ``gpu`` without
+    rounded inputs, else the first level without, else the first.
 
     Args:
         logits: ``[positions, vocab]`` of each.
-        dtypes: In what a configuration's device keeps activations: ``float32`` or ``float16``.
+        facts: What the engine of each said of itself.
     """
     found: dict[Configuration, Quality] = {}
     for weights in dict.fromkeys(map(_weights, logits)):
         alike = [one for one in logits if _weights(one) == weights]
-        reference = min(alike, key=lambda one: (_rank(one), alike.index(one)))
+        reference = min(alike, key=lambda one: (_rank(one, facts[one]), alike.index(one)))
         exact = logits[reference]
         for one in alike:
             values = logits[one]
             same = float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1)))
-            gate = _gate_db(one, dtypes.get(one, "float32"))
+            gate = _gate_db(one, facts[one])
             found[one] = Quality(reference.label, sqnr_db(exact, values), gate, same)
     return found
 
@@ -97,8 +96,8 @@ def _weights(configuration: Configuration) -> tuple[str, int]:
     return ("fp16", 0) if configuration.precision == "fp16" else ("w4", configuration.group_size)
 
 
-def _rank(configuration: Configuration) -> int:
-    if configuration.engine == "transformers":
+def _rank(configuration: Configuration, facts: Facts) -> int:
+    if facts.exact:
         return 0
     if configuration.engine != "self":
         return 4
@@ -107,9 +106,9 @@ def _rank(configuration: Configuration) -> int:
     return 1 if configuration.plan_level == "gpu" else 2
 
 
-def _gate_db(configuration: Configuration, dtype: str) -> float:
-    if configuration.engine == "llama.cpp":
-        return LLAMA_CPP_DB
+def _gate_db(configuration: Configuration, facts: Facts) -> float:
+    if facts.gate_db is not None:
+        return facts.gate_db
     if configuration.precision == "w4a8":
         return ROUNDED_DB
-    return HALF_DB if dtype == "float16" else EXACT_DB
+    return HALF_DB if facts.description.get("activation_dtype") == "float16" else EXACT_DB

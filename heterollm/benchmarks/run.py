@@ -195,7 +195,7 @@ class _Bench:
         return labelled(path, simulated=facts is not None and facts.time_kind == "simulated")
 
     def _check_quality(self) -> None:
-        logits, dtypes = {}, {}
+        logits = {}
         configurations = self._options.configurations
         for done, configuration in enumerate(configurations):
             self._progress("Loading and comparing logits", done, len(configurations))
@@ -209,10 +209,8 @@ class _Bench:
                 self._fail(configuration, error)
                 continue
             logits[configuration] = decode_floats(answer["logits"])
-            description = self._crew.facts[configuration].description
-            dtypes[configuration] = str(description.get("activation_dtype", "float32"))
         self._progress("Loading and comparing logits", len(configurations), len(configurations))
-        self.quality = judge(logits, dtypes)
+        self.quality = judge(logits, self._crew.facts)
 
     def _sample(self, configuration: Configuration, case: Case) -> None:
         state = self.states[configuration, case]

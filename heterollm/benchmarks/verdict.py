@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from heterollm.benchmarks.cases import ENGINES_THAT_ROUND
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
 from heterollm.kernels.open import shares_cores
@@ -53,17 +52,15 @@ def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
 
 
 def groups_of(rows: Sequence[BenchRow]) -> dict[tuple[str, str], list[BenchRow]]:
-    """Return the rows by test and precision, in order; engines with one way to compute stand beside each."""
+    """Return the rows by test and precision, in order; other engines stand beside each precision."""
     found: dict[tuple[str, str], list[BenchRow]] = {}
     for row in rows:
         if row.engine == "self":
             found.setdefault((row.test, row.precision), []).append(row)
     for row in rows:
         if row.engine != "self":
-            own = row.engine in ENGINES_THAT_ROUND
-            keys = [key for key in found if key[0] == row.test and (not own or key[1] == row.precision)]
-            keys = keys or [(row.test, row.precision)]
-            for key in keys:
+            keys = [key for key in found if key[0] == row.test]
+            for key in keys or [(row.test, row.precision)]:
                 found.setdefault(key, []).append(row)
     return found
 

@@ -53,7 +53,7 @@ class WorkloadOptions:
 class ConfigurationOptions:
     """How it is computed; lists make a grid."""
 
-    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, onnxruntime-genai.")] = "self"
+    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, or another plug-in.")] = "self"
     plan_level: Annotated[
         str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")
     ] = "auto"

@@ -25,7 +25,6 @@ from heterollm.cli import complete as cli_complete
 from heterollm.cli import demo as cli_demo
 from heterollm.cli import devices as cli_device
 from heterollm.cli import generate as cli_generate
-from heterollm.cli import paper as cli_paper
 from heterollm.cli import plan as cli_plan
 from heterollm.cli import profile as cli_profile
 from heterollm.cli import simulate as cli_simulate
@@ -82,7 +81,6 @@ for group in (
     cli_bench.commands,
     cli_trace.commands,
     cli_simulate.commands,
-    cli_paper.commands,
     cli_cache.commands,
 ):
     app.add_typer(group)

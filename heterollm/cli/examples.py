@@ -67,7 +67,6 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm simulate --model llama-3-8b --prompt 300 --plan-level gpu",
         "heterollm simulate --gpu-load 60fps:5ms --what-if npu.execute_us=50",
     ),
-    "paper": ("heterollm paper", "heterollm paper --model llama-3-8b --jobs 2 --out paper-simulated.jsonl"),
     "cache": ("heterollm cache list", "heterollm cache clear graphs --yes"),
     "cache list": ("heterollm cache list", "heterollm cache list --json"),
     "cache clear": ("heterollm cache clear", "heterollm cache clear weights graphs --yes"),
@@ -88,7 +87,6 @@ SUMMARIES: Final[dict[str, str]] = {
     "bench": "Measure prefill and decode, beside other engines too.",
     "trace": "Say where the time of a recorded run went.",
     "simulate": "Run a model's shapes on a simulated phone.",
-    "paper": "Simulate HeteroLLM's evaluation.",
     "cache": "Look at and clear the cache.",
 }
 """What the list of commands says of each; their own help says more."""

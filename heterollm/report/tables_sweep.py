@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from heterollm.base import LABEL, InputError, OptionError, Section, atomic_path, check_target, labelled
+from heterollm.base import LABEL, InputError, OptionError, Section, check_target, labelled
 from heterollm.benchmarks import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
 from heterollm.simulate import ROW_FIELDS, SimulatedRow
 
@@ -17,8 +17,6 @@ __all__ = [
     "number",
     "read_simulated",
     "sweep_table",
-    "write_simulated",
-    "write_text",
 ]
 
 CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
@@ -86,28 +84,6 @@ def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
     """
     check_name(path)
     append_jsonl(path, rows)
-
-
-def write_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
-    """Write rows to a file of JSON lines, in place of what was there.
-
-    Raises:
-        OptionError: Its name does not say that it is simulated.
-        CacheError: It cannot be written.
-    """
-    write_text(path, to_jsonl(rows))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file of simulated times, in place of what was there.
-
-    Raises:
-        OptionError: Its name does not say that it is simulated.
-        CacheError: It cannot be written.
-    """
-    check_name(path)
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, "utf-8", newline="\n")
 
 
 def read_simulated(path: Path) -> list[SimulatedRow]:

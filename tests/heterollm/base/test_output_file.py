@@ -9,8 +9,7 @@ import pytest
 from heterollm.base import OptionError, check_folder, check_target, labelled
 from heterollm.benchmarks import append_jsonl, read_rows
 from heterollm.cli import generate as cli_generate
-from heterollm.report import read_simulated, write_simulated
-from heterollm.simulate import SimulatedRow, paper_cases
+from heterollm.report.tables_sweep import read_simulated
 from heterollm.trace import load_trace, save_trace
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
@@ -99,15 +98,6 @@ def test_a_timeline_that_cannot_be_written_is_refused_first(run, here, name):
     assert (code, out) == (1, "")
     assert "is a folder" in err
     assert names(here) == ["taken.simulated.json.png"]
-
-
-def test_paper_names_its_files(run, here):
-    write_simulated(here / "simulated.jsonl", [SimulatedRow.of(paper_cases()[0], error="no reason")])
-    code, _, err = run("paper", "--from", "simulated.jsonl", "--out", "rows.jsonl", "--page", "page.md")
-    assert code == 1  # its only case failed
-    assert "rows.simulated.jsonl" in err
-    assert "page.simulated.md" in err
-    assert names(here) == ["page.simulated.md", "rows.simulated.jsonl", "simulated.jsonl"]
 
 
 def test_profiles_are_named(run, here, sample_profile):

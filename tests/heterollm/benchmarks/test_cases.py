@@ -81,14 +81,6 @@ def test_other_engines_come_once_for_each_number_of_threads():
     assert len(found) == 5
 
 
-def test_an_engine_with_two_ways_to_compute_has_a_row_for_each():
-    found = expand(engines=["onnxruntime-genai"], precisions=["w4a16", "w4a8"], threads=[(1, 1)])
-    assert [one.label for one in found] == [
-        "onnxruntime-genai 4-bit, 2 threads",
-        "onnxruntime-genai w4a8, 2 threads",
-    ]
-
-
 def test_a_grid_is_everything_with_everything():
     found = expand(
         levels=["npu", "layer"], policies=["padding", "pipe"], precisions=["w4a16", "w4a8"], threads=[(1, 1)]

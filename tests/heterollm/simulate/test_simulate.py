@@ -10,7 +10,8 @@ from heterollm.base import CheckpointError, OptionError, ProfileError, cache_roo
 from heterollm.cli import main
 from heterollm.cli.simulate import parse_load, parse_overrides
 from heterollm.kernels.open import open_device
-from heterollm.kernels.sim import GpuLoad, load_soc
+from heterollm.kernels.sim import GpuLoad
+from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.model import find_model
 from heterollm.profiler import compare
 from heterollm.profiler.records import Profile

@@ -17,8 +17,8 @@ from heterollm.benchmarks import BenchRow, read_rows
 from heterollm.benchmarks.comparison import compare_row_sets
 from heterollm.cli import main
 from heterollm.kernels.sim import GpuLoad
-from heterollm.report import append_simulated, read_simulated
-from heterollm.report.tables_sweep import sweep_table
+from heterollm.report import append_simulated
+from heterollm.report.tables_sweep import read_simulated, sweep_table
 from heterollm.simulate import ROW_FIELDS, SimulatedRow, SimulationRequest, expand, run_sweep
 from heterollm.simulate.sweep import run_case
 

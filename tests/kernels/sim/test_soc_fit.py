@@ -12,7 +12,8 @@ from types import ModuleType
 import pytest
 
 from heterollm.base import OptionError
-from heterollm.kernels.sim import SocParameters, energy, load_soc
+from heterollm.kernels.sim import SocParameters, energy
+from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.kernels.sim.soc.power_model import split_joules
 
 ROOT = Path(__file__).resolve().parents[3]

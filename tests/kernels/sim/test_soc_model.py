@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import GpuWork
 from heterollm.kernels.npu import Form
-from heterollm.kernels.sim import SocParameters, Usage, energy, load_soc, soc_names
+from heterollm.kernels.sim import SocParameters, Usage, energy, soc_names
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.memory_model import granted_gbps, shared_rates, together_us
 from heterollm.kernels.sim.soc.npu_model import BLOCK_FORMS, SLICE_FORMS, NpuWork, npu_time
+from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.kernels.sim.soc.power_model import build_us
 
 SOC = load_soc("snapdragon-8gen3")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.base import HeteroLLMError, OptionError
-from heterollm.kernels.sim import load_soc, soc_names
-from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text, parse_soc
+from heterollm.kernels.sim import soc_names
+from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text, load_soc, parse_soc
 from heterollm.kernels.sim.soc.quantities import quantities
 
 FOLDER = resources.files("heterollm.kernels.sim.soc")

@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from heterollm.kernels.sim import load_soc
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.kernels.sim.soc.parameters import load_soc
 
 ROOT = Path(__file__).resolve().parents[3]
 SOC = load_soc("snapdragon-8gen3")

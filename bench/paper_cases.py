@@ -1,4 +1,4 @@
-"""What is simulated of HeteroLLM's evaluation (arXiv 2501.14794, section 5), and how its rows are found."""
+"""The cases of HeteroLLM's evaluation (arXiv 2501.14794, section 5) that `paper.py` simulates, and rows."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate.request import LengthChoice, SimulatedSync, SimulationRequest
-from heterollm.simulate.row import SimulatedRow, load_text
-
-__all__ = [
-    "LENGTHS",
-    "LOADS",
-    "ODD_LENGTHS",
-    "OWN_WAYS",
-    "PAPER_MODELS",
-    "PAPER_WAYS",
-    "PaperRows",
-    "Way",
-    "paper_cases",
-]
+from heterollm.simulate import SimulatedRow, SimulationRequest
+from heterollm.simulate.request import LengthChoice, SimulatedSync
+from heterollm.simulate.row import load_text
 
 PAPER_MODELS: Final = ("llama-3-8b", "llama-2-7b", "llama-3.2-3b", "internlm2-1.8b")
 LENGTHS: Final = (64, 256, 1024)

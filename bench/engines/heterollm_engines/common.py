@@ -1,4 +1,4 @@
-"""What other engines have in common: what a row says of them, and how those run that hold one sequence."""
+"""Bases of other engines: the account of a sample, and the test of an engine that holds one sequence."""
 
 from __future__ import annotations
 

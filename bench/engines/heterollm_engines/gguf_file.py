@@ -11,16 +11,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import atomic_path, locked
-from heterollm.benchmarks.plain_llama import BLOCK, check_plain_llama
+from heterollm.base import UnsupportedModelError, atomic_path, locked
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, take_rows
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 
 __all__ = ["ggml_blocks", "write_gguf"]
+
+BLOCK: Final = 32
+"""Weights that share a scale."""
 
 NAMES: Final = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
@@ -46,7 +47,7 @@ def write_gguf(folder: Path, path: Path | None = None) -> Path:
     """
     path = folder / "model.gguf" if path is None else path
     checkpoint, config = Checkpoint(folder), ModelConfig.from_folder(folder)
-    check_plain_llama(config, "GGUF")
+    _check_plain(config)
     newest = max(file.stat().st_mtime for file in folder.glob("*.safetensors"))
     with locked(path):
         if path.is_file() and path.stat().st_mtime > newest:
@@ -57,7 +58,24 @@ def write_gguf(folder: Path, path: Path | None = None) -> Path:
     return path
 
 
+def _check_plain(config: ModelConfig) -> None:
+    """Refuse models that llama.cpp would compute otherwise: plain Llama models alone are written.
+
+    Raises:
+        UnsupportedModelError: The model has other features.
+    """
+    widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
+    plain = config.model_type == "llama" and config.rope.kind == "default" and not config.qkv_bias
+    if not plain or config.o_bias or config.mlp_bias or any(width % BLOCK for width in widths):
+        raise UnsupportedModelError(
+            f"A {config.family} model with these features is not written as GGUF.",
+            fix="Leave the engine out, or compare a Llama model without biases and RoPE scaling.",
+        )
+
+
 def _write(path: Path, weights: ModelWeights) -> None:
+    import gguf
+
     config = weights.config
     writer = gguf.GGUFWriter(path, "llama")
     _write_header(writer, config)
@@ -111,6 +129,8 @@ def _interleaved_rows(config: ModelConfig, weight: LinearWeight) -> list[tuple[i
 
 def _add(writer: Any, name: str, weight: LinearWeight) -> None:  # noqa: ANN401
     assert isinstance(weight, QuantizedTensor)
+    import gguf
+
     kind = gguf.GGMLQuantizationType.Q4_0 if weight.bits == 4 else gguf.GGMLQuantizationType.Q8_0
     writer.add_tensor(name, ggml_blocks(weight), raw_dtype=kind)
 

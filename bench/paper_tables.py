@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
-from heterollm.base import Section, markdown_page
-from heterollm.report.tables_sweep import number
-from heterollm.simulate import (
+from paper_cases import (
     DECODE_AFTER,
     DECODED,
     DRIVER,
@@ -24,22 +22,23 @@ from heterollm.simulate import (
     RESOLVED,
     TENSOR,
     PaperRows,
-    SimulatedRow,
     Way,
-    comparisons,
-    load_text,
     ratio,
 )
+from paper_published import comparisons
 
-__all__ = ["paper_page", "paper_tables"]
+from heterollm.base import Section
+from heterollm.report.tables_sweep import number
+from heterollm.simulate import SimulatedRow
+from heterollm.simulate.row import load_text
 
 PAGE_HEAD: Final = """\
 # HeteroLLM's evaluation, simulated
 
-Written by `heterollm paper`; the rows are in `bench/results/simulated_paper.jsonl`:
+Written by `bench/paper.py`; the rows are in `bench/results/simulated_paper.jsonl`:
 
 ```
-heterollm paper --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
+python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
 ```
 
 **Nothing here was measured.** Every number but those called published comes from the model of a SoC that
@@ -90,7 +89,7 @@ def paper_page(rows: Sequence[SimulatedRow]) -> str:
     failed = sum(row.error is not None for row in rows)
     cases = f"{len(rows)} cases on {socs or 'nothing'}{f', {failed} of which failed' if failed else ''}."
     head = f"{PAGE_HEAD}\n{cases}\n"
-    return f"{head}\n{markdown_page(list(paper_tables(found)))}"
+    return "\n".join([head, *(table.to_markdown() for table in paper_tables(found))])
 
 
 def paper_tables(rows: PaperRows) -> Iterator[Section]:

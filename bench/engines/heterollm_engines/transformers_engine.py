@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from heterollm.base import DeviceError
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job, one_by_one
-from heterollm.benchmarks.foreign import ForeignEngine
 from heterollm.benchmarks.work import Work, work_of
 from heterollm.model import Checkpoint, ModelConfig, load_weights
+from heterollm_engines.common import ForeignEngine
 
 __all__ = ["TransformersEngine"]
 
@@ -70,6 +70,7 @@ class TransformersEngine(ForeignEngine):
             model_size=4 * self._parameters,
             model_n_params=self._parameters,
             description={"torch": self._torch.__version__, "threads": self._threads},
+            exact=True,
             notes=("computes with heterollm's quantised weights written out in float32",),
         )
 

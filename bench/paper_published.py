@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from heterollm.simulate.paper import (
+from paper_cases import (
     DECODE_AFTER,
     DRIVER,
     GPU,
@@ -26,8 +26,6 @@ from heterollm.simulate.paper import (
     Way,
     ratio,
 )
-
-__all__ = ["PUBLISHED", "Comparison", "Published", "comparisons"]
 
 Use: TypeAlias = Literal["fitted", "input", "chose a parameter", "power only", "predicted", "not simulated"]
 """What the model made of a number: its parameters were fitted to it (``fitted``), it is a parameter

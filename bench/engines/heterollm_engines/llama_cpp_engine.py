@@ -1,6 +1,6 @@
 """llama.cpp as one of the engines, through llama-cpp-python's bindings of its C functions.
 
-It reads the same 4-bit weights, bit for bit, from a GGUF file of :mod:`heterollm.benchmarks.gguf_twin`. Its
+It reads the same 4-bit weights, bit for bit, from a GGUF file of :mod:`heterollm_engines.gguf_file`. Its
 inputs are rounded to 8 bits in blocks of 32, as ``w4a8`` rounds them, and its KV cache is FP16.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,20 +19,59 @@ from numpy.typing import NDArray
 from heterollm.base import DeviceError, EngineError, OptionError, cache_root
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
-from heterollm.benchmarks.foreign import SteppedEngine
 from heterollm.benchmarks.work import Work, work_of
+from heterollm.kernels.gpu.pocl_target import TARGETS, chosen_target
 from heterollm.model import ModelConfig, op_specs
+from heterollm_engines.common import SteppedEngine
+from heterollm_engines.gguf_file import write_gguf
 
 __all__ = ["LlamaCppEngine", "gguf_path"]
 
 CHUNK: Final = 512
 """Tokens that llama.cpp computes at a time by default (``n_ubatch``)."""
 
+GATE_DB: Final = 25.0
+"""The logits' gate: inputs are rounded with a scale in half, and the KV cache is in half on top of that."""
+
+FEATURES: Final = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX512": "avx512f",
+    "AVX_VNNI": "avx_vnni",
+    "AVX512_VNNI": "avx512_vnni",
+    "AMX_INT8": "amx_int8",
+}
+"""Names of instructions in llama.cpp's account of its build, as the processor's flags."""
+
 
 def gguf_path(folder: Path) -> Path:
     """Return where the GGUF file of a checkpoint's folder is kept: in the cache."""
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return cache_root() / "gguf" / f"{name}.gguf"
+
+
+def check_instructions(built_for: str) -> None:
+    """Refuse to compare where heterollm is limited to an older processor and llama.cpp is not.
+
+    Args:
+        built_for: llama.cpp's account of its build.
+
+    Raises:
+        OptionError: They use different instructions.
+    """
+    chosen = chosen_target()
+    if chosen is None:
+        return
+    may = dict(TARGETS)[chosen] & set(FEATURES.values())
+    uses = {flag for name, flag in FEATURES.items() if re.search(rf"\b{name} = 1\b", built_for)}
+    if uses != may:
+        built, limits = (", ".join(sorted(flags)) or "none" for flags in (uses, may))
+        raise OptionError(
+            f"llama.cpp is built for {built}, and heterollm is limited to {chosen}, which has {limits}.",
+            fix="Build llama-cpp-python for the same instructions with CMAKE_ARGS, or unset "
+            "HETEROLLM_POCL_TARGET.",
+        )
 
 
 class LlamaCppEngine(SteppedEngine):
@@ -42,7 +82,7 @@ class LlamaCppEngine(SteppedEngine):
 
     Raises:
         DeviceError: llama-cpp-python or gguf is not installed.
-        OptionError: The weights have another format than Q4_0.
+        OptionError: The weights have another format than Q4_0, or heterollm is limited to other instructions.
         HeteroLLMError: The checkpoint is not usable, or llama.cpp refuses it.
     """
 
@@ -54,9 +94,8 @@ class LlamaCppEngine(SteppedEngine):
                 fix="Compare at w4a16 or w4a8 with --group-size 32, which is its Q4_0.",
             )
         try:
+            import gguf  # noqa: F401 - writes the weights
             import llama_cpp
-
-            from heterollm.benchmarks.gguf_twin import write_gguf
         except (ImportError, OSError, RuntimeError) as error:
             raise DeviceError(
                 f"Engine 'llama.cpp' is not installed: {error}.", fix="Run `pip install 'heterollm[bench]'`."
@@ -65,6 +104,7 @@ class LlamaCppEngine(SteppedEngine):
         # Kept, as C holds no reference.
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        check_instructions(llama_cpp.llama_print_system_info().decode("utf-8", "replace"))
         path = write_gguf(job.model, gguf_path(job.model))
         llama_cpp.llama_backend_init()
         self._threads = asked.n_threads or os.cpu_count() or 1
@@ -99,6 +139,7 @@ class LlamaCppEngine(SteppedEngine):
                 "built_for": lib.llama_print_system_info().decode("utf-8", "replace"),
                 "threads": self._threads,
             },
+            gate_db=GATE_DB,
             notes=("rounds inputs to 8 bits in blocks of 32 and keeps the KV cache in FP16",),
         )
 

@@ -1,0 +1,104 @@
+"""Simulates HeteroLLM's evaluation, with published numbers beside it: no time it prints was measured.
+
+    python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
+    python bench/paper.py --model llama-3-8b --jobs 2
+    python bench/paper.py --from bench/results/simulated_paper.jsonl    # show the rows of a file
+
+All of it takes minutes: prefill at every level, odd lengths, decode, synchronisation, a game beside it,
+energy, what this project adds, and the plans that were chosen. File names get the word simulated where they
+lack it: rows.jsonl is written as rows.simulated.jsonl. The exit code is 1 where a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paper_cases import PAPER_MODELS, PaperRows, paper_cases
+from paper_published import comparisons
+from paper_tables import paper_page, paper_tables
+
+from heterollm.base import HeteroLLMError, check_target, labelled
+from heterollm.base.output_file import save_file
+from heterollm.benchmarks import to_jsonl
+from heterollm.kernels.sim.soc.parameters import load_soc
+from heterollm.kernels.threads import allowed_cores
+from heterollm.model import find_model
+from heterollm.report import console
+from heterollm.report.simulate import sections_report
+from heterollm.report.tables_sweep import read_simulated
+from heterollm.simulate import SimulatedRow, run_sweep
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; files are checked before the work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default=",".join(PAPER_MODELS), help="models, with commas between them")
+    parser.add_argument("--soc", default="snapdragon-8gen3", help="a simulated SoC, or the path of its YAML")
+    parser.add_argument("--jobs", type=int, default=len(allowed_cores()), help="processes; one a core")
+    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="show its rows")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON lines")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write all tables as Markdown")
+    parser.add_argument("--json", action="store_true", help="print comparisons and rows as JSON")
+    found = parser.parse_args(given)
+    if found.jobs < 1:
+        parser.error("--jobs is at least 1")
+    for name in ("out", "page"):
+        if (path := getattr(found, name)) is not None:
+            check_target(labelled(path), "result")
+            setattr(found, name, labelled(path))
+    return found
+
+
+def simulated(models: Sequence[str], soc: str, jobs: int) -> list[SimulatedRow]:
+    """Simulate the evaluation, once every name is known to be one."""
+    for name in models:
+        find_model(name)
+    load_soc(soc)
+    with console.progress_bars() as progress:
+        return run_sweep(paper_cases(models, soc), jobs=jobs, progress=progress)
+
+
+def text(rows: Sequence[SimulatedRow], *, as_json: bool) -> str:
+    """Return all tables, or everything as JSON."""
+    found = PaperRows(rows)
+    if not as_json:
+        return console.render(sections_report(list(paper_tables(found))), like=sys.stdout)
+    data = {
+        "simulated": True,
+        "time": "simulated",
+        "comparisons": [one.to_dict() for one in comparisons(found)],
+        "rows": [row.to_dict() for row in rows],
+    }
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Simulate or read, write files, print tables, and return the exit code."""
+    try:
+        asked = arguments(given)
+        if asked.read is None:
+            rows = simulated(asked.model.split(","), asked.soc, asked.jobs)
+        else:
+            rows = read_simulated(asked.read)
+        if asked.out is not None:
+            save_file(asked.out, to_jsonl(rows).encode())
+            print(f"Wrote {len(rows)} simulated rows to {asked.out}.", file=sys.stderr)
+        if asked.page is not None:
+            save_file(asked.page, paper_page(rows).encode())
+            print(f"Wrote the simulated tables to {asked.page}.", file=sys.stderr)
+    except HeteroLLMError as error:
+        print(f"{error}\n{error.fix or ''}", file=sys.stderr)
+        return 1
+    sys.stdout.write(text(rows, as_json=asked.json))
+    failed = [row.error for row in rows if row.error is not None]
+    for reason in dict.fromkeys(failed):
+        print(f"{failed.count(reason)} failed: {reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
