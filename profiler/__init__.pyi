@@ -3,6 +3,7 @@ from .comparison import compare as compare
 from .runner import Progress as Progress
 from .runner import RunSummary as RunSummary
 from .session import SessionOptions as SessionOptions
+from .session import essential_work as essential_work
 from .session import profile_device as profile_device
 from .session import profile_for as profile_for
 from .summary import summarize as summarize

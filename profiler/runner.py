@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from heterollm.base import HeteroLLMError, OptionError
-from heterollm.profiler.measure import Task
-from heterollm.profiler.records import DriftKey, Part, Profile, Record
+from heterollm.profiler.measure import BuildPace, Task
+from heterollm.profiler.records import DriftKey, Key, LinearKey, Part, Profile, Record
 
 __all__ = ["ProfileOptions", "Progress", "Ranking", "Reference", "RunSummary", "run_tasks"]
 
@@ -77,6 +77,10 @@ class RunSummary:
         failed: How many of them are errors.
         known: Tasks that it did not run because their records were there.
         left: Tasks that the budget left out.
+        left_out: The measurements of these tasks, counted by what they are of.
+        graphs: NPU graphs that linear layers needed built.
+        build_seconds: How long building them took.
+        over_seconds: How long essential work went on after the budget.
         seconds: How long it took.
         drift_fraction: How far the slowest reference time of a part was above the fastest.
         skipped: Points that were left out by rule, counted by reason.
@@ -89,6 +93,10 @@ class RunSummary:
     failed: int = 0
     known: int = 0
     left: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    graphs: int = 0
+    build_seconds: float = 0.0
+    over_seconds: float = 0.0
     seconds: float = 0.0
     drift_fraction: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
@@ -110,6 +118,9 @@ def run_tasks(
     clock: Clock = time.monotonic,
 ) -> RunSummary:
     """Run tasks in order and then, as long as the budget lasts, ranked ones by their worth.
+
+    No task but an essential one begins unless its estimate, the builds of its graphs included, fits into the
+    rest of the budget.
 
     Args:
         profile: Receives the records.
@@ -172,15 +183,28 @@ class _Run:
         self.begun_s = self.kept_s = clock()
         self.drift_s = -math.inf
         self.drifts = 0
-        self.done_s = self.total_s = 0.0
+        self.pace = BuildPace()
+        self.done_s = 0.0
+        self.essential = self.other = _Ahead()
 
     @property
     def elapsed_s(self) -> float:
         return self.clock() - self.begun_s
 
     @property
-    def spent(self) -> bool:
-        return self.options.budget_s is not None and self.elapsed_s >= self.options.budget_s
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return math.inf if self.options.budget_s is None else self.options.budget_s - self.elapsed_s
+
+    def estimate_s(self, task: Task) -> float:
+        return self.pace.estimate_s(task.estimate_s, task.build_s)
+
+    def leave(self, task: Task) -> None:
+        """Note a task as left out by the budget."""
+        self.summary.left += 1
+        for key in task.keys:
+            name = _name_of(task, key)
+            self.summary.left_out[name] = self.summary.left_out.get(name, 0) + 1
 
     def keep(self) -> None:
         """Note the state of the run and write the profile."""
@@ -200,39 +224,53 @@ class _Run:
         )
 
     def ordered(self, tasks: Sequence[Task], later: Sequence[Task]) -> None:
-        self.total_s = sum(task.estimate_s for task in tasks) + self._expected_s(tasks, later)
+        self.essential = _Ahead.of(task for task in tasks if task.essential)
+        self.other = _Ahead.of([*(task for task in tasks if not task.essential), *later])
         for task in tasks:
+            self.begin(task)
             if self.known(task):
                 self.summary.known += 1
-                self.done_s += task.estimate_s
-            elif self.spent and not task.essential:
-                self.summary.left += 1
+                self.done_s += self.estimate_s(task)
+            elif not task.essential and self.estimate_s(task) > self.left_s:
+                self.leave(task)
             else:
                 self.run(task)
+        self.summary.over_seconds = round(max(0.0, -self.left_s), 3)
 
     def by_worth(self, tasks: Sequence[Task], ranking: Ranking | None) -> None:
         waiting = [task for task in tasks if not self.known(task)]
         self.summary.known += len(tasks) - len(waiting)
         ranked_s = -math.inf
-        while waiting and not self.spent:
+        while waiting and self.left_s > 0:
             if ranking is not None and self.clock() - ranked_s >= RANK_EVERY_S:
                 waiting = ranking(self.profile, waiting)
                 ranked_s = self.clock()
                 if not waiting:
                     break
-            self.run(waiting.pop(0))
-        self.summary.left += len(waiting)
+            task = waiting.pop(0)
+            self.begin(task)
+            if self.estimate_s(task) > self.left_s:
+                self.leave(task)
+            else:
+                self.run(task)
+        for task in waiting:
+            self.leave(task)
 
     def run(self, task: Task) -> None:
         self.drift(DRIFT_EVERY_S)
         if self.progress is not None:
-            done, total = self.done_s, max(self.done_s + task.estimate_s, self.total_s)
+            done, own_s = self.done_s, self.estimate_s(task)
+            total = done + own_s + self.ahead_s(self.left_s - own_s)
             self.progress(task.stage, round(1000 * done), round(1000 * total))
-        for record in _records_of(task):
+        records = _records_of(task)
+        for record in records:
             self.profile.add(record)
             self.summary.measured += 1
             self.summary.failed += record.failed
-        self.done_s += task.estimate_s
+        self.pace.learn(task, records)
+        self.summary.graphs = self.pace.graphs
+        self.summary.build_seconds = round(self.pace.seconds, 3)
+        self.done_s += self.estimate_s(task)
         if self.clock() - self.kept_s >= SAVE_EVERY_S:
             self.keep()
 
@@ -255,19 +293,47 @@ class _Run:
         self.drifts += 1
         self.drift_s = self.clock()
 
-    def _expected_s(self, tasks: Sequence[Task], later: Sequence[Task]) -> float:
-        """Return how long the ranked tasks will be at work: all of them, or what the budget leaves."""
-        rest_s = sum(task.estimate_s for task in later)
-        if self.options.budget_s is None:
-            return rest_s
-        return min(rest_s, max(0.0, self.options.budget_s - sum(task.estimate_s for task in tasks)))
+    def begin(self, task: Task) -> None:
+        """Count a task as waiting no longer."""
+        if task.essential:
+            self.essential = self.essential.without(task)
+        else:
+            self.other = self.other.without(task)
+
+    def ahead_s(self, left_s: float) -> float:
+        """Return how long waiting tasks will take: essential ones, and others as long as time is left."""
+        essential_s = self.pace.estimate_s(self.essential.task_s, self.essential.build_s)
+        other_s = self.pace.estimate_s(self.other.task_s, self.other.build_s)
+        return essential_s + min(other_s, max(0.0, left_s - essential_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What waiting tasks take without builds, and their builds by the prior."""
+
+    task_s: float = 0.0
+    build_s: float = 0.0
+
+    @classmethod
+    def of(cls, tasks: Iterable[Task]) -> _Ahead:
+        tasks = list(tasks)
+        return cls(sum(task.estimate_s for task in tasks), sum(task.build_s for task in tasks))
+
+    def without(self, task: Task) -> _Ahead:
+        return _Ahead(max(0.0, self.task_s - task.estimate_s), max(0.0, self.build_s - task.build_s))
+
+
+def _name_of(task: Task, key: Key) -> str:
+    if not isinstance(key, LinearKey):
+        return task.stage
+    return f"{key.point.group} on the {key.part.upper()}"
 
 
 def _measure_reference(reference: Reference, key: DriftKey) -> list[Record]:
     return [Record(key, reference.measure(key.part))]
 
 
-def _records_of(task: Task) -> Iterable[Record]:
+def _records_of(task: Task) -> list[Record]:
     """Run a task; what it raises becomes the record of each of its keys."""
     try:
         return list(task.run())

@@ -46,7 +46,7 @@ from heterollm.profiler.tune import default_jobs, tune
 from heterollm.profiler.work import Tier
 from heterollm.profiler.worth import by_worth
 
-__all__ = ["SessionOptions", "profile_device", "profile_for"]
+__all__ = ["Essential", "SessionOptions", "essential_work", "profile_device", "profile_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,36 @@ def profile_device(
         )
     summary.seconds = round(time.monotonic() - begin_s, 3)
     return profile, summary
+
+
+@dataclass(frozen=True, slots=True)
+class Essential:
+    """About how long it takes to measure what plans need.
+
+    Args:
+        seconds: In all.
+        graphs: NPU graphs to build for it.
+        build_seconds: Their share of the time.
+    """
+
+    seconds: float
+    graphs: int
+    build_seconds: float
+
+
+def essential_work(device: Device, shapes: Sequence[ModelShape], *, quick: bool) -> Essential:
+    """Return the estimate of what a run measures whatever its budget, before any graph was built."""
+    with contextlib.closing(SharedLoad(device)) as load:
+        tasks = [
+            *_link_tasks(device, quick=quick),
+            *bandwidth_tasks(load),
+            *linear_tasks(device, shapes, tier=0)[0],
+            *layer_tasks(device, shapes, quick=quick),
+        ]
+    needed = [task for task in tasks if task.essential]
+    build_s = sum(task.build_s for task in needed)
+    graphs = sum(task.graphs for task in needed if task.build_s)
+    return Essential(sum(task.estimate_s for task in needed) + build_s, graphs, build_s)
 
 
 def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]:

@@ -63,7 +63,7 @@ def _score(task: Task, predictor: Predictor, best_us: dict[tuple[object, ...], f
             continue
         limit_us = MOST_TIMES_SLOWER * best_us.get(_case(key.point), math.inf)
         total += width_us * (1.0 if _pace(found.low_us, key.point) <= limit_us else IRRELEVANT)
-    return total / task.estimate_s
+    return total / (task.estimate_s + task.build_s)
 
 
 def _case(point: LinearPoint) -> tuple[object, ...]:

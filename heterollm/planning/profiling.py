@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from heterollm.base import OptionError, ProfileError
+from heterollm.base import OptionError, ProfileError, format_duration
 from heterollm.data import bundled_model
 from heterollm.engine import check_precision
 from heterollm.kernels.device import Device
@@ -20,7 +20,7 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
 from heterollm.planning.load_options import check_weights
-from heterollm.profiler import Progress, RunSummary, SessionOptions, profile_device
+from heterollm.profiler import Progress, RunSummary, SessionOptions, essential_work, profile_device
 from heterollm.profiler.records import Profile, profile_path
 
 __all__ = ["Kept", "Profiled", "Profiling"]
@@ -168,6 +168,15 @@ class Profiling:
         names = ", ".join(shape.name for shape in self._shapes(options))
         chosen = f": {self.device.reason}" if self.device.reason else ""
         notes = [f"Device {self.device.name}{chosen}", f"Shapes of {names}"]
+        if options.budget_s is not None:
+            need = essential_work(self.device, self._shapes(options), quick=options.quick)
+            if need.seconds > options.budget_s:
+                build_s = format_duration(need.build_seconds)
+                builds = f"; {build_s} of it build {need.graphs} NPU graphs" if need.graphs else ""
+                notes.append(
+                    f"What plans need takes about {format_duration(need.seconds)} on this device{builds}. "
+                    f"All of it is measured, although the budget is {format_duration(options.budget_s)}."
+                )
         return tuple(notes)
 
     def _shapes(self, options: SessionOptions) -> tuple[ModelShape, ...]:

@@ -21,7 +21,7 @@ from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
     from heterollm.planning import Kept, Profiled
-    from heterollm.profiler import Comparison, ProfileSummary
+    from heterollm.profiler import Comparison, ProfileSummary, RunSummary
     from heterollm.profiler.records import StoredProfile
 
 __all__ = [
@@ -36,6 +36,9 @@ __all__ = [
 LISTED_CHANGES: Final = 40
 TRUSTED_FRACTION: Final = 0.02
 """Of the work, before the time left is judged by how fast it went."""
+
+OVER_S: Final = 1.0
+"""So far beyond the budget is worth a word."""
 
 SKIPPED_FRACTION: Final = 0.1
 """Work that took less than this share of its estimate was not done but skipped."""
@@ -112,7 +115,8 @@ def run_report(result: Profiled) -> Group:
         "measured": f"{summary.measured} in {format_duration(summary.seconds)}",
         "failed": f"{summary.failed}" + (", kept with their errors" if summary.failed else ""),
         "known before": str(summary.known),
-        "left out by budget": f"{summary.left} pieces of work",
+        "NPU graphs": f"{summary.graphs} built in {format_duration(summary.build_seconds)}",
+        "left out by budget": left_words(summary),
         "skipped by rule": skipped_words(summary.skipped),
         "drift": drift_words(summary.drift_fraction),
         "file": str(result.path),
@@ -121,9 +125,24 @@ def run_report(result: Profiled) -> Group:
         _pairs(rows),
         Text("`heterollm profile show` prints what was found; `heterollm plan MODEL` plans with it."),
     ]
+    if summary.over_seconds >= OVER_S:
+        parts.append(
+            note(
+                f"What plans need took {format_duration(summary.over_seconds)} more than the budget; "
+                f"building NPU graphs took {format_duration(summary.build_seconds)} of the run."
+            )
+        )
     if summary.left:
         parts.append(note("`heterollm profile --update` with a longer --budget measures what was left out."))
     return Group(*parts)
+
+
+def left_words(summary: RunSummary) -> str:
+    """Return what the budget left out, by group and part."""
+    if not summary.left:
+        return "nothing"
+    names = ", ".join(f"{name} {count}" for name, count in summary.left_out.items())
+    return f"{sum(summary.left_out.values())} measurements ({names})"
 
 
 def skipped_words(skipped: object) -> str:

@@ -1,5 +1,6 @@
 from .bandwidth import SharedLoad as SharedLoad
 from .bandwidth import bandwidth_tasks as bandwidth_tasks
+from .builds import BuildPace as BuildPace
 from .drift import ReferenceOperators as ReferenceOperators
 from .layers import SUBMISSIONS as SUBMISSIONS
 from .layers import Operator as Operator

@@ -23,6 +23,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, Launch, SharedArray, is_complete, kernel_times_ns
 from heterollm.kernels.npu import NpuBackend, NpuSlice
 from heterollm.kernels.ops import WeightFormat
+from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import eviction_bytes, reading_bytes, reading_launch
 from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.random_data import fill_shared, weight_for
@@ -200,8 +201,12 @@ class SharedLoad:
         npu = self._device.npu
         if npu is None:
             raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
+        return self._graph(npu, *self._npu_size(npu, bound))
+
+    def _npu_size(self, npu: NpuBackend, bound: Job) -> tuple[int, int, WeightFormat, int]:
+        """Return rows, inputs, format and tokens of a job."""
         if bound == "spill_compute":
-            return self._graph(npu, COMPUTE_ROWS, LONG_COLUMNS, PACKED, COMPUTE_TOKENS)
+            return COMPUTE_ROWS, LONG_COLUMNS, PACKED, COMPUTE_TOKENS
         if bound != "compute":
             weight = next(
                 item
@@ -209,12 +214,19 @@ class SharedLoad:
                 if npu.forms(item, columns=READ_COLUMNS, length=1)
             )
             columns = LONG_COLUMNS if bound == "spill" else READ_COLUMNS
-            rows = self.read_bytes("npu") // weight.weight_bytes(1, columns)
-            return self._graph(npu, rows, columns, weight, 1)
+            return self.read_bytes("npu") // weight.weight_bytes(1, columns), columns, weight, 1
         rows = EMULATED_COMPUTE_ROWS if npu.time_kind == "emulated" else COMPUTE_ROWS
         if self._has_own_units:
             rows *= COMPUTE_ROWS_FACTOR
-        return self._graph(npu, rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS)
+        return rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS
+
+    def build_s(self, job: Job) -> float:
+        """Return about how long the graph of one of the NPU's jobs takes to build."""
+        npu = self._device.npu
+        if npu is None:
+            return 0.0
+        rows, columns, _, _ = self._npu_size(npu, job)
+        return build_prior_s(self._device, rows * columns)
 
     def _graph(
         self, npu: NpuBackend, rows: int, columns: int, weight: WeightFormat, length: int
@@ -252,6 +264,8 @@ def bandwidth_tasks(load: SharedLoad) -> list[Task]:
             partial(_alone, load, part),
             1.0,
             essential=True,
+            graphs=part == "npu",
+            build_s=load.build_s("memory") if part == "npu" else 0.0,
         )
         for part in parts
     ]
@@ -259,10 +273,16 @@ def bandwidth_tasks(load: SharedLoad) -> list[Task]:
         return tasks
     keys = tuple(BandwidthKey(part, load.read_bytes(part), together=True) for part in parts)
     tasks.append(Task(STAGE, keys, partial(_both, load), 1.5, essential=True))
+    built: set[Job] = {"memory"}
     for gpu in GPU_BOUNDS:
         for npu in load.npu_bounds:
+            job = load.beside(gpu, npu)
+            build_s = 0.0 if job in built else load.build_s(job)
+            graphs = int(job not in built)
+            built.add(job)
             pair = (ContentionKey("gpu", gpu, npu), ContentionKey("npu", npu, gpu))
-            tasks.append(Task(STAGE, pair, partial(_contention, load, gpu, npu), 1.0, essential=True))
+            work = partial(_contention, load, gpu, npu)
+            tasks.append(Task(STAGE, pair, work, 1.0, essential=True, graphs=graphs, build_s=build_s))
     return tasks
 
 

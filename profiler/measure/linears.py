@@ -22,6 +22,7 @@ from heterollm.kernels.gpu import GpuLinear, SharedArray, kernel_source_hash, sc
 from heterollm.kernels.npu import GRAPH_VERSION, Form, NpuBackend, NpuBlock, NpuGraph, NpuPart, NpuSlice
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
+from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import COLD_TOKENS, HostReader, eviction_bytes
 from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.judge import Judge
@@ -320,28 +321,44 @@ def linear_tasks(
             STAGE,
             tuple(LinearKey(work.part, work.point, code_of(work.part)) for work in chunk),
             partial(run, chunk),
-            estimate_s,
+            sum(_estimate_s(work, device) for work in chunk),
             chunk[0].tier == 0,
+            graphs=sum(builds[work.point] > 0 for work in chunk),
+            build_s=sum(builds[work.point] for work in chunk),
         )
-        for chunk, estimate_s in _chunks([work for work in points if work.tier <= tier], device)
+        for chunk, builds in _chunks([work for work in points if work.tier <= tier], device)
     ]
     return tasks, skipped
 
 
-def _chunks(points: Iterable[WorkPoint], device: Device) -> Iterator[tuple[list[WorkPoint], float]]:
-    """Yield runs of points of one group, part and tier that take about a second, with their estimates."""
+def _chunks(
+    points: Iterable[WorkPoint], device: Device
+) -> Iterator[tuple[list[WorkPoint], Mapping[LinearPoint, float]]]:
+    """Yield runs of points of one group, part and tier that take about a second, and the times of builds."""
     chunk: list[WorkPoint] = []
     total_s = 0.0
+    builds: dict[LinearPoint, float] = {}
+    built: set[LinearPoint] = set()
     for work in points:
-        point_s = _estimate_s(work, device)
+        # Where one graph serves all lengths, the first of a slice builds it.
+        graph = replace(work.point, tokens=0) if _shares_lengths(device) else work.point
+        is_new = work.part == "npu" and graph not in built
+        built.add(graph)
+        weights = work.point.flops // (2 * work.point.tokens)
+        builds[work.point] = build_prior_s(device, weights) if is_new else builds.get(work.point, 0.0)
+        point_s = _estimate_s(work, device) + builds[work.point]
         same = chunk and (chunk[0].spec, chunk[0].part, chunk[0].tier) == (work.spec, work.part, work.tier)
         if chunk and not (same and total_s + point_s <= TASK_S):
-            yield chunk, total_s
+            yield chunk, builds
             chunk, total_s = [], 0.0
         chunk.append(work)
         total_s += point_s
     if chunk:
-        yield chunk, total_s
+        yield chunk, builds
+
+
+def _shares_lengths(device: Device) -> bool:
+    return device.npu is not None and not device.npu.copies_by_length
 
 
 def _estimate_s(work: WorkPoint, device: Device) -> float:

@@ -19,8 +19,10 @@ class Task:
         keys: What it records. A task whose keys are all known is not run again.
         run: Measures and returns the records, of ``keys`` and perhaps of more. An error that it raises is
             recorded under each of ``keys``.
-        estimate_s: About how long it takes, for the time left and the budget.
+        estimate_s: About how long it takes without builds of NPU graphs, for the time left and the budget.
         essential: Whether it runs even where the budget is spent: plans need it.
+        graphs: NPU graphs that it builds.
+        build_s: About how long these take to build, before a run has built any.
     """
 
     stage: str
@@ -28,3 +30,5 @@ class Task:
     run: Callable[[], Iterable[Record]]
     estimate_s: float
     essential: bool = False
+    graphs: int = 0
+    build_s: float = 0.0

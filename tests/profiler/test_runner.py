@@ -13,7 +13,16 @@ import pytest
 
 from heterollm.base import CacheError, DeviceError, OptionError
 from heterollm.profiler.measure import Task
-from heterollm.profiler.records import BandwidthKey, DriftKey, Part, Profile, Record
+from heterollm.profiler.records import (
+    BandwidthKey,
+    DriftKey,
+    GraphKey,
+    LinearKey,
+    LinearPoint,
+    Part,
+    Profile,
+    Record,
+)
 from heterollm.profiler.runner import ProfileOptions, run_tasks
 
 DESCRIPTION = {"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0}
@@ -78,6 +87,58 @@ def test_the_budget_spares_what_is_essential_and_what_is_worth_most() -> None:
     work.done.clear()
     run_tasks(Profile(DESCRIPTION), [work.task(3), work.task(4, essential=True)], ProfileOptions(0.5))
     assert 4 in work.done
+
+
+class Building(Work):
+    """Tasks of a second of which each also builds a graph, which takes longer than the prior says."""
+
+    def __init__(self, build_s: float) -> None:
+        super().__init__()
+        self.build_s = build_s
+
+    def building(self, tokens: int, *, essential: bool = False) -> Task:
+        point = LinearPoint("o", (64,), 64, tokens, 4, 32, form="matmul_nbits")
+
+        def run() -> Iterable[Record]:
+            self.clock.now_s += 1.0 + self.build_s
+            self.done.append(tokens)
+            return [
+                Record(LinearKey("npu", point, "graph"), (5.0,)),
+                Record(GraphKey(point, "graph"), (1.0,), values={"build_us": self.build_s * 1e6}),
+            ]
+
+        keys = (LinearKey("npu", point, "graph"),)
+        return Task("Linear layers", keys, run, 1.0, essential, graphs=1, build_s=2.0)
+
+
+def test_the_budget_counts_builds_as_they_turn_out_to_be() -> None:
+    work = Building(build_s=9.0)
+    tasks = [work.building(1, essential=True), *(work.building(tokens) for tokens in (32, 64))]
+    ranked = [work.building(128), work.task(7)]
+    # By the prior of 3 s a task all would fit into 24 s; by the first build each takes 10 s.
+    totals_ms: list[int] = []
+    summary = run_tasks(
+        Profile(DESCRIPTION),
+        tasks,
+        ProfileOptions(24.0),
+        ranked=ranked,
+        clock=work.clock,
+        progress=lambda _stage, _done, total: totals_ms.append(total),
+    )
+    assert work.done == [1, 32, 7]
+    assert work.clock.now_s <= 24.0
+    assert (summary.left, summary.left_out) == (2, {"o on the NPU": 2})
+    assert (summary.graphs, summary.build_seconds, summary.over_seconds) == (2, 18.0, 0.0)
+    assert totals_ms[0] == 13_000  # three tasks of 3 s and their builds, and the ranked ones
+    assert totals_ms[1] == 24_000  # what the budget allows, now that a build takes 9 s
+
+
+def test_essential_builds_run_past_the_budget_and_that_is_noted() -> None:
+    work = Building(build_s=9.0)
+    tasks = [work.building(tokens, essential=True) for tokens in (1, 32)]
+    summary = run_tasks(Profile(DESCRIPTION), tasks, ProfileOptions(12.0), clock=work.clock)
+    assert work.done == [1, 32]
+    assert summary.over_seconds == 8.0
 
 
 def test_a_failure_is_a_record_and_not_the_end() -> None:

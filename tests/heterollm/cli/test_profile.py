@@ -13,6 +13,7 @@ from heterollm.kernels.device import fingerprint_of
 from heterollm.profiler.measure import Task
 from heterollm.profiler.records import BandwidthKey, Profile, Record
 from heterollm.profiler.runner import run_tasks
+from heterollm.profiler.session import Essential
 
 
 class FakeDevice:
@@ -51,10 +52,14 @@ class FakeProfiler:
         self.interrupted_at = None
         self.calls = []
         self.opened = []
+        self.essential = Essential(30.0, 23, 20.0)
 
     def open_device(self, name, **threads):
         self.opened.append((name, threads))
         return self.device
+
+    def essential_work(self, device, shapes, *, quick):
+        return self.essential
 
     def task(self, number):
         key = BandwidthKey("gpu", number + 1, False)
@@ -90,6 +95,7 @@ def fake(monkeypatch, cache):
     profiler = FakeProfiler()
     monkeypatch.setattr(heterollm.planning.profiling, "open_device", profiler.open_device)
     monkeypatch.setattr(heterollm.planning.profiling, "profile_device", profiler.profile_device)
+    monkeypatch.setattr(heterollm.planning.profiling, "essential_work", profiler.essential_work)
     return profiler
 
 
@@ -124,7 +130,7 @@ def test_a_run_says_what_it_did_and_what_comes_next(run, fake, cache):
     for part in ("host, real time", "measured 5 in", "failed 1, kept with", "7 points (stage 7)"):
         assert part in words
     assert "known before 0" in words
-    assert "left out by budget 0" in words
+    assert "left out by budget nothing" in words
     assert "heterollm profile show" in words
     [file] = (cache / "profiles").glob("*.json")
     assert str(file) in out.replace("\n", "").replace(" ", "") or file.name in out
@@ -151,6 +157,17 @@ def test_a_quick_run_is_short_and_of_one_model(run, fake):
     assert options.budget_s < 60
     assert options.quick
     assert not options.tune
+
+
+def test_a_device_on_which_a_quick_run_takes_long_is_said_before(run, fake):
+    assert "What plans need" not in run("--quick")[2]
+    fake.essential = Essential(150.0, 23, 100.0)
+    err = " ".join(run("--quick")[2].split())
+    assert (
+        "What plans need takes about 2 min 30 s on this device; 1 min 40 s of it build 23 NPU graphs." in err
+    )
+    assert "although the budget is 45 s" in err
+    assert "What plans need" not in run("--budget", "none")[2]
 
 
 def test_no_budget_measures_all(run, fake):
