@@ -114,7 +114,7 @@ class SpanEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph",
     """Something that took time."""
 
     pid: Count
-    tid: Literal[1, 2, 3]
+    tid: Annotated[int, Meta(ge=1, le=3)]
     ts: Microseconds
     dur: Microseconds
     name: str
