@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec import Struct
+
 __all__ = [
     "GROUPS",
     "Activation",
@@ -37,8 +39,7 @@ GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down", "head")
 """The groups of linears in the order in which a token meets them; ``ffn`` stands for two of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
+class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
     """How the numbers of one linear weight are stored.
 
     Args:

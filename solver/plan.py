@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json
+from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, feed_forward_blocks
 from heterollm.solver.placements import GPU_ONLY, BlockPlacement, Placement
 from heterollm.solver.plan_records import HeldSlice, PhaseSync, PlanEntry, held_slices
@@ -208,13 +208,12 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    for name in Plan.__struct_fields__:
-        if name not in data:
-            return f"{name} is missing"
-    for part, kind in (("sync", PhaseSync), ("request", PlanRequest)):
-        missing = set(kind.__struct_fields__).difference(data[part] or kind.__struct_fields__)
-        if missing:
-            return f"{part}.{min(missing)} is missing"
+    if name := missing_field(data, Plan):
+        return f"{name} is missing"
+    if name := missing_field(data["sync"], PhaseSync):
+        return f"sync.{name} is missing"
+    if data["request"] is not None and (name := missing_field(data["request"], PlanRequest)):
+        return f"request.{name} is missing"
     return None
 
 

@@ -54,6 +54,7 @@ from .typed_json import Number as Number
 from .typed_json import Positive as Positive
 from .typed_json import decode as decode
 from .typed_json import decode_json as decode_json
+from .typed_json import missing_field as missing_field
 from .units import GIB as GIB
 from .units import MIB as MIB
 from .units import PAGE_BYTES as PAGE_BYTES

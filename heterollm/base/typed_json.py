@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -11,7 +12,7 @@ from msgspec import Meta
 from heterollm.base.errors import HeteroLLMError, OptionError
 from heterollm.base.strict_json import parse_json
 
-__all__ = ["Amount", "Count", "Number", "Positive", "decode", "decode_json"]
+__all__ = ["Amount", "Count", "Number", "Positive", "decode", "decode_json", "missing_field"]
 
 T = TypeVar("T")
 
@@ -65,6 +66,11 @@ def decode(data: object, kind: type[T], *, source: str, error: type[HeteroLLMErr
         return msgspec.convert(data, kind, str_keys=True)
     except (msgspec.ValidationError, OptionError) as problem:
         raise error(f"{source}: {_problem(str(problem))}.", fix=fix) from problem
+
+
+def missing_field(data: Mapping[str, object], kind: type[msgspec.Struct]) -> str | None:
+    """Return the first field of a record that its file does not state, though Python gives it a default."""
+    return next((name for name in kind.__struct_fields__ if name not in data), None)
 
 
 def _problem(text: str) -> str:

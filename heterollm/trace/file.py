@@ -12,9 +12,21 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal
 
-from heterollm.base import CacheError, OptionError, TraceError, atomic_path, parse_json
+import msgspec
+from msgspec import Meta, Struct
+
+from heterollm.base import (
+    Amount,
+    CacheError,
+    Count,
+    OptionError,
+    TraceError,
+    atomic_path,
+    decode,
+    decode_json,
+)
 from heterollm.engine import LinearWork
 from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
@@ -35,14 +47,97 @@ SCHEMA_VERSION: Final = 1
 PROCESS: Final = 1
 TRACK_NAMES: Final[dict[Track, str]] = {"gpu": "GPU queue", "npu": "NPU", "engine": "engine thread"}
 LARGEST_FILE_BYTES: Final = 1 << 30
-LONGEST_US: Final = 1e12
-"""Eleven days: what is further off was never a time."""
-
-LARGEST_COUNT: Final = 1 << 62
-LONGEST_WORD: Final = 500
 FIX: Final = "Record it again: `heterollm generate --trace FILE`."
 
-T = TypeVar("T")
+Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
+"""Up to eleven days: what is further off was never a time."""
+
+Word = Annotated[str, Meta(max_length=500)]
+
+
+class About(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file says of the whole trace."""
+
+    heterollm_trace: Literal[1]
+    device: Word
+    time_kind: TimeKind
+    plan: Word
+    precision: Word
+    clock_uncertainty_us: Microseconds
+    notes: tuple[str, ...]
+
+
+class NameEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph", tag="M"):
+    """The name or place of a track, for those who look at it."""
+
+    pid: Count
+    tid: Count
+    name: str
+    args: dict[str, str | int]
+
+
+class Arguments(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an event says beside its time; rates are for those who look at it."""
+
+    number: Count = msgspec.field(name="pass")
+    operator: Word
+    layer: Count | None = None
+    m: Count | None = None
+    k: Count | None = None
+    n: Count | None = None
+    flops: Count | None = None
+    weight_bytes: Count | None = None
+    gbps: Amount | None = None
+    gflops: Amount | None = None
+    merged: tuple[str, ...] = ()
+    phase: Phase | None = None
+    tokens: Count | None = None
+    position: Count | None = None
+    failed: bool | None = None
+
+    def work(self) -> LinearWork | None:
+        """Return what was computed; None where it is not linear."""
+        stated = [
+            value for value in (self.m, self.k, self.n, self.flops, self.weight_bytes) if value is not None
+        ]
+        return LinearWork(*stated) if stated else None
+
+    def __post_init__(self) -> None:
+        """Refuse a part of a shape."""
+        shape = {name: getattr(self, name) for name in ("m", "k", "n", "flops", "weight_bytes")}
+        missing = [name for name, value in shape.items() if value is None]
+        if 0 < len(missing) < len(shape):
+            raise ValueError(f"{missing[0]} is missing")
+
+
+class SpanEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph", tag="X"):
+    """Something that took time."""
+
+    pid: Count
+    tid: Annotated[int, Meta(ge=1, le=3)]
+    ts: Microseconds
+    dur: Microseconds
+    name: str
+    cat: Category
+    args: Arguments
+
+    def __post_init__(self) -> None:
+        """Refuse a category on another track than its own."""
+        if self.cat not in (ENGINE_CATEGORIES if self.track == "engine" else PART_CATEGORIES):
+            raise ValueError(f"cat is {self.cat!r}, which is not on the track of the {self.track}")
+
+    @property
+    def track(self) -> Track:
+        """Where it took place."""
+        return TRACKS[self.tid - 1]
+
+
+class TraceFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A trace as its file has it."""
+
+    otherData: About  # noqa: N815 - the format's name
+    traceEvents: tuple[NameEvent | SpanEvent, ...]  # noqa: N815
+    displayTimeUnit: str = "ns"  # noqa: N815
 
 
 # -- writing -----------------------------------------------------------------------------------------
@@ -87,30 +182,21 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def _event(span: Span, passes: dict[int, Pass], start_ns: int) -> dict[str, Any]:
-    about: dict[str, Any] = {"pass": span.number, "operator": span.operator}
-    if span.layer is not None:
-        about["layer"] = span.layer
+    about: dict[str, Any] = {}
     if span.work is not None:
         work = span.work
-        about |= {"m": work.tokens, "k": work.columns, "n": work.rows}
+        about = {"m": work.tokens, "k": work.columns, "n": work.rows}
         about |= {"flops": work.flops, "weight_bytes": work.weight_bytes}
-        # For those who look at it: a reader computes them again.
         about |= {"gbps": round(span.gbps or 0.0, 3), "gflops": round(span.gflops or 0.0, 3)}
-    if span.merged:
-        about["merged"] = list(span.merged)
     if span.category == "pass":
         one = passes[span.number]
         about |= {"phase": one.phase, "tokens": one.tokens, "position": one.position, "failed": one.failed}
-    return {
-        "ph": "X",
-        "pid": PROCESS,
-        "tid": TRACKS.index(span.track) + 1,
-        "ts": (span.begin_ns - start_ns) / 1000,
-        "dur": (span.end_ns - span.begin_ns) / 1000,
-        "name": span.name,
-        "cat": span.category,
-        "args": about,
-    }
+    arguments = Arguments(span.number, span.operator, span.layer, merged=span.merged, **about)
+    begin_us, length_us = (span.begin_ns - start_ns) / 1000, (span.end_ns - span.begin_ns) / 1000
+    track = TRACKS.index(span.track) + 1
+    event = SpanEvent(PROCESS, track, begin_us, length_us, span.name, span.category, arguments)
+    made: dict[str, Any] = msgspec.to_builtins(event)
+    return made
 
 
 def _dumped(value: object) -> str:
@@ -144,13 +230,9 @@ def trace_from_json(text: str | bytes, *, source: str = "the trace") -> Trace:
     Raises:
         TraceError: The text is not a whole trace of this schema version.
     """
-    try:
-        data = parse_json(text)
-    except ValueError as error:
-        raise TraceError(f"{source} is not JSON: {error}.", fix=FIX) from error
+    data = decode_json(text, source=source, error=TraceError, fix=FIX)
     about = data.get("otherData") if isinstance(data, dict) else None
-    events = data.get("traceEvents") if isinstance(data, dict) else None
-    if not isinstance(about, dict) or not isinstance(events, list) or "heterollm_trace" not in about:
+    if not isinstance(about, dict) or "traceEvents" not in data or "heterollm_trace" not in about:
         raise TraceError(f"{source} is no trace of heterollm.", fix=FIX)
     version = about["heterollm_trace"]
     if version != SCHEMA_VERSION:
@@ -159,36 +241,46 @@ def trace_from_json(text: str | bytes, *, source: str = "the trace") -> Trace:
             f"{SCHEMA_VERSION}.",
             fix=FIX,
         )
-    fields = _Fields(about, f"{source}: otherData")
-    notes = fields.words("notes")
-    spans, passes = _records(events, source)
+    file = decode(data, TraceFile, source=f"{source} is damaged", error=TraceError, fix=FIX)
+    head = file.otherData
+    spans, passes = _records(file.traceEvents, source)
     return Trace(
-        fields.word("device"),
-        fields.one_of("time_kind", get_args(TimeKind)),
-        fields.word("plan"),
-        fields.word("precision"),
+        head.device,
+        head.time_kind,
+        head.plan,
+        head.precision,
         passes,
         spans,
-        fields.number("clock_uncertainty_us", LONGEST_US),
-        notes,
+        head.clock_uncertainty_us,
+        head.notes,
     )
 
 
-def _records(events: list[Any], source: str) -> tuple[tuple[Span, ...], tuple[Pass, ...]]:
+def _records(
+    events: tuple[NameEvent | SpanEvent, ...], source: str
+) -> tuple[tuple[Span, ...], tuple[Pass, ...]]:
     spans: list[Span] = []
     passes: dict[int, Pass] = {}
     for number, event in enumerate(events):
-        where = f"{source}: event {number}"
-        if not isinstance(event, dict) or event.get("ph") not in ("M", "X"):
-            raise TraceError(f"{where} is no span and no name.", fix=FIX)
-        if event["ph"] == "M":
+        if isinstance(event, NameEvent):
             continue
-        span, fields = _span(event, where)
+        where, arguments, begin_ns = f"{source}: traceEvents[{number}]", event.args, round(event.ts * 1000)
+        span = Span(
+            event.track,
+            event.cat,
+            arguments.operator,
+            begin_ns,
+            begin_ns + round(event.dur * 1000),
+            arguments.number,
+            arguments.layer,
+            arguments.work(),
+            arguments.merged,
+        )
         spans.append(span)
         if span.category == "pass":
             if span.number in passes:
                 raise TraceError(f"{where} is a second pass {span.number}.", fix=FIX)
-            passes[span.number] = _pass(span, fields)
+            passes[span.number] = _pass(span, arguments, where)
     for span in spans:
         if span.number not in passes:
             raise TraceError(
@@ -200,47 +292,11 @@ def _records(events: list[Any], source: str) -> tuple[tuple[Span, ...], tuple[Pa
     return tuple(spans), ordered
 
 
-def _span(event: dict[str, Any], where: str) -> tuple[Span, _Fields]:
-    outer = _Fields(event, where)
-    thread = outer.count("tid", len(TRACKS))
-    if thread < 1:
-        raise outer.fail("tid", f"a number from 1 to {len(TRACKS)}")
-    track = TRACKS[thread - 1]
-    categories: tuple[Category, ...] = ENGINE_CATEGORIES if track == "engine" else PART_CATEGORIES
-    begin_ns = round(outer.number("ts", LONGEST_US) * 1000)
-    length_ns = round(outer.number("dur", LONGEST_US) * 1000)
-    arguments = event.get("args")
-    if not isinstance(arguments, dict):
-        raise outer.fail("args", "an object")
-    fields = _Fields(arguments, f"{where}: args")
-    work = None
-    if "flops" in arguments:
-        shape = (fields.count(name, LARGEST_COUNT) for name in ("m", "k", "n", "flops", "weight_bytes"))
-        work = LinearWork(*shape)
-    span = Span(
-        track,
-        outer.one_of("cat", categories),
-        fields.word("operator"),
-        begin_ns,
-        begin_ns + length_ns,
-        fields.count("pass", LARGEST_COUNT),
-        fields.count("layer", LARGEST_COUNT) if "layer" in arguments else None,
-        work,
-        fields.words("merged") if "merged" in arguments else (),
-    )
-    return span, fields
-
-
-def _pass(span: Span, fields: _Fields) -> Pass:
-    return Pass(
-        span.number,
-        fields.one_of("phase", get_args(Phase)),
-        fields.count("tokens", LARGEST_COUNT),
-        fields.count("position", LARGEST_COUNT),
-        span.begin_ns,
-        span.end_ns,
-        fields.flag("failed"),
-    )
+def _pass(span: Span, stated: Arguments, where: str) -> Pass:
+    phase, tokens, position, failed = stated.phase, stated.tokens, stated.position, stated.failed
+    if phase is None or tokens is None or position is None or failed is None:
+        raise TraceError(f"{where} is a pass without phase, tokens, position or failed.", fix=FIX)
+    return Pass(span.number, phase, tokens, position, span.begin_ns, span.end_ns, failed)
 
 
 def _check_order(passes: tuple[Pass, ...], spans: list[Span], source: str) -> None:
@@ -265,53 +321,3 @@ def _check_order(passes: tuple[Pass, ...], spans: list[Span], source: str) -> No
         if open_ends and span.end_ns > open_ends[-1]:
             raise TraceError(f"{source}: {span.name!r:.80} of the engine thread overlaps another.", fix=FIX)
         open_ends.append(span.end_ns)
-
-
-class _Fields:
-    """Typed access to an object of the file; every complaint says where and what."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self._values = values
-        self._where = where
-
-    def fail(self, name: str, expected: str) -> TraceError:
-        value = self._values.get(name)
-        said = "is missing" if value is None else f"is {value!r:.80}"
-        return TraceError(f"{self._where}: {name} {said}; expected {expected}.", fix=FIX)
-
-    def word(self, name: str) -> str:
-        value = self._values.get(name)
-        if not isinstance(value, str) or len(value) > LONGEST_WORD:
-            raise self.fail(name, "a text")
-        return value
-
-    def words(self, name: str) -> tuple[str, ...]:
-        value = self._values.get(name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fail(name, "a list of texts")
-        return tuple(value)
-
-    def one_of(self, name: str, choices: tuple[T, ...]) -> T:
-        value = self._values.get(name)
-        for choice in choices:
-            if type(value) is type(choice) and value == choice:
-                return choice
-        raise self.fail(name, " or ".join(map(str, choices)))
-
-    def count(self, name: str, limit: int) -> int:
-        value = self._values.get(name)
-        if type(value) is not int or not 0 <= value <= limit:
-            raise self.fail(name, "a whole number of at least 0")
-        return value
-
-    def number(self, name: str, limit: float) -> float:
-        value = self._values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
-            raise self.fail(name, f"a number from 0 to {limit:g}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._values.get(name)
-        if not isinstance(value, bool):
-            raise self.fail(name, "true or false")
-        return value

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from heterollm.base import OptionError, round_up
 from heterollm.kernels.ops import WeightFormat
@@ -78,8 +81,7 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeClass:
+class ShapeClass(Struct, frozen=True, forbid_unknown_fields=True):
     """What the linear launches that share their parameters have in common.
 
     Rows and inputs are no part of it: between the narrow and the wide layers of a TinyLlama-size model no
@@ -113,30 +115,16 @@ class ShapeClass:
         """What the linear layers are called in notes about their kernels."""
         return f"linear {self.weight}{' with int8 inputs' if self.integer_inputs else ''}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: object) -> ShapeClass:
-        """Return the class that :meth:`to_dict` gave.
+    def check(self) -> None:
+        """Refuse a class of launches that no linear layer has.
 
         Raises:
-            OptionError: A field is missing, unknown or out of range.
+            OptionError: Its fields do not fit each other.
         """
-        record = _record(value, "A shape class", {field.name for field in fields(cls)})
-        weight = _record(record["weight"], "A weight format", {"bits", "block", "symmetric"})
-        bits, block = weight["bits"], weight["block"]
-        _check(type(bits) is int and bits in (4, 8, 16, 32), "weight bits", bits)
-        legal_block = (16, 32, 64, 128) if bits <= 8 else (0,)
-        _check(type(block) is int and block in legal_block, "weight block", block)
-        for flag in (weight["symmetric"], record["integer_inputs"], record["half"]):
-            _check(type(flag) is bool, "a flag", flag)
-        _check(weight["symmetric"] or bits <= 8, "zero points of float weights", weight["symmetric"])
-        _check(bits <= 8 or not record["integer_inputs"], "int8 inputs of float weights", bits)
-        _check(record["tokens"] in get_args(TokenClass), "a token class", record["tokens"])
-        number_format = WeightFormat(bits, block, weight["symmetric"])
-        return cls(number_format, record["integer_inputs"], record["half"], record["tokens"])
+        bits, block = self.weight.bits, self.weight.block
+        _check(block in ((16, 32, 64, 128) if bits <= 8 else (0,)), "weight block", block)
+        _check(self.weight.symmetric or bits <= 8, "zero points of float weights", self.weight.symmetric)
+        _check(bits <= 8 or not self.integer_inputs, "int8 inputs of float weights", bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +146,7 @@ class Grid:
     defines: dict[str, str | int]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelParameters:
+class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     """The numbers of one linear kernel; those that it does not have are 0 (:data:`LEGAL`).
 
     Args:
@@ -188,12 +175,10 @@ class KernelParameters:
     prefetch_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.style in get_args(KernelStyle), "a kernel style", self.style)
-        _check(type(self.many) is bool, "a flag", self.many)
         legal = LEGAL[self.style, self.many]
         for name in NUMBERS:
             value = getattr(self, name)
-            _check(type(value) is int and value in legal.get(name, (0,)), f"{name} of {self.kernel}", value)
+            _check(value in legal.get(name, (0,)), f"{name} of {self.kernel}", value)
 
     @property
     def kernel(self) -> str:
@@ -268,22 +253,8 @@ class KernelParameters:
             defines["STRIP"] = self.item_tokens
         return Grid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, value: object) -> KernelParameters:
-        """Return the parameters that :meth:`to_dict` gave.
-
-        Raises:
-            OptionError: A field is missing, unknown or out of range.
-        """
-        names = {field.name for field in fields(cls)}
-        return cls(**_record(value, "Kernel parameters", names))
-
-
-NUMBERS: Final = tuple(field.name for field in fields(KernelParameters))[2:]
+NUMBERS: Final = KernelParameters.__struct_fields__[2:]
 
 
 def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameters:
@@ -331,13 +302,6 @@ def differences(parameters: KernelParameters, other: KernelParameters) -> dict[s
         for name in NUMBERS
         if getattr(parameters, name) != getattr(other, name)
     }
-
-
-def _record(value: object, what: str, names: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict) or set(value) != names:
-        given = sorted(map(str, value)) if isinstance(value, dict) else type(value).__name__
-        raise OptionError(f"{what} has the fields {sorted(names)}, not {given!s:.200}.")
-    return value
 
 
 def _check(right: object, what: str, value: object) -> None:

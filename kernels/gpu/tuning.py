@@ -13,9 +13,12 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from heterollm.base import (
     CacheError,
@@ -24,11 +27,14 @@ from heterollm.base import (
     atomic_path,
     cache_error,
     cache_root,
+    decode,
+    decode_json,
     locked,
-    parse_json,
+    missing_field,
 )
 from heterollm.kernels.gpu.parameters import KernelParameters, ShapeClass
 from heterollm.kernels.gpu.sources import kernel_source_hash
+from heterollm.kernels.ops import WeightFormat
 
 __all__ = [
     "IGNORE_VARIABLE",
@@ -50,12 +56,12 @@ IGNORE_VARIABLE: Final = "HETEROLLM_TUNING"
 
 LARGEST_FILE_BYTES: Final = 4 * 2**20
 LONGEST_REASON: Final = 300
-LONGEST_TEXT: Final = 4096
-LONGEST_TIME_US: Final = 1e12
+
+Text = Annotated[str, Meta(max_length=4096)]
+Time = Annotated[float, Meta(gt=0, lt=1e12)]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceIdentity:
+class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
     """What tuned parameters depend on besides the shape class.
 
     Args:
@@ -74,7 +80,7 @@ class DeviceIdentity:
     max_work_group: int
     local_bytes: int
     driver: str
-    kernel_source_hash: str = field(default_factory=kernel_source_hash)
+    kernel_source_hash: str = msgspec.field(default_factory=kernel_source_hash)
 
     @property
     def key(self) -> str:
@@ -93,8 +99,7 @@ class DeviceIdentity:
         return fits and parameters.local_bytes() <= self.local_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
+class Tuned(Struct, frozen=True, forbid_unknown_fields=True):
     """What a search chose for a shape class.
 
     Args:
@@ -104,12 +109,11 @@ class Tuned:
     """
 
     parameters: KernelParameters
-    tuned_us: float
-    default_us: float
+    tuned_us: Time
+    default_us: Time
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters that fail on a driver: never tried again with it and these kernel sources.
 
     Args:
@@ -122,9 +126,28 @@ class Quarantined:
 
     shape: ShapeClass
     parameters: KernelParameters
-    reason: str
-    driver: str
-    kernel_source_hash: str
+    reason: Text
+    driver: Text
+    kernel_source_hash: Text
+
+
+class TunedShape(Tuned, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a search chose, as the file has it.
+
+    Args:
+        shape: For which shape class.
+    """
+
+    shape: ShapeClass
+
+
+class TuningFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tuning table as its file has it."""
+
+    schema: Literal[1]
+    identity: dict[str, str | int]
+    tuned: tuple[TunedShape, ...]
+    quarantined: tuple[Quarantined, ...]
 
 
 @dataclass(slots=True)
@@ -180,22 +203,16 @@ class TuningTable:
     def to_json(self) -> str:
         """Return the text of the file, the same for the same content."""
         tuned = [
-            {
-                "shape": shape.to_dict(),
-                "parameters": chosen.parameters.to_dict(),
-                "tuned_us": chosen.tuned_us,
-                "default_us": chosen.default_us,
-            }
+            {"shape": shape, **msgspec.structs.asdict(chosen)}
             for shape, chosen in sorted(self.tuned.items(), key=lambda item: str(item[0]))
         ]
-        quarantined = [asdict(bad) for bad in self.quarantined]
         content = {
             "schema": SCHEMA,
-            "identity": asdict(self.identity),
+            "identity": self.identity,
             "tuned": tuned,
-            "quarantined": quarantined,
+            "quarantined": self.quarantined,
         }
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps(msgspec.to_builtins(content), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, identity: DeviceIdentity) -> TuningTable:
@@ -204,27 +221,29 @@ class TuningTable:
         Raises:
             OptionError: It is damaged, or of another device, driver, schema or kernel source.
         """
-        try:
-            content = parse_json(text)
-        except ValueError as error:
-            raise OptionError(f"It is not JSON: {error}.") from error
+        content = decode_json(text, source="It", error=OptionError)
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise OptionError(f"It has another schema than {SCHEMA}.")
-        content = _fields(content, {"schema", "identity", "tuned", "quarantined"})
-        own, theirs = asdict(identity), _fields(content["identity"], {name.name for name in fields(identity)})
-        for name, value in own.items():
-            if theirs[name] != value:
-                raise OptionError(f"Its {name} is {theirs[name]!r:.80}, not {value!r}.")
-        table = cls(identity)
-        table.quarantined = [_quarantined(record) for record in _list(content["quarantined"])]
-        for entry in _list(content["tuned"]):
-            record = _fields(entry, {"shape", "parameters", "tuned_us", "default_us"})
-            shape = ShapeClass.from_dict(record["shape"])
-            if shape in table.tuned:
-                raise OptionError(f"It names {shape} twice.")
-            parameters = KernelParameters.from_dict(record["parameters"])
-            times = _time_us(record["tuned_us"]), _time_us(record["default_us"])
-            table.keep(shape, Tuned(parameters, *times))
+        file = decode(content, TuningFile, source="It is damaged", error=OptionError)
+        own: dict[str, Any] = msgspec.structs.asdict(identity)
+        for name in (*own, *file.identity):
+            if name not in own or file.identity.get(name) != own[name]:
+                raise OptionError(
+                    f"Its {name:.80} is {file.identity.get(name)!r:.80}, not {own.get(name)!r}."
+                )
+        for record in (*content["tuned"], *content["quarantined"]):
+            stated = (record["shape"]["weight"], WeightFormat), (record["parameters"], KernelParameters)
+            for data, kind in stated:
+                if missing := missing_field(data, kind):
+                    raise OptionError(f"It is damaged: {missing} is missing.")
+        table = cls(identity, quarantined=list(file.quarantined))
+        for bad in file.quarantined:
+            bad.shape.check()
+        for entry in file.tuned:
+            entry.shape.check()
+            if entry.shape in table.tuned:
+                raise OptionError(f"It names {entry.shape} twice.")
+            table.keep(entry.shape, Tuned(entry.parameters, entry.tuned_us, entry.default_us))
         return table
 
 
@@ -322,31 +341,3 @@ def change_table(identity: DeviceIdentity, change: Callable[[TuningTable], objec
         with atomic_path(path) as temporary:
             temporary.write_text(table.to_json(), encoding="utf-8")
     return table
-
-
-def _quarantined(value: object) -> Quarantined:
-    record = _fields(value, {name.name for name in fields(Quarantined)})
-    texts = record["reason"], record["driver"], record["kernel_source_hash"]
-    if not all(isinstance(text, str) and len(text) <= LONGEST_TEXT for text in texts):
-        raise OptionError("A quarantine record has a reason, driver or source hash that is no short text.")
-    shape = ShapeClass.from_dict(record["shape"])
-    return Quarantined(shape, KernelParameters.from_dict(record["parameters"]), *texts)
-
-
-def _fields(value: object, names: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict) or set(value) != names:
-        raise OptionError(f"A record with the fields {sorted(names)} is something else.")
-    return value
-
-
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise OptionError("A list of records is something else.")
-    return value
-
-
-def _time_us(value: Any) -> float:  # noqa: ANN401 - any JSON value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < LONGEST_TIME_US:
-        raise OptionError(f"{value!r:.80} is no time in microseconds.")
-    return float(value)

@@ -26,6 +26,7 @@ from heterollm.base import (
     decode,
     decode_json,
     locked,
+    missing_field,
 )
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.sim import name_in_words
@@ -191,9 +192,8 @@ class Profile:
         if file.fingerprint != profile.fingerprint:
             raise ProfileError(f"{source} was edited: description and fingerprint do not match.", fix=FIX)
         for number, (line, stated) in enumerate(zip(file.records, data["records"], strict=True)):
-            point = stated["key"].get("point", LinearPoint.__struct_fields__)
-            if len(point) < len(LinearPoint.__struct_fields__):
-                missing = min(set(LinearPoint.__struct_fields__).difference(point))
+            point = stated["key"].get("point")
+            if point is not None and (missing := missing_field(point, LinearPoint)):
                 raise ProfileError(
                     f"{source} is not a profile: records[{number}].key.point.{missing} is missing.", fix=FIX
                 )

@@ -3,13 +3,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from heterollm.base import CacheError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
@@ -250,7 +251,7 @@ def test_the_default_is_legal_and_first(style, tokens, integer_inputs):
     assert len(set(found)) == len(found) > 3
     for parameters in found:
         parameters.check_for(shape)
-        assert KernelParameters.from_dict(json.loads(json.dumps(parameters.to_dict()))) == parameters
+        assert msgspec.convert(msgspec.to_builtins(parameters), KernelParameters) == parameters
 
 
 def test_what_a_device_cannot_run_is_not_kept():
@@ -436,6 +437,7 @@ def test_the_sources_default_to_what_the_table_is_compared_with():
 
 SIMULATED = """
 import itertools
+import msgspec
 import numpy as np
 from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu.linear import GpuLinear

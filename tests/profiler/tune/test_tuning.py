@@ -1,11 +1,11 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from heterollm.base import KernelError, OptionError
 from heterollm.kernels.gpu import (
