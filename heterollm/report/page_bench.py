@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from markupsafe import Markup
+
 from heterollm.base import Section, format_bytes
 from heterollm.benchmarks import COMPARED, best_of, groups_of, verdicts
 from heterollm.report.page_parts import (
@@ -14,8 +16,8 @@ from heterollm.report.page_parts import (
     list_html,
     page_html,
     section_html,
-    sentence_html,
-    text_html,
+    sentences_html,
+    title_html,
 )
 from heterollm.report.tables_bench import (
     LEGEND,
@@ -63,12 +65,12 @@ def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) ->
     rows = [row for run in runs for row in run]
     kinds = dict.fromkeys(kind_word(row.time_kind) for row in rows if row.time_kind)
     names = dict.fromkeys(_name(run) for run in runs)
-    body: list[str] = []
+    body: list[Markup] = []
     for place, run in enumerate(runs):
         if len(runs) > 1:
-            body.append(f"<h2>Run {place + 1} of {len(runs)}: {text_html(_name(run))}</h2>")
+            body.append(title_html(f"Run {place + 1} of {len(runs)}: {_name(run)}", 2))
         body += _run(run, level=3 if len(runs) > 1 else 2)
-    body += [f"<p>{sentence_html(text)}</p>" for text in notes]
+    body.append(sentences_html(notes))
     return page_html(f"Bench of {', '.join(names)}: {' and '.join(kinds) or 'nothing ran'}", body)
 
 
@@ -77,41 +79,37 @@ def _name(run: Sequence[BenchRow]) -> str:
     return path.rpartition("/")[2] or path or "a model"
 
 
-def _run(rows: Sequence[BenchRow], level: int) -> Iterator[str]:
-    yield _title("Verdict", level)
-    yield from list_html(verdicts(rows))
+def _run(rows: Sequence[BenchRow], level: int) -> Iterator[Markup]:
+    yield title_html("Verdict", level)
+    yield list_html(verdicts(rows))
     for (test, precision), group in groups_of(rows).items():
         by_kind = _by_kind(group)
         for kind, own in by_kind.items():
             if kind == kind_word(None) and len(by_kind) > 1:
                 continue  # they are listed as failed
-            yield _title(f"{test}, {precision}: {kind}", level)
+            yield title_html(f"{test}, {precision}: {kind}", level)
             usable = [row for row in own if row.usable]
             if usable:
-                yield from _rates_chart(usable, kind)
-            yield from section_html(rates_section(own), kind)
-    yield f"<p>{text_html(LEGEND)}</p>"
+                yield _rates_chart(usable, kind)
+            yield section_html(rates_section(own), kind)
+    yield sentences_html([LEGEND])
     for kind, traced in _by_kind([row for row in rows if row.traced_ms is not None]).items():
         section = traces_section(traced)
-        yield _title(f"{section.title}: {kind}", level)
+        yield title_html(f"{section.title}: {kind}", level)
         yield from _traces_chart(traced, kind)
-        yield from section_html(Section("", section.columns, section.rows), kind)
+        yield section_html(Section("", section.columns, section.rows), kind)
         for row in most_telling(traced):
             yield from _operators(row, kind, level)
     found = list(bounds(rows))
     if found:
-        yield _title("What bounds each phase", level)
-        yield from list_html(found)
+        yield title_html("What bounds each phase", level)
+        yield list_html(found)
     failed = list(dict.fromkeys(f"{row.label}, {row.test}: {row.error}" for row in rows if row.error))
     if failed:
-        yield _title("Failed", level)
-        yield from list_html(failed)
+        yield title_html("Failed", level)
+        yield list_html(failed)
     kinds = dict.fromkeys(kind_word(row.time_kind) for row in rows if row.time_kind)
-    yield from section_html(_conditions(rows), ", ".join(kinds) or "nothing ran", level=level)
-
-
-def _title(words: str, level: int) -> str:
-    return f"<h{level}>{text_html(words)}</h{level}>"
+    yield section_html(_conditions(rows), ", ".join(kinds) or "nothing ran", level=level)
 
 
 def _by_kind(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
@@ -121,7 +119,7 @@ def _by_kind(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     return found
 
 
-def _rates_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
+def _rates_chart(rows: Sequence[BenchRow], kind: str) -> Markup:
     best = best_of(rows)
     drawn = [
         Bar(
@@ -136,14 +134,14 @@ def _rates_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
     used = {_colour(row) for row in rows}
     keys = [(style, words) for style, words in LEVEL_KEYS if style in used]
     caption = f"Tokens a second, {kind}: medians; the thin line goes from the slowest to the fastest sample."
-    yield from bars_html(drawn, caption, keys)
+    return bars_html(drawn, caption, keys)
 
 
 def _colour(row: BenchRow) -> str:
     return LEVELS.get(row.plan_level, "other") if row.engine == "self" else "other"
 
 
-def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
+def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[Markup]:
     """Yield for each test how long one part worked, or both, or neither."""
     for test in dict.fromkeys(row.test for row in rows):
         drawn = []
@@ -153,14 +151,14 @@ def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[str]:
                 gpu, npu = (row.gpu_busy_ms or 0.0) - both, (row.npu_busy_ms or 0.0) - both
                 pieces = ((gpu, "gpu"), (both, "both"), (npu, "npu"), (wall - gpu - both - npu, "other"))
                 drawn.append(Bar(row.label, pieces, f"{wall:.1f} ms"))
-        yield from bars_html(drawn, f"Milliseconds of one traced run of {test}, {kind}", TRACE_KEYS)
+        yield bars_html(drawn, f"Milliseconds of one traced run of {test}, {kind}", TRACE_KEYS)
 
 
-def _operators(row: BenchRow, kind: str, level: int) -> Iterator[str]:
+def _operators(row: BenchRow, kind: str, level: int) -> Iterator[Markup]:
     section = operators_section(row)
     if not section.rows:
         return
-    yield _title(f"{section.title}: {kind}", level)
+    yield title_html(f"{section.title}: {kind}", level)
     styles = {style: style for style, _ in PART_KEYS}
     drawn = []
     for item in row.operators or ():
@@ -169,8 +167,8 @@ def _operators(row: BenchRow, kind: str, level: int) -> Iterator[str]:
         drawn.append(Bar(f"{item['operator']}", pieces, f"{time:.2f} ms"))
     used = {style for bar in drawn for _, style in bar.pieces}
     keys = [(style, words) for style, words in PART_KEYS if style in used]
-    yield from bars_html(drawn, f"Milliseconds of one traced run, {kind}", keys)
-    yield from section_html(Section("", section.columns, section.rows), kind)
+    yield bars_html(drawn, f"Milliseconds of one traced run, {kind}", keys)
+    yield section_html(Section("", section.columns, section.rows), kind)
 
 
 def _conditions(rows: Sequence[BenchRow]) -> Section:

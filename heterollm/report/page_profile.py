@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from heterollm.report.page_parts import kind_word, page_html, picture_html, section_html
+from heterollm.report.page_parts import kind_word, page_html, pictures_html, section_html
 from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ def profile_page(summary: ProfileSummary, pictures: Sequence[tuple[str, bytes]] 
     """
     kind = kind_word(summary.time_kind)
     first, *rest = sections(summary)
-    body = [*section_html(first, kind)]
+    body = [section_html(first, kind)]
     if pictures:
-        body.append('<h2>Pictures</h2>\n<div class="pictures">')
-        body += [picture_html(caption, png) for caption, png in pictures]
-        body.append("</div>")
-    for section in rest:
-        body += section_html(section, kind)
+        body.append(pictures_html(pictures))
+    body += [section_html(section, kind) for section in rest]
     return page_html(f"Profile of {summary.device}, {kind}", body)

@@ -52,6 +52,10 @@ class StreamDecoder:
         self._backend = backend
         self._special_ids = special_ids
         self._byte_ids = byte_ids
+        # Tokens of the last piece, tokens after it, and how many of those the stream has.
+        self._settled: list[int] = []
+        self._held: list[int] = []
+        self._given = 0
         self._restart()
 
     def push(self, token_id: int) -> str:
@@ -81,10 +85,7 @@ class StreamDecoder:
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(skip_special_tokens=True)
-        # Tokens of the last piece, tokens after it, and how many of those the stream has.
-        self._settled: list[int] = []
-        self._held: list[int] = []
-        self._given = 0
+        self._settled, self._held, self._given = [], [], 0
 
 
 class NoText:

@@ -19,7 +19,7 @@ from heterollm.solver.feed_forward import FeedForwardCosts
 from heterollm.solver.placements import BlockPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.slice_sets import SliceCost
-from heterollm.solver.slices import GAIN_FRACTION, GroupCosts, choose_slices
+from heterollm.solver.slices import GroupCosts, choose_slices
 
 seeds = st.integers(0, 10**6)
 
@@ -216,6 +216,8 @@ def small_tables(made, seed):
 
 
 NONE = SliceCost()
+FURTHER_SLICE = 0.01
+"""A further slice must gain one percent."""
 
 
 def best_of(group, table, held):
@@ -265,9 +267,9 @@ def weighed(network, sets, budget):
             if rows:
                 runs[place][rows].update(used)
     alone = not sets[0] and not sets[1]
-    total *= 1 + GAIN_FRACTION * max(0, len(sets[2]) - alone)
+    total *= 1 + FURTHER_SLICE * max(0, len(sets[2]) - alone)
     total += sum(
-        GAIN_FRACTION * max(0, len(held) - 1) * cost for held, cost in zip(sets[:2], apart, strict=True)
+        FURTHER_SLICE * max(0, len(held) - 1) * cost for held, cost in zip(sets[:2], apart, strict=True)
     )
     size = sum(
         layers * group.spec.slice_bytes(rows) * (len(used) if budget.copies_by_length else 1)
