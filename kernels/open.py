@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
-from heterollm.base import CACHE_VARIABLE, DeviceError, OptionError, cache_root, see
+from heterollm.base import (
+    CACHE_VARIABLE,
+    DeviceError,
+    OptionError,
+    cache_root,
+    check_process,
+    mark_device_opened,
+    see,
+)
 from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import target_for_this_machine
@@ -205,8 +213,13 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
 
     Args:
         split: Threads that are wanted; None takes what the process has, or the default.
+
+    Raises:
+        DeviceError: There is no OpenCL, or it runs with another split already.
+        EngineError: The process was forked from one that had opened a device.
     """
     global _process_split
+    check_process()
     if importlib.util.find_spec("pyopencl") is None:
         if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
             raise DeviceError(
@@ -233,6 +246,7 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
         return list_opencl_devices()
     split = split or split_threads()
     _make_pocl_cache()
+    mark_device_opened()
     os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
     os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
     before = allowed_cores()

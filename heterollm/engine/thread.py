@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
-from heterollm.base import EngineError
+from heterollm.base import EngineError, check_process, mark_device_opened
 
 __all__ = ["EngineThread"]
 
@@ -21,9 +21,15 @@ Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | No
 
 
 class EngineThread:
-    """Runs submitted calls one after the other on its own thread, until it is closed or dropped."""
+    """Runs submitted calls one after the other on its own thread, until it is closed or dropped.
+
+    Raises:
+        EngineError: The process was forked from one that had such a thread.
+    """
 
     def __init__(self) -> None:
+        check_process()
+        mark_device_opened()
         self._calls: Calls = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -43,8 +49,9 @@ class EngineThread:
         """Queue a call and return its future.
 
         Raises:
-            EngineError: The engine is closed.
+            EngineError: The engine is closed, or lost in a fork.
         """
+        check_process()
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -64,6 +71,8 @@ class EngineThread:
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Let the queued calls finish, run ``last`` after them, and end the thread. May be called twice."""
+        if not self._thread.is_alive():  # closed before, or lost in a fork
+            return
         ended: Future[None] = Future()
         with self._lock:
             if not self._closed:
