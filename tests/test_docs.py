@@ -8,9 +8,11 @@ Snippets marked ``python`` run; one that needs what the tests have not is marked
 import ast
 import copy
 import importlib
+import itertools
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -284,42 +286,56 @@ def rows_of(name):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def llama_cpp_row(row):
-    rates = " | ".join(f"{row[name]['tokens_per_s']:.0f}" for name in ("w4a16", "w4a8", "llama.cpp"))
-    ratios = " | ".join(f"{row['ratios'][name]:.2f}" for name in ("w4a16", "w4a8"))
-    return f"| {row['phase']} {row['tokens']} | {row['depth']} | {rates} | {ratios} |"
+@pytest.fixture(scope="module")
+def figures():
+    """The script that writes tables from rows and holds phrases to them."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        yield importlib.import_module("figures")
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
 
 
-def memory_row(row):
-    other = next(
-        one
-        for one in rows_of("memory")
-        if one["precision"] == "w4a8" and (one["level"], one["cached"]) == (row["level"], row["cached"])
-    )
-    mib = [
-        f"{one[f'{name}_bytes'] / 2**20:.0f} / {one[f'{name}_limit_bytes'] / 2**20:.0f}"
-        for one in (row, other)
-        for name in ("peak", "resident")
-    ]
-    return f"| `{row['level']}` | {'cached' if row['cached'] else 'quantises'} | {' | '.join(mib)} |"
+def test_figures_are_those_of_the_rows(figures):
+    assert figures.differences() == [], "run `python bench/figures.py`"
 
 
-def test_figures_are_those_of_the_result_files():
-    """Tables that follow from a file row by row; the others say which command made them."""
-    page = (ROOT / "docs" / "measured.md").read_text("utf-8")
-    expected = [llama_cpp_row(row) for name in ("llama_cpp", "llama_cpp_avx2") for row in rows_of(name)]
-    expected += [memory_row(row) for row in rows_of("memory") if row["precision"] == "w4a16"]
-    assert [row for row in expected if row not in page] == []
-    assert all(f"{row['perplexity']:.3f}" in page for row in rows_of("perplexity"))
+def swapped(text, one, other):
+    """Return a text in which two spans have changed places."""
+    (a, b), (c, d) = sorted((one, other))
+    return text[:a] + text[c:d] + text[b:c] + text[a:b] + text[d:]
 
 
-def test_the_readmes_measured_rates_were_measured():
-    """Every rate of the table under "Measured" is the median of a row of the bench."""
-    section = (ROOT / "README.md").read_text("utf-8").partition("## Measured")[2].partition("\n## ")[0]
-    rates = re.findall(r"\d+\.\d", "".join(line for line in section.splitlines() if line.startswith("|")))
-    rows = rows_of("ablation")
-    assert len(rates) >= 10
-    assert set(rates) <= {f"{row['median_ts']:.1f}" for row in rows if row["median_ts"] is not None}
+NUMBER = r"\d+(?:\.\d+)?"
+
+
+def test_two_cells_that_change_places_are_found(figures):
+    tables = 0
+    for page, name in figures.BLOCKS:
+        text = (ROOT / page).read_text("utf-8")
+        begin, end = (text.index(mark) for mark in figures.marks(name))
+        spans = [match.span() for match in re.compile(NUMBER).finditer(text, begin, end)]
+        pairs = [pair for pair in itertools.pairwise(spans) if text[slice(*pair[0])] != text[slice(*pair[1])]]
+        wrong = swapped(text, *pairs[-1])
+        assert f"{page}: a table differs" in figures.differences({page: wrong}), name
+        tables += 1
+    assert tables >= 10
+
+
+def test_two_figures_of_prose_that_change_places_are_found(figures):
+    held = 0
+    for page, phrase in figures.phrases():
+        text = figures.flat((ROOT / page).read_text("utf-8"))
+        begin = text.index(figures.flat(phrase))
+        spans = [
+            match.span()
+            for match in re.compile(NUMBER).finditer(text, begin, begin + len(figures.flat(phrase)))
+        ]
+        for one, other in itertools.pairwise(spans):
+            if text[slice(*one)] != text[slice(*other)]:
+                assert figures.flat(phrase) not in swapped(text, one, other), phrase
+                held += 1
+    assert held >= 40
 
 
 # -- what the program prints -------------------------------------------------------------------------

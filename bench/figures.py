@@ -1,0 +1,637 @@
+"""Writes tables of README.md and docs/measured.md from bench/results, and holds prose to its rows.
+
+    python bench/figures.py          writes the tables, and says which phrases are not what the rows say
+    python bench/figures.py --check  writes nothing; exit code 1 if a table or a phrase differs
+
+A table stands between two marks, ``<!-- NAME: written by bench/figures.py -->`` and ``<!-- end of NAME -->``.
+A phrase is prose with its figures filled in from rows; its page must hold it, wherever its lines end.
+``tests/test_docs.py`` checks the same.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import ablation_table
+import aims
+
+from heterollm.benchmarks import BenchRow, best_of, read_rows
+from heterollm.benchmarks.verdict import compare_rows
+
+__all__ = ["BLOCKS", "differences", "phrases", "written"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+README: Final = "README.md"
+MEASURED: Final = "docs/measured.md"
+PAPER_MAP: Final = "docs/paper-map.md"
+
+Row = Mapping[str, Any]
+
+
+@cache
+def rows_of(name: str) -> tuple[Row, ...]:
+    """Return the rows of a file in bench/results."""
+    path = ROOT / "bench" / "results" / f"{name}.jsonl"
+    return tuple(json.loads(line) for line in path.read_text("utf-8").splitlines())
+
+
+def one(rows: Sequence[Row], **asked: object) -> Row:
+    """Return the last row that has these values; a bench that was run again appends."""
+    found = [row for row in rows if all(row[key] == value for key, value in asked.items())]
+    if not found:
+        raise SystemExit(f"No row has {asked}.")
+    return found[-1]
+
+
+def table(head: str, right: str, lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table.
+
+    Args:
+        head: Its titles, with bars between them.
+        right: A letter for each column: ``l`` or ``r``.
+        lines: Its cells.
+    """
+    rule = "|".join("---:" if side == "r" else "---" for side in right)
+    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+# -- the split on host ---------------------------------------------------------------------------------
+
+
+@cache
+def split_rows() -> tuple[BenchRow, ...]:
+    """Return the rows of bench/ablation.py."""
+    return tuple(ablation_table.latest(read_rows(ROOT / "bench" / "results" / "ablation.jsonl")))
+
+
+def large() -> list[BenchRow]:
+    """Return those of TinyLlama's shape."""
+    return [row for row in split_rows() if row.usable and not aims.is_of_waits(row)]
+
+
+def measured_table() -> str:
+    """The README's table."""
+    lines = ablation_table.table([row for row in split_rows() if not aims.is_of_waits(row)])
+    return "\n".join(line.replace("|  |", "| |") for line in lines[: lines.index("")])
+
+
+def fastest(test: str, precision: str, chosen: Callable[[BenchRow], bool]) -> BenchRow:
+    """Return the fastest of the rows that are chosen; ``tg`` is any decode."""
+    runs = ablation_table.precisions_of_runs(split_rows())
+    found = [
+        row
+        for row in large()
+        if row.phase != "both"
+        and (row.test == test or (test == "tg" and row.phase == "decode"))
+        and runs.get(row.run) == precision
+        and chosen(row)
+    ]
+    best = best_of(found)
+    assert best is not None, (test, precision)
+    return best
+
+
+def gain(test: str, precision: str, over: Callable[[BenchRow], bool]) -> str:
+    """Return the ratio of the best split and its 95 % interval."""
+    change = compare_rows(fastest(test, precision, over), fastest(test, precision, aims.split))
+    return f"{change.ratio:.2f} ({change.low:.2f} to {change.high:.2f})"
+
+
+def ratio(gained: str) -> str:
+    """Return a gain without its interval."""
+    return gained.partition(" ")[0]
+
+
+def interval(gained: str) -> str:
+    """Return the interval alone, as `0.89 to 1.37`."""
+    return gained.partition("(")[2].rstrip(")")
+
+
+def shown(gained: str) -> bool:
+    """Whether an interval does not hold 1."""
+    low, high = (float(end) for end in interval(gained).split(" to "))
+    return not low <= 1.0 <= high
+
+
+def odd_gains(
+    precision: str, over: Callable[[BenchRow], bool], lengths: Sequence[int]
+) -> tuple[float, float]:
+    """Return the least and the most that the best split gains at lengths without a graph."""
+    gains = []
+    for length in lengths:
+        if precision == "w4a8" and length == 1000:
+            continue
+        rows = (fastest(f"pp{length}", precision, chosen) for chosen in (over, aims.split))
+        gains.append(compare_rows(*rows).ratio)
+    return min(gains), max(gains)
+
+
+def fraction_of_padding(precision: str, level: str) -> str:
+    """Return the time of 300 tokens at a level over padding's."""
+    ours = fastest("pp300", precision, lambda row: aims.split(row) and row.plan_level == level)
+    theirs = fastest("pp300", precision, aims.padding)
+    return f"{theirs.median_ts / ours.median_ts:.2f}"
+
+
+def predicted() -> Mapping[str, Any]:
+    """Return how far predicted times were from measured ones."""
+
+    def off(row: BenchRow) -> float:
+        return row.predicted_ms / row.measured_ms - 1
+
+    found = [row for row in split_rows() if row.predicted_ms and row.measured_ms]
+    errors = [off(row) for row in found]
+    cuts = [row for row in found if aims.split(row)]
+    slow = [row for row in cuts if off(row) < -aims.PREDICTION_FRACTION]
+    odd = [row for row in slow if row.n_prompt in aims.ODD_LENGTHS]
+    return {
+        "rows": len(found),
+        "median": f"{statistics.median(map(abs, errors)):.0%}".replace("%", " %"),
+        "least": f"{-100 * min(errors):.0f} %",
+        "most": f"{100 * max(errors):.0f} %",
+        "most_large": f"{100 * max(off(row) for row in found if not aims.is_of_waits(row)):.0f} %",
+        "cuts": len(cuts),
+        "slow": len(slow),
+        "where": "all at lengths without a graph"
+        if len(odd) == len(slow)
+        else "some at lengths with a graph",
+    }
+
+
+def whole_wins() -> str:
+    """Return in how many rows of the README's table `gpu` on both cores is no slower than the splits."""
+    cells = [line.strip("|").split("|") for line in measured_table().splitlines()]
+    titles = [title.strip() for title in cells[0]]
+    at = {name: titles.index(name) for name in ("`tensor`", "`block`", "`gpu`, both cores")}
+    rates = [[float(line[column]) for column in at.values()] for line in cells[2:]]
+    return f"{sum(whole >= max(cuts) for *cuts, whole in rates)} of {len(rates)} rows"
+
+
+# -- other benches ---------------------------------------------------------------------------------------
+
+
+def perplexity_table() -> str:
+    """Perplexity of the bundled model."""
+    values = {row["name"]: f"{row['perplexity']:.3f}" for row in rows_of("perplexity")}
+    lines = [("`fp16` (FP32 on `host`)", values["fp16"])]
+    for block in (32, 64, 128):
+        both = " / ".join(values[f"w4a16 block {block} {kind}"] for kind in ("symmetric", "asymmetric"))
+        lines.append((f"`w4a16`, block {block}: symmetric / asymmetric", both))
+    return table("weights | perplexity", "lr", lines)
+
+
+def llama_cpp_table(name: str, title: str) -> str:
+    """Rates beside llama.cpp."""
+    engines = ("w4a16", "w4a8", "llama.cpp")
+    lines = [
+        (
+            *(f"{row['phase']} {row['tokens']}", str(row["depth"])),
+            *(f"{row[engine]['tokens_per_s']:.0f}" for engine in engines),
+            *(f"{row['ratios'][engine]:.2f}" for engine in engines[:2]),
+        )
+        for row in sorted(rows_of(name), key=lambda row: (row["phase"] != "prefill", row["depth"]))
+    ]
+    head = "depth | `w4a16` | `w4a8` | llama.cpp Q4_0 | `w4a16` / llama.cpp | `w4a8` / llama.cpp"
+    return table(f"{title} | {head}", "lrrrrrr", lines)
+
+
+def attention_table() -> str:
+    """Attention's share of the kernels' time."""
+    lines = []
+    for depth in (0, 512, 2048):
+        cells = [str(depth)]
+        for phase, digits, wall_digits in (("prefill", 0, 0), ("decode", 2, 1)):
+            row = one(rows_of("overhead"), mode="classes", phase=phase, depth=depth)
+            share = row["classes_us"]["attention"] / sum(row["classes_us"].values())
+            cells += [
+                f"{row['wall_us'] / 1e3:.{wall_digits}f}",
+                f"{row['classes_us']['attention'] / 1e3:.{digits}f}",
+            ]
+            cells.append(f"{100 * share:.0f} %")
+        lines.append(cells)
+    head = "depth | prefill 256: wall ms | attention ms | share | decode: wall ms | attention ms | share"
+    return table(head, "rrrrrrr", lines)
+
+
+def outside_table() -> str:
+    """Time outside of kernels and graphs."""
+    lines = []
+    for level in ("gpu", "npu"):
+        traced, untraced = (
+            one(rows_of("overhead"), level=level, mode=mode) for mode in ("traced", "untraced")
+        )
+        inside = sum(traced["classes_us"].values()) + traced["graphs_us"]
+        assert abs(1 - inside / traced["wall_us"] - traced["overhead_fraction"]) < 1e-6
+        walls = (traced["wall_us"], inside, untraced["wall_us"])
+        wall, busy, alone = (f"{value / 1e3:.1f}" for value in walls)
+        lines.append((f"`{level}`", wall, busy, f"{100 * traced['overhead_fraction']:.1f} %", alone))
+    head = "level | traced wall ms | kernels and graphs ms | outside | untraced wall ms"
+    return table(head, "lrrrr", lines)
+
+
+def memory_table() -> str:
+    """Memory beside its limits."""
+    lines = []
+    for row in (row for row in rows_of("memory") if row["precision"] == "w4a16"):
+        other = one(rows_of("memory"), precision="w4a8", level=row["level"], cached=row["cached"])
+        mib = [
+            f"{of[f'{name}_bytes'] / 2**20:.0f} / {of[f'{name}_limit_bytes'] / 2**20:.0f}"
+            for of in (row, other)
+            for name in ("peak", "resident")
+        ]
+        lines.append((f"`{row['level']}`", "cached" if row["cached"] else "quantises", *mib))
+    head = "level | load | `w4a16`: peak / limit | after / limit | `w4a8`: peak / limit | after / limit"
+    return table(head, "llrrrr", lines)
+
+
+def startup_table() -> str:
+    """From a process to its first token."""
+    lines = [
+        (
+            f"`{row['level']}`",
+            *(f"{row['median_s'][part]:.2f}" for part in ("import", "load", "first_token", "total")),
+            f"{max(sample['total'] for sample in row['samples_s']):.2f}",
+        )
+        for row in rows_of("startup")
+    ]
+    head = "level | import s | load s | first token s | all s, median | worst of 5"
+    return table(head, "lrrrrr", lines)
+
+
+WITHOUT: Final = (
+    ("merged launches", "tg", "gpu", 2, "decode, `gpu`, both cores"),
+    ("merged launches", "tg", "gpu", 1, "decode, `gpu`, one core"),
+    ("merged launches", "tg", "tensor", 1, "decode, `tensor`"),
+    ("kernel tuning", "pp256", "gpu", 2, "prefill 256, `gpu`, both cores"),
+    ("kernel tuning", "pp256", "gpu", 1, "prefill 256, `gpu`, one core"),
+    ("kernel tuning", "pp256", "tensor", 1, "prefill 256, `tensor`"),
+    ("kernel tuning", "tg", "tensor", 1, "decode, `tensor`"),
+    *(
+        ("re-solved lengths", f"pp{length}", "tensor", 1, f"prefill {length}")
+        for length in (5, 33, 100, 135, 300)
+    ),
+)
+"""Gain, test, plan, cores of the GPU's part, and what the table calls the last three."""
+
+
+def gains_table() -> str:
+    """What merged launches, tuning and solving at run time gain: the first time that each was measured."""
+    lines = []
+    for gained, test, plan, threads, words in WITHOUT:
+        cells = [gained, words]
+        for model in ("gains-four-layers", "tiny_python_lm"):
+            row = next(
+                row
+                for row in rows_of("gains")
+                if (row["gain"], row["model"], row["plan"], row["gpu_threads"])
+                == (gained, model, plan, threads)
+                and (row["test"] == test or (test == "tg" and row["test"].startswith("tg")))
+            )
+            cells.append(f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})")
+        lines.append(cells)
+    return table("gain of | test | TinyLlama-1.1B's shape, four layers | bundled model", "llrr", lines)
+
+
+def pair(first: str, model: str, label: str, test: str) -> str:
+    """Return a ratio of bench/pairs.py with the ends of its pairs."""
+    found = [row for row in rows_of("pairs") if row["commands"][0].startswith(first)]
+    row = one(found, model=model, label=label, test=test)
+    return f"{row['ratio']:.2f} ({row['ratio_least']:.2f} to {row['ratio_largest']:.2f})"
+
+
+# -- simulated -------------------------------------------------------------------------------------------
+
+
+def simulated(level: str, prompt: int, **asked: object) -> Row:
+    """Return a row of Llama-3-8B."""
+    plain = {"sync": "predict", "resolve": False, "every_form": False, "left_out": [], "gpu_load": None}
+    found = {"model": "llama-3-8b", "plan_level": level, "prompt_tokens": prompt, "length_policy": "padding"}
+    return one(rows_of("simulated_paper"), **{**found, **plain, **asked})
+
+
+def simulated_table() -> str:
+    """The README's table of simulated rates."""
+    lines = []
+    for name, level, asked in (
+        ("`gpu`", "gpu", {}),
+        ("`layer`", "layer", {}),
+        ("`tensor`", "tensor", {}),
+        ("`tensor`, driver's waits (`--sync finish`)", "tensor", {"sync": "finish"}),
+        ("`block`, k-chunked graphs where they pay", "block", {"every_form": True}),
+    ):
+        rates = [
+            ""
+            if asked.get("sync") and prompt != 256
+            else f"{simulated(level, prompt, **asked)['prefill_tokens_per_second']:.0f}"
+            for prompt in (64, 256, 1024)
+        ]
+        decode = simulated(level, 256, **asked)["decode_tokens_per_second"]
+        lines.append((name, *rates, f"{decode:.1f}"))
+    head = "simulated | prefill 64 | prefill 256 | prefill 1024 | decode behind 256"
+    return table(head, "lrrrr", lines).replace("|  |", "| |")
+
+
+def chunk_gain(limit: int) -> str:
+    """Return what `block` with k-chunked graphs gains over `tensor`, by where rows begin to spill."""
+    found = [
+        row for row in rows_of("simulated_prior") if row["what_if"] == {"npu.row_limit_columns": float(limit)}
+    ]
+    block, tensor = (
+        one(found, plan_level=level)["prefill_tokens_per_second"] for level in ("block", "tensor")
+    )
+    return f"{block / tensor:.2f}"
+
+
+def driver_gains() -> str:
+    """Return the least and the most of what fast hand-overs gain in decode of the other three models."""
+    gains = []
+    for model in ("llama-2-7b", "llama-3.2-3b", "internlm2-1.8b"):
+        fast, driver = (
+            simulated("tensor", 256, model=model, sync=sync)["decode_tokens_per_second"]
+            for sync in ("predict", "finish")
+        )
+        gains.append(fast / driver)
+    return f"{min(gains):.1f} to {max(gains):.1f}"
+
+
+def emulated(form: str, tokens: int) -> int:
+    """Return the least count of cycles."""
+    return min(
+        min(row["cycles"])
+        for row in rows_of("emulator_stages")
+        if (row["form"], row["tokens"]) == (form, tokens)
+    )
+
+
+# -- what is written and what is held ----------------------------------------------------------------------
+
+BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
+    (README, "rates"): measured_table,
+    (README, "simulated rates"): simulated_table,
+    (MEASURED, "perplexity"): perplexity_table,
+    (MEASURED, "llama.cpp"): lambda: llama_cpp_table("llama_cpp", "phase"),
+    (MEASURED, "llama.cpp, AVX2"): lambda: llama_cpp_table("llama_cpp_avx2", "phase, AVX2 only"),
+    (MEASURED, "attention"): attention_table,
+    (MEASURED, "overhead"): outside_table,
+    (MEASURED, "memory"): memory_table,
+    (MEASURED, "startup"): startup_table,
+    (MEASURED, "gains"): gains_table,
+}
+"""Tables by page and name."""
+
+
+@cache
+def phrases() -> tuple[tuple[str, str], ...]:
+    """Return pages and the prose that they must hold, with figures from the rows."""
+    return (*_split_phrases(), *_other_phrases())
+
+
+@cache
+def tables() -> Mapping[tuple[str, str], str]:
+    """Return the tables by page and name."""
+    return {place: made() for place, made in BLOCKS.items()}
+
+
+def _split_phrases() -> Iterator[tuple[str, str]]:
+    prefill, decode = (
+        {way: gain(test, way, aims.one_part) for way in ("w4a16", "w4a8")} for test in ("pp256", "tg")
+    )
+    not_shown = [decode["w4a16"], prefill["w4a8"], decode["w4a8"]]
+    assert shown(prefill["w4a16"])
+    assert not any(map(shown, not_shown))
+    rates = [fastest("pp256", "w4a8", chosen).median_ts for chosen in (aims.gpu_alone, aims.npu_lengths)]
+    odd = {way: odd_gains(way, aims.npu_lengths, aims.ODD_LENGTHS) for way in ("w4a16", "w4a8")}
+    yield README, f"prefill of 256 tokens at `w4a16` {prefill['w4a16']}. The other three are **not shown**"
+    yield (
+        README,
+        (
+            f"decode at `w4a16` {not_shown[0]}, prefill at `w4a8` {not_shown[1]}, decode at `w4a8` "
+            f"{not_shown[2]};"
+        ),
+    )
+    yield README, f"the NPU's stand-in, is {rates[0] / rates[1]:.1f} times slower than the GPU's kernels"
+    yield README, f"Lengths without a graph gain {odd['w4a16'][0]:.1f} to {odd['w4a8'][1]:.1f} times over"
+    yield README, f"as fast as the split or faster in {whole_wins()}**"
+    yield (
+        MEASURED,
+        (
+            f"**Prefill, `w4a16`**: {ratio(prefill['w4a16'])} times the better row without a cut "
+            f"(95 % interval {interval(prefill['w4a16'])})"
+        ),
+    )
+    yield (
+        MEASURED,
+        f"**Prefill, `w4a8`**: {ratio(not_shown[1])} times ({interval(not_shown[1])}): a gain is not shown.",
+    )
+    yield (
+        MEASURED,
+        f"ONNX Runtime reaches {rates[1]:.0f} tokens a second on rounded inputs where the OpenCL "
+        f"kernels reach {rates[0]:.0f}, so that {1 + rates[1] / rates[0]:.2f} would be the limit",
+    )
+    yield (
+        MEASURED,
+        (
+            f"**Decode**: {ratio(not_shown[0])} times at `w4a16` ({interval(not_shown[0])}), "
+            f"{ratio(not_shown[2])} at "
+            f"`w4a8` ({interval(not_shown[2])}): neither gain is shown."
+        ),
+    )
+    slow = [
+        fastest("tg", way, chosen) for way in ("w4a8", "w4a16") for chosen in (aims.padding, aims.gpu_alone)
+    ]
+    yield (
+        MEASURED,
+        (
+            f"({slow[0].median_ts:.1f} against {slow[1].median_ts:.1f} tokens a second at `w4a8`, "
+            f"{slow[2].median_ts:.1f} against {slow[3].median_ts:.1f} at `w4a16`)"
+        ),
+    )
+    past = [odd_gains(way, aims.padding, [n for n in aims.ODD_LENGTHS if aims.just_past(n)]) for way in odd]
+    yield (
+        MEASURED,
+        (
+            f"{odd['w4a16'][0]:.1f} to {odd['w4a16'][1]:.1f} times the better of padding and pipe at "
+            f"`w4a16`, "
+            f"{odd['w4a8'][0]:.1f} to {odd['w4a8'][1]:.1f} times at `w4a8`; {min(past)[0]:.1f} to "
+            f"{max(past)[1]:.1f} "
+            "times padding just past a graph"
+        ),
+    )
+    theirs = {(test, way): gain(test, way, aims.llama_cpp) for test in ("pp256", "tg") for way in odd}
+    yield (
+        MEASURED,
+        (
+            f"prefill {theirs['pp256', 'w4a16']} at `w4a16`, not shown, and {theirs['pp256', 'w4a8']} "
+            f"at `w4a8`; "
+            f"decode {theirs['tg', 'w4a16']} at `w4a16` and {theirs['tg', 'w4a8']} at `w4a8`."
+        ),
+    )
+    whole = {(test, way): gain(test, way, aims.gpu_whole) for test in ("pp256", "tg") for way in odd}
+    yield (
+        MEASURED,
+        (
+            f"prefill {whole['pp256', 'w4a16']} and decode {whole['tg', 'w4a16']} at `w4a16`, neither "
+            f"shown; "
+            f"{whole['pp256', 'w4a8']} and {whole['tg', 'w4a8']} at `w4a8`: there the split is slower."
+        ),
+    )
+    told = predicted()
+    yield (
+        MEASURED,
+        (
+            f"{told['rows']} rows have one. The median error is {told['median']}; predicted over "
+            f"measured runs from "
+            f"{told['least']} below to {told['most']} above, and without the bundled model's two rows to "
+            f"{told['most_large']} above. Of the {told['cuts']} rows of `tensor` and `block` with "
+            f"fast waits, "
+            f"{told['slow']} take more than 15 % longer than predicted, {told['where']}."
+        ),
+    )
+    overlap = f"{100 * fastest('pp256', 'w4a16', aims.split).overlap_fraction:.0f} %"
+    yield MEASURED, f"the parts overlap for {overlap} of the shorter one's time"
+    disturbed = [sample for row in large() for sample in row.samples_disturbed]
+    yield MEASURED, f"others computed during {sum(disturbed)} of {len(disturbed)}; each is marked."
+    waits = {row.sync: row for row in split_rows() if aims.is_of_waits(row)}
+    change = compare_rows(waits["operator"], waits["auto"])
+    yield (
+        MEASURED,
+        (
+            f"fast waits against clFinish after every operator: {change.ratio:.2f} times "
+            f"({change.low:.2f} to {change.high:.2f})."
+        ),
+    )
+    yield PAPER_MAP, f"reproduced: {change.ratio:.2f} times ({change.low:.2f} to {change.high:.2f}) in decode"
+    yield (
+        PAPER_MAP,
+        (
+            f"a gain is not shown: {ratio(not_shown[0])} times the better part alone "
+            f"({interval(not_shown[0])}) at "
+            f"`w4a16`, {ratio(not_shown[2])} ({interval(not_shown[2])}) at `w4a8`"
+        ),
+    )
+    tensor, block = ({way: fraction_of_padding(way, level) for way in odd} for level in ("tensor", "block"))
+    yield (
+        PAPER_MAP,
+        (
+            f"take {tensor['w4a16']} of padding's time at `tensor` and {block['w4a16']} at `block` "
+            f"(`w4a16`), "
+            f"{tensor['w4a8']} and {block['w4a8']} at `w4a8`"
+        ),
+    )
+
+
+def _other_phrases() -> Iterator[tuple[str, str]]:
+    first = one(rows_of("llama_cpp"), phase="prefill", depth=0)
+    yield (
+        README,
+        f"prefill at `w4a16` without context is {first['ratios']['w4a16']:.2f} times as fast as llama.cpp",
+    )
+    yield (
+        MEASURED,
+        f"transformers in float32: "
+        f"{one(rows_of('perplexity'), name='transformers float32')['perplexity']:.3f})",
+    )
+    tuned, shape = "env HETEROLLM_TUNING=off", "heterollm-614b141"
+    yield (
+        MEASURED,
+        (
+            f"tuned over untuned in six pairs: {pair(tuned, 'tinyllama', 'gpu w4a16, 2+0', 'pp256')} "
+            f"at `w4a16` and "
+            f"{pair(tuned, 'tinyllama', 'gpu w4a8, 2+0', 'pp256')} at `w4a8`"
+        ),
+    )
+    changed = [
+        pair(shape, model, "gpu w4a16, 2+0", test)
+        for model, test in (
+            ("tinyllama", "pp256"),
+            ("tinyllama", "tg32"),
+            ("tiny_python_lm", "pp256"),
+            ("tiny_python_lm", "tg128"),
+        )
+    ]
+    yield (
+        MEASURED,
+        (
+            f"five pairs, prefill 256 {changed[0]}, decode of 32 tokens {changed[1]}; the bundled "
+            f"model, thirty pairs, "
+            f"prefill {changed[2]}, decode of 128 tokens {changed[3]}."
+        ),
+    )
+    yield (
+        MEASURED,
+        f"What stays includes the KV cache of {rows_of('memory')[0]['kv_cache_bytes'] / 2**20:.0f} MiB.",
+    )
+    yield (
+        README,
+        (
+            f"With a limit of 14336 the 256 tokens gain {chunk_gain(14336)} times over `tensor` "
+            f"instead of {chunk_gain(4096)}."
+        ),
+    )
+    yield PAPER_MAP, f"2.2 times of the other models come out as {driver_gains()} |"
+    yield "docs/soc-model.md", f"fast hand-overs, and simulated as {driver_gains()} times."
+    most = emulated("activation_first", 32) / emulated("weight_first", 32)
+    yield PAPER_MAP, f"reproduced in the emulator at `fp16` ({most:.0f} times at 32 tokens)"
+
+
+def flat(text: str) -> str:
+    """Return a text with single spaces, so that line ends do not count."""
+    return " ".join(text.split())
+
+
+def marks(name: str) -> tuple[str, str]:
+    """Return what stands before and behind a table."""
+    return f"<!-- {name}: written by bench/figures.py -->\n\n", f"\n\n<!-- end of {name} -->"
+
+
+def written(page: str, text: str) -> str:
+    """Return a page with its tables as the rows have them.
+
+    Args:
+        page: Its name.
+        text: The page.
+    """
+    for (where, name), made in tables().items():
+        if where == page:
+            begin, end = marks(name)
+            if text.count(begin) != 1 or text.count(end) != 1:
+                raise SystemExit(f"{page} has no place for {name}.")
+            before, rest = text.split(begin)
+            text = f"{before}{begin}{made}{end}{rest.split(end)[1]}"
+    return text
+
+
+def differences(texts: Mapping[str, str] | None = None) -> list[str]:
+    """Return what is not as the rows say: tables by name, phrases as they should be.
+
+    Args:
+        texts: Pages in place of those in the repository.
+    """
+    pages = {page for page, _ in BLOCKS} | {page for page, _ in phrases()}
+    found = {page: (ROOT / page).read_text("utf-8") for page in pages} | dict(texts or {})
+    wrong = [
+        f"{page}: a table differs" for page in sorted(pages) if written(page, found[page]) != found[page]
+    ]
+    wrong += [f"{page}: {phrase}" for page, phrase in phrases() if flat(found[page]).count(flat(phrase)) != 1]
+    return wrong
+
+
+def main() -> int:
+    """Write or check; return the exit code."""
+    if "--check" not in sys.argv[1:]:
+        for page in {page for page, _ in BLOCKS}:
+            path = ROOT / page
+            path.write_text(written(page, path.read_text("utf-8")), "utf-8")
+    wrong = differences()
+    sys.stdout.writelines(f"{line}\n" for line in wrong)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
