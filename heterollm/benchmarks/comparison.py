@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,8 +23,8 @@ class Compared:
     Args:
         label: The configuration.
         test: The test.
-        before_ts: Median tokens a second of the first set.
-        after_ts: That of the second.
+        before_ts: Tokens a second of the first set, by the median of the samples that are compared.
+        after_ts: Those of the second.
         change: What may be said.
     """
 
@@ -88,7 +89,7 @@ def compare_row_sets(before: Sequence[BenchRow], after: Sequence[BenchRow]) -> C
             others = second[key]
             times = _times(rows, others)
             change = compare_times(*times)
-            rates = [_median_ts(group) for group in (rows, others)]
+            rates = [rows[0].tokens / statistics.median(side) * 1e6 for side in times]
             compared.append(Compared(rows[0].label, rows[0].test, rates[0], rates[1], change))
     return Comparison(
         tuple(compared),
@@ -132,11 +133,6 @@ def _times(before: Sequence[BenchRow], after: Sequence[BenchRow]) -> tuple[list[
 
 CALM_SAMPLES = 3
 """With so many undisturbed samples on either side the others are left out."""
-
-
-def _median_ts(rows: Sequence[BenchRow]) -> float:
-    rates = sorted(row.median_ts or 0.0 for row in rows)
-    return rates[len(rates) // 2]
 
 
 def _name(row: BenchRow) -> str:

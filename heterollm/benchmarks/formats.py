@@ -40,7 +40,7 @@ class Row(Protocol):
 
 
 def to_markdown(rows: Sequence[BenchRow]) -> str:
-    """Return a table like llama-bench's; columns in which nothing differs from the default are left out."""
+    """Return a table like llama-bench's, of medians; columns that hold defaults alone are left out."""
     cells = [_cells(row) for row in rows]
     columns = [
         name
@@ -141,7 +141,7 @@ def read_json_items(path: Path) -> list[object]:
 
 
 def _cells(row: BenchRow) -> dict[str, str]:
-    rate = "failed" if row.avg_ts is None else f"{row.avg_ts:.2f} ± {row.stddev_ts or 0.0:.2f}"
+    rate = "failed" if row.median_ts is None else f"{row.median_ts:.2f} ± {row.stddev_ts or 0.0:.2f}"
     if row.error is not None:
         rate = f"error: {row.error}".replace("|", "/").replace("\n", " ")
     elif row.quality_passed is False:

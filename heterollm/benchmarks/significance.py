@@ -1,10 +1,12 @@
 """Noise or change: how far two sets of times differ beyond their spread.
 
-The rule, everywhere in this project: times are compared by the logarithm, so that the result is a ratio.
-Samples of one run that took turns are compared round by round (a paired t interval), so that what drifts
-meets both; samples of different runs as two groups (Welch's t interval). A difference counts as a change if
-the 95 % interval of the ratio leaves 1 out and the ratio is at least :data:`SMALLEST_CHANGE` away from it;
-else it is noise. With fewer than :data:`FEWEST_SAMPLES` samples on either side nothing is said.
+The rule, everywhere in this project: the ratio of two sets of times is that of their medians, which tables
+print. Its 95 % interval comes from the logarithms of the times. Samples of one run that took turns are
+compared round by round (a paired t interval), so that a drift of the machine meets both; samples of different
+runs as two groups (Welch's t interval). This interval is one of means: where it leaves out the ratio of the
+medians, it is widened to hold it. A difference counts as a change if the interval leaves 1 out and the ratio
+is at least :data:`SMALLEST_CHANGE` away from it; else it is noise. With fewer than :data:`FEWEST_SAMPLES`
+samples on either side nothing is said.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Change:
     """How many times as fast the second set is.
 
     Args:
-        ratio: By geometric means; above 1 the second is faster.
+        ratio: Of the medians; above 1 the second is faster.
         low: Lower end of the 95 % interval; equal to the ratio where there are too few samples.
         high: Its upper end.
         verdict: What may be said.
@@ -73,14 +75,13 @@ def compare_times(before: Sequence[float], after: Sequence[float], *, paired: bo
         after: Times that they are compared with.
         paired: Whether the samples at one place were taken in one round.
     """
-    first, second = [math.log(time) for time in before], [math.log(time) for time in after]
     if paired:
-        count = min(len(first), len(second))
-        first, second = first[:count], second[:count]
+        count = min(len(before), len(after))
+        before, after = before[:count], after[:count]
+    first, second = [math.log(time) for time in before], [math.log(time) for time in after]
     if not first or not second:
         return Change(math.nan, math.nan, math.nan, "too few samples")
-    middle = statistics.fmean(first) - statistics.fmean(second)
-    ratio = math.exp(middle)
+    ratio = statistics.median(before) / statistics.median(after)
     if min(len(first), len(second)) < FEWEST_SAMPLES:
         return Change(ratio, ratio, ratio, "too few samples")
     if paired:
@@ -89,7 +90,8 @@ def compare_times(before: Sequence[float], after: Sequence[float], *, paired: bo
     else:
         error, freedom = _welch(first, second)
     reach = student_quantile(freedom) * error
-    low, high = math.exp(middle - reach), math.exp(middle + reach)
+    middle = statistics.fmean(first) - statistics.fmean(second)
+    low, high = min(ratio, math.exp(middle - reach)), max(ratio, math.exp(middle + reach))
     verdict: Verdict = "noise"
     if low > 1.0 and ratio >= 1.0 + SMALLEST_CHANGE:
         verdict = "faster"

@@ -88,3 +88,13 @@ def test_quantiles_fall_to_those_of_the_normal_distribution():
     known = {60: 2.0003, 120: 1.9799, 31: 2.0395, 1e9: 1.95996}
     for freedom, value in known.items():
         assert student_quantile(freedom) == pytest.approx(value, abs=5e-4)
+
+
+def test_an_interval_holds_the_ratio_of_medians_that_is_printed():
+    """A pause in two of five samples moves the mean, and the interval of means, away from the median."""
+    change = compare_times(
+        [100.0, 100.0, 100.0, 100.1, 100.2], [100.0, 100.0, 100.0, 180.0, 181.0], paired=True
+    )
+    assert change.ratio == 1.0
+    assert change.low < change.ratio <= change.high
+    assert change.verdict == "noise"

@@ -6,7 +6,9 @@ import pytest
 
 from heterollm.benchmarks import groups_of, verdicts
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.verdict import is_split
+from heterollm.benchmarks.formats import to_markdown
+from heterollm.benchmarks.verdict import compare_rows, is_split
+from heterollm.report.tables_bench import rates_section
 
 NOISE = (1.0, 1.002, 0.998, 1.001, 0.999)
 CUT = {"cut_groups": ["qkv", "down"], "gpu_share": 0.5}
@@ -47,6 +49,24 @@ def test_a_split_that_beats_all_cores_pays(levels):
     (said,) = verdicts(levels(gpu=100, npu=110, tensor=45, both=50))
     assert "tensor w4a16, 1+1 is fastest" in said
     assert "Splitting pays: tensor w4a16, 1+1 is 1.11 x" in said
+
+
+def test_table_markdown_and_verdict_print_one_figure(make_rows):
+    """Medians, and the ratio of them: means of the same times would give 1.4 and other rates."""
+    fast, slow = [50e3, 51e3, 52e3, 53e3, 90e3], [80e3, 100e3, 104e3, 108e3, 112e3]
+    rows = [
+        make_rows(slow, plan_level="gpu", threads=(2, 0), baseline=True),
+        make_rows(fast, plan_level="npu"),
+    ]
+    section = rates_section(rows)
+    assert [line[1] for line in section.rows] == ["2461.5", "4923.1"]
+    assert section.rows[1][3] == "2.00"
+    markdown = to_markdown(rows)
+    assert "| 2461.54 ± " in markdown
+    assert "| 4923.08 ± " in markdown
+    assert compare_rows(*rows).ratio == pytest.approx(2.0)
+    (said,) = verdicts(rows)
+    assert "2.00 x (" in said
 
 
 def test_what_cannot_be_told_apart_is_not_told_apart(levels):
