@@ -1,6 +1,7 @@
 """Writes what of the documents follows from the program.
 
-That is docs/commands.md, and the numbers and the figure of docs/how-the-split-works.md.
+That is docs/commands.md, the numbers and the figure of docs/how-the-split-works.md, and the schemas of files
+in docs/schemas (bench-row.schema.json excepted).
 
     python docs/generate.py          writes them
     python docs/generate.py --check  exit code 1 if one of them is out of date
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import typer
 import worked_example
+from file_schemas import schema_files
 
 from heterollm.cli.command_line import app
 
@@ -120,7 +122,7 @@ def example_files() -> dict[Path, str]:
 
 def main() -> int:
     """Write or check the files; return the exit code."""
-    files = {PAGE: reference(), **example_files()}
+    files = {PAGE: reference(), **example_files(), **schema_files()}
     if "--check" in sys.argv[1:]:
         return int(any(not path.exists() or path.read_text("utf-8") != text for path, text in files.items()))
     for path, text in files.items():

@@ -22,9 +22,7 @@ import typer
 from heterollm.base import PlanError, ProfileError, TraceError
 from heterollm.cli import main
 from heterollm.cli.command_line import app
-from heterollm.kernels.ops import Group, Phase
-from heterollm.profiler.records import Bound, Profile
-from heterollm.profiler.records.records import KINDS
+from heterollm.profiler.records import Profile
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.solver import Plan
 from heterollm.trace.file import trace_from_json, trace_lines
@@ -381,13 +379,9 @@ def test_schemas_are_schemas():
         jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text("utf-8")))
 
 
-def test_schemas_name_the_groups_and_kinds_of_the_program():
-    plan, profile = schema("plan"), schema("profile")
-    entry = plan["$defs"]["entry"]["properties"]
-    assert entry["group"]["enum"] == list(Group.__args__)
-    assert entry["phase"]["enum"] == list(Phase.__args__)
-    assert profile["$defs"]["contention"]["properties"]["bound"]["enum"] == list(Bound.__args__)
-    assert profile["$defs"]["record"]["properties"]["kind"]["enum"] == list(KINDS)
+def test_the_schemas_are_up_to_date(generate):
+    for path, text in generate.schema_files().items():
+        assert path.read_text("utf-8") == text, "run `python docs/generate.py`"
 
 
 @pytest.fixture(scope="module")
@@ -436,78 +430,74 @@ def loads(name, value):
 
 
 EDITS = [
-    # What is edited, how, and whether the schema and the loader take it.
-    ("plan", lambda plan: plan, True, True),
-    ("plan", lambda plan: plan.update(schema_version=1), False, False),
-    ("plan", lambda plan: plan.pop("shape"), False, False),
-    ("plan", lambda plan: plan.update(chunk_length=0), False, False),
-    ("plan", lambda plan: plan.update(remark="mine"), True, False),
-    ("plan", lambda plan: plan["entries"][0].update(group="attention"), False, False),
-    ("plan", lambda plan: plan["entries"][0].update(remark="mine"), False, False),
-    ("plan", lambda plan: plan["entries"][0].update(lengths=[1]), False, False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_row=[1]), False, False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_lengths=[0]), False, False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(predicted_us=-1), False, False),
+    # What is edited, how, and whether the loader takes it.
+    ("plan", lambda plan: plan, True),
+    ("plan", lambda plan: plan.update(schema_version=1), False),
+    ("plan", lambda plan: plan.pop("shape"), False),
+    ("plan", lambda plan: plan.update(chunk_length=0), False),
+    ("plan", lambda plan: plan.update(remark="mine"), False),
+    ("plan", lambda plan: plan["entries"][0].update(group="attention"), False),
+    ("plan", lambda plan: plan["entries"][0].update(remark="mine"), False),
+    ("plan", lambda plan: plan["entries"][0].update(lengths=[1]), False),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_row=[1]), False),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_lengths=[0]), False),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(predicted_us=-1), False),
     (
         "plan",
         lambda plan: plan["entries"][0].update(
             group="ffn", placement={"npu_rows": [256], "npu_lengths": [32]}
         ),
         False,
-        False,
     ),
-    ("plan", lambda plan: plan.pop("sync"), False, False),
-    ("plan", lambda plan: plan["sync"].update(decode="guess"), False, False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(type="shadow"), False, False),
-    ("plan", lambda plan: plan.update(request={"level": "tensor"}), False, False),
-    # A schema cannot compare two numbers, and takes 1.0 for a whole one.
-    ("plan", lambda plan: plan["entries"][0].update(lengths=[9, 8]), True, False),
-    # Nor can it look from one list into another.
-    ("plan", lambda plan: plan["slices"].pop(), True, False),
+    ("plan", lambda plan: plan.pop("sync"), False),
+    ("plan", lambda plan: plan["sync"].update(decode="guess"), False),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(type="shadow"), False),
+    ("plan", lambda plan: plan.update(request={"level": "tensor"}), False),
+    ("plan", lambda plan: plan["entries"][0].update(lengths=[9, 8]), False),
+    ("plan", lambda plan: plan["slices"].pop(), False),
     (
         "plan",
         lambda plan: plan["entries"][0].update(
             group="ffn", placement={"type": "rows", "npu_rows": [256, 512], "npu_lengths": [32]}
         ),
         False,
-        False,
     ),
-    ("plan", lambda plan: plan.update(chunk_length=1024.0), True, False),
-    ("profile", lambda profile: profile, True, True),
-    ("profile", lambda profile: profile.update(schema_version="1"), False, False),
-    ("profile", lambda profile: profile.pop("records"), False, False),
-    ("profile", lambda profile: profile["description"].pop("time"), False, False),
-    ("profile", lambda profile: profile["description"].pop("cache_bytes"), False, False),
-    ("profile", lambda profile: profile.update(schema_version=1), False, False),
-    ("profile", lambda profile: profile["runs"].update(now={"finished": True}), False, False),
-    ("profile", lambda profile: profile["records"][0].update(kind="linea"), False, False),
-    ("profile", lambda profile: profile["records"][0].update(samples_us=[0.0]), False, False),
-    ("profile", lambda profile: profile["records"][0].update(samples_us=[]), False, False),
-    ("profile", lambda profile: profile["records"][0].pop("taken_s"), False, False),
-    ("profile", lambda profile: profile["records"][0].update(remark="mine"), False, False),
-    ("profile", lambda profile: profile["records"][0]["key"].pop("code"), False, False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(bits=5), False, False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(block=0), False, False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=0), False, False),
-    # What follows from other fields is the loader's alone.
-    ("profile", lambda profile: profile.update(fingerprint="0" * 16), True, False),
-    ("profile", lambda profile: profile["description"].update(gpu="another"), True, False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=2**52), True, False),
-    ("trace", lambda trace: trace, True, True),
-    ("trace", lambda trace: trace["otherData"].update(heterollm_trace=2), False, False),
-    ("trace", lambda trace: trace["otherData"].update(time_kind="guessed"), False, False),
-    ("trace", lambda trace: trace["traceEvents"][-1].update(tid=4), False, False),
-    ("trace", lambda trace: trace["traceEvents"][-1].update(dur=-1), False, False),
-    ("trace", lambda trace: trace["traceEvents"][-1]["args"].pop("operator"), False, False),
+    ("plan", lambda plan: plan.update(chunk_length=1024.0), False),
+    ("profile", lambda profile: profile, True),
+    ("profile", lambda profile: profile.update(schema_version="1"), False),
+    ("profile", lambda profile: profile.pop("records"), False),
+    ("profile", lambda profile: profile["description"].pop("time"), False),
+    ("profile", lambda profile: profile["description"].pop("cache_bytes"), False),
+    ("profile", lambda profile: profile.update(schema_version=1), False),
+    ("profile", lambda profile: profile["runs"].update(now={"finished": True}), False),
+    ("profile", lambda profile: profile["records"][0].update(kind="linea"), False),
+    ("profile", lambda profile: profile["records"][0].update(samples_us=[0.0]), False),
+    ("profile", lambda profile: profile["records"][0].update(samples_us=[]), False),
+    ("profile", lambda profile: profile["records"][0].pop("taken_s"), False),
+    ("profile", lambda profile: profile["records"][0].update(remark="mine"), False),
+    ("profile", lambda profile: profile["records"][0]["key"].pop("code"), False),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(bits=5), False),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(block=0), False),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=0), False),
+    ("profile", lambda profile: profile.update(fingerprint="0" * 16), False),
+    ("profile", lambda profile: profile["description"].update(gpu="another"), False),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=2**52), False),
+    ("trace", lambda trace: trace, True),
+    ("trace", lambda trace: trace["otherData"].update(heterollm_trace=2), False),
+    ("trace", lambda trace: trace["otherData"].update(time_kind="guessed"), False),
+    ("trace", lambda trace: trace["traceEvents"][-1].update(tid=4), False),
+    ("trace", lambda trace: trace["traceEvents"][-1].update(dur=-1), False),
+    ("trace", lambda trace: trace["traceEvents"][-1]["args"].pop("operator"), False),
     # A pass that an event names must be there.
-    ("trace", lambda trace: trace["traceEvents"][-1]["args"].update({"pass": 999}), True, False),
+    ("trace", lambda trace: trace["traceEvents"][-1]["args"].update({"pass": 999}), False),
 ]
 
 
-@pytest.mark.parametrize(("name", "edit", "by_schema", "by_loader"), EDITS, ids=range(len(EDITS)))
-def test_schema_and_loader_agree_but_for_what_is_listed(name, edit, by_schema, by_loader, made):
+@pytest.mark.parametrize(("name", "edit", "taken"), EDITS, ids=range(len(EDITS)))
+def test_what_the_loader_takes_is_sound_and_nonsense_is_refused(name, edit, taken, made):
     value = copy.deepcopy(made[name])
     if name == "profile":  # a few records say as much as all
         value["records"] = value["records"][:3]
     edit(value)
-    assert (sound(name, value), loads(name, value)) == (by_schema, by_loader)
+    assert loads(name, value) == taken
+    assert sound(name, value) or not taken

@@ -1,0 +1,68 @@
+"""Makes the JSON Schemas of files from the types that the program decodes them with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from heterollm.profiler.records import LinearPoint
+from heterollm.profiler.records.profile import ProfileFile
+from heterollm.solver import PhaseSync, Plan, PlanRequest
+from heterollm.solver.plan import SCHEMA_VERSION
+from heterollm.trace.file import TraceFile
+
+__all__ = ["schema_files"]
+
+FOLDER: Final = Path(__file__).parent / "schemas"
+
+FILES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
+    "plan": (Plan, "A plan of heterollm: who computes each group of linear layers, at every length"),
+    "profile": (ProfileFile, "A profile of heterollm: what was measured on one device"),
+    "trace": (TraceFile, "A trace of heterollm, in the trace-event format of Chrome and Perfetto"),
+}
+
+STATED: Final = (Plan, PhaseSync, PlanRequest, LinearPoint)
+"""Records of which a file must state every field, though Python gives some a default."""
+
+
+def schema_files() -> dict[Path, str]:
+    """Return the text of each schema by its path."""
+    return {
+        FOLDER / f"{name}.schema.json": json.dumps(_schema(name, kind, title), indent=1) + "\n"
+        for name, (kind, title) in FILES.items()
+    }
+
+
+def _schema(name: str, kind: type[msgspec.Struct], title: str) -> dict[str, Any]:
+    records: dict[str, Any] = _tidy(msgspec.json.schema(kind)["$defs"])
+    for stated in STATED:
+        if stated.__name__ in records:
+            records[stated.__name__]["required"] = list(records[stated.__name__]["properties"])
+    whole = records.pop(kind.__name__)
+    if kind is Plan:
+        whole["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **whole["properties"]}
+        whole["required"].insert(0, "schema_version")
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}
+    about = f"docs/{name}-format.md" if name != "trace" else "docs/trace.md"
+    text = f"{about} says what the fields mean. Written by `python docs/generate.py`."
+    return head | whole | {"title": title, "description": text, "$defs": records}
+
+
+def _tidy(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Keep the first sentence of docstrings, and no limit that is merely the largest number."""
+    if isinstance(value, list):
+        return [_tidy(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _tidy(item) for name, item in value.items() if not _endless(name, item)}
+    if isinstance(kept.get("description"), str):
+        kept["description"] = " ".join(kept["description"].split("\n\n")[0].split())
+    return kept
+
+
+def _endless(name: str, value: object) -> bool:
+    return name in ("minimum", "maximum") and isinstance(value, float) and abs(value) >= sys.float_info.max
