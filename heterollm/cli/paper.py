@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from heterollm.base import FAILED
-from heterollm.cli.options import JsonOption, OutputOption, command_group
+from heterollm.cli.options import Format, FormatOption, JsonOption, RowsOption, chosen_format, command_group
 from heterollm.cli.simulate import check_output, default_jobs, words
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MODELS: Final = "llama-3-8b,llama-2-7b,llama-3.2-3b,internlm2-1.8b"
 
 @commands.command("paper")
 def paper(
-    model: Annotated[str, typer.Option(help="Models, with commas between them.")] = MODELS,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Models, with commas between them.")] = MODELS,
     soc: Annotated[
         str, typer.Option(help="snapdragon-8gen3, or another simulated SoC.")
     ] = "snapdragon-8gen3",
@@ -34,11 +34,8 @@ def paper(
         Path | None,
         typer.Option("--from", metavar="FILE", help="Show the rows of this file; simulate nothing."),
     ] = None,
-    output: OutputOption = "table",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the rows as JSON lines."),
-    ] = None,
+    form: FormatOption = "table",
+    output: RowsOption = None,
     page: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write all tables as Markdown."),
@@ -55,15 +52,16 @@ def paper(
     from heterollm.report import console as report
     from heterollm.report import paper_page, read_simulated, write_simulated, write_text
 
-    out, page = check_output(output, out), check_output(output, page)
-    rows = _simulated(words(model, "--model"), soc, jobs) if read is None else read_simulated(read)
+    form = chosen_format(form, as_json=as_json)
+    out, page = check_output(output), check_output(page)
+    rows = _simulated(words(model, "MODEL"), soc, jobs) if read is None else read_simulated(read)
     if out is not None:
         write_simulated(out, rows)
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if page is not None:
         write_text(page, paper_page(rows))
         report.show(report.note(f"Wrote the simulated tables to {page}."))
-    write(_text(rows, "json" if as_json and output == "table" else output))
+    write(_text(rows, form))
     failed = [row for row in rows if row.error is not None]
     for reason in dict.fromkeys(row.error for row in failed):
         report.show(report.note(f"{sum(row.error == reason for row in failed)} failed: {reason}"))
@@ -86,8 +84,8 @@ def _simulated(models: Sequence[str], soc: str, jobs: int | None) -> list[Simula
         return run_sweep(cases, jobs=default_jobs(jobs, len(cases)), progress=progress)
 
 
-def _text(rows: list[SimulatedRow], form: str) -> str:
-    """Return everything in one of the forms of ``-o``."""
+def _text(rows: list[SimulatedRow], form: Format) -> str:
+    """Return everything in one format."""
     import json
 
     from heterollm.report import SWEEP_FORMATS, paper_page, paper_tables, sections_report

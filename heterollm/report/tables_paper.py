@@ -39,7 +39,7 @@ PAGE_HEAD: Final = """\
 Written by `heterollm paper`; the rows are in `bench/results/simulated_paper.jsonl`:
 
 ```
-heterollm paper --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
+heterollm paper -o bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
 ```
 
 **Nothing here was measured.** Every number but those called published comes from the model of a SoC that

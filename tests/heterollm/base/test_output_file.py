@@ -14,7 +14,7 @@ from heterollm.simulate import SimulatedRow, paper_cases
 from heterollm.trace import load_trace, save_trace
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
-MODEL = ("--model", "llama-3.2-1b", "--prompt", "32", "--plan-level", "gpu")
+MODEL = ("llama-3.2-1b", "--prompt", "32", "--plan", "gpu")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_simulate_names_its_files(run, here):
     assert run("trace", "real.json", "--png", "real.png")[0] == 0
     assert {"game.simulated.png", "real.png"} < set(names(here))
     assert not (here / "game.png").exists()
-    code, _, err = run("simulate", *MODEL, "--decode", "0", "--out", "rows.jsonl")
+    code, _, err = run("simulate", *MODEL, "--decode", "0", "-o", "rows.jsonl")
     assert code == 0, err
     assert "Wrote 1 simulated rows to rows.simulated.jsonl." in err
     assert len(read_simulated(here / "rows.simulated.jsonl")) == 1
@@ -103,7 +103,7 @@ def test_a_timeline_that_cannot_be_written_is_refused_first(run, here, name):
 
 def test_paper_names_its_files(run, here):
     write_simulated(here / "simulated.jsonl", [SimulatedRow.of(paper_cases()[0], error="no reason")])
-    code, _, err = run("paper", "--from", "simulated.jsonl", "--out", "rows.jsonl", "--page", "page.md")
+    code, _, err = run("paper", "--from", "simulated.jsonl", "-o", "rows.jsonl", "--page", "page.md")
     assert code == 1  # its only case failed
     assert "rows.simulated.jsonl" in err
     assert "page.simulated.md" in err

@@ -31,7 +31,7 @@ from heterollm.simulate.paper_published import PUBLISHED
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "bench" / "results" / "simulated_paper.jsonl"
 PAGE = ROOT / "docs" / "simulated-paper.md"
-AGAIN = "heterollm paper --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md"
+AGAIN = "heterollm paper -o bench/results/simulated_paper.jsonl --page docs/simulated-paper.md"
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_the_command_shows_committed_rows(committed, form, capfd, tmp_path):
     path = tmp_path / "simulated_few.jsonl"
     write_simulated(path, committed[:8])
     page = tmp_path / "simulated_page.md"
-    assert main(["paper", "--from", str(path), "-o", form, "--page", str(page)]) == 0
+    assert main(["paper", "--from", str(path), "--format", form, "--page", str(page)]) == 0
     assert page.read_text("utf-8") == paper_page(committed[:8])
     shown = capfd.readouterr().out
     assert "imulated" in shown
@@ -173,13 +173,12 @@ def test_the_command_shows_committed_rows(committed, form, capfd, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["-o", "xml"],
-        ["--out", "."],
-        ["--out", "/proc/simulated"],
+        ["-o", "."],
+        ["-o", "/proc/simulated"],
         ["--from", "no-such-file"],
         ["--jobs", "0"],
-        ["--model", ","],
-        ["--model", "llama-3-8b,no-such-model"],
+        [","],
+        ["llama-3-8b,no-such-model"],
         ["--soc", "no-such-soc"],
         ["--from", __file__],
     ],
@@ -196,6 +195,6 @@ def test_the_command_simulates(monkeypatch, tmp_path, capfd):
     cases = [case for case in paper_cases(["internlm2-1.8b"]) if case.level == "gpu"][:1]
     monkeypatch.setattr("heterollm.simulate.paper_cases", lambda *_: tuple(cases))
     out = tmp_path / "simulated_one.jsonl"
-    assert main(["paper", "--jobs", "1", "--out", str(out), "--json"]) == 0
+    assert main(["paper", "--jobs", "1", "-o", str(out), "--json"]) == 0
     assert len(read_simulated(out)) == 1
     assert json.loads(capfd.readouterr().out)["rows"][0]["prefill_tokens_per_second"] > 0
