@@ -5,8 +5,8 @@ ratio leaves 1 out and the ratio is at least 2 % away from it; with fewer than t
 nothing is said. Disturbed samples are left out where three undisturbed ones remain on both sides. Files are
 JSON lines as `--out` writes them; lines of one test and configuration are taken together.
 
-    heterollm bench MODEL --out before.jsonl
-    heterollm bench MODEL --out after.jsonl
+    heterollm bench MODEL -o before.jsonl
+    heterollm bench MODEL -o after.jsonl
     python bench/compare.py before.jsonl after.jsonl
 """
 

@@ -5,7 +5,7 @@ pair, so that a machine whose speed drifts slows both. The ratio of a test is th
 second over the first one's, pair by pair: the table has the median, the least and the largest.
 
     python bench/pairs.py "env HETEROLLM_TUNING=off heterollm" heterollm --out bench/results/pairs.jsonl \
-        -- MODEL -p 256 -n 0 --precision w4a16,w4a8 --plan-level gpu --threads 2+0
+        -- MODEL -p 256 -n 0 --precision w4a16,w4a8 --plan gpu --threads 2+0
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Test: TypeAlias = tuple[str, str, str]
 
 def rates(command: str, options: list[str]) -> dict[Test, float]:
     """Run a bench and return the median tokens a second of each test."""
-    words = [*shlex.split(command), "bench", *options, "--no-trace", "-o", "json"]
+    words = [*shlex.split(command), "bench", *options, "--no-trace", "--json"]
     found = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
     rows: list[dict[str, Any]] = json.loads(found.stdout)
     return {

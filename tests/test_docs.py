@@ -174,7 +174,7 @@ def test_the_parser_refuses_what_is_wrong(program):
     for wrong in (
         ["generate", "MODEL", "PROMPT", "--plans", "x"],
         ["simulate", "--nothing"],
-        ["profile", "shows"],
+        ["cache", "shows"],
     ):
         with pytest.raises(AssertionError):
             parse(program, wrong)
@@ -224,7 +224,7 @@ def quick_commands():
 @pytest.fixture(scope="module")
 def simulated_profile(session_cache):
     """The profile that the pages take first, of the simulated device and the bundled model."""
-    assert main(["profile", "--device", SIMULATED, "--model", str(BUNDLED)]) == 0
+    assert main(["profile", str(BUNDLED), "--device", SIMULATED]) == 0
 
 
 @pytest.mark.parametrize("words", list(quick_commands()))
@@ -390,9 +390,9 @@ def made(session_cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     plan, profile = folder / "plan.json", folder / "simulated.json"
     model = str(BUNDLED)
-    assert main(["profile", "--device", SIMULATED, "--model", model, "--quick"]) == 0
+    assert main(["profile", model, "--device", SIMULATED, "--quick"]) == 0
     assert main(["profile", "export", str(profile)]) == 0
-    assert main(["plan", model, "--profile", str(profile), "--level", "block", "-o", str(plan)]) == 0
+    assert main(["plan", model, "--profile", str(profile), "--plan", "block", "-o", str(plan)]) == 0
     traced = simulate(SimulationRequest(model, prompt=40, decode=2, trace=True)).trace
     return {
         "plan": json.loads(plan.read_bytes()),

@@ -102,7 +102,7 @@ def test_help(monkeypatch):
 
 RUNS = {
     "devices": "devices --json",
-    "profile": f"profile --device {SIMULATED} --model MODEL --json",
+    "profile": f"profile MODEL --device {SIMULATED} --json",
     "profile list": "profile list --json",
     "profile show": "profile show --json",
     "profile export": "profile export profile.json",
@@ -111,12 +111,11 @@ RUNS = {
     "generate": f"generate MODEL 'import os' --device {SIMULATED} --plan tensor --max-new-tokens 3 "
     "--trace trace.json --json",
     "trace": "trace trace.simulated.json --json",
-    "simulate": "simulate --model MODEL --plan-level tensor --prompt 64 --decode 2 --json",
-    "simulate rows": "simulate --model MODEL --plan-level tensor --prompt 64 --decode 2 --jobs 1 "
-    "--out sweep.jsonl -o json",
+    "simulate": "simulate MODEL --plan tensor --prompt 64 --decode 2 --json",
+    "simulate rows": "simulate MODEL --plan tensor --prompt 64 --decode 2 --jobs 1 "
+    "-o sweep.jsonl --format json",
     "demo": f"demo --device {SIMULATED} --max-new-tokens 2 --json",
-    "bench": f"bench MODEL --device {SIMULATED} --plan-level tensor -p 33 -n 1 -r 1 "
-    "--out bench.jsonl -o json",
+    "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
     "doctor": f"doctor --device {SIMULATED} --json",
     "cache list": "cache list --json",
 }
@@ -222,7 +221,7 @@ def test_keys_of_compiled_graphs(outputs, tmp_path_factory):
     if not devices["emulator"]["usable"]:
         pytest.skip(devices["emulator"]["reason"])
     with empty_folder(tmp_path_factory, "compiled") as folder:
-        code, out, err = call("compile MODEL --soc 57 --lengths 1 --json")
+        code, out, err = call("compile MODEL --soc 57 --prompt 0 --json")
         assert code == 0, err
     hold("json/compile", key_lines(json.loads(out)))
     hold("cache/compile", layout(folder / "cache"))
@@ -297,8 +296,8 @@ CALLS = (
     "profile import missing.json",
     "profile list",
     "profile show",
-    "simulate --model nonsense",
-    "simulate --plan-level nonsense",
+    "simulate nonsense",
+    "simulate --plan nonsense",
     "simulate --prompt none",
     "simulate --soc nonsense",
     "trace",
@@ -400,7 +399,7 @@ def plan_lines(solved, level):
 @pytest.mark.parametrize("model", MODELS)
 def test_simulated_plans(tmp_path_factory, model):
     with empty_folder(tmp_path_factory, "plans"):
-        code, _, err = call(f"profile --device {SIMULATED} --model {model}")
+        code, _, err = call(f"profile {model} --device {SIMULATED}")
         assert code == 0, err
         solved = {
             level: solve_for(model, LoadOptions(device=SIMULATED, request=PlanRequest(level=level)))

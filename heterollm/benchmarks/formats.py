@@ -85,7 +85,7 @@ FORMATS: Final[dict[str, Callable[[Sequence[BenchRow]], str]]] = {
     "json": to_json,
     "jsonl": to_jsonl,
 }
-"""How rows can be written, by the names of ``-o``."""
+"""How rows can be written, by the names of ``--format``."""
 
 
 def append_jsonl(path: Path, rows: Sequence[Row]) -> None:
@@ -112,7 +112,7 @@ def read_rows(path: Path) -> list[BenchRow]:
     if any(isinstance(item, dict) and item.get("simulated") for item in items):
         raise InputError(
             f"{path} has rows of simulations: modelled times are never read as measured ones.",
-            fix="Give a file that `heterollm bench --out` wrote.",
+            fix="Give a file that `heterollm bench -o` wrote.",
         )
     return [BenchRow.from_dict(item) for item in items]
 

@@ -26,7 +26,7 @@ def profile_command(
         budget_s: Time to spend, on everything anew; by default it is a quick one of what is not known yet.
     """
     how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
-    arguments = ["profile", *how, "--device", configuration.device, "--model", str(model)]
+    arguments = ["profile", str(model), *how, "--device", configuration.device]
     arguments += ["--precision", configuration.precision, "--group-size", str(configuration.group_size)]
     if configuration.threads is not None:
         gpu, npu = configuration.threads

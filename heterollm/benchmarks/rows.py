@@ -157,7 +157,7 @@ class BenchRow:
             InputError: It is no row.
         """
         if not isinstance(data, dict) or not data.keys() >= REQUIRED:
-            raise InputError("A line is no row of `heterollm bench`.", fix="Give a file that --out wrote.")
+            raise InputError("A line is no row of `heterollm bench`.", fix="Give a file that -o wrote.")
         hints = get_type_hints(cls)
         known: dict[str, Any] = {}
         for name in FIELD_NAMES:
@@ -165,7 +165,7 @@ class BenchRow:
             if not fits(value, hints[name]):
                 raise InputError(
                     f"A row of `heterollm bench` has {name} {value!r:.60}.",
-                    fix="Give a file that --out wrote.",
+                    fix="Give a file that -o wrote.",
                 )
             known[name] = tuple(value) if name in TUPLES and value is not None else value
         _check(known)
@@ -198,7 +198,7 @@ def _check(known: Mapping[str, Any]) -> None:
     elif not all({"part", "operator", "time_ms"} <= item.keys() for item in known["operators"] or ()):
         wrong = "operators without a part, a name or a time"
     if wrong:
-        raise InputError(f"A row has {wrong}.", fix="Give a file that --out wrote.")
+        raise InputError(f"A row has {wrong}.", fix="Give a file that -o wrote.")
 
 
 NO_TIMES: Final[TimeFields] = {

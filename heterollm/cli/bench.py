@@ -13,10 +13,12 @@ import typer
 from heterollm.base import FAILED, OptionError
 from heterollm.cli.options import (
     DeviceOption,
+    FormatOption,
     GroupSize,
+    JsonOption,
     MaybeModel,
-    OutputOption,
-    check_form,
+    RowsOption,
+    chosen_format,
     command_group,
     whole_numbers,
 )
@@ -29,7 +31,7 @@ __all__ = ["commands"]
 
 commands = command_group()
 
-OF_SAVED = ("saved", "output", "picture", "html")
+OF_SAVED = ("saved", "form", "as_json", "picture", "html")
 """Parameters that say how rows are shown."""
 
 
@@ -37,15 +39,15 @@ OF_SAVED = ("saved", "output", "picture", "html")
 class WorkloadOptions:
     """What is measured; lists make a grid."""
 
-    prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths: 256,300; 0 for none.")] = (
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths: 256,300; 0 for none.")] = (
         "512"
     )
-    gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens; 0 for none.")] = "128"
+    decode: Annotated[str, typer.Option("-n", "--decode", help="Tokens to decode; 0 for none.")] = "128"
     pairs: Annotated[
         list[str] | None,
         typer.Option("-pg", metavar="P,N", help="A prompt and tokens behind it; may be given several times."),
     ] = None
-    depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens that were seen before.")] = "0"
+    depth: Annotated[str, typer.Option("-d", "--depth", help="Tokens that were seen before.")] = "0"
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5
 
 
@@ -54,9 +56,9 @@ class ConfigurationOptions:
     """How it is computed; lists make a grid."""
 
     engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, or another plug-in.")] = "self"
-    plan_level: Annotated[
-        str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")
-    ] = "auto"
+    plan: Annotated[str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")] = (
+        "auto"
+    )
     length_policy: Annotated[
         str, typer.Option(help="padding, pipe, auto: how npu and layer run lengths without a graph.")
     ] = "padding"
@@ -101,8 +103,9 @@ class SampleOptions:
 class ResultOptions:
     """How rows are shown, and where they go."""
 
-    output: OutputOption = "table"
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append each row as a JSON line.")] = None
+    form: FormatOption = "table"
+    as_json: JsonOption = False
+    output: RowsOption = None
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the report into this file.")
     ] = None
@@ -123,7 +126,7 @@ def bench(
     shown: ResultOptions,
     saved: Annotated[
         Path | None,
-        typer.Option("--from", metavar="ROWS", help="Show what --out wrote, and measure nothing."),
+        typer.Option("--from", metavar="ROWS", help="Show what -o wrote, and measure nothing."),
     ] = None,
 ) -> None:
     """Measure prefill and decode as llama-bench does, at any plan level and beside other engines.
@@ -147,7 +150,7 @@ def bench(
     options = _options(model, tests, grid, sampling)
     if sampling.traces is not None:
         _check_traces(sampling.traces, sampling.no_trace)
-    out = None if shown.out is None else labelled(shown.out, simulated=is_simulated(grid.device))
+    out = None if shown.output is None else labelled(shown.output, simulated=is_simulated(grid.device))
     file = None if out is None else RowFile(out)
     result = _measured(options, file, profile_first=sampling.profile_first)
     _show([result], Path(model).name, shown)
@@ -177,10 +180,10 @@ def _options(
         model,
         _configurations(grid),
         cases_of(
-            whole_numbers(tests.prompt, "-p"),
-            whole_numbers(tests.gen, "-n"),
+            whole_numbers(tests.prompt, "--prompt"),
+            whole_numbers(tests.decode, "--decode"),
             [_pair(pair) for pair in tests.pairs or ()],
-            whole_numbers(tests.depth, "-d"),
+            whole_numbers(tests.depth, "--depth"),
         ),
         repetitions=tests.repetitions,
         seed=sampling.seed,
@@ -198,7 +201,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
     return with_baseline(
         expand(
             engines=_words(grid.engine),
-            levels=_words(grid.plan_level),
+            levels=_words(grid.plan),
             policies=_words(grid.length_policy),
             syncs=_words(grid.sync),
             precisions=_words(grid.precision),
@@ -229,7 +232,7 @@ def _check_outputs(shown: ResultOptions) -> None:
     from heterollm.base import check_folder
     from heterollm.report import check_picture
 
-    check_form(shown.output)
+    chosen_format(shown.form, as_json=shown.as_json)
     if shown.picture is not None:
         check_picture(shown.picture)
     if shown.html is not None:
@@ -273,10 +276,11 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
     notes = [text for result in results for text in result.notes]
     simulated = any(row.time_kind == "simulated" for row in rows)
     shown = bench_reports([result for result in results if result.rows])
-    if options.output == "table" and rows:
+    form = chosen_format(options.form, as_json=options.as_json)
+    if form == "table" and rows:
         write(report.render(shown, like=sys.stdout))
     else:
-        write(FORMATS[options.output](rows) if options.output != "table" else "")
+        write(FORMATS[form](rows) if form != "table" else "")
         for text in notes:
             report.show(report.note(text))
     if options.picture is not None and rows:

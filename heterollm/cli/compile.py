@@ -33,7 +33,12 @@ def compile_graphs(
     plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
     *,
     weights: WeightOptions,
-    lengths: Annotated[str | None, typer.Option(help="Some of the lengths only, such as 1,32,256.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Some lengths of prompts only, such as 32,256; 0 for none.")
+    ] = None,
+    decode: Annotated[
+        int, typer.Option(min=0, help="Tokens to decode; 0 leaves out the graphs of one token.")
+    ] = 1,
     context: Context = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,7 +55,8 @@ def compile_graphs(
             precision=cast("Precision", weights.precision),
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,
-            lengths=None if lengths is None else whole_numbers(lengths, "--lengths"),
+            prompts=None if prompt is None else [n for n in whole_numbers(prompt, "--prompt") if n],
+            decode=decode > 0,
             context=context,
             progress=progress,
         )

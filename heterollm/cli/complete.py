@@ -14,10 +14,10 @@ __all__ = [
     "cache_kinds",
     "devices",
     "known_models",
-    "levels",
     "models",
     "plans",
     "precisions",
+    "profiled",
     "profiles",
     "socs",
     "whole_words",
@@ -40,11 +40,6 @@ def devices(incomplete: str) -> list[str]:
 def plans(incomplete: str) -> list[str]:
     """Return the levels of plans; a shell offers files by itself."""
     return _beginning(incomplete, PLANS)
-
-
-def levels(incomplete: str) -> list[str]:
-    """Return the levels that a solver finds plans for."""
-    return _beginning(incomplete, ("auto", "tensor", "block"))
 
 
 def precisions(incomplete: str) -> list[str]:
@@ -76,9 +71,15 @@ def known_models(incomplete: str) -> list[str]:
     return [*_beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
 
 
+def profiled(incomplete: str) -> list[str]:
+    """Return the commands under ``profile``, and models."""
+    commands = ("list", "show", "compare", "export", "import")
+    return [*_beginning(incomplete, commands), *known_models(incomplete), *_hub(incomplete)]
+
+
 def models(incomplete: str) -> list[str]:
     """Return folders on the way to a checkpoint, checkpoints, and what is in the hub's cache."""
-    return [*_folders(incomplete), *_beginning(incomplete, sorted(_hub_names()))]
+    return [*_folders(incomplete), *_hub(incomplete)]
 
 
 def profiles(incomplete: str) -> list[str]:
@@ -156,6 +157,10 @@ def _folders(incomplete: str) -> Iterator[str]:
                 yield whole if Path(entry.path, "config.json").is_file() else f"{whole}/"
     except OSError:
         return  # a folder that is not there, or not ours to read, has nothing to offer
+
+
+def _hub(incomplete: str) -> list[str]:
+    return _beginning(incomplete, sorted(_hub_names()))
 
 
 def _hub_names() -> Iterator[str]:

@@ -16,7 +16,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "": (
         "heterollm demo",
         "heterollm devices",
-        "heterollm profile --model MODEL",
+        "heterollm profile MODEL",
         'heterollm generate MODEL "Once upon a time"',
     ),
     "generate": (
@@ -32,12 +32,12 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "demo": ("heterollm demo", "heterollm demo --device sim:snapdragon-8gen3", "heterollm demo --json"),
     "compile": (
         "heterollm compile MODEL --soc 57",
-        "heterollm compile MODEL --soc 57 --plan npu --lengths 1,32,256",
+        "heterollm compile MODEL --soc 57 --plan npu --prompt 32,256",
     ),
     "devices": ("heterollm devices", "heterollm devices --json"),
     "doctor": ("heterollm doctor", "heterollm doctor --device host --gpu-threads 1 --npu-threads 1"),
     "profile": (
-        "heterollm profile --model MODEL",
+        "heterollm profile MODEL",
         "heterollm profile --quick",
         "heterollm profile --device sim:snapdragon-8gen3 --budget none",
         "heterollm profile show --html profile.html",
@@ -53,18 +53,18 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "profile import": ("heterollm profile import phone.json",),
     "plan": (
         "heterollm plan MODEL --explain",
-        "heterollm plan MODEL --length 64,300 --level tensor",
+        "heterollm plan MODEL --prompt 64,300 --plan tensor",
         "heterollm plan MODEL --profile phone.json -o phone-plan.json",
     ),
     "bench": (
-        "heterollm bench MODEL -p 256 -n 64 --plan-level gpu,npu,tensor --profile-first",
-        "heterollm bench MODEL -p 256,300 -n 0 --engine self,llama.cpp --out rows.jsonl",
+        "heterollm bench MODEL -p 256 -n 64 --plan gpu,npu,tensor --profile-first",
+        "heterollm bench MODEL -p 256,300 -n 0 --engine self,llama.cpp -o rows.jsonl",
         "heterollm bench --from rows.jsonl --html bench.html",
     ),
     "trace": ("heterollm trace run.json", "heterollm trace run.json --png run.png"),
     "simulate": (
         "heterollm simulate",
-        "heterollm simulate --model llama-3-8b --prompt 300 --plan-level gpu",
+        "heterollm simulate llama-3-8b --prompt 300 --plan gpu",
         "heterollm simulate --gpu-load 60fps:5ms --what-if npu.execute_us=50",
     ),
     "cache": ("heterollm cache list", "heterollm cache clear graphs --yes"),

@@ -7,9 +7,11 @@ A new family of commands is a module of this room with ``commands = command_grou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
 import typer
+from typer.core import TyperGroup
 
 from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
@@ -19,18 +21,20 @@ __all__ = [
     "Context",
     "DeviceOption",
     "DeviceOptions",
+    "Format",
+    "FormatOption",
     "GroupSize",
     "JsonOption",
     "MaybeModel",
     "Model",
     "ModelOptions",
-    "OutputOption",
+    "RowsOption",
     "RunOptions",
     "SyncOption",
     "ThreadOptions",
     "TokenOptions",
     "WeightOptions",
-    "check_form",
+    "chosen_format",
     "command_group",
     "whole_numbers",
 ]
@@ -58,17 +62,12 @@ SyncOption = Annotated[
         "(after every operator)."
     ),
 ]
-OUTPUTS: Final = ("table", "md", "csv", "json", "jsonl")
-OutputOption = Annotated[
-    str,
-    typer.Option(
-        "-o",
-        "--output",
-        help="table, md, csv, json or jsonl.",
-        autocompletion=cli_complete.among(*OUTPUTS),
-    ),
-]
+Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
+FormatOption = Annotated[Format, typer.Option("--format", help="Form of what is printed.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+RowsOption = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,24 +145,30 @@ class TokenOptions:
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
 
 
-def command_group(name: str | None = None, description: str | None = None) -> typer.Typer:
+def command_group(
+    name: str | None = None, description: str | None = None, cls: type[TyperGroup] = TyperGroup
+) -> typer.Typer:
     """Return an empty group of commands.
 
     Args:
         name: The word before its commands; without one they stand beside those of all groups.
         description: What ``--help`` says of a group with a name.
+        cls: The class of the group.
     """
-    return typer.Typer(name=name, help=description, no_args_is_help=True, rich_markup_mode=None)
+    return typer.Typer(name=name, cls=cls, help=description, no_args_is_help=True, rich_markup_mode=None)
 
 
-def check_form(output: str) -> None:
-    """Check how results are to be shown.
+def chosen_format(form: Format, *, as_json: bool) -> Format:
+    """Return the format that ``--format`` and ``--json`` name together.
 
     Raises:
-        OptionError: There is no such form.
+        BadParameter: They name two.
     """
-    if output not in OUTPUTS:
-        raise OptionError(f"There is no output {output!r:.80}.", fix=f"Choose among {', '.join(OUTPUTS)}.")
+    if not as_json:
+        return form
+    if form not in ("table", "json"):
+        raise typer.BadParameter(f"--json prints JSON, and --format {form} does not.", param_hint="--json")
+    return "json"
 
 
 def whole_numbers(text: str, option: str) -> list[int]:

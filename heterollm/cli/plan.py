@@ -6,11 +6,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
     Context,
     DeviceOption,
@@ -32,7 +31,7 @@ __all__ = ["commands"]
 
 commands = command_group()
 
-DEFAULT_LENGTHS = "1,64,256,1024"
+DEFAULT_PROMPTS = "1,64,256,1024"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +46,23 @@ class SourceOptions:
 class AnswerOptions:
     """The plan that is wanted, and how it is shown."""
 
-    length: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_LENGTHS
-    level: Annotated[
-        str,
-        typer.Option(
-            help="tensor, block (whole feed-forward networks too), or auto: the better one.",
-            autocompletion=cli_complete.levels,
-        ),
+    plan: Annotated[
+        Literal["auto", "tensor", "block"],
+        typer.Option(help="auto takes the better of tensor and block (whole feed-forward networks)."),
     ] = "auto"
+    prompt: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_PROMPTS
+    decode: Annotated[
+        int, typer.Option(min=0, help="Tokens to decode after each prompt; 0 shows no decode.")
+    ] = 1
     explain: Annotated[bool, typer.Option("--explain", help="Say what the other placements would cost.")] = (
         False
     )
     steps: Annotated[
         bool, typer.Option("--steps", help="Show the steps of the passes that the engine would run.")
     ] = False
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,9 @@ def plan_model(
     from heterollm.base import OptionError, check_target, write_json
     from heterollm.planning import LoadOptions, solve_for
 
-    prompts = whole_numbers(answer.length, "--length")
+    prompts = whole_numbers(answer.prompt, "--prompt")
     if min(prompts) < 1:
-        raise OptionError(f"--length is {answer.length!r:.80}.", fix="Prompts have at least one token.")
+        raise OptionError(f"--prompt is {answer.prompt!r:.80}.", fix="Prompts have at least one token.")
     if answer.output is not None:
         check_target(answer.output, "plan")
     options = LoadOptions(
@@ -126,7 +127,7 @@ def plan_model(
         context=context,
         gpu_threads=threads.gpu_threads,
         npu_threads=threads.npu_threads,
-        request=_request(limits, answer.level),
+        request=_request(limits, answer.plan),
     )
     solved = solve_for(model, options, source.profile)
     if answer.output is not None:
@@ -134,7 +135,7 @@ def plan_model(
     if answer.steps:
         from heterollm.cli.steps import show_steps
 
-        show_steps(model, solved, prompts, options, as_json=as_json)
+        show_steps(model, solved, prompts, options, decode=answer.decode > 0, as_json=as_json)
         return
     if as_json:
         import json
@@ -144,7 +145,7 @@ def plan_model(
     _show(solved, prompts, answer)
 
 
-def _request(limits: LimitOptions, level: str) -> PlanRequest:
+def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
     """Return what the solver is asked for."""
     from heterollm.base import parse_duration
     from heterollm.solver import PlanRequest
@@ -157,7 +158,7 @@ def _request(limits: LimitOptions, level: str) -> PlanRequest:
         npu_gib=limits.npu_gib,
         histogram=None if limits.histogram is None else _histogram(limits.histogram),
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
-        level=cast("RequestedLevel", level),
+        level=level,
     )
 
 
@@ -167,7 +168,7 @@ def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None
     from heterollm.report import console as report
     from heterollm.report import plan_report
 
-    write(report.render(plan_report(solved, prompts, explain=answer.explain), like=sys.stdout))
+    write(report.render(plan_report(solved, prompts, answer.decode, explain=answer.explain), like=sys.stdout))
     if answer.output is not None:
         command = f"heterollm generate --plan {answer.output}"
         report.show(report.note(f"Written to {answer.output}; run it with `{command}`."))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
-from heterollm.base import FAILED, OptionError
+from heterollm.base import FAILED
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import DeviceOptions, GroupSize, JsonOption, command_group
 from heterollm.cli.records import takes_records
@@ -19,9 +21,24 @@ if TYPE_CHECKING:
 
 __all__ = ["commands"]
 
+
+class ProfileGroup(TyperGroup):
+    """Takes models where its first word is no command."""
+
+    allow_interspersed_args = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - of typer's own click
+        """Read options and models, or leave a command and all after it for itself."""
+        if not args or args[0] not in self.commands:
+            return super().parse_args(ctx, args)
+        super().parse_args(ctx, [])
+        ctx._protected_args, ctx.args = args[:1], args[1:]  # noqa: SLF001 - as its base class does
+        return args[1:]
+
+
 HELP = "Measure a device once, so that plans for it can be made; or look at what was measured."
 
-commands = command_group("profile", HELP)
+commands = command_group("profile", HELP, ProfileGroup)
 
 ProfileName = Annotated[
     str | None,
@@ -37,9 +54,13 @@ ProfileName = Annotated[
 class ShapeOptions:
     """The weight shapes that are measured, and how they are stored."""
 
-    model: Annotated[
+    models: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER", help="A checkpoint whose shapes count; may be given several times."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Models whose shapes are measured: folders, hub names, known models.",
+            autocompletion=cli_complete.profiled,
+        ),
     ] = None
     precision: Annotated[
         list[str] | None, typer.Option(help="w4a16 (default), w4a8 or fp16; may be given several times.")
@@ -76,8 +97,8 @@ def profile(
 ) -> None:
     """Measure a device, unless a command follows."""
     if context.invoked_subcommand is not None:
-        _refuse_options(context)
         return
+    _refuse_commands(context, shapes.models or ())
     from heterollm.base import parse_duration, write, write_json
     from heterollm.planning import Profiling
     from heterollm.profiler import SessionOptions
@@ -92,7 +113,7 @@ def profile(
     )
     profiling = Profiling(
         opened.device,
-        models=shapes.model or (),
+        models=shapes.models or (),
         precisions=cast("list[Precision]", shapes.precision or ["w4a16"]),
         group_size=shapes.group_size,
         gpu_threads=opened.threads.gpu_threads,
@@ -115,16 +136,15 @@ def profile(
         raise typer.Exit(FAILED)
 
 
-def _refuse_options(context: typer.Context) -> None:
-    """Options of a run mean nothing to the commands under ``profile``, and are not dropped in silence."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise OptionError(
-                f"{option} stands before {context.invoked_subcommand!r}.",
-                fix=f"Give the options of `profile {context.invoked_subcommand}` after it.",
-            )
+def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
+    """Refuse the name of a command behind an option: the option would mean nothing to the command."""
+    named = [name for name in models if name in context.command.commands]  # type: ignore[attr-defined]
+    if named:
+        raise typer.BadParameter(
+            f"Options stand before {named[0]!r}. Give the options of `profile {named[0]}` after it; a folder "
+            f"of this name is ./{named[0]}.",
+            ctx=context,
+        )
 
 
 @commands.command("list")

@@ -12,7 +12,15 @@ import typer
 
 from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import JsonOption, OutputOption, check_form, command_group, whole_numbers
+from heterollm.cli.options import (
+    Format,
+    FormatOption,
+    JsonOption,
+    RowsOption,
+    chosen_format,
+    command_group,
+    whole_numbers,
+)
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
@@ -33,8 +41,9 @@ class CaseOptions:
 
     model: Annotated[
         str,
-        typer.Option(
-            help="llama-3-8b, another known model, a folder, or the path of a config.json.",
+        typer.Argument(
+            metavar="MODEL",
+            help="A known model such as llama-3-8b, a checkpoint's folder or hub name, or a config.json.",
             autocompletion=cli_complete.known_models,
         ),
     ] = "llama-3-8b"
@@ -47,7 +56,7 @@ class CaseOptions:
     ] = "snapdragon-8gen3"
     prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256"
     decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64"
-    plan_level: Annotated[
+    plan: Annotated[
         str,
         typer.Option(
             help="gpu, npu, layer, tensor or block.",
@@ -105,23 +114,20 @@ def simulate_model(
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
-    output: OutputOption = "table",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Append rows as JSON lines."),
-    ] = None,
+    form: FormatOption = "table",
+    output: RowsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a model's shapes on a simulated SoC, on a virtual clock: no time it prints was measured.
 
-    Lists with commas between their values (models, SoCs, prompts, decode, plan levels, length policies,
+    Lists with commas between their values (models, SoCs, prompts, decode, plans, length policies,
     syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
     Names of files get the word simulated where they lack it: game.json is written as game.simulated.json.
     """
-    out = check_output(output, out)
+    form = chosen_format(form, as_json=as_json)
+    out = check_output(output)
     timeline, picture = _check_timeline(timeline)
     requests = _requests(cases, modelling, trace=timeline is not None)
-    form = "json" if as_json and output == "table" else output
     if len(requests) == 1 and form in ("table", "json") and out is None:
         _one(requests[0], timeline, picture, as_json=form == "json")
     else:
@@ -138,7 +144,7 @@ def _requests(
     """
     from heterollm.simulate import SimulationRequest, expand
 
-    models = _names(cases.model, "--model")
+    models = _names(cases.model, "MODEL")
     prompts, decodes = whole_numbers(cases.prompt, "--prompt"), whole_numbers(cases.decode, "--decode")
     policies, syncs = words(cases.length_policy, "--length-policy"), words(cases.sync, "--sync")
     bits = modelling.head_bits
@@ -159,7 +165,7 @@ def _requests(
         socs=_names(cases.soc, "--soc"),
         prompts=prompts,
         decodes=decodes,
-        levels=words(cases.plan_level, "--plan-level"),
+        levels=words(cases.plan, "--plan"),
         policies=cast("list[LengthChoice]", policies),
         syncs=cast("list[SimulatedSync]", syncs),
         loads=[None]
@@ -211,7 +217,7 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
     write(report.render(simulation_report(result), like=sys.stdout))
 
 
-def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: str, out: Path | None) -> None:
+def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Format, out: Path | None) -> None:
     """Simulate a grid and print a row for each case."""
     from heterollm.base import write
     from heterollm.report import SWEEP_FORMATS, append_simulated, sweep_report
@@ -249,13 +255,12 @@ def default_jobs(jobs: int | None, cases: int) -> int:
     return jobs
 
 
-def check_output(output: str, out: Path | None) -> Path | None:
-    """Check how results go and return into which file, before the work; its name says that it is simulated.
+def check_output(out: Path | None) -> Path | None:
+    """Return the file that rows go into, checked before the work; its name says that it is simulated.
 
     Raises:
-        OptionError: There is no such form, or the file cannot be written.
+        OptionError: The file cannot be written.
     """
-    check_form(output)
     if out is None:
         return None
     from heterollm.base import check_target, labelled

@@ -15,9 +15,15 @@ __all__ = ["show_steps"]
 
 
 def show_steps(
-    model: str, solved: Solved, prompts: Sequence[int], options: LoadOptions, *, as_json: bool
+    model: str,
+    solved: Solved,
+    prompts: Sequence[int],
+    options: LoadOptions,
+    *,
+    decode: bool,
+    as_json: bool,
 ) -> None:
-    """Compile the passes of prompts and one of decode, and print their steps.
+    """Compile the passes of prompts and of a decoded token, and print their steps.
 
     A simulated device needs no weights; on another the model is loaded.
 
@@ -26,6 +32,7 @@ def show_steps(
         solved: The plan.
         prompts: Lengths of prompts; long ones run in several passes.
         options: With which the plan was solved.
+        decode: Whether a token is decoded.
         as_json: Whether to print every step of every layer as JSON.
 
     Raises:
@@ -38,7 +45,7 @@ def show_steps(
     plan = solved.plan
     lengths = {tokens for prompt in prompts for _, tokens in plan.chunks(prompt)}
     wanted: list[tuple[Phase, int]] = [("prefill", tokens) for tokens in sorted(lengths)]
-    wanted.append(("decode", 1))
+    wanted += [("decode", 1)] if decode else []
     if is_simulated(plan.device):
         compiled = _simulated(solved, wanted)
     else:

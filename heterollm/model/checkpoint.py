@@ -18,7 +18,7 @@ from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of
 from heterollm.model.tensor_file import TensorFile
 
-__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
+__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """The types that a weight may have."""
@@ -26,16 +26,21 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+CONFIG_FILES = ["config.json", "generation_config.json"]
 HUB_IGNORED = ["*/*", "consolidated*"]
 
 LISTED_NAMES = 3
 HASH_BYTES = 16 * 1024 * 1024
 
 
-def checkpoint_folder(name: Path | str) -> Path:
+def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
     """Return the folder of a checkpoint: a local one, or one fetched from the Hugging Face hub.
+
+    Args:
+        name: A folder or a hub name.
+        weights: Whether all files are fetched; otherwise only the model's configuration.
 
     Raises:
         OptionError: It is no name.
@@ -52,13 +57,13 @@ def checkpoint_folder(name: Path | str) -> Path:
     except (OSError, RuntimeError) as error:  # too long, not to be searched, or the home of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
-    if not HUB_NAME.fullmatch(str(name)):
+    if not is_hub_name(name):
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder or a hub name."
         )
     try:
         found = huggingface_hub.snapshot_download(
-            str(name), allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
+            str(name), allow_patterns=HUB_FILES if weights else CONFIG_FILES, ignore_patterns=HUB_IGNORED
         )
     except Exception as error:
         # The hub's client raises the errors of several libraries, without a common base.
@@ -68,6 +73,11 @@ def checkpoint_folder(name: Path | str) -> Path:
             fix="Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
         ) from error
     return Path(found)
+
+
+def is_hub_name(name: Path | str) -> bool:
+    """Return whether a text can be the name of a repository on the Hugging Face hub."""
+    return HUB_NAME.fullmatch(str(name)) is not None
 
 
 class Checkpoint:

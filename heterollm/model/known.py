@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Precision
+from heterollm.model.checkpoint import checkpoint_folder, is_hub_name
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
 from heterollm.model.json_fields import read_json_object
@@ -278,11 +279,11 @@ class FoundModel(NamedTuple):
 
 
 def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
-    """Return the configuration of a known model, of a folder, or of a ``config.json``.
+    """Return the configuration of a known model, of a folder, of a hub name, or of a ``config.json``.
 
     Args:
-        name_or_path: One of :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; or such a
-            file.
+        name_or_path: One of :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; such a file;
+            or a hub name with its owner, of which only the configuration is fetched.
         closest: Whether a file of a family that the engine cannot run is taken for the closest Llama, as it
             is where nothing but shapes counts.
 
@@ -293,10 +294,14 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
     known = KNOWN_MODELS.get(str(name_or_path).lower())
     if known is not None:
         return FoundModel(str(name_or_path).lower(), known.config, known.note)
-    path = Path(name_or_path).expanduser()
     try:
+        path = Path(name_or_path).expanduser()
+        on_hub = not path.exists() and "/" in str(name_or_path) and is_hub_name(name_or_path)
+        if on_hub:
+            path = checkpoint_folder(name_or_path, weights=False)
         if path.is_dir():
-            name, file = path.resolve().name, path / "config.json"
+            name = str(name_or_path) if on_hub else path.resolve().name
+            file = path / "config.json"
         elif path.is_file():
             name, file = path.resolve().parent.name or path.stem, path
         else:

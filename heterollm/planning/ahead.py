@@ -135,7 +135,8 @@ def precompile(
     precision: Precision = "w4a16",
     group_size: int = 32,
     symmetric: bool = True,
-    lengths: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
+    decode: bool = True,
     context: int | None = None,
     progress: Progress | None = None,
 ) -> Precompiled:
@@ -148,7 +149,8 @@ def precompile(
         precision: As for :meth:`heterollm.LLM.load`, and so are the next two.
         group_size: Weights that share a scale.
         symmetric: Whether 4-bit codes have no zero point.
-        lengths: Standard lengths to compile for; all that the plan uses by default.
+        prompts: Standard lengths of prompts to compile for; all that the plan uses by default.
+        decode: Whether to compile the graphs of one token.
         context: Positions of a session; decides with the plan which lengths are used.
         progress: Called with a stage's name, steps done and steps in all.
 
@@ -162,7 +164,7 @@ def precompile(
         known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
         raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")
     npu = QnnNpu(emulator=True, soc_model=soc)
-    wanted = _check_lengths(lengths, npu.standard_lengths)
+    wanted = _wanted(prompts, decode, npu.standard_lengths)
     checkpoint = Checkpoint(model)
     config = ModelConfig.from_folder(checkpoint.folder)
     positions = choose_context(config, context)
@@ -191,11 +193,7 @@ def precompile(
         head_rows=HEAD_ROWS,
         activation=config.activation,
     )
-    graphs = [
-        graph
-        for graph in dict.fromkeys(_graphs(chosen, weights.specs))
-        if wanted is None or graph.length in wanted
-    ]
+    graphs = [graph for graph in dict.fromkeys(_graphs(chosen, weights.specs)) if graph.length in wanted]
     if not graphs:
         raise OptionError(
             f"Plan {chosen.level!r} runs no graph of these lengths on the NPU: nothing is to compile.",
@@ -214,14 +212,16 @@ def precompile(
     )
 
 
-def _check_lengths(lengths: Sequence[int] | None, standard: tuple[int, ...]) -> frozenset[int] | None:
-    unknown = [length for length in lengths or () if length not in standard]
-    if unknown or (lengths is not None and not lengths):
+def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ...]) -> frozenset[int]:
+    """Return the lengths to compile for; graphs of one token are those of decode."""
+    unknown = [length for length in prompts or () if length not in standard]
+    if unknown:
         raise OptionError(
-            f"There are no graphs of {unknown[0] if unknown else 'no'} tokens.",
-            fix=f"Choose lengths among {', '.join(map(str, standard))}.",
+            f"There are no graphs of {unknown[0]} tokens.",
+            fix=f"Choose prompts among {', '.join(map(str, standard))}.",
         )
-    return None if lengths is None else frozenset(lengths)
+    found = frozenset(standard if prompts is None else prompts) - {1}
+    return found | {1} if decode or 1 in (prompts or ()) else found
 
 
 def _graphs(plan: Plan, specs: Sequence[OpSpec]) -> Iterator[_Graph]:
@@ -256,7 +256,8 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
         raise CacheError(
             f"{len(graphs)} graphs take about {format_bytes(needed_bytes)}, and {folder} has "
             f"{format_bytes(free_bytes)} free.",
-            fix=f"Compile fewer --lengths, free some space, or point {CACHE_VARIABLE} at another disk.",
+            fix="Compile fewer lengths with --prompt, free some space, or point "
+            f"{CACHE_VARIABLE} at another disk.",
         )
 
 

@@ -145,7 +145,7 @@ def choose_plan(
         if plan != "auto":
             raise OptionError(
                 f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
-                fix=f"Run `heterollm profile --device {device}` with this model first.",
+                fix=f"Run `heterollm profile MODEL --device {device}` first.",
             )
         plan = "gpu"
     if plan in LEVELS:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from heterollm.base import ProfileError
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
-from heterollm.model import KNOWN_MODELS, ModelConfig, checkpoint_folder, op_specs
+from heterollm.model import find_model, op_specs
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.planner import ProfiledModel, Solved, solve_plan, stored_profile
 from heterollm.profiler.records import Profile
@@ -31,8 +31,7 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         ProfileError: There is no profile, or it is damaged.
         HeteroLLMError: The checkpoint, device or an option is not usable.
     """
-    known = KNOWN_MODELS.get(str(model).lower())
-    config = ModelConfig.from_folder(checkpoint_folder(model)) if known is None else known.config
+    config = find_model(model, closest=False).config
     if profile is not None:
         found: Profile | None = Profile.load(profile)
     else:
@@ -57,5 +56,5 @@ def no_profile(
     kind += "" if group_size == 32 else f" --group-size {group_size}"
     return ProfileError(
         f"The device {device!r} has no profile with these threads that can plan.",
-        fix=f"Run `heterollm profile --device {device} --model {model}{kind}`.",
+        fix=f"Run `heterollm profile {model} --device {device}{kind}`.",
     )

@@ -131,7 +131,7 @@ class ProfiledModel:
         return ProfileError(
             f"The profile of {self.profile.device} has no {what} of its NPU at precision {self.precision} "
             f"({formats} weights).",
-            fix=f"Run `heterollm profile --device {self.profile.device} --model MODEL "
+            fix=f"Run `heterollm profile MODEL --device {self.profile.device} "
             f"--precision {self.precision} --update`, with the same --group-size.",
         )
 

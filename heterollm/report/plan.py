@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 __all__ = ["lengths_table", "pass_table", "plan_report"]
 
 
-def plan_report(solved: Solved, prompts: Sequence[int], *, explain: bool) -> RenderableType:
+def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
     """Return the tables of some passes under a solved plan, and what was learnt on the way.
 
     Args:
         solved: The plan.
         prompts: Lengths of the prompts that were asked for; long ones run in several passes.
+        decode: Tokens that are decoded after each.
         explain: Whether to say why others lost.
     """
     model, plan = solved.model, solved.plan
     lengths = {tokens for prompt in prompts for _, tokens in plan.chunks(prompt)} - {1}
-    asked: list[tuple[Phase, int]] = [("decode", 1), *(("prefill", tokens) for tokens in sorted(lengths))]
+    asked: list[tuple[Phase, int]] = [("decode", 1)] if decode else []
+    asked += [("prefill", tokens) for tokens in sorted(lengths)]
     passes = [found for phase, tokens in asked if (found := model.predict(plan, phase, tokens)) is not None]
     parts: list[RenderableType] = [
         Text(
@@ -41,6 +43,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], *, explain: bool) -> Ren
     ]
     for found in passes:
         parts += [Text(), pass_table(found, explain=explain)]
+    if decode > 1:
+        parts.append(answers_table(solved, prompts, decode))
     parts.append(
         Text(
             f"\nTimes of groups are of one of {model.config.layers} layers; those of passes count all "
@@ -65,6 +69,23 @@ def plan_report(solved: Solved, prompts: Sequence[int], *, explain: bool) -> Ren
             Text(f"Not in the profile, and left out of the times: {', '.join(sorted(model.missing))}.")
         )
     return Group(*parts)
+
+
+def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:
+    """Return the predicted times of prompts with the tokens after them."""
+    model, plan = solved.model, solved.plan
+    title = f"Prompt and {decode} decoded tokens, predicted; attention counted at the middle of each part"
+    made = table(">prompt", ">prefill ms", ">decode ms", ">all ms", title=title)
+    for prompt in prompts:
+        chunks = [
+            model.predict(plan, "prefill", tokens, position=first) for first, tokens in plan.chunks(prompt)
+        ]
+        token = model.predict(plan, "decode", 1, position=prompt + decode // 2)
+        if token is not None and None not in chunks:
+            prefill_us = sum(found.time_us for found in chunks if found is not None)
+            times_us = prefill_us, decode * token.time_us, prefill_us + decode * token.time_us
+            made.add_row(str(prompt), *(f"{time_us / 1e3:.2f}" for time_us in times_us))
+    return made
 
 
 def chunked(plan: Plan, prompt: int) -> str:

@@ -154,13 +154,13 @@ class SimulatedRow:
         """
         if not isinstance(data, dict) or data.get("simulated") is not True or not data.keys() >= REQUIRED:
             raise InputError(
-                "A line is no row of `heterollm simulate`.", fix="Give a file that its --out wrote."
+                "A line is no row of `heterollm simulate`.", fix="Give a file that its -o wrote."
             )
         for name in NUMBERS:
             value = data.get(name)
             if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
                 raise InputError(
-                    f"{name} of a simulated row is {value!r:.40}.", fix="Write the file again with --out."
+                    f"{name} of a simulated row is {value!r:.40}.", fix="Write the file again with -o."
                 )
         for name in TABLES:
             if not isinstance(data.get(name), dict | None):

@@ -106,7 +106,7 @@ def test_commands_that_take_text_refuse_it_before_they_load(
 
 
 def test_bench_needs_no_text(run: Any, bare: Path) -> None:
-    options = ("-p", 8, "-n", 2, "-r", 1, "--device", "host", "--plan-level", "gpu", "-o", "json")
+    options = ("-p", 8, "-n", 2, "-r", 1, "--device", "host", "--plan", "gpu", "--json")
     code, out, err = run("bench", bare, *options)
     assert code == 0, err
     rows = json.loads(out)

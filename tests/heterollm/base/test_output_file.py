@@ -13,7 +13,7 @@ from heterollm.report.tables_sweep import read_simulated
 from heterollm.trace import load_trace, save_trace
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
-MODEL = ("--model", "llama-3.2-1b", "--prompt", "32", "--plan-level", "gpu")
+MODEL = ("llama-3.2-1b", "--prompt", "32", "--plan", "gpu")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_simulate_names_its_files(run, here):
     assert run("trace", "real.json", "--png", "real.png")[0] == 0
     assert {"game.simulated.png", "real.png"} < set(names(here))
     assert not (here / "game.png").exists()
-    code, _, err = run("simulate", *MODEL, "--decode", "0", "--out", "rows.jsonl")
+    code, _, err = run("simulate", *MODEL, "--decode", "0", "-o", "rows.jsonl")
     assert code == 0, err
     assert "Wrote 1 simulated rows to rows.simulated.jsonl." in err
     assert len(read_simulated(here / "rows.simulated.jsonl")) == 1

@@ -137,13 +137,13 @@ def test_saved_rows_become_a_page(rows, tmp_path, capsys):
     saved, page = tmp_path / "rows é.jsonl", tmp_path / "page é x.simulated.html"
     asked = page.with_name("page é x.html")  # one of its rows is of a simulated device
     append_jsonl(saved, rows)
-    assert main(["bench", "--from", str(saved), "--html", str(asked), "-o", "json"]) == 0
+    assert main(["bench", "--from", str(saved), "--html", str(asked), "--json"]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(json.dumps(one.to_dict())) for one in rows] == json.loads(out)
     assert "Wrote" in err
     assert page.read_text("utf-8") == bench_page(runs_of(rows))
     assert main(["bench", "--from", str(saved), "-n", "4"]) == 1
-    assert "--n-gen says what to measure" in capsys.readouterr().err
+    assert "--decode says what to measure" in capsys.readouterr().err
     assert main(["bench", str(tmp_path), "--from", str(saved)]) == 1
     assert main(["bench"]) == 2
     assert "--from" in capsys.readouterr().err

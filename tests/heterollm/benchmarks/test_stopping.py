@@ -145,8 +145,8 @@ def test_a_full_disk_loses_rows_and_not_the_bench(make_rows, caplog):
 def test_the_command_keeps_rows_and_leaves_no_process(bundled_model, tmp_path, number, code):
     out = tmp_path / "rows.jsonl"
     # In the last round the prompt's row is in the file while tokens are still written.
-    options = ["-p", "8", "-n", "600", "-r", "2", "--plan-level", "gpu", "--device", "host", "--no-trace"]
-    options += ["--threads", "1+0", "--out", str(out)]
+    options = ["-p", "8", "-n", "600", "-r", "2", "--plan", "gpu", "--device", "host", "--no-trace"]
+    options += ["--threads", "1+0", "-o", str(out)]
     command = [sys.executable, "-P", "-m", "heterollm", "bench", str(bundled_model), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pids = []

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 import heterollm.llm
 from heterollm import __version__
+from heterollm.cli.command_line import app
 from heterollm.text import GenerationResult, GenerationStep
 
 TEXT = "one two three"
@@ -444,3 +446,67 @@ def test_native_prints_do_not_reach_the_result(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "result afterwards", "")
+
+
+# -- one word for one option -------------------------------------------------------------------------
+
+
+def options_of(*words):
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    return {name: param for param in command.params for name in param.opts}
+
+
+def test_one_option_has_one_word_in_every_command():
+    """A plan is --plan, a file -o, its form --format or --json, lengths --prompt and --decode."""
+    asked = {
+        "plan": ("generate", "chat", "compile", "plan", "bench", "simulate"),
+        "prompt": ("plan", "compile", "bench", "simulate"),
+        "decode": ("plan", "compile", "bench", "simulate"),
+        "format": ("bench", "simulate"),
+        "json": ("generate", "compile", "plan", "bench", "simulate", "profile", "trace", "demo", "devices"),
+    }
+    for option, commands in asked.items():
+        assert all(f"--{option}" in options_of(command) for command in commands), option
+    for command in ("plan", "bench", "simulate"):
+        assert options_of(command)["-o"].metavar == "FILE"
+    for command in typer.main.get_command(app).commands:
+        assert not {"--plan-level", "--level", "--model", "--length", "--lengths", "--out"} & set(
+            options_of(command)
+        ), command
+    assert {"-p", "-n", "-d"} <= set(options_of("bench"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "MODEL", "--format", "xml"],
+        ["bench", "MODEL", "--json", "--format", "csv"],
+        ["simulate", "--json", "--format", "md"],
+        ["plan", "MODEL", "--plan", "npu"],
+        ["plan", "MODEL", "--decode", "-1"],
+        ["profile", "--quick", "show"],
+    ],
+)
+def test_a_value_that_no_option_takes_is_wrong_usage(run, words):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert "Usage:" in err
+
+
+def test_a_hub_name_gives_shapes_without_weights(run, monkeypatch, bundled_model):
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options["allow_patterns"]))
+        return str(bundled_model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    code, out, err = run(
+        "simulate", "some/model", "--prompt", "8", "--decode", "0", "--plan", "gpu", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["model"] == "some/model"
+    assert asked
+    assert all(files == ["config.json", "generation_config.json"] for _, files in asked)

@@ -54,7 +54,7 @@ SAMPLING = (
     "--repetition-penalty",
     "--seed",
 )
-COMPILING = ("--soc", "--plan", "--precision", "--group-size", "--lengths", "--context")
+COMPILING = ("--soc", "--plan", "--precision", "--group-size", "--prompt", "--decode", "--context")
 FLAGS = ("--json", "--asymmetric", "--allow-slow", "--debug", "--version", "--nothing", "-h", "-x")
 
 

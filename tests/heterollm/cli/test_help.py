@@ -109,11 +109,11 @@ def test_shells_complete_commands_options_and_values(complete, run, monkeypatch,
     assert "--max-new-tokens" in complete(shell, "heterollm generate", "--max")
     # zsh asks for a backslash before a colon.
     assert "sim:snapdragon-8gen3" in complete(shell, "heterollm generate --device").replace("\\", "")
-    assert "tensor" in complete(shell, "heterollm plan --level")
+    assert "tensor" in complete(shell, "heterollm plan --plan")
     for option, names in (
         ("sync", SYNC_CHOICES),
         ("length-policy", LENGTH_CHOICES),
-        ("plan-level", PLAN_LEVELS),
+        ("plan", PLAN_LEVELS),
     ):
         offered = complete(shell, f"heterollm simulate --{option}")
         assert all(name in offered for name in names), (option, offered)
@@ -259,7 +259,7 @@ def odd(tmp_path, monkeypatch, bundled_model, session_cache):
 
 def test_paths_with_blanks_and_other_letters(run, odd):
     simulated = ("--device", "sim:snapdragon-8gen3")
-    code, out, err = run("profile", *simulated, "--model", ODD, "--quick", "--no-tune", "--json")
+    code, out, err = run("profile", ODD, *simulated, "--quick", "--no-tune", "--json")
     assert code == 0, err
     assert json.loads(out)["device"] == "sim:snapdragon-8gen3"
     code, _, err = run("profile", "export", f"{ODD}.json")

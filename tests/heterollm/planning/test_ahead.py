@@ -36,9 +36,7 @@ def compiled(tmp_path_factory, bundled_model):
     steps = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(folder))
-        result = precompile(
-            bundled_model, soc="57", lengths=[1, 32], progress=lambda *step: steps.append(step)
-        )
+        result = precompile(bundled_model, soc="57", prompts=[32], progress=lambda *step: steps.append(step))
     return result, folder, steps
 
 
@@ -81,7 +79,7 @@ class TestTheBundledModel:
     def test_what_is_there_is_kept_and_what_is_damaged_replaced(self, compiled, cache, bundled_model):
         shutil.copytree(compiled[1], cache)
         min((cache / "graphs").glob("*_qnn.bin")).write_bytes(b"damaged")
-        again = precompile(bundled_model, soc="57", lengths=[1, 32])
+        again = precompile(bundled_model, soc="57", prompts=[32])
         assert sum(build.compiled for build in again.builds) == 1
         # The names that the compiler numbers may be a digit longer.
         assert abs(again.size_bytes - compiled[0].size_bytes) < 100
@@ -92,15 +90,15 @@ class TestTheBundledModel:
         with pytest.raises(
             CacheError, match=r"32 graphs take about \d+\.\d MiB, and .* has 0 B free"
         ) as caught:
-            precompile(bundled_model, soc="57", lengths=[1, 32])
-        assert "--lengths" in caught.value.fix
+            precompile(bundled_model, soc="57", prompts=[32])
+        assert "--prompt" in caught.value.fix
         assert not list(cache.glob("graphs/*.bin"))
         estimate_mib = float(caught.value.message.split(" MiB")[0].split()[-1]) - 64
         assert compiled[0].size_bytes / 2**20 < estimate_mib < 2 * compiled[0].size_bytes / 2**20
 
     def test_from_the_command_line(self, compiled, monkeypatch, capsys, bundled_model):
         monkeypatch.setenv("HETEROLLM_CACHE", str(compiled[1]))
-        arguments = ["compile", str(bundled_model), "--soc", "57", "--lengths", "1,32"]
+        arguments = ["compile", str(bundled_model), "--soc", "57", "--prompt", "32"]
         assert main(arguments) == 0
         text = capsys.readouterr().out
         assert "Snapdragon 8 Gen 3 (SoC 57), plan layer" in text
@@ -115,13 +113,17 @@ class TestTheBundledModel:
     [
         ({"soc": "58"}, OptionError, "no chip '58'"),
         ({"soc": ""}, OptionError, "no chip ''"),
-        ({"soc": "57", "lengths": [2]}, OptionError, "no graphs of 2 tokens"),
-        ({"soc": "57", "lengths": []}, OptionError, "no graphs of no tokens"),
+        ({"soc": "57", "prompts": [2]}, OptionError, "no graphs of 2 tokens"),
+        ({"soc": "57", "prompts": [], "decode": False}, OptionError, "nothing is to compile"),
         ({"soc": "57", "plan": "gpu"}, OptionError, "nothing is to compile"),
         ({"soc": "57", "plan": "auto"}, OptionError, "nothing is to compile"),
         ({"soc": "57", "context": 0}, OptionError, "A context of 0"),
         ({"soc": "37"}, PlanError, "does not run int4"),
-        ({"soc": "57", "context": 16, "lengths": [64]}, OptionError, "nothing is to compile"),
+        (
+            {"soc": "57", "context": 16, "prompts": [64], "decode": False},
+            OptionError,
+            "nothing is to compile",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(cache, bundled_model, options, error, message):
@@ -132,8 +134,8 @@ def test_what_cannot_be_compiled_is_refused(cache, bundled_model, options, error
 
 @pytest.mark.parametrize("text", ["", "1,,2", "x", "1.5", "-1", "9" * 50, "\u0661"])
 def test_lengths_that_are_no_numbers(capsys, bundled_model, text):
-    assert main(["compile", str(bundled_model), "--soc", "57", f"--lengths={text}"]) == 1
-    assert "--lengths" in capsys.readouterr().err
+    assert main(["compile", str(bundled_model), "--soc", "57", f"--prompt={text}"]) == 1
+    assert "--prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def _own_cache(tmp_path_factory):
 def profiled(bundled_model):
     """The bundled model, profiled on this machine by the command that a user runs."""
     options = ["--device", "host", "--quick", "--budget", "20s"]
-    assert main(["profile", *options, "--model", str(bundled_model)]) == 0
+    assert main(["profile", str(bundled_model), *options]) == 0
     return bundled_model
 
 

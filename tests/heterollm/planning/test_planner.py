@@ -175,7 +175,7 @@ def test_decode_of_few_tokens_has_entries_of_its_own(profile, folder) -> None:
 def test_plan_shows_and_writes_what_generate_runs(profile, folder, tmp_path, capsys) -> None:
     target = tmp_path / "plan.json"
     assert (
-        main(["plan", str(folder), "--device", "host", "--length", "64,300", "--explain", "-o", str(target)])
+        main(["plan", str(folder), "--device", "host", "--prompt", "64,300", "--explain", "-o", str(target)])
         == 0
     )
     shown = " ".join(capsys.readouterr().out.split())
@@ -191,7 +191,7 @@ def test_plan_shows_and_writes_what_generate_runs(profile, folder, tmp_path, cap
 
 
 def test_level_tensor_shows_no_block(profile, folder, capsys) -> None:
-    assert main(["plan", str(folder), "--device", "host", "--length", "64", "--level", "tensor"]) == 0
+    assert main(["plan", str(folder), "--device", "host", "--prompt", "64", "--plan", "tensor"]) == 0
     shown = capsys.readouterr().out
     assert "level tensor" in shown
     assert "gate_up" in shown
@@ -210,17 +210,32 @@ def test_requests_are_kept(profile, folder) -> None:
         _ = solved(profile, folder, energy_weight=0.5).plan
 
 
+def test_decoded_tokens_are_counted(profile, folder, capsys) -> None:
+    def lines(decode: int) -> list[str]:
+        given = ["plan", str(folder), "--device", "host", "--prompt", "64", "--decode", str(decode)]
+        assert main(given) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert not any(line.strip().startswith("decode, 1 token") for line in lines(0))
+    shown = lines(8)
+    assert any(line.strip().startswith("decode, 1 token") for line in shown)
+    (title,) = (number for number, line in enumerate(shown) if "8 decoded tokens" in line)
+    row = next(line.split() for line in shown[title:] if line.split()[:1] == ["64"])
+    prefill_ms, decode_ms, all_ms = map(float, row[1:])
+    assert 0 < decode_ms < all_ms
+    assert all_ms == pytest.approx(prefill_ms + decode_ms, abs=0.02)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--forbid", "cpu"],
         ["--histogram", "64:x"],
         ["--histogram", ""],
-        ["--length", "none"],
+        ["--prompt", "none"],
         ["--gpu-share", "7"],
         ["--npu-gib", "-1"],
         ["--profile", "nowhere.json"],
-        ["--level", "npu"],
     ],
 )
 def test_nonsense_is_one_panel(profile, folder, arguments, capsys) -> None:
@@ -253,7 +268,7 @@ def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
     assert not made.notes
     with pytest.raises(ProfileError, match="no feed-forward blocks of its NPU at precision w4a16") as caught:
         _ = solved(without(profile, blocks=True), folder, context=64, level="block").plan
-    assert "heterollm profile --device host --model MODEL --precision w4a16" in caught.value.fix
+    assert "heterollm profile MODEL --device host --precision w4a16" in caught.value.fix
 
 
 @pytest.mark.parametrize("level", ["tensor", "block"])
@@ -270,11 +285,11 @@ def test_a_precision_that_was_not_measured_is_named(profile, folder, level) -> N
 
 
 def test_the_note_is_shown_and_told(profile, folder, capsys) -> None:
-    assert main(["plan", str(folder), "--device", "host", "--length", "64", "--precision", "w4a8"]) == 0
+    assert main(["plan", str(folder), "--device", "host", "--prompt", "64", "--precision", "w4a8"]) == 0
     assert "The GPU computes everything" in " ".join(capsys.readouterr().out.split())
     with LLM.load(folder, device="host", precision="w4a8", context=64) as llm:
         assert any("w4a8" in note and "heterollm profile" in note for note in llm.notes)
-    assert main(["plan", str(folder), "--device", "host", "--precision", "w4a8", "--level", "tensor"]) == 1
+    assert main(["plan", str(folder), "--device", "host", "--precision", "w4a8", "--plan", "tensor"]) == 1
     assert "--precision w4a8" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 

@@ -131,7 +131,7 @@ def test_the_command_says_what_is_built_and_writes_a_plan_of_it(profile, built, 
     profile.save(file)
     histogram.write_text("1:20\n40:4, 130\n130:1\n", encoding="utf-8")
     words = ["plan", MODEL, "--profile", str(file), "--context", "256", "--histogram", str(histogram)]
-    assert main([*words, "--build-budget", "12s", "--length", "40", "-o", str(target)]) == 0
+    assert main([*words, "--build-budget", "12s", "--prompt", "40", "-o", str(target)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Standard lengths within 12 s of building" in shown
     assert f"chosen {', '.join(map(str, built.length_choice.chosen.lengths))}" in shown
@@ -147,7 +147,7 @@ def test_the_command_says_what_is_built_and_writes_a_plan_of_it(profile, built, 
         (["--build-budget", "20s", "--histogram", "64:-1"], "64"),
         (["--histogram", "FOLDER"], "--histogram"),
         (["--histogram", "64:0,128:0"], "--histogram"),
-        (["--length", "64,0"], "--length"),
+        (["--prompt", "64,0"], "--prompt"),
         (["--output", "FOLDER"], "folder"),
     ],
 )
@@ -207,7 +207,7 @@ def test_options_of_the_command_reach_the_solver(profile, tmp_path, capsys):
     profile.save(file)
 
     def npu_shares(*options: str) -> dict[str, float]:
-        words = ["plan", MODEL, "--profile", str(file), "--context", "32", "--length", "32"]
+        words = ["plan", MODEL, "--profile", str(file), "--context", "32", "--prompt", "32"]
         assert main([*words, "-o", str(target), *options]) == 0
         plan = Plan.load(target)
         placed = {spec.group: plan.placement("prefill", 32, spec) for spec in SHAPE.layer}

@@ -150,7 +150,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_needs_no_weights_on_a_simulated_device(profile: Path, run: Callable[..., Any]) -> None:
-    arguments = ("plan", "tinyllama-1.1b", "--profile", profile, "--group-size", "128", "--length", "300")
+    arguments = ("plan", "tinyllama-1.1b", "--profile", profile, "--group-size", "128", "--prompt", "300")
     code, out, _ = run(*arguments, "--steps")
     assert code == 0
     shown = [" ".join(line.split()) for line in out.splitlines()]

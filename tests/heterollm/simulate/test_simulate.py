@@ -300,13 +300,12 @@ def test_simulated_and_measured_profiles_are_not_compared(results):
 def test_the_command_prints_json_with_the_promised_keys(capfd):
     given = [
         "simulate",
-        "--model",
         SMALL,
         "--prompt",
         "64",
         "--decode",
         "2",
-        "--plan-level",
+        "--plan",
         "layer",
         "--json",
     ]
@@ -319,7 +318,7 @@ def test_the_command_prints_json_with_the_promised_keys(capfd):
 
 def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
     target = tmp_path / "simulated.json"
-    given = ["simulate", "--model", SMALL, "--prompt", "64", "--decode", "2", "--plan-level", "npu"]
+    given = ["simulate", SMALL, "--prompt", "64", "--decode", "2", "--plan", "npu"]
     assert main([*given, "--gpu-load", "60fps:2ms", "--timeline", str(target)]) == 0
     shown = capfd.readouterr().out
     assert "simulated" in shown
@@ -333,7 +332,7 @@ def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--plan-level", "none"],
+        ["--plan", "none"],
         ["--length-policy", "none"],
         ["--sync", "none"],
         ["--prompt", "0"],
@@ -347,7 +346,7 @@ def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
         ["--what-if", "npu.execute_us"],
         ["--what-if", "npu.execute_us=nan"],
         ["--soc", "no-such-soc"],
-        ["--model", "no-such-model"],
+        ["no-such-model"],
         ["--numerics"],
     ],
 )

@@ -222,9 +222,9 @@ def make_bench_row():
 
 
 def test_the_command_takes_lists(tiny, capfd, tmp_path):
-    given = ["simulate", "--model", tiny, "--prompt", "32,45", "--decode", "1", "--plan-level", "gpu,layer"]
+    given = ["simulate", tiny, "--prompt", "32,45", "--decode", "1", "--plan", "gpu,layer"]
     out = tmp_path / "simulated.jsonl"
-    assert main([*given, "--jobs", "1", "--out", str(out)]) == 0
+    assert main([*given, "--jobs", "1", "-o", str(out)]) == 0
     shown = capfd.readouterr().out
     assert "Simulated, nothing here was measured" in shown
     kept = read_simulated(out)
@@ -234,12 +234,12 @@ def test_the_command_takes_lists(tiny, capfd, tmp_path):
         (45, "gpu"),
         (45, "layer"),
     ]
-    one = [*given[:4], "32", *given[5:-1], "gpu"]
+    one = [*given[:3], "32", *given[4:-1], "gpu"]
     for form, read in (
         ("jsonl", lambda text: [json.loads(line) for line in text.splitlines()]),
         ("csv", lambda text: list(csv.DictReader(io.StringIO(text)))),
     ):
-        assert main([*given, "--jobs", "1", "-o", form]) == 0
+        assert main([*given, "--jobs", "1", "--format", form]) == 0
         found = read(capfd.readouterr().out)
         assert len(found) == 4
         assert all(str(line["simulated"]) == "True" for line in found)
@@ -250,8 +250,8 @@ def test_the_command_takes_lists(tiny, capfd, tmp_path):
 
 
 def test_a_failed_case_is_a_row_and_the_command_fails(tiny, capfd):
-    given = ["simulate", "--model", f"{tiny},no-such-model", "--prompt", "32", "--decode", "0"]
-    assert main([*given, "--plan-level", "gpu", "--jobs", "1", "-o", "md"]) == 1
+    given = ["simulate", f"{tiny},no-such-model", "--prompt", "32", "--decode", "0"]
+    assert main([*given, "--plan", "gpu", "--jobs", "1", "--format", "md"]) == 1
     captured = capfd.readouterr()
     assert "| tiny | " in captured.out
     assert "1 failed: There is no folder 'no-such-model'." in captured.out
@@ -262,17 +262,16 @@ def test_a_failed_case_is_a_row_and_the_command_fails(tiny, capfd):
     "options",
     [
         ["--prompt", "32,x"],
-        ["--plan-level", "gpu,none"],
+        ["--plan", "gpu,none"],
         ["--sync", ","],
         ["--jobs", "0"],
-        ["-o", "xml"],
         ["--gpu-load", "60fps:5ms,60fps"],
         ["--timeline", "simulated.json"],
     ],
 )
 def test_bad_sweeps_give_one_error(options, tiny, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = ["simulate", "--model", tiny, "--prompt", "32,64", "--plan-level", "gpu", "--json", *options]
+    given = ["simulate", tiny, "--prompt", "32,64", "--plan", "gpu", "--json", *options]
     assert main(given) == 1
     captured = capfd.readouterr()
     assert captured.out == ""
