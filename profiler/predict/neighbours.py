@@ -36,8 +36,6 @@ LINE: Final = "line"
 NOISE: Final = 0.9
 """A row may cost so much of what it does in a wider slice: times are noisy, and caches end somewhere."""
 
-_Bounds: TypeAlias = tuple[float, float]
-
 
 class Widths:
     """The measured widths of a weight at one length.
@@ -64,7 +62,7 @@ class Widths:
         share = (rows - self.rows[place - 1]) / (self.rows[place] - self.rows[place - 1])
         return self.times_us[place - 1] + share * (self.times_us[place] - self.times_us[place - 1])
 
-    def bounds(self, rows: int) -> _Bounds:
+    def bounds(self, rows: int) -> tuple[float, float]:
         """Return the least and the most that some rows can take."""
         if rows < self.rows[0]:
             return NOISE * self.times_us[0] * rows / self.rows[0], self.times_us[0]
@@ -90,12 +88,16 @@ class Weights:
             rates[place] = min(rates[place], rates[place + 1])
         self._us_per_weight: Final = rates
 
-    def bounds(self, size: int) -> _Bounds:
+    def bounds(self, size: int) -> tuple[float, float]:
         """Return the least that so many weights can take; of more than were measured, that of the most."""
         place = bisect.bisect_left(self._sizes, size)
         if place == len(self._sizes):
             return self._sizes[-1] * self._us_per_weight[-1], math.inf
         return size * self._us_per_weight[place], math.inf
+
+
+_Bound: TypeAlias = tuple[Widths | Weights, float, float]
+"""Times at a measured length, with what their least and their most are multiplied by."""
 
 
 class Neighbours:
@@ -122,8 +124,7 @@ class Neighbours:
             kind: {tokens: Weights(found) for tokens, found in lengths.items()}
             for kind, lengths in weights.items()
         }
-        self._lengths = {key: sorted(lengths) for key, lengths in self._widths.items()}
-        self._lengths_of_kind = {kind: sorted(lengths) for kind, lengths in self._weights.items()}
+        self._found: dict[tuple[Kind, int, int], list[_Bound]] = {}
 
     def predict(self, point: LinearPoint, model: TimeModel) -> Prediction:
         """Return the time between measured widths; else what a model says, within the bounds.
@@ -147,22 +148,22 @@ class Neighbours:
         # As likely as before to be anywhere between what the model said and the bound.
         return Prediction(us, min(found.low_us, us), max(found.high_us, us), found.known, found.source)
 
-    def _bounds(self, kind: Kind, point: LinearPoint) -> _Bounds:
-        """Return the least and the most that a slice can take, by the measured lengths that say anything."""
+    def _bounds(self, kind: Kind, point: LinearPoint) -> tuple[float, float]:
+        """Return the least and the most that a slice can take, by the measured lengths that bound it."""
+        asked = (kind, point.columns, point.tokens)
         own = self._widths.get((kind, point.columns))
-        if own is not None:
-            found = (
-                (*own[length].bounds(point.rows), low, high)
-                for length, low, high in _telling(self._lengths[kind, point.columns], point.tokens)
-            )
-        else:
-            size, lengths = _weights(point), self._lengths_of_kind.get(kind, [])
-            found = (
-                (*self._weights[kind][length].bounds(size), low, high)
-                for length, low, high in _telling(lengths, point.tokens)
-            )
+        bounds = self._found.get(asked)
+        if bounds is None:
+            measured: Mapping[int, Widths | Weights] = self._weights.get(kind, {}) if own is None else own
+            bounds = [
+                (measured[length], low, high)
+                for length, low, high in _telling(sorted(measured), point.tokens)
+            ]
+            self._found[asked] = bounds
+        size = _weights(point) if own is None else point.rows
         low_us, high_us = 0.0, math.inf
-        for own_low, own_high, low, high in found:
+        for found, low, high in bounds:
+            own_low, own_high = found.bounds(size)
             low_us, high_us = max(low_us, own_low * low), min(high_us, own_high * high)
         return low_us, high_us
 
