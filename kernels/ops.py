@@ -116,7 +116,7 @@ class OpSpec:
     @property
     def member_rows(self) -> tuple[int, ...]:
         """Output rows of each member."""
-        return tuple(member.rows for member in self.members)
+        return tuple([member.rows for member in self.members])
 
     def flops(self, tokens: int) -> int:
         """Return the multiply-adds of one pass over ``tokens`` tokens, counted as two each."""

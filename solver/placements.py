@@ -47,7 +47,7 @@ class Alternative(Struct, frozen=True, forbid_unknown_fields=True):
     of_ffn: bool = False
 
 
-class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rows"):
+class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rows", gc=False):
     """The placement of a group of linears.
 
     The NPU owns the leading ``npu_rows`` output rows of each member and runs its graphs of ``npu_lengths``
@@ -98,7 +98,9 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
 
 
-class BlockPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="block"):
+class BlockPlacement(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="block", gc=False
+):
     """The placement of a feed-forward block, which is split along its intermediate width.
 
     The NPU computes the leading ``width`` of it, the GPU the rest, both for all tokens; their outputs make a

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from heterollm.base import PlanError
 from heterollm.kernels.ops import OpSpec
@@ -41,8 +42,7 @@ UNSURE_FRACTION: Final = 0.02
 """By how much of its time an NPU graph may end later than predicted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
+class Priced(Struct, frozen=True, gc=False):
     """A placement and what it costs in one pass.
 
     Args:

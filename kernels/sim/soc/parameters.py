@@ -14,11 +14,11 @@ from textwrap import wrap
 from typing import Any, Final, cast
 
 import yaml
+from msgspec import Struct
 
-from heterollm.base import OptionError
+from heterollm.base import OptionError, decode
 from heterollm.kernels.sim.options import SIMULATED
 from heterollm.kernels.sim.soc.quantities import (
-    SOURCES,
     SocParameters,
     Source,
     check_value,
@@ -36,8 +36,16 @@ LARGEST_BYTES: Final = 100_000
 DEEPEST: Final = 8
 NUMBER: Final = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?")
 TOP_FIELDS: Final = frozenset({"soc", "version", "description", "based_on"})
-LEAF_FIELDS: Final = frozenset({"value", "unit", "source", "meaning", "note"})
-NEEDED: Final = ("value", "unit", "source")
+
+
+class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter as a file states it, every text as it stands there."""
+
+    value: Any
+    unit: str
+    source: Source
+    meaning: str = ""
+    note: str = ""
 
 
 def soc_names() -> tuple[str, ...]:
@@ -256,22 +264,13 @@ def _leaves(tree: Mapping[str, Any], where: str, prefix: str = "") -> list[tuple
 def _leaf(name: str, leaf: object, where: str) -> tuple[float, Source]:
     if not isinstance(leaf, dict):
         raise OptionError(
-            f"{where}: {name} must state {', '.join(NEEDED)}, not only {leaf!r:.80}.",
+            f"{where}: {name} must state value, unit, source, not only {leaf!r:.80}.",
             fix=f"See {_template_path()}.",
         )
-    unknown = sorted(str(key) for key in leaf if key not in LEAF_FIELDS)
-    missing = [key for key in NEEDED if key not in leaf]
-    if unknown or missing:
-        what = f"has no field {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
-        raise OptionError(f"{where}: {name} {what}.", fix=f"See {_template_path()}.")
-    unit = quantities()[name].unit
-    if str(leaf["unit"]) != unit:
-        raise OptionError(f"{where}: {name} is in {unit}, not in {leaf['unit']!r:.40}.")
-    if leaf["source"] not in SOURCES:
-        raise OptionError(
-            f"{where}: the source of {name} must be one of {', '.join(SOURCES)}, not {leaf['source']!r:.40}."
-        )
+    stated = decode(leaf, Leaf, source=f"{where}: {name}", error=OptionError, fix=f"See {_template_path()}.")
+    if stated.unit != quantities()[name].unit:
+        raise OptionError(f"{where}: {name} is in {quantities()[name].unit}, not in {stated.unit!r:.40}.")
     try:
-        return check_value(name, _parsed(leaf["value"])), cast("Source", leaf["source"])
+        return check_value(name, _parsed(stated.value)), stated.source
     except OptionError as error:
         raise OptionError(f"{where}: {error.message}", fix=error.fix) from error

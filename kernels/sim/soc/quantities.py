@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 from heterollm.base import OptionError
 
 __all__ = [
-    "SOURCES",
     "BuildParameters",
     "CpuParameters",
     "GpuParameters",
@@ -35,8 +34,6 @@ __all__ = [
 Source = Literal["published", "fitted", "prior", "extrapolated", "user"]
 """Where a value comes from: a paper or vendor; the fit script; an assumption; another SoC's value times a
 published ratio; the person who wrote the file."""
-
-SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
