@@ -31,7 +31,7 @@ FLOORS = (
     ("heterollm.kernels.open",),
     ("heterollm.kernels.sim",),
     ("heterollm.kernels.device",),
-    ("heterollm.kernels.sync",),
+    ("heterollm.kernels.sync", "heterollm.kernels.cases"),
     ("heterollm.kernels.gpu", "heterollm.kernels.npu"),
     ("heterollm.kernels.formats", "heterollm.kernels.threads"),
     ("heterollm.kernels.ops",),

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.base import HeteroLLMError
+from heterollm.kernels.cases import Numbers
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 from heterollm.kernels.gpu import OpenClError
 
-__all__ = ["Case", "Check", "Numbers", "Seen", "run_case"]
+__all__ = ["COLUMNS", "SEED", "Case", "Check", "Seen", "run_case"]
 
 Part = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "not offered"]
-Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
-"""What the part computed and the exact result, both ``[m, n]``."""
+SEED: Final = 20260101
+COLUMNS: Final = 256
+"""Inputs of every linear layer."""
 
 
 @dataclass(frozen=True, slots=True)

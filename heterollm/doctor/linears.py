@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from heterollm.doctor.case import Case, Numbers
-from heterollm.doctor.data import COLUMNS, SEED, filled_slot, run_launches, slot_values
+from heterollm.doctor.case import COLUMNS, SEED, Case
+from heterollm.kernels.cases import Numbers, fill_slot, run_launches, slot_values
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import random_weight, reference
 from heterollm.kernels.gpu import GpuLinear
@@ -52,7 +52,7 @@ def _gpu_linear(
         y = device.gpu.shared((tokens, sum(stop - start for start, stop in kept)), dtype)
         linear = GpuLinear.pack(device.gpu, members, activation_dtype=dtype)
         run_launches(
-            device, [linear.launch(filled_slot(device, x), y, tokens=tokens, kept=kept, label="doctor")]
+            device.gpu, [linear.launch(fill_slot(device.gpu, x), y, tokens=tokens, kept=kept, label="doctor")]
         )
         return slot_values(y), reference.linear(x, members, kept)
 
@@ -66,7 +66,7 @@ def _gpu_embedding(device: Device, number_format: WeightFormat) -> Callable[[], 
         tokens = np.array([0, 69, 64, 63, 7], np.int32)
         y = device.gpu.shared((len(tokens), COLUMNS), np.float32)
         linear = GpuLinear.pack(device.gpu, [table], activation_dtype=device.activation_dtype)
-        run_launches(device, [linear.embed_launch(filled_slot(device, tokens), y, count=len(tokens))])
+        run_launches(device.gpu, [linear.embed_launch(fill_slot(device.gpu, tokens), y, count=len(tokens))])
         return slot_values(y), reference.embedding(tokens, table)
 
     return run

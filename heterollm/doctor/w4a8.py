@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.doctor.case import Case, Numbers
-from heterollm.doctor.data import COLUMNS, SEED, filled_slot, run_launches, slot_values
+from heterollm.doctor.case import COLUMNS, SEED, Case
+from heterollm.kernels.cases import Numbers, fill_slot, run_launches, slot_values
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LinearWeight, random_weight, reference
 from heterollm.kernels.gpu import GpuLinear
@@ -101,7 +101,7 @@ def _exact(weight: LinearWeight, x: NDArray[Any], number_format: WeightFormat) -
 def _on_gpu(device: Device, weight: LinearWeight, x: NDArray[Any]) -> NDArray[Any]:
     linear = GpuLinear.pack(device.gpu, [weight], activation_dtype=x.dtype, integer_inputs=True)
     y = device.gpu.shared((len(x), ROWS), x.dtype)
-    run_launches(device, [linear.launch(filled_slot(device, x), y, tokens=len(x), label="doctor")])
+    run_launches(device.gpu, [linear.launch(fill_slot(device.gpu, x), y, tokens=len(x), label="doctor")])
     return slot_values(y)
 
 

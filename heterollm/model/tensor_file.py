@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, round_up
+from heterollm.base import CheckpointError, parse_json, round_up
 
 __all__ = ["TensorEntry", "TensorFile", "layout_tensors", "write_header"]
 
@@ -84,6 +84,7 @@ class TensorFile:
                 described = {name: file.get_slice(name) for name in file.offset_keys()}
             with path.open("rb") as raw:
                 start = 8 + int.from_bytes(raw.read(8), "little")
+                parse_json(raw.read(start - 8))  # refuses repeated names, of which the library takes one
             size = path.stat().st_size
             data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
         except (OSError, ValueError, safetensors.SafetensorError) as error:

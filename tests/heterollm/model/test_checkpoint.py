@@ -248,6 +248,13 @@ def test_a_header_that_contradicts_itself(tmp_path, header):
         Checkpoint(tmp_path)
 
 
+def test_a_header_that_names_a_tensor_twice(tmp_path):
+    one = json.dumps(entry())
+    write_raw(tmp_path / SAFETENSORS, f'{{"a":{one},"a":{one}}}'.encode(), bytes(8))
+    with pytest.raises(CheckpointError, match=r"no sound safetensors file"):
+        Checkpoint(tmp_path)
+
+
 def test_a_header_longer_than_the_file(tmp_path):
     (tmp_path / SAFETENSORS).write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="no sound safetensors file"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
+from heterollm.kernels.cases import fill_slot
 from heterollm.kernels.formats import quantize
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
@@ -41,12 +42,6 @@ def layers_for(runtime, style, dtype=np.float32):
     if key not in LAYERS:
         LAYERS[key] = GpuLayers(runtime, dtype, dtype, style=style)
     return LAYERS[key]
-
-
-def upload(runtime, values):
-    slot = runtime.shared(values.shape, values.dtype)
-    slot.array[...] = values
-    return slot
 
 
 def random(rng, shape, dtype=np.float32):
@@ -127,10 +122,10 @@ def test_the_norm_rounds_its_output(runtime, style, cases):
             continue
         residual = random(rng, (tokens, HIDDEN))
         a, b = random(rng, (tokens, 200), dtype), random(rng, (tokens, HIDDEN - 200), dtype)
-        delta = Segments(upload(runtime, a), upload(runtime, b), (HIDDEN,), (200,))
+        delta = Segments(fill_slot(runtime, a), fill_slot(runtime, b), (HIDDEN,), (200,))
 
         def make(out, rounded, residual=residual, delta=delta, dtype=dtype, tokens=tokens):
-            stream = upload(runtime, residual)
+            stream = fill_slot(runtime, residual)
             options = {"hidden": HIDDEN, "tokens": tokens, "epsilon": 1e-5, "delta": delta}
             layers = layers_for(runtime, style, dtype)
             return [layers.rms_norm(stream, weight, out, **options, rounded=rounded)]
@@ -146,8 +141,8 @@ def test_the_final_norm_rounds_the_head_rows(runtime, style, cases):
     step = runtime.shared((STEP_WORDS,), np.int32)
     step.array[STEP_HEAD_ROW] = 3
     for rows, block in cases:
-        residual = upload(runtime, random(rng, (rows + 3, HIDDEN)))
-        value = upload(runtime, random(rng, (rows + 3, HIDDEN)))
+        residual = fill_slot(runtime, random(rng, (rows + 3, HIDDEN)))
+        value = fill_slot(runtime, random(rng, (rows + 3, HIDDEN)))
         delta = Segments(value, value, (HIDDEN,), (0,))
 
         def make(out, rounded, residual=residual, delta=delta, rows=rows):
@@ -165,7 +160,7 @@ def test_the_activation_rounds_its_output(runtime, style, cases):
         dtype = np.float16 if block == 64 else np.float32
         half = columns // 2
         a, b = (random(rng, (tokens, width), dtype) for width in (half + 8, 2 * columns - half - 8))
-        gate_up = Segments(upload(runtime, a), upload(runtime, b), (columns, columns), (half, 8))
+        gate_up = Segments(fill_slot(runtime, a), fill_slot(runtime, b), (columns, columns), (half, 8))
 
         def make(out, rounded, gate_up=gate_up, dtype=dtype, tokens=tokens, columns=columns):
             options = {"tokens": tokens, "intermediate": columns, "rounded": rounded}
@@ -206,7 +201,7 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
         capacity = position + tokens
         cache = runtime.shared((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
         cache.array[...] = rng.standard_normal(cache.array.shape)
-        query = upload(runtime, random(rng, (tokens, columns)) / 16)
+        query = fill_slot(runtime, random(rng, (tokens, columns)) / 16)
         step = runtime.shared((STEP_WORDS,), np.int32)
         step.array[[STEP_POSITION, STEP_LENGTH]] = position, tokens
         for parts in (1, 2) if tokens < 8 else (1,):
@@ -258,7 +253,7 @@ def test_a_chain_merged_or_not_gives_what_separate_launches_give(runtime, bits):
                 for width in (256, 512)
             ]
         gate_up = Segments(wide, wide, (512, 512), (0, 0))
-        stream = upload(runtime, residual)
+        stream = fill_slot(runtime, residual)
         options = {"hidden": 256, "tokens": 1, "epsilon": 1e-5}
         launches = [
             layers.rms_norm(stream, ones, x, **options, rounded=codes[0]),

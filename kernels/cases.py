@@ -1,0 +1,441 @@
+"""Operators on random data beside their float64 oracles: what `heterollm doctor` and the kernel tests run.
+
+A case returns what the GPU computed and the exact result. Outputs have a guard pattern behind them, inputs
+have NaN where a kernel must not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.base import KernelError
+from heterollm.kernels.formats import reference_layers
+from heterollm.kernels.gpu import (
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    GpuLayers,
+    GpuRuntime,
+    HeadShape,
+    KvLayer,
+    Launch,
+    Rotation,
+    Scores,
+    Segments,
+    SharedArray,
+    head_stride,
+)
+from heterollm.kernels.ops import Activation
+
+__all__ = [
+    "GUARD",
+    "GuardedOutput",
+    "LayerCases",
+    "Numbers",
+    "cache_view",
+    "empty_cache",
+    "fill_slot",
+    "run_launches",
+    "slot_values",
+    "split_segments",
+    "step_slot",
+]
+
+Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
+"""What the processor computed and the exact result."""
+
+GUARD: Final = 0xA5
+GUARD_BYTES: Final = 4096
+PADDING_ROWS: Final = 3
+EPSILON: Final = 1e-5
+
+
+def fill_slot(gpu: GpuRuntime, values: NDArray[Any]) -> SharedArray:
+    """Return shared memory with these values."""
+    slot = gpu.shared(values.shape, values.dtype)
+    slot.acquire()
+    slot.array[...] = values
+    slot.release()
+    return slot
+
+
+def slot_values(slot: SharedArray) -> NDArray[Any]:
+    """Return a copy of the values that the memory holds."""
+    slot.acquire()
+    values = slot.array.copy()
+    slot.release()
+    return values
+
+
+def run_launches(gpu: GpuRuntime, launches: Iterable[Launch]) -> None:
+    """Run the launches one after the other and wait for the last."""
+    for launch in launches:
+        launch()
+    gpu.finish()
+
+
+def step_slot(gpu: GpuRuntime, position: int = 0, length: int = 0, head_row: int = 0) -> SharedArray:
+    """Return the words that a pass reads: position, length and first row of the head."""
+    words = np.zeros(STEP_WORDS, np.int32)
+    words[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, length, head_row
+    return fill_slot(gpu, words)
+
+
+def split_segments(
+    gpu: GpuRuntime, values: NDArray[Any], rows: tuple[int, ...], splits: tuple[int, ...]
+) -> Segments:
+    """Return both segments of a value; the first has NaN rows behind it, as padded NPU output may."""
+    a, b = reference_layers.split_members(values, rows, splits)
+    a = np.concatenate([a, np.full((PADDING_ROWS, a.shape[1]), np.nan, a.dtype)])
+    dummy = np.full((1, 1), np.nan, values.dtype)
+    first, second = (fill_slot(gpu, part if part.size else dummy) for part in (a, b))
+    return Segments(first, second, rows, splits)
+
+
+def empty_cache(gpu: GpuRuntime, shape: HeadShape, dtype: DTypeLike, layers: int = 2) -> SharedArray:
+    """Return a KV cache full of NaN."""
+    size = layers * 2 * shape.kv_heads * head_stride(shape.capacity, shape.head_dim, np.dtype(dtype))
+    return fill_slot(gpu, np.full(size, np.nan, dtype))
+
+
+def cache_view(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
+    """Return ``[layer, k|v, kv_head, position, head_dim]`` of a cache's memory, as a view."""
+    stride = head_stride(shape.capacity, shape.head_dim, memory.dtype)
+    blocks = memory.reshape(-1, 2, shape.kv_heads, stride)[..., : shape.capacity * shape.head_dim]
+    return blocks.reshape(*blocks.shape[:3], shape.capacity, shape.head_dim)
+
+
+class GuardedOutput:
+    """An output with a guard pattern behind it.
+
+    Args:
+        gpu: The device.
+        shape: Of the output.
+        dtype: Of the output.
+        values: Its first content; default the guard pattern.
+    """
+
+    def __init__(
+        self, gpu: GpuRuntime, shape: tuple[int, ...], dtype: DTypeLike, values: NDArray[Any] | None = None
+    ) -> None:
+        self._shape, self._dtype = shape, np.dtype(dtype)
+        self._used = int(np.prod(shape)) * self._dtype.itemsize
+        content = np.full(self._used + GUARD_BYTES, GUARD, np.uint8)
+        if values is not None:
+            content[: self._used] = np.ascontiguousarray(values, self._dtype).view(np.uint8).reshape(-1)
+        self.slot = fill_slot(gpu, content)
+
+    def read(self) -> NDArray[Any]:
+        """Return the output.
+
+        Raises:
+            KernelError: Bytes behind it were written.
+        """
+        content = slot_values(self.slot)
+        if np.any(content[self._used :] != GUARD):
+            raise KernelError("A kernel wrote behind its output.")
+        return content[: self._used].view(self._dtype).reshape(self._shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCases:
+    """The operators between the linear layers, each as a method with the parameters of a case.
+
+    Args:
+        gpu: The device.
+        layers: Its operators.
+        activation_dtype: Type of inputs and outputs of linear layers.
+        cache_dtype: Type of the KV cache.
+        generator: Makes the data.
+    """
+
+    gpu: GpuRuntime
+    layers: GpuLayers
+    activation_dtype: np.dtype[Any]
+    cache_dtype: np.dtype[Any]
+    generator: np.random.Generator
+
+    def norm(
+        self,
+        tokens: int,
+        hidden: int,
+        split: int,
+        *,
+        biased: bool = False,
+        post: bool = False,
+        scale: float = 1.0,
+    ) -> tuple[Numbers, Numbers]:
+        """Add a linear layer's output to the residual and norm the sum; return the norm and the sum.
+
+        Args:
+            tokens: Rows.
+            hidden: Columns.
+            split: Columns of the added value that lie in its first segment.
+            biased: Whether the added value has a bias.
+            post: Whether the added value is normed first.
+            scale: Of the added value.
+        """
+        residual, weight, delta, bias, own = self._norm_data(tokens, hidden, scale)
+        slot = GuardedOutput(self.gpu, residual.shape, np.float32, residual)
+        out = GuardedOutput(self.gpu, residual.shape, self.activation_dtype)
+        launch = self.layers.rms_norm(
+            slot.slot,
+            self.gpu.upload(weight),
+            out.slot,
+            hidden=hidden,
+            tokens=tokens,
+            epsilon=EPSILON,
+            delta=split_segments(self.gpu, delta, (hidden,), (split,)),
+            bias=self.gpu.upload(bias) if biased else None,
+            post=self.gpu.upload(own) if post else None,
+        )
+        run_launches(self.gpu, [launch])
+        total = _added(residual, delta, bias if biased else None, own if post else None)
+        return (out.read(), reference_layers.rms_norm(total, weight, EPSILON)), (slot.read(), total)
+
+    def final_norm(
+        self,
+        tokens: int,
+        hidden: int,
+        split: int,
+        *,
+        head_row: int,
+        biased: bool = False,
+        post: bool = False,
+        scale: float = 1.0,
+    ) -> tuple[Numbers, Numbers]:
+        """Norm the last rows of the sum without storing it; return the norm and the residual.
+
+        Args:
+            tokens: Rows.
+            hidden: Columns.
+            split: Columns of the added value that lie in its first segment.
+            head_row: First row that is normed.
+            biased: Whether the added value has a bias.
+            post: Whether the added value is normed first.
+            scale: Of the added value.
+        """
+        residual, weight, delta, bias, own = self._norm_data(tokens, hidden, scale)
+        slot = GuardedOutput(self.gpu, residual.shape, np.float32, residual)
+        out = GuardedOutput(self.gpu, (tokens - head_row, hidden), self.activation_dtype)
+        launch = self.layers.final_norm(
+            slot.slot,
+            self.gpu.upload(weight),
+            out.slot,
+            step_slot(self.gpu, 0, tokens, head_row),
+            rows=tokens - head_row,
+            epsilon=EPSILON,
+            delta=split_segments(self.gpu, delta, (hidden,), (split,)),
+            bias=self.gpu.upload(bias) if biased else None,
+            post=self.gpu.upload(own) if post else None,
+        )
+        run_launches(self.gpu, [launch])
+        total = _added(residual, delta, bias if biased else None, own if post else None)
+        exact = reference_layers.rms_norm(total[head_row:], weight, EPSILON)
+        return (out.read(), exact), (slot.read(), residual.astype(np.float64))
+
+    def rope(
+        self,
+        tokens: int,
+        position: int,
+        shape: HeadShape,
+        splits: tuple[int, int, int],
+        *,
+        rotary: int | None = None,
+        biased: bool = False,
+        normed: bool = False,
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Turn queries and keys and store keys and values; return queries, keys and values.
+
+        Args:
+            tokens: Rows.
+            position: First position.
+            shape: Heads and the cache's capacity.
+            splits: Columns of each member that lie in the first segment.
+            rotary: Columns of a head that turn; default all.
+            biased: Whether the members have biases.
+            normed: Whether the heads of queries and keys are normed first.
+
+        Raises:
+            KernelError: Other positions of the cache were written.
+        """
+        generator, rows, head_dim = self.generator, shape.rows, shape.head_dim
+        qkv = _random(generator, (tokens, sum(rows)), self.activation_dtype)
+        bias, norms = _random(generator, sum(rows)), generator.uniform(0.5, 1.5, (2, head_dim))
+        norms = norms.astype(np.float32)
+        turned = head_dim if rotary is None else rotary
+        angles = generator.uniform(0.0, 6.0, (shape.capacity, turned // 2))
+        tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        # A table without columns still needs memory.
+        cos, sin = (self.gpu.upload(table if table.size else np.zeros(1, np.float32)) for table in tables)
+        queries = GuardedOutput(self.gpu, (tokens, rows[0]), np.float32)
+        cache = empty_cache(self.gpu, shape, self.cache_dtype)
+        launch = self.layers.rope_and_store(
+            split_segments(self.gpu, qkv, rows, splits),
+            self.gpu.upload(bias) if biased else None,
+            queries.slot,
+            KvLayer(cache, 1),
+            step_slot(self.gpu, position, tokens),
+            shape=shape,
+            rotation=Rotation(cos, sin, rotary, self.gpu.upload(norms) if normed else None, EPSILON),
+            tokens=tokens,
+        )
+        run_launches(self.gpu, [launch])
+        inputs = np.split(qkv.astype(np.float64) + (bias if biased else 0), np.cumsum(rows)[:-1], axis=1)
+        exact = [part.reshape(-1, head_dim) for part in inputs]
+        if normed:
+            exact[:2] = [
+                reference_layers.rms_norm(part, own, EPSILON) for part, own in zip(exact, norms, strict=False)
+            ]
+        q, k, v = (part.reshape(tokens, -1, head_dim) for part in exact)
+        angle = [table[position : position + tokens] for table in tables]
+        q, k = reference_layers.rotate(q, *angle), reference_layers.rotate(k, *angle)
+        written = slot_values(cache)
+        view = cache_view(written, shape)[1, :, :, position : position + tokens]
+        keys, values = view.transpose(0, 2, 1, 3).copy().reshape(2, tokens, -1)
+        view[...] = np.nan
+        if not np.isnan(written).all():
+            raise KernelError("A kernel wrote other positions of the cache.")
+        results = zip((queries.read(), keys, values), (q, k, v), strict=True)
+        first, second, third = ((actual, part.reshape(tokens, -1)) for actual, part in results)
+        return first, second, third
+
+    def attention(
+        self,
+        tokens: int,
+        position: int,
+        shape: HeadShape,
+        *,
+        scores: Scores | None = None,
+        spread: float = 0.0,
+        bucket: int | None = None,
+        parts: int | None = None,
+    ) -> Numbers:
+        """Attend to a cache that is NaN behind the last position.
+
+        Args:
+            tokens: Rows.
+            position: First position.
+            shape: Heads and the cache's capacity.
+            scores: Scale, window and soft cap; default the scale alone.
+            spread: Decades between the queries of the first head and those of the last.
+            bucket: Positions that the kernel is made for; default the capacity.
+            parts: Parts that positions are divided into; default the kernel's choice.
+        """
+        scores = scores or Scores(shape.head_dim**-0.5)
+        sizes = np.logspace(-spread, spread / 2, shape.heads).astype(np.float32)[:, None]
+        queries = _random(self.generator, (tokens, shape.heads, shape.head_dim), scale=2.0) * sizes
+        content = np.full_like(slot_values(empty_cache(self.gpu, shape, self.cache_dtype)), np.nan)
+        held = cache_view(content, shape)[1]
+        seen = held[:, :, : position + tokens]
+        seen[...] = self.generator.standard_normal(seen.shape)
+        out = GuardedOutput(self.gpu, queries.shape, self.activation_dtype)
+        launches = self.layers.attention(
+            fill_slot(self.gpu, queries.reshape(tokens, -1)),
+            KvLayer(fill_slot(self.gpu, content), 1),
+            out.slot,
+            step_slot(self.gpu, position, tokens),
+            shape=shape,
+            scores=scores,
+            tokens=tokens,
+            bucket=bucket or shape.capacity,
+            parts=parts,
+        )
+        run_launches(self.gpu, launches)
+        exact = reference_layers.attention(
+            queries,
+            *seen.astype(np.float64),
+            position=position,
+            scale=scores.scale,
+            window=scores.window,
+            soft_cap=scores.soft_cap,
+        )
+        return out.read().reshape(tokens, -1), exact.reshape(tokens, -1)
+
+    def gated(
+        self,
+        tokens: int,
+        width: int,
+        splits: tuple[int, int],
+        *,
+        activation: Activation = "silu",
+        biased: bool = False,
+        scale: float = 1.0,
+    ) -> Numbers:
+        """Multiply the activated gate with the up projection.
+
+        Args:
+            tokens: Rows.
+            width: Columns of each.
+            splits: Columns of each that lie in the first segment.
+            activation: Of the gate.
+            biased: Whether both have a bias.
+            scale: Of the inputs.
+        """
+        gate_up = _random(self.generator, (tokens, 2 * width), self.activation_dtype, scale)
+        bias = _random(self.generator, 2 * width)
+        out = GuardedOutput(self.gpu, (tokens, width), self.activation_dtype)
+        launch = self.layers.gated_activation(
+            split_segments(self.gpu, gate_up, (width, width), splits),
+            out.slot,
+            tokens=tokens,
+            intermediate=width,
+            activation=activation,
+            bias=self.gpu.upload(bias) if biased else None,
+        )
+        run_launches(self.gpu, [launch])
+        exact = gate_up.astype(np.float64) + (bias if biased else 0)
+        gate, up = np.split(exact, 2, axis=1)
+        return out.read(), reference_layers.gated_activation(gate, up, activation)
+
+    def soft_cap(self, rows: int, vocabulary: int, cap: float) -> Numbers:
+        """Cap logits from far below the cap to far above it, in place."""
+        signs = self.generator.choice([-1.0, 1.0], (rows, vocabulary))
+        logits = (signs * np.logspace(-5, 3, vocabulary)).astype(np.float32)
+        slot = GuardedOutput(self.gpu, logits.shape, np.float32, logits)
+        run_launches(self.gpu, [self.layers.soft_cap(slot.slot, cap, rows=rows, vocabulary=vocabulary)])
+        return slot.read(), reference_layers.capped(logits, cap)
+
+    def join(self, rows: int, vocabulary: int, split: int) -> Numbers:
+        """Join the segments of the logits as float32."""
+        logits = _random(self.generator, (rows, vocabulary), self.activation_dtype)
+        out = GuardedOutput(self.gpu, logits.shape, np.float32)
+        segments = split_segments(self.gpu, logits, (vocabulary,), (split,))
+        run_launches(self.gpu, [self.layers.join_logits(segments, out.slot, rows=rows)])
+        return out.read(), logits.astype(np.float64)
+
+    def _norm_data(self, tokens: int, hidden: int, scale: float) -> tuple[NDArray[Any], ...]:
+        """Return residual, weight, added value, its bias and the weight of its own norm."""
+        weight, own = self.generator.uniform(0.5, 1.5, (2, hidden)).astype(np.float32)
+        return (
+            _random(self.generator, (tokens, hidden)),
+            weight,
+            _random(self.generator, (tokens, hidden), self.activation_dtype, scale),
+            _random(self.generator, hidden),
+            own,
+        )
+
+
+def _random(
+    generator: np.random.Generator,
+    shape: int | tuple[int, ...],
+    dtype: DTypeLike = np.float32,
+    scale: float = 1.0,
+) -> NDArray[Any]:
+    return (generator.standard_normal(shape) * scale).astype(dtype)
+
+
+def _added(
+    residual: NDArray[Any], delta: NDArray[Any], bias: NDArray[Any] | None, post: NDArray[Any] | None
+) -> NDArray[np.float64]:
+    """Return the residual with the added value, which has its bias and its own norm."""
+    added = delta.astype(np.float64) + (0 if bias is None else bias)
+    if post is not None:
+        added = reference_layers.rms_norm(added, post, EPSILON)
+    return residual.astype(np.float64) + added
