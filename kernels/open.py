@@ -27,7 +27,7 @@ from heterollm.base import (
 )
 from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.gpu import target_for_this_machine
+from heterollm.kernels.gpu import guard_programs, target_for_this_machine
 from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.sim import SIMULATED, Simulation, is_simulated
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
@@ -266,6 +266,8 @@ def _make_pocl_cache() -> None:
     folder = Path(os.environ.get("POCL_CACHE_DIR", default))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if folder == default:  # another one is not heterollm's to clear
+            guard_programs(folder)
     except OSError as error:
         raise DeviceError(
             f"The folder of compiled OpenCL programs, {folder}, cannot be made: {error.strerror}.",

@@ -54,6 +54,9 @@ QUICK_BUDGET_S: Final = 45.0
 QUICK_REPEATS: Final = 10
 QUICK_KERNELS_US: Final = (300,)
 TUNING_BUDGET_S: Final = 30.0
+TUNING_SHARE: Final = 0.25
+"""Of the whole budget, where that is short."""
+
 
 LAUNCHES: Final = ("enqueue", "enqueue_busy", "chained", "idle")
 RETURNS: Final = ("npu_to_gpu", "npu_to_gpu_busy")
@@ -139,7 +142,7 @@ def profile_device(
         "power": [source.name for source in sources],
     }
     if options.tune and device.gpu.is_tunable and not (options.update and profile.records):
-        details["tuning"] = _tune(device, shapes, progress)
+        details["tuning"] = _tune(device, shapes, options.budget_s, progress)
     with _temporary_graphs(device), contextlib.closing(SharedLoad(device)) as load:
         finest: Tier = 0 if options.quick else 2 if options.budget_s is None else 1
         linear, skipped = linear_tasks(device, shapes, tier=finest, known=profile.records)
@@ -216,12 +219,17 @@ def _power_sources(device: Device) -> Sequence[PowerSource]:
     return simulated_meters(device)
 
 
-def _tune(device: Device, shapes: Sequence[ModelShape], progress: Progress | None) -> dict[str, Any]:
-    """Search kernel parameters; a failure is noted and leaves the defaults."""
+def _tune(
+    device: Device, shapes: Sequence[ModelShape], whole_budget_s: float | None, progress: Progress | None
+) -> dict[str, Any]:
+    """Search kernel parameters in a part of the budget; a failure is noted and leaves the defaults."""
+    budget_s = TUNING_BUDGET_S
+    if whole_budget_s is not None:
+        budget_s = min(budget_s, TUNING_SHARE * whole_budget_s)
 
     def report(done_fraction: float, what: str) -> None:
         if progress is not None:
-            total_ms = round(1000 * TUNING_BUDGET_S)
+            total_ms = round(1000 * budget_s)
             progress(f"Tuning GPU kernels: {what}", round(done_fraction * total_ms), total_ms)
 
     integer_inputs = sorted({spec.integer_inputs for shape in shapes for spec in shape.layer})
@@ -229,7 +237,7 @@ def _tune(device: Device, shapes: Sequence[ModelShape], progress: Progress | Non
     half = device.activation_dtype.itemsize == 2
     jobs = default_jobs(half=half, weight=weight, integer_inputs=integer_inputs or (False,))
     try:
-        return tune(device.gpu, jobs, budget_s=TUNING_BUDGET_S, progress=report).to_dict()
+        return tune(device.gpu, jobs, budget_s=budget_s, progress=report).to_dict()
     except HeteroLLMError as error:
         logger.warning("GPU kernels are not tuned: %s", error.message)
         return {"error": error.message}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.emulation import check_emulation
 from heterollm.engine.memory import return_freed_memory
 from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import programs_are_sound
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
 
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
 
 __all__ = ["start_engine"]
+
+WARM_TOKENS: Final = (2, 5, 16)
+"""Of prompts that run at load: kernels differ between few tokens, some and many."""
 
 
 def start_engine(
@@ -51,5 +58,20 @@ def start_engine(
         check_emulation(engine)
     ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
     engine.compile_ahead(engine.new_cache(), ahead, progress)
+    if device.time_kind == "real" and engine.observer is None:
+        longest = min(plan.chunk_length, context - 1)
+        _run_once(engine, [length for length in (*ahead, *WARM_TOKENS) if length <= longest])
+    programs_are_sound()
     return_freed_memory()
     return engine
+
+
+def _run_once(engine: Engine, lengths: Sequence[int]) -> None:
+    """Run prompts and a token: drivers finish compiling and load programs when kernels first run.
+
+    The first answer's rates would otherwise hold a second of that.
+    """
+    cache = engine.new_cache()
+    for length in lengths:
+        engine.prefill(cache, 0, np.zeros(length, np.int32), "prefill", None)
+    engine.decode(cache, 0, 0)

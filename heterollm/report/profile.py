@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,14 @@ __all__ = [
 ]
 
 LISTED_CHANGES: Final = 40
+
+DRIFT_FRACTION: Final = 0.25
+"""A reference operator that moved by more says that other work had the processor."""
+
+WIDE_FRACTION: Final = 0.5
+WIDE_SHARE: Final = 0.1
+"""So many measurements whose samples lie so far apart say the same, where the reference met quiet moments."""
+
 TRUSTED_FRACTION: Final = 0.02
 """Of the work, before the time left is judged by how fast it went."""
 
@@ -132,6 +141,8 @@ def run_report(result: Profiled) -> Group:
                 f"building NPU graphs took {format_duration(summary.build_seconds)} of the run."
             )
         )
+    if disturbed := disturbed_words(summary.drift_fraction, _spreads(result)):
+        parts.append(Text(disturbed, "yellow"))
     if summary.left:
         parts.append(note("`heterollm profile --update` with a longer --budget measures what was left out."))
     return Group(*parts)
@@ -161,6 +172,38 @@ def drift_words(drift: object) -> str:
         return "not measured"
     parts = ", ".join(f"{part} {fraction:.0%}" for part, fraction in fractions.items())
     return f"{parts}: the slowest run of the reference operator above the fastest"
+
+
+def disturbed_words(drift: Mapping[str, float], spreads: Sequence[float]) -> str:
+    """Return the advice to take a profile again that other load disturbed; empty where none did.
+
+    Args:
+        drift: How far each part's reference operator moved, as a fraction.
+        spreads: Of each measurement, how far its samples lie apart as a fraction of their median.
+    """
+    worst = max(drift.values(), default=0.0)
+    wide = sum(spread > WIDE_FRACTION for spread in spreads)
+    reasons = []
+    if worst > DRIFT_FRACTION:
+        reasons.append(f"the reference operator took up to {1 + worst:.2g} times as long as at best")
+    if wide > WIDE_SHARE * len(spreads):
+        reasons.append(f"{wide} of {len(spreads)} measurements lie more than ±{WIDE_FRACTION / 2:.0%} apart")
+    if not reasons:
+        return ""
+    return (
+        f"Disturbed: {', and '.join(reasons)}. Plans from this profile may be poor. "
+        "Close other programs and run the same command again."
+    )
+
+
+def _spreads(result: Profiled) -> list[float]:
+    """Return the spread of each measurement of a run: of the middle half of its samples, over the median."""
+    spreads = []
+    for record in result.profile.records.values():
+        if len(record.samples_us) >= 3 and record.taken_s >= result.summary.since_s:
+            low, middle, high = statistics.quantiles(record.samples_us, n=4)
+            spreads.append((high - low) / middle)
+    return spreads
 
 
 def interrupted_note(kept: Kept) -> Text:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,9 @@ _FIX_MISSING = (
     "Put the checkpoint's tokenizer files into the folder, or give token ids: only text needs them."
 )
 _FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+TEMPLATE_LIMIT_S = 5.0
+"""For one dialogue; templates of published checkpoints take milliseconds."""
+
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
@@ -177,20 +182,25 @@ class Tokenizer:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         import jinja2
 
+        template = _template_file(self._folder)
         try:
-            text: str = self._wrapper.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+            with _deadline(TEMPLATE_LIMIT_S):
+                text: str = self._wrapper.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
         except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"The chat template in {self._folder} is damaged: {error}.", fix=FIX
-            ) from error
+            raise CheckpointError(f"The chat template in {template} is damaged: {error}.", fix=FIX) from error
         except jinja2.TemplateError as error:
             raise InputError(f"The chat template refuses these messages: {error}.") from error
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"The chat template in {self._folder} fails: {error}.", fix=FIX) from error
+        except _TemplateTimeout as error:
+            raise CheckpointError(
+                f"The chat template in {template} did not end within {TEMPLATE_LIMIT_S:.0f} s.", fix=FIX
+            ) from error
+        except (TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise CheckpointError(f"The chat template in {template} fails: {reason}.", fix=FIX) from error
         return text
 
     def _added_prefix(self) -> list[int]:
@@ -311,6 +321,34 @@ def _load_wrapper(folder: Path) -> _Wrapper:
             fix="Convert it to tokenizer.json with transformers' save_pretrained.",
         )
     return wrapper
+
+
+class _TemplateTimeout(BaseException):
+    """A template runs for too long; not an Exception, so that no handler on the way swallows it."""
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Stop the Python code of the block on this thread after some time; compiled templates are such code."""
+    end_s = time.monotonic() + seconds
+    before = sys.gettrace()
+
+    def check(_frame: object, _event: str, _value: object) -> Any:  # noqa: ANN401 - itself
+        if time.monotonic() > end_s:
+            raise _TemplateTimeout
+        return check
+
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _template_file(folder: Path) -> Path:
+    """Return the file that holds a folder's chat template."""
+    own = folder / "chat_template.jinja"
+    return own if own.is_file() else folder / "tokenizer_config.json"
 
 
 class _Verbosity(Protocol):

@@ -24,6 +24,8 @@ from .parameters import default_parameters as default_parameters
 from .parameters import differences as differences
 from .parameters import with_numbers as with_numbers
 from .pocl_target import target_for_this_machine as target_for_this_machine
+from .program_guard import guard_programs as guard_programs
+from .program_guard import programs_are_sound as programs_are_sound
 from .protocol import Buffer as Buffer
 from .protocol import Event as Event
 from .protocol import GpuRuntime as GpuRuntime

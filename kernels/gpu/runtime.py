@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -185,19 +185,31 @@ class OpenClRuntime:
             self._keep_binary(path, program)
         return program
 
-    def _from_binary(self, path: os.PathLike[str]) -> cl.Program | None:
-        with open(path, "rb") as file:  # noqa: PTH123
+    def _from_binary(self, path: Path) -> cl.Program | None:
+        with path.open("rb") as file:
             digest, binary = file.read(32), file.read()
         if hashlib.sha256(binary).digest() != digest:
             logger.warning("The cached OpenCL program %s is damaged; building it again", path)
             return None
+        # Some drivers end the process over a binary; the marker that is left then keeps the next one away.
+        marker = path.with_suffix(".loading")
+        if marker.exists():
+            logger.warning("A process ended while it loaded the OpenCL program %s; building it again", path)
+            marker.unlink(missing_ok=True)
+            return None
         try:
-            return cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
+            marker.touch()
+            program = cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
+            marker.unlink(missing_ok=True)
+        except OSError:  # a folder that cannot be written
+            return None
         except OpenClError as error:
+            marker.unlink(missing_ok=True)
             logger.warning(
                 "The driver refuses the cached OpenCL program %s (%s); building it again", path, error
             )
             return None
+        return program
 
     @staticmethod
     def _keep_binary(path: Any, program: cl.Program) -> None:  # noqa: ANN401

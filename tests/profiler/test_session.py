@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from heterollm.base import KernelError
 from heterollm.kernels.npu import QnnNpu, qnn_available
 from heterollm.model.known import Size
 from heterollm.profiler import SessionOptions, profile_device, session
@@ -78,6 +79,20 @@ def test_a_backend_without_files_needs_nothing(device, only_linears, tmp_path):
     )
     assert summary.finished
     assert not profile.failures()
+
+
+@pytest.mark.parametrize(("budget_s", "tuning_s"), [(10.0, 2.5), (240.0, 30.0), (None, 30.0)])
+def test_the_budget_covers_tuning(device, only_linears, tmp_path, monkeypatch, budget_s, tuning_s):
+    given = []
+
+    def tune(_runtime, _jobs, *, budget_s, progress):
+        given.append(budget_s)
+        raise KernelError("no tuning in this test")
+
+    monkeypatch.setattr(session, "tune", tune)
+    options = SessionOptions.of(budget_s=budget_s)
+    profile_device(device, [], options, path=tmp_path / "profile.json")
+    assert given == [tuning_s]
 
 
 @pytest.mark.slow

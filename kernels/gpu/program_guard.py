@@ -1,0 +1,134 @@
+"""Keeps damaged compiled programs of PoCL's cache away from PoCL, which they kill with SIGBUS or SIGABRT.
+
+Files that were in use when a process ended well have their checksum in a list; a program that differs is
+deleted before PoCL starts. A file of its own stands for each process that is loading programs: where one is
+left by a process that is gone, everything is deleted and compiled again, for nobody knows what killed it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock, Timeout
+
+from heterollm.base import CACHE_VARIABLE, DeviceError, atomic_path, format_bytes, parse_json, see
+
+__all__ = ["guard_programs", "programs_are_sound"]
+
+logger = logging.getLogger(__name__)
+
+ROOM_BYTES: Final = 32 << 20
+"""Free space for compiling: a whole profile of a machine leaves 2 MB of programs."""
+
+LIST: Final = ".checksums.json"
+MARKER: Final = ".loading-"
+
+# The folder in use and the lock on this process's marker, as long as programs are being loaded.
+_guarded: Path | None = None
+_marker: FileLock | None = None
+
+
+def guard_programs(folder: Path) -> None:
+    """Check PoCL's cache folder before PoCL opens it, and mark that this process loads programs from it.
+
+    Raises:
+        DeviceError: The disk has too little room to compile; PoCL would end the process.
+        OSError: The folder cannot be written.
+    """
+    global _guarded, _marker
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < ROOM_BYTES:
+        raise DeviceError(
+            f"Only {format_bytes(free_bytes)} are free in {folder}, too little to compile OpenCL programs.",
+            fix=f"Free {format_bytes(ROOM_BYTES)}, or point {CACHE_VARIABLE} at another folder. "
+            + see("the-cache-cannot-be-written"),
+        )
+    if _someone_died(folder):
+        logger.warning(
+            "Compiling OpenCL programs again: a process ended while it loaded them from %s.", folder
+        )
+        for program in _programs(folder):
+            shutil.rmtree(program, ignore_errors=True)
+    known = _known(folder)
+    damaged = {file for file, checksum in known.items() if _checksum(folder / file) not in (checksum, None)}
+    if damaged:
+        logger.warning(
+            "%d compiled OpenCL programs in %s are damaged; compiling again.", len(damaged), folder
+        )
+        for file in damaged:
+            shutil.rmtree(folder.joinpath(*Path(file).parts[:2]), ignore_errors=True)
+    marker = FileLock(folder / f"{MARKER}{secrets.token_hex(8)}")
+    marker.acquire()
+    _guarded, _marker = folder, marker
+    atexit.register(programs_are_sound)
+
+
+def programs_are_sound() -> None:
+    """Note that what is loaded runs: the checksums of all programs are listed and the marker goes.
+
+    Called once a model has run, and at the end of a process that came so far.
+    """
+    global _marker
+    if _marker is None or _guarded is None:
+        return
+    found = {
+        file.relative_to(_guarded).as_posix(): checksum
+        for program in _programs(_guarded)
+        for file in program.rglob("*")
+        if file.name != "last_accessed" and (checksum := _checksum(file)) is not None
+    }
+    try:
+        with atomic_path(_guarded / LIST) as temporary:
+            temporary.write_text(json.dumps(found, indent=0), encoding="utf-8")
+        Path(_marker.lock_file).unlink(missing_ok=True)
+        _marker.release()
+    except Exception as error:  # noqa: BLE001 - this may run while the interpreter ends
+        logger.info("Checksums of OpenCL programs are not kept: %s", error)
+    _marker = None
+
+
+def _someone_died(folder: Path) -> bool:
+    """Whether a process that loaded programs is gone without having said that they are sound."""
+    died = False
+    for path in folder.glob(f"{MARKER}*"):
+        lock = FileLock(path, timeout=0)
+        try:
+            with lock:
+                died = True
+                path.unlink(missing_ok=True)
+        except Timeout:  # it is alive
+            continue
+    return died
+
+
+def _programs(folder: Path) -> Iterator[Path]:
+    """Yield the folders of programs, two levels below, as PoCL makes them."""
+    return (path for path in folder.glob("??/*") if path.is_dir())
+
+
+def _known(folder: Path) -> dict[str, int]:
+    try:
+        content = parse_json((folder / LIST).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {
+        file: value for file, value in content.items() if type(value) is int and ".." not in Path(file).parts
+    }
+
+
+def _checksum(file: Path) -> int | None:
+    """Return the CRC-32 of a file; None where it is no file any more."""
+    try:
+        return zlib.crc32(file.read_bytes())
+    except OSError:
+        return None
