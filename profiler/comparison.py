@@ -21,6 +21,7 @@ from heterollm.profiler.records import (
     LinearPoint,
     Profile,
     Record,
+    SweepKey,
 )
 
 __all__ = ["Comparison", "KindSummary", "Pair", "Verdict", "compare", "describe"]
@@ -155,7 +156,9 @@ def _newest(profile: Profile) -> dict[Key, Record]:
         if isinstance(key, DriftKey) or not (record.samples_us or record.failed):
             continue
         plain: Key = (
-            dataclasses.replace(key, code="") if isinstance(key, LinearKey | LayerKey | GraphKey) else key
+            dataclasses.replace(key, code="")
+            if isinstance(key, LinearKey | LayerKey | GraphKey | SweepKey)
+            else key
         )
         held = found.get(plain)
         if held is None or (held.failed, record.taken_s) >= (record.failed, held.taken_s):

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from heterollm.profiler.records.records import KINDS, GraphKey, Key, LinearKey, LinearPoint, Record
+from heterollm.profiler.records.records import KINDS, GraphKey, Key, LinearKey, LinearPoint, Record, SweepKey
 
 __all__ = ["record_from_dict", "record_line"]
 
@@ -75,7 +75,7 @@ def record_from_dict(line: object) -> Record:
     if not isinstance(values, dict) or not isinstance(error, str):
         raise ValueError(f"values {values!r:.80} or error {error!r:.80} has the wrong type")
     key = _read(KINDS[kind], line.get("key"))
-    if isinstance(key, LinearKey | GraphKey) and not _possible(key.point):
+    if isinstance(key, LinearKey | GraphKey | SweepKey) and not _possible(key.point):
         raise ValueError(f"there cannot be a linear layer {key.point}")
     record = Record(
         key=key,

@@ -32,6 +32,7 @@ __all__ = [
     "Part",
     "PowerKey",
     "Record",
+    "SweepKey",
 ]
 
 Part = Literal["gpu", "npu"]
@@ -295,6 +296,21 @@ class DriftKey:
     index: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SweepKey:
+    """The time of one weight on the NPU, for reports on the device: neither plans nor predictions read it.
+
+    ``values["cycles"]`` are its cycles instead, where the NPU is emulated.
+
+    Args:
+        point: What it computed, at any number of tokens.
+        code: Version of the graph builder.
+    """
+
+    point: LinearPoint
+    code: str
+
+
 Key: TypeAlias = (
     LinearKey
     | LayerKey
@@ -306,6 +322,7 @@ Key: TypeAlias = (
     | GraphKey
     | PowerKey
     | DriftKey
+    | SweepKey
 )
 
 KINDS: Final[dict[str, type[Key]]] = {
@@ -319,6 +336,7 @@ KINDS: Final[dict[str, type[Key]]] = {
     "graph": GraphKey,
     "power": PowerKey,
     "drift": DriftKey,
+    "sweep": SweepKey,
 }
 """Every kind of key by its name in a profile file, in the order of the file."""
 
