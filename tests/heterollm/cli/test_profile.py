@@ -380,7 +380,7 @@ def test_what_cannot_be_drawn_is_said(run, cache, tmp_path):
     profile.save(tmp_path / "profile.json")
     code, _, err = run("show", tmp_path / "profile.json", "--plots", tmp_path / "plots")
     assert code == 0
-    assert err.count("Nothing to draw") == 4
+    assert err.count("Nothing to draw") == 5
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["bandwidth.png"]
 
 
