@@ -11,6 +11,7 @@ from .summary_rows import GraphRow as GraphRow
 from .summary_rows import LinearRow as LinearRow
 from .summary_rows import ProfileSummary as ProfileSummary
 from .summary_rows import RunRow as RunRow
+from .summary_rows import SweepRow as SweepRow
 from .summary_rows import Times as Times
 from .unseen import HeldOut as HeldOut
 from .unseen import held_out as held_out

@@ -22,6 +22,7 @@ from heterollm.profiler.records import (
     LinearPoint,
     Profile,
     Record,
+    SweepKey,
 )
 
 __all__ = ["Comparison", "KindSummary", "Pair", "Verdict", "compare", "describe"]
@@ -154,7 +155,9 @@ def _newest(profile: Profile) -> dict[Key, Record]:
         if isinstance(key, DriftKey) or not (record.samples_us or record.failed):
             continue
         plain: Key = (
-            structs.replace(key, code="") if isinstance(key, LinearKey | LayerKey | GraphKey) else key
+            structs.replace(key, code="")
+            if isinstance(key, LinearKey | LayerKey | GraphKey | SweepKey)
+            else key
         )
         held = found.get(plain)
         if held is None or (held.failed, record.taken_s) >= (record.failed, held.taken_s):

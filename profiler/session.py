@@ -39,6 +39,7 @@ from heterollm.profiler.measure import (
     npu_return_costs,
     power_sources,
     power_tasks,
+    sweep_tasks,
 )
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Profile, Record, profile_path
 from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
@@ -69,21 +70,29 @@ class SessionOptions(ProfileOptions):
     """How to profile.
 
     Args:
+        characterise: Whether to measure stages, orders and the effect of ``k`` on the NPU, too.
         quick: Whether to measure only what plans need, of one model, within a minute.
         tune: Whether to search the parameters of GPU kernels first.
     """
 
     quick: bool = False
     tune: bool = True
+    characterise: bool = False
 
     @classmethod
     def of(
-        cls, *, budget_s: float | None = 240.0, update: bool = False, quick: bool = False, tune: bool = True
+        cls,
+        *,
+        budget_s: float | None = 240.0,
+        update: bool = False,
+        quick: bool = False,
+        tune: bool = True,
+        characterise: bool = False,
     ) -> SessionOptions:
         """Return options; ``quick`` lowers the budget and leaves tuning out."""
         if quick:
             budget_s = QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
-        return cls(budget_s, update, quick, tune and not quick)
+        return cls(budget_s, update, quick, tune and not quick, characterise)
 
 
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
@@ -154,6 +163,8 @@ def profile_device(
             *first,
             *layer_tasks(device, shapes, quick=options.quick),
         ]
+        if options.characterise:
+            tasks += sweep_tasks(device)
         if not options.quick:
             tasks += [*power_tasks(load, sources), *_copy_tasks(device)]
         left = options

@@ -26,6 +26,7 @@ from heterollm.profiler.records import (
     PowerKey,
     Profile,
     Record,
+    SweepKey,
 )
 from heterollm.profiler.summary_rows import (
     AccuracyRow,
@@ -41,6 +42,7 @@ from heterollm.profiler.summary_rows import (
     PowerRow,
     ProfileSummary,
     RunRow,
+    SweepRow,
     Times,
 )
 
@@ -48,7 +50,7 @@ __all__ = ["summarize"]
 
 COUNTS: Final = ("measured", "failed", "known", "left")
 
-V = TypeVar("V", LinearKey, LayerKey, GraphKey)
+V = TypeVar("V", LinearKey, LayerKey, GraphKey, SweepKey)
 
 _Weight: TypeAlias = tuple[object, ...]
 _Cut: TypeAlias = tuple[_Weight, tuple[int, ...]]
@@ -97,6 +99,7 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
         tuple(_failures(profile.failures())),
         scores,
         reason,
+        tuple(_sweeps(profile)),
     )
 
 
@@ -218,6 +221,13 @@ def _graphs(profile: Profile, cuts: set[_Cut]) -> Iterator[GraphRow]:
         load_us = record.median_us if record.samples_us else None
         values = record.values
         yield GraphRow(key.point, whole, values.get("build_us"), load_us, values.get("size_bytes"))
+
+
+def _sweeps(profile: Profile) -> Iterator[SweepRow]:
+    for key, record in _newest(profile, SweepKey):
+        cycles = record.values.get("cycles", 0.0)
+        if cycles > 0 or record.samples_us:
+            yield SweepRow(key.point, cycles if cycles > 0 else record.median_us, cycles > 0)
 
 
 def _failures(records: Iterable[Record]) -> Iterator[Failure]:

@@ -26,6 +26,7 @@ __all__ = [
     "PowerRow",
     "ProfileSummary",
     "RunRow",
+    "SweepRow",
     "Times",
 ]
 
@@ -200,6 +201,21 @@ class PowerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One weight on the NPU at any length, measured to know the device.
+
+    Args:
+        point: What it computed.
+        cost: Cycles where they are counted, else microseconds.
+        counted: Whether they are.
+    """
+
+    point: LinearPoint
+    cost: float
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Measurements that failed with the same error."""
 
@@ -245,6 +261,7 @@ class ProfileSummary:
         failures: What could not be measured.
         accuracy: Of every model on each part.
         accuracy_reason: Why there is none; empty otherwise.
+        sweeps: Stages, order of operands and effect of ``k`` on the NPU.
     """
 
     device: str
@@ -264,6 +281,7 @@ class ProfileSummary:
     failures: tuple[Failure, ...]
     accuracy: tuple[AccuracyRow, ...]
     accuracy_reason: str
+    sweeps: tuple[SweepRow, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""

@@ -81,6 +81,12 @@ class EffortOptions:
     update: Annotated[bool, typer.Option("--update", help="Measure only what the profile does not have.")] = (
         False
     )
+    characterise: Annotated[
+        bool,
+        typer.Option(
+            "--characterise", help="Measure stages, order of operands and the effect of k on the NPU, too."
+        ),
+    ] = False
     no_tune: Annotated[
         bool, typer.Option("--no-tune", help="Do not search the parameters of GPU kernels first.")
     ] = False
@@ -110,6 +116,7 @@ def profile(
         quick=effort.quick,
         update=effort.update,
         tune=not effort.no_tune,
+        characterise=effort.characterise,
     )
     profiling = Profiling(
         opened.device,

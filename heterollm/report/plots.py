@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from msgspec.structs import replace
 
 from heterollm.base import OptionError
+from heterollm.kernels.npu import CHUNK_COLUMNS
 from heterollm.profiler import HeldOut, held_out
+from heterollm.report.tables_npu import column_curves, order_ratios, stage_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +30,7 @@ __all__ = [
     "PLOTS",
     "accuracy_plot",
     "bandwidth_plot",
+    "columns_plot",
     "draw",
     "gpu_linearity_plot",
     "order_plot",
@@ -81,6 +84,8 @@ def save_png(figure: Figure, target: object) -> None:
 
 def stage_plot(summary: ProfileSummary) -> Figure | None:
     """Return the NPU's time against tokens for the weight shape that was measured most, a line a form."""
+    if summary.sweeps:
+        return _stages_of_sweeps(summary)
     groups: dict[LinearPoint, list[LinearRow]] = defaultdict(list)
     for row in summary.linear:
         point = row.point
@@ -106,8 +111,49 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
     return figure
 
 
+def _stages_of_sweeps(summary: ProfileSummary) -> Figure | None:
+    """Return the same at lengths on and off the standard ones, where these were measured."""
+    curves = stage_curves(summary)
+    if not curves:
+        return None
+    figure, axes = _figure(summary, "NPU: stages", "")
+    step_curves(axes[0], _few(curves), _npu_unit(summary), logarithmic=False)
+    axes[0].set_ylim(bottom=0)
+    return figure
+
+
+def _npu_unit(summary: ProfileSummary) -> str:
+    counted = all(row.counted for row in summary.sweeps)
+    return "Mcycles of the emulated NPU" if counted else f"{summary.time_kind} time, ms"
+
+
+def columns_plot(summary: ProfileSummary) -> Figure | None:
+    """Return what a weight costs on the NPU against the inputs ``k``, at weights of one size."""
+    curves = column_curves(summary)
+    if not curves:
+        return None
+    panels: dict[str, dict[str, Mapping[int, float]]] = defaultdict(dict)
+    for name, curve in curves.items():  # tokens lie far apart: a panel each
+        panels[name.partition(",")[0]][name] = curve
+    figure, axes = _figure(summary, "NPU: effect of k", "4-bit weights of one size", panels=len(panels))
+    counted = all(row.counted for row in summary.sweeps)
+    unit = "cycles a weight" if counted else "ns for 1000 weights"
+    for panel, found in zip(axes, panels.values(), strict=True):
+        step_curves(panel, found, unit, xlabel="inputs k", logarithmic=False)
+        panel.set_ylim(bottom=0)
+        panel.locator_params(axis="x", nbins=5)
+        panel.axvline(CHUNK_COLUMNS, color="0.4", linewidth=1, linestyle=":")
+    return figure
+
+
 def order_plot(summary: ProfileSummary) -> Figure | None:
     """Return how the order of operands and the shape of the weight move the NPU's time, at float weights."""
+    swept = order_ratios(summary)
+    if swept:
+        figure, axes = _figure(summary, "NPU: order of operands", "float weights")
+        step_curves(axes[0], swept, "cost of x·W over W·x")
+        axes[0].axhline(1.0, color="0.4", linewidth=1, linestyle=":")
+        return figure
     slices: dict[LinearPoint, dict[str, float]] = defaultdict(dict)
     counted = summary.time_kind == "emulated"
     for row in summary.linear:
@@ -245,6 +291,7 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
 PLOTS: Final[Mapping[str, tuple[str, Callable[[ProfileSummary], Figure | None]]]] = {
     "stages": ("the NPU's stages", stage_plot),
     "order": ("order and shape at float weights", order_plot),
+    "columns": ("the effect of k on the NPU", columns_plot),
     "gpu": ("how linear the GPU is", gpu_linearity_plot),
     "bandwidth": ("memory bandwidth", bandwidth_plot),
     "accuracy": (

@@ -12,6 +12,7 @@ from heterollm.base import Section, format_bytes, format_duration, format_moment
 from heterollm.kernels.ops import Group
 from heterollm.profiler import GraphRow, LinearRow, ProfileSummary, RunRow, Times
 from heterollm.profiler.records import LinearPoint
+from heterollm.report.tables_npu import npu_sections
 
 __all__ = ["format_us", "sections"]
 
@@ -42,6 +43,7 @@ def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[S
     yield _device(summary)
     yield _runs(summary.runs)
     yield from _linear(summary, everything=everything)
+    yield from npu_sections(summary)
     yield _layers(summary)
     yield _bandwidth(summary)
     yield _contention(summary)

@@ -14,6 +14,7 @@ from .protocol import NpuBackend as NpuBackend
 from .protocol import NpuGraph as NpuGraph
 from .protocol import TimeKind as TimeKind
 from .protocol import check_array as check_array
+from .protocol import check_form as check_form
 from .protocol import check_prepare as check_prepare
 from .qnn import QnnNpu as QnnNpu
 from .qnn_binaries import GRAPHS_FOLDER as GRAPHS_FOLDER

@@ -19,7 +19,7 @@ from heterollm.base import DeviceError, GraphError, OptionError
 from heterollm.kernels.npu.forms import every_block_form, every_form
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.parts import NpuPart, PartKey
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, Form, TimeKind, check_prepare
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, Form, TimeKind, check_form, check_prepare
 from heterollm.kernels.npu.session import SessionGraph, runtime_errors, session_options
 from heterollm.kernels.ops import Activation, WeightFormat
 
@@ -77,7 +77,13 @@ class HostNpu:
 
     def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
         """Return a graph of the part's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        chosen = check_prepare(self, part, length, form)
+        return self._prepare(part, length, check_prepare(self, part, length, form))
+
+    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
+        """Return a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return self._prepare(part, length, check_form(self, part, length, form))
+
+    def _prepare(self, part: NpuPart, length: int, chosen: Form) -> SessionGraph:
         key = (part.key, chosen)
         if key not in self._sessions:
             self._sessions[key] = self._open(part, chosen)

@@ -207,6 +207,15 @@ class NpuBackend(Protocol):
         """
         ...
 
+    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> NpuGraph:
+        """Return a part's graph as :meth:`prepare` does, at any length: for measurements, as no plan runs it.
+
+        Raises:
+            GraphError: As :meth:`prepare`, except for the length.
+            CacheError: The cache folder cannot be written or locked.
+        """
+        ...
+
     def count_cycles(
         self, part: NpuPart, length: int, form: Form | None = None, *, runs: int
     ) -> tuple[int, ...] | None:

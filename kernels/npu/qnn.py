@@ -151,7 +151,13 @@ class QnnNpu:
 
     def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        chosen = check_prepare(self, part, length, form)
+        return self._prepare(part, length, check_prepare(self, part, length, form))
+
+    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
+        """Load or build a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return self._prepare(part, length, check_form(self, part, length, form))
+
+    def _prepare(self, part: NpuPart, length: int, chosen: Form) -> SessionGraph:
         key = (part.key, chosen, length)
         if key not in self._sessions:
             if self._temporary is not None:

@@ -23,6 +23,7 @@ from heterollm.kernels.npu import (
     PartKey,
     TimeKind,
     check_array,
+    check_form,
     check_prepare,
     every_block_form,
     every_form,
@@ -106,7 +107,13 @@ class SimulatedNpu:
         Graphs of one shape serve all layers, as the papers' do, whose layers share four graphs: the weights
         are theirs to bind.
         """
-        chosen = check_prepare(self, part, length, form)
+        return self._prepare(part, length, check_prepare(self, part, length, form))
+
+    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> SimulatedGraph:
+        """Return a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return self._prepare(part, length, check_form(self, part, length, form))
+
+    def _prepare(self, part: NpuPart, length: int, chosen: Form) -> SimulatedGraph:
         built = self._built.setdefault(part.key, set())
         if (length, chosen) not in built:
             built.add((length, chosen))
@@ -115,7 +122,7 @@ class SimulatedNpu:
         if work not in self._shapes:
             self._shapes.add(work)
             self._clock.work(build_us(self._soc, length), "build")
-        real = None if self._real is None else self._real.prepare(part, length, chosen)
+        real = None if self._real is None else self._real.prepare_any_length(part, length, chosen)
         return SimulatedGraph(
             self._soc, self._clock, part.label, work, self.activation_dtype, real, self._settle
         )

@@ -21,6 +21,7 @@ from .power import power_sources as power_sources
 from .power import power_tasks as power_tasks
 from .simulated_power import simulated_meters as simulated_meters
 from .simulated_power import usage_between as usage_between
+from .sweeps import sweep_tasks as sweep_tasks
 from .task import Task as Task
 from .timing import Measurement as Measurement
 from .timing import Timer as Timer

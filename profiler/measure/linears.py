@@ -33,7 +33,7 @@ from heterollm.profiler.measure.timing import Timer
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
 from heterollm.profiler.work import BLOCK_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
 
-__all__ = ["LinearBench", "code_of", "linear_tasks"]
+__all__ = ["LinearBench", "code_of", "linear_tasks", "npu_run_s"]
 
 COUNTED_RUNS: Final = 3
 """Runs whose cycles are counted; the smallest repeats."""
@@ -369,13 +369,20 @@ def _estimate_s(work: WorkPoint, device: Device) -> float:
     if work.part == "gpu":
         traits = device.gpu.traits
         rates = (CORE_FLOPS * traits.compute_units, CORE_BYTES) if traits.is_cpu else (GPU_FLOPS, GPU_BYTES)
-    elif device.npu is not None and device.npu.time_kind == "emulated":
-        rates = EMULATED_FLOPS, EMULATED_BYTES
+        run_s = max(point.flops / rates[0], point.weight_bytes / rates[1])
     else:
-        cores = len(device.split.npu_cores)
-        rates = (CORE_FLOPS * cores, CORE_BYTES) if cores else (NPU_FLOPS, GPU_BYTES)
-    run_s = max(point.flops / rates[0], point.weight_bytes / rates[1])
+        run_s = npu_run_s(device, point.flops, point.weight_bytes)
     runs = USUAL_RUNS if run_s * 1e6 < SLOW_US else USUAL_SLOW_RUNS
     if point.streamed and point.tokens <= COLD_TOKENS:
         run_s += eviction_bytes(device.gpu.traits.cache_bytes) / CORE_BYTES
     return OVERHEAD_S + run_s * runs
+
+
+def npu_run_s(device: Device, flops: int, weight_bytes: int) -> float:
+    """Return about how long a run of a graph takes."""
+    if device.npu is not None and device.npu.time_kind == "emulated":
+        rates = EMULATED_FLOPS, EMULATED_BYTES
+    else:
+        cores = len(device.split.npu_cores)
+        rates = (CORE_FLOPS * cores, CORE_BYTES) if cores else (NPU_FLOPS, GPU_BYTES)
+    return max(flops / rates[0], weight_bytes / rates[1])

@@ -22,3 +22,4 @@ from .records import LinearPoint as LinearPoint
 from .records import Part as Part
 from .records import PowerKey as PowerKey
 from .records import Record as Record
+from .records import SweepKey as SweepKey

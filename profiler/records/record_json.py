@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Number
-from heterollm.profiler.records.records import KINDS, GraphKey, Key, LinearKey, LinearPoint, Record
+from heterollm.profiler.records.records import KINDS, GraphKey, Key, LinearKey, LinearPoint, Record, SweepKey
 
 __all__ = ["KIND_NAMES", "RecordLine", "record_line"]
 
@@ -42,7 +42,7 @@ class _Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     def __post_init__(self) -> None:
         if not (self.samples_us or self.values or self.error):
             raise ValueError("there is neither a measurement nor an error")
-        if isinstance(self.key, LinearKey | GraphKey) and not _possible(self.key.point):
+        if isinstance(self.key, LinearKey | GraphKey | SweepKey) and not _possible(self.key.point):
             raise ValueError(f"there cannot be a linear layer {self.key.point}")
 
     def record(self) -> Record:

@@ -35,6 +35,7 @@ __all__ = [
     "Part",
     "PowerKey",
     "Record",
+    "SweepKey",
 ]
 
 Part = Literal["gpu", "npu"]
@@ -287,6 +288,20 @@ class DriftKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     index: Count
 
 
+class SweepKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
+    """The time of one weight on the NPU, for reports on the device: neither plans nor predictions read it.
+
+    ``values["cycles"]`` are its cycles instead, where the NPU is emulated.
+
+    Args:
+        point: What it computed, at any number of tokens.
+        code: Version of the graph builder.
+    """
+
+    point: LinearPoint
+    code: str
+
+
 Key: TypeAlias = (
     LinearKey
     | LayerKey
@@ -298,6 +313,7 @@ Key: TypeAlias = (
     | GraphKey
     | PowerKey
     | DriftKey
+    | SweepKey
 )
 
 KINDS: Final[dict[str, type[Key]]] = {
@@ -311,6 +327,7 @@ KINDS: Final[dict[str, type[Key]]] = {
     "graph": GraphKey,
     "power": PowerKey,
     "drift": DriftKey,
+    "sweep": SweepKey,
 }
 """Every kind of key by its name in a profile file, in the order of the file."""
 

@@ -141,10 +141,11 @@ def test_a_run_says_what_it_did_and_what_comes_next(run, fake, cache):
 
 def test_options_reach_the_profiler(run, fake):
     words = "--device emulator --gpu-threads 1 --npu-threads 2 --precision fp16 --precision w4a16"
-    assert run(*words.split(), "--budget", "2m30s", "--update", "--no-tune")[0] == 0
+    assert run(*words.split(), "--budget", "2m30s", "--update", "--no-tune", "--characterise")[0] == 0
     assert fake.opened == [("emulator", {"gpu_threads": 1, "npu_threads": 2})]
     shapes, options = fake.calls[0]
     assert (options.budget_s, options.update, options.tune, options.quick) == (150.0, True, False, False)
+    assert options.characterise
     assert [shape.name for shape in shapes[::3]] == ["TinyLlama-1.1B fp16", "TinyLlama-1.1B w4a16"]
     # The device computes in float32, and float weights are what it computes in.
     assert {spec.weight.bits for shape in shapes[:3] for spec in shape.specs} == {32}
@@ -378,7 +379,7 @@ def test_what_cannot_be_drawn_is_said(run, cache, tmp_path):
     profile.save(tmp_path / "profile.json")
     code, _, err = run("show", tmp_path / "profile.json", "--plots", tmp_path / "plots")
     assert code == 0
-    assert err.count("Nothing to draw") == 4
+    assert err.count("Nothing to draw") == 5
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["bandwidth.png"]
 
 

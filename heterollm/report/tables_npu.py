@@ -1,0 +1,141 @@
+"""The NPU as section 3 of the HeteroLLM paper looks at one: stages, order of operands, effect of ``k``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from heterollm.base import Section
+from heterollm.kernels.npu import CHUNK_COLUMNS
+
+if TYPE_CHECKING:
+    from heterollm.profiler import ProfileSummary, SweepRow
+
+__all__ = ["column_curves", "npu_sections", "order_ratios", "stage_curves"]
+
+Curves: TypeAlias = Mapping[str, Mapping[int, float]]
+
+STAGE_TOKENS: Final = 32
+ORDERS: Final = ("weight_first", "activation_first")
+RISE: Final = 1.25
+"""Cost of a weight over the least, from which on it counts as risen."""
+
+
+def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
+    """Yield the tables of ``profile --characterise``, or one that says that nothing was measured."""
+    if not summary.sweeps:
+        note = "Not measured; `heterollm profile --update --characterise` does."
+        yield Section("NPU: stages, order of operands and effect of k", notes=(note,))
+        return
+    unit = "Mcycles" if _counted(summary) else f"ms, {summary.time_kind} time"
+    stages = stage_curves(summary)
+    yield _table(f"NPU: stages, {unit}", "tokens", stages, [_steps(*item) for item in stages.items()])
+    ratios = order_ratios(summary)
+    notes = ["Activation first (x·W) over weight first (W·x)."] if ratios else []
+    yield _table("NPU: order of operands", "tokens", ratios, [*notes, *_missing(summary)])
+    columns = column_curves(summary)
+    unit = "cycles a weight" if _counted(summary) else f"ns for 1000 weights, {summary.time_kind} time"
+    knees = [_knee(name, curve) for name, curve in columns.items() if "in pieces" not in name]
+    if summary.time_kind == "simulated":
+        knees.append("A simulated NPU has its limit as a parameter, so that this checks the model alone.")
+    yield _table(f"NPU: effect of k at weights of one size, {unit}", "inputs k", columns, knees)
+
+
+def stage_curves(summary: ProfileSummary) -> Curves:
+    """Return the cost of one square weight by tokens, in ms or millions of cycles, by format and form."""
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in _square(summary):
+        scale = 1e6 if _counted(summary) else 1e3
+        curves[f"{row.point.weight} {_form(row)}"][row.point.tokens] = row.cost / scale
+    return curves
+
+
+def order_ratios(summary: ProfileSummary) -> Curves:
+    """Return the cost of activation first over that of weight first by tokens, by format."""
+    costs: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for row in _square(summary):
+        costs[str(row.point.weight), row.point.tokens][row.point.form] = row.cost
+    ratios: dict[str, dict[int, float]] = defaultdict(dict)
+    for (weight, tokens), found in costs.items():
+        if set(ORDERS) <= set(found):
+            ratios[weight][tokens] = found["activation_first"] / found["weight_first"]
+    return ratios
+
+
+def column_curves(summary: ProfileSummary) -> Curves:
+    """Return the cost of a weight by inputs ``k``, in cycles or in ns for 1000, by tokens and form."""
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in summary.sweeps:
+        point = row.point
+        if point.rows != point.columns:
+            scale = 1.0 if _counted(summary) else 1e6
+            form = ", k in pieces" if point.form == "k_chunked" else ""
+            name = f"{point.tokens} token{'s' if point.tokens > 1 else ''}{form}"
+            curves[name][point.columns] = row.cost * scale / (point.rows * point.columns)
+    return dict(sorted(curves.items()))
+
+
+def _square(summary: ProfileSummary) -> list[SweepRow]:
+    return [row for row in summary.sweeps if row.point.rows == row.point.columns]
+
+
+def _counted(summary: ProfileSummary) -> bool:
+    return all(row.counted for row in summary.sweeps)
+
+
+def _form(row: SweepRow) -> str:
+    return row.point.form.replace("_", " ")
+
+
+def _table(title: str, first: str, curves: Curves, notes: Sequence[str]) -> Section:
+    places = sorted({place for curve in curves.values() for place in curve})
+    rows = tuple(
+        (str(place), *(f"{curve[place]:.3g}" if place in curve else "" for curve in curves.values()))
+        for place in places
+    )
+    return Section(title, (f">{first}", *(f">{name}" for name in curves)), rows, tuple(notes))
+
+
+def _steps(name: str, curve: Mapping[int, float]) -> str:
+    """Say what the first token after a stage costs."""
+    edges = [edge for edge in sorted(curve) if edge % STAGE_TOKENS == 0 and edge + 1 in curve]
+    words = ", ".join(f"{edge + 1} cost {curve[edge + 1] / curve[edge]:.2f} times {edge}" for edge in edges)
+    return f"{name}: of tokens, {words}." if words else f"{name}: not measured at both sides of a stage."
+
+
+def _missing(summary: ProfileSummary) -> list[str]:
+    """Name the formats that were measured in fewer than both orders."""
+    forms: dict[str, set[str]] = defaultdict(set)
+    for row in _square(summary):
+        forms[str(row.point.weight)].add(row.point.form)
+    return [
+        f"{weight}: the NPU offers {', '.join(sorted(found)).replace('_', ' ')} alone, so there is no other "
+        "order to compare."
+        for weight, found in forms.items()
+        if not set(ORDERS) <= found
+    ]
+
+
+def _knee(name: str, curve: Mapping[int, float]) -> str:
+    """Say where the cost of a weight rises, beside the prior of the forms with ``k`` in pieces."""
+    least, places = min(curve.values()), sorted(curve)
+    risen = len(places)
+    while risen and curve[places[risen - 1]] > RISE * least:
+        risen -= 1
+    prior = f"the pieces of {CHUNK_COLUMNS} inputs, a prior from the paper,"
+    if risen == len(places):
+        return (
+            f"At {name} no lasting rise by a quarter up to {places[-1]} inputs: nothing here asks for "
+            f"{prior} nor speaks for another length."
+        )
+    last, first = places[risen - 1], places[risen]
+    verdict = "agree with it"
+    if first <= CHUNK_COLUMNS:
+        verdict = "are longer than it allows"
+    elif last > CHUNK_COLUMNS:
+        verdict = "are shorter than it asks for"
+    return (
+        f"At {name} a weight costs more from between {last} and {first} inputs on, "
+        f"{curve[first] / least:.1f} times the least at {first}: {prior} {verdict}."
+    )

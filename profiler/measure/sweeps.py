@@ -1,0 +1,157 @@
+"""Measures an NPU as section 3 of the HeteroLLM paper does: stages, order of operands, the effect of ``k``.
+
+Stages and order: one weight at lengths on and off the standard ones, with float weights in both orders and
+with 4-bit weights in their plain form. Effect of ``k``: weights of one size, from few inputs and many outputs
+to the contrary, plain and, where a form cuts ``k``, in pieces. Weights may come from a cache. On an emulator
+cycles are counted, elsewhere runs are timed. The records are kept apart from those that plans read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Final, cast
+
+from heterollm.base import HeteroLLMError
+from heterollm.kernels.device import Device
+from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
+from heterollm.kernels.ops import WeightFormat
+from heterollm.profiler.measure.builds import build_prior_s
+from heterollm.profiler.measure.gpu_timer import gpu_timer
+from heterollm.profiler.measure.linears import OVERHEAD_S, code_of, npu_run_s
+from heterollm.profiler.measure.random_data import fill_shared, weight_for
+from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
+from heterollm.profiler.measure.task import Task
+from heterollm.profiler.records import LinearPoint, Record, SweepKey
+
+__all__ = ["sweep_tasks"]
+
+STAGE: Final = "Stages, order and k"
+TOKENS: Final = (1, 4, 8, 16, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 97, 112, 128)
+ORDERS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
+PACKED: Final = WeightFormat(4, 32)
+CHUNKED: Final[Form] = "k_chunked"
+
+SIZE: Final = 2048
+EMULATED_SIZE: Final = 256
+"""Rows and columns of the weight of stages and order; an emulator takes a second for the larger one."""
+
+COLUMNS: Final = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+WEIGHTS: Final = 3 << 22
+EMULATED_WEIGHTS: Final = 3 << 20
+"""Weights of the sweep of ``k``: whole multiples of 64 rows at all of the columns."""
+
+COLUMN_TOKENS: Final = (1, 256)
+EMULATED_COLUMN_TOKENS: Final = (1, 32)
+COUNTED_RUNS: Final = 5
+RUNS: Final = 8
+STAGE_ROWS: Final = 32
+
+
+def sweep_tasks(device: Device) -> list[Task]:
+    """Return the work; none where the device has no NPU."""
+    npu = device.npu
+    if npu is None:
+        return []
+    emulated = npu.time_kind == "emulated"
+    size = EMULATED_SIZE if emulated else SIZE
+    floats = WeightFormat(32 if npu.activation_dtype.itemsize == 4 else 16)
+    tasks = []
+    for weight in (floats, PACKED):
+        offered = npu.forms(weight, columns=size, length=1)
+        for form in [form for form in ORDERS if form in offered] or offered[:1]:
+            keys = [_key(size, size, tokens, weight, form) for tokens in TOKENS]
+            tasks.append(_task(device, npu, keys))
+    weights = EMULATED_WEIGHTS if emulated else WEIGHTS
+    for columns in COLUMNS:
+        offered = npu.forms(PACKED, columns=columns, length=1)
+        keys = [
+            _key(weights // columns, columns, tokens, PACKED, form)
+            for form in offered
+            if form in (offered[0], CHUNKED)
+            for tokens in (EMULATED_COLUMN_TOKENS if emulated else COLUMN_TOKENS)
+        ]
+        if keys:
+            tasks.append(_task(device, npu, keys))
+    return tasks
+
+
+def _key(rows: int, columns: int, tokens: int, weight: WeightFormat, form: Form) -> SweepKey:
+    point = LinearPoint("o", (rows,), columns, tokens, weight.bits, weight.block, form=form, streamed=False)
+    return SweepKey(point, code_of("npu"))
+
+
+def _task(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Task:
+    """Return the work on one weight, which the user asked for: no budget leaves it out."""
+    first = keys[0].point
+    graphs = len(keys) if npu.copies_by_length else len({key.point.form for key in keys})
+    size = first.rows * first.columns
+    runs = COUNTED_RUNS if npu.time_kind == "emulated" else RUNS
+    estimate_s = NOTHING_COMPUTED_S
+    if device.gpu.computes:
+        run_s = sum(npu_run_s(device, key.point.flops, key.point.weight_bytes) for key in keys)
+        estimate_s = len(keys) * OVERHEAD_S + run_s * runs
+    return Task(
+        STAGE,
+        tuple(keys),
+        partial(_measure, device, npu, keys),
+        estimate_s,
+        essential=True,
+        graphs=graphs,
+        build_s=graphs * build_prior_s(device, size),
+    )
+
+
+def _measure(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Iterator[Record]:
+    point = keys[0].point
+    values = weight_for(gpu_timer(device.gpu).runtime, point.rows, point.columns, point.weight)
+    part = NpuSlice(values, 0, "o", ((0, point.rows),), f"random {point.shape} {point.weight}")
+    try:
+        for key in keys:
+            if npu.time_kind == "emulated":
+                yield _counted(npu, part, key)
+            else:
+                yield _timed(device, npu, part, key)
+    finally:
+        npu.release(part)
+
+
+def _counted(npu: NpuBackend, part: NpuSlice, key: SweepKey) -> Record:
+    """Count cycles, right after a graph of whole tiles: an emulator skips zeros in rows beyond the length."""
+    point, form = key.point, cast("Form", key.point.form)
+    longest = -(-point.tokens // STAGE_ROWS) * STAGE_ROWS
+    try:
+        if longest != point.tokens:
+            npu.count_cycles(part, longest, form, runs=1)
+        cycles = npu.count_cycles(part, point.tokens, form, runs=COUNTED_RUNS)
+    except HeteroLLMError as error:
+        return Record(key, error=error.message)
+    if cycles is None:
+        return Record(key, error=f"{npu.name} counts no cycles.")
+    return Record(key, values={"cycles": float(min(cycles))})
+
+
+def _timed(device: Device, npu: NpuBackend, part: NpuSlice, key: SweepKey) -> Record:
+    point, form = key.point, cast("Form", key.point.form)
+    runtime, dtype = gpu_timer(device.gpu).runtime, npu.activation_dtype
+    try:
+        graph = npu.prepare_any_length(part, point.tokens, form)
+    except HeteroLLMError as error:
+        return Record(key, error=error.message)
+    x = runtime.shared((point.tokens, point.columns), dtype)
+    y = runtime.shared((point.tokens, point.rows), dtype)
+    fill_shared(runtime, x)
+    x.acquire()
+    y.acquire()
+    try:
+        call = graph.bind(x.array, y.array)
+
+        def once() -> float:
+            begin_ns = device.gpu.now_ns()
+            call()
+            return (device.gpu.now_ns() - begin_ns) / 1e3
+
+        return taken(key, once)
+    finally:
+        x.release()
+        y.release()
