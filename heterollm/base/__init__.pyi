@@ -33,6 +33,7 @@ from .exit_codes import DONE as DONE
 from .exit_codes import EXIT_CODES as EXIT_CODES
 from .exit_codes import FAILED as FAILED
 from .exit_codes import INTERRUPTED as INTERRUPTED
+from .keywords import check_keywords as check_keywords
 from .output_file import LABEL as LABEL
 from .output_file import check_folder as check_folder
 from .output_file import check_target as check_target
