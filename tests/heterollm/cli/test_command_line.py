@@ -510,3 +510,22 @@ def test_a_hub_name_gives_shapes_without_weights(run, monkeypatch, bundled_model
     assert json.loads(out)["model"] == "some/model"
     assert asked
     assert all(files == ["config.json", "generation_config.json"] for _, files in asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--stop", ""], "--stop is empty"),
+        (["--top-p", "2"], "top_p"),
+        (["--temperature", "nan"], "temperature"),
+        (["--max-new-tokens", "-1"], "max_new_tokens"),
+    ],
+)
+def test_options_of_an_answer_are_refused_before_loading(run, monkeypatch, options, words):
+    def load(*_, **__):
+        raise AssertionError("The model was loaded.")
+
+    monkeypatch.setattr(heterollm.llm.LLM, "load", load)
+    code, out, err = run("generate", "folder", "hello", *options)
+    assert (code, out) == (1, "")
+    assert words in panel_of(err)
