@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import EngineError, InputError, OptionError, Progress, silent
+from heterollm.base import EngineError, InputError, OptionError, Progress, check_keywords, silent
 from heterollm.engine import (
+    AnswerKeywords,
     EngineThread,
     Session,
     SessionSource,
@@ -33,6 +34,7 @@ from heterollm.text import (
     Generation,
     GenerationOptions,
     GenerationResult,
+    Message,
     NoTokenizer,
     SamplingOptions,
     Tokenizer,
@@ -70,6 +72,11 @@ class LLM:
         self._plan_notes = tuple(plan_notes)
         self._own_session: Session | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"LLM({self.config.family} on {self.device.name}, plan {self.plan.level}, {self.plan.precision})"
+        )
+
     @classmethod
     def load(
         cls, model: str | Path, *, progress: Progress | None = None, **options: Unpack[LoadKeywords]
@@ -93,6 +100,7 @@ class LLM:
                 raise EngineError("Loading was stopped.")
             (progress or silent)(stage, done, total)
 
+        check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
         checkpoint = Checkpoint(model)
         config = ModelConfig.from_folder(checkpoint.folder)
@@ -137,8 +145,8 @@ class LLM:
 
     # -- answers -------------------------------------------------------------------------------------
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:  # noqa: ANN401
-        """Return the whole answer to a prompt; see :meth:`stream` for the options."""
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> GenerationResult:
+        """Return the whole answer to a prompt; :meth:`stream` describes options and errors."""
         stream = self.stream(prompt, **options)
         try:
             return stream.result
@@ -146,22 +154,29 @@ class LLM:
             stream.close()
             raise
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        session: Session | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        log_probabilities: bool = False,
-    ) -> Stream:
+    def chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> GenerationResult:
+        """Return the answer to a dialogue, rendered with the model's chat template.
+
+        Args:
+            messages: Role and content of each message, oldest first: ``{"role": "user", "content": "Hi"}``.
+            options: As of :meth:`stream`. What the session holds of the dialogue is not computed again.
+
+        Raises:
+            OptionError: An option is not legal.
+            InputError: A message is none, the dialogue is empty or too long, or the template refuses it.
+            CheckpointError: The checkpoint has no tokenizer, or its template is damaged.
+        """
+        for message in messages:
+            sound = isinstance(message, Mapping) and set(message) == {"role", "content"}
+            if not sound or not all(isinstance(text, str) for text in message.values()):
+                raise InputError(
+                    f"{message!r:.80} is no message.", fix="Give dictionaries of two texts, role and content."
+                )
+        check_keywords(options, AnswerKeywords.__annotations__)
+        options["stop"] = (*_stop_strings(options.get("stop", ())), *self.tokenizer.chat_stop_strings)
+        return self.generate(self.tokenizer.apply_chat_template(messages), **options)
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start an answer and return its steps as they are made.
 
         Args:
@@ -185,15 +200,9 @@ class LLM:
             InputError: The prompt is empty, longer than the context, or not token ids of this model.
             CheckpointError: There is text, and the checkpoint has no tokenizer.
         """
-        options = GenerationOptions(
-            max_new_tokens=max_new_tokens,
-            sampling=SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            stop=_stop_strings(stop),
-            ignore_eos=ignore_eos,
-            log_probabilities=log_probabilities,
-        )
+        asked = _generation_options(options)
         # A stop string can only be found in text.
-        tokenizer = self.tokenizer if options.stop else self._tokenizer
+        tokenizer = self.tokenizer if asked.stop else self._tokenizer
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
         if len(ids) > self.context:
@@ -201,7 +210,9 @@ class LLM:
                 f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
                 fix="Shorten the prompt or load the model with a larger context.",
             )
-        target = self._session_of_its_own() if session is None else session
+        target = options.get("session")
+        if target is None:
+            target = self._session_of_its_own()
         if not target.belongs_to(self._engine):
             raise OptionError("The session was made by another model.", fix="Use this model's session().")
 
@@ -210,7 +221,7 @@ class LLM:
             target.truncate(reused)
             source = SessionSource(target)
             clock = self.device.now_s
-            return Generation(source, tokenizer, ids, options, reused=reused, cancel=cancel, clock=clock)
+            return Generation(source, tokenizer, ids, asked, reused=reused, cancel=cancel, clock=clock)
 
         return Stream(self._thread, start)
 
@@ -333,6 +344,18 @@ def _opened(options: LoadOptions) -> Device:
 def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
     float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
     return op_specs(config, options.precision, options.group_size, options.symmetric, float_bits=float_bits)
+
+
+def _generation_options(options: AnswerKeywords) -> GenerationOptions:
+    check_keywords(options, AnswerKeywords.__annotations__)
+    sampling = {name: value for name, value in options.items() if name in SamplingOptions.__annotations__}
+    return GenerationOptions(
+        max_new_tokens=options.get("max_new_tokens"),
+        sampling=SamplingOptions(**sampling),  # type: ignore[arg-type]
+        stop=_stop_strings(options.get("stop", ())),
+        ignore_eos=options.get("ignore_eos", False),
+        log_probabilities=options.get("log_probabilities", False),
+    )
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

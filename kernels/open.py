@@ -82,9 +82,11 @@ def open_device(
         try:
             device = _open_snapdragon(profiling, coherent, split_threads(gpu_threads, npu_threads))
             device.reason = "both parts passed a self-test"
-        except DeviceError as error:
+        except DeviceError:
             device = _open_host(gpu_threads, npu_threads, profiling, coherent)
-            device.reason = f"no snapdragon here: {error.message}"
+            device.reason = (
+                "no Snapdragon can be used, so this machine's cores compute; see `heterollm devices`"
+            )
         return device
     if name == "snapdragon":
         return _open_snapdragon(profiling, coherent)

@@ -58,6 +58,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     slices: tuple[HeldSlice, ...] = ()
     request: PlanRequest | None = None
 
+    def __repr__(self) -> str:
+        return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
+
     def __post_init__(self) -> None:
         used = held_slices(self.entries)
         if not self.slices:

@@ -11,6 +11,12 @@ def generate(folder: str) -> str:
         result: GenerationResult = llm.generate("import os", max_new_tokens=8)
         for step in llm.stream("def ", max_new_tokens=8, temperature=0.7, seed=1):
             text: str = step.text
+        answer: GenerationResult = llm.chat(
+            [{"role": "user", "content": "Hi"}], session=llm.session(), stop=["\n"]
+        )
+        ids: list[int] = llm.tokenizer.encode(answer.text)
+        print(ids, llm.config.vocab_size)
+        llm.generate("x", max_tokens=8)  # type: ignore[call-arg]  # an unknown option is an error here too
         session: Session = llm.session()
         row = session.prefill([1, 2, 3])
         best: int = int(row.argmax())

@@ -35,6 +35,7 @@ from .exit_codes import FAILED as FAILED
 from .exit_codes import INTERRUPTED as INTERRUPTED
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened
+from .keywords import check_keywords as check_keywords
 from .output_file import LABEL as LABEL
 from .output_file import check_folder as check_folder
 from .output_file import check_target as check_target

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from heterollm.base import InputError
+from heterollm.base import InputError, OptionError
 from heterollm.cli.options import (
     JsonOption,
     Model,
@@ -54,6 +56,7 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     if not text:
         raise InputError("The prompt is empty.", fix="Give at least one word.")
+    _check_answer(choice, max_new_tokens, stop or ())
     trace = _trace_file(trace, options.device)
     with _load(model, options, run, trace=trace is not None) as llm:
         stream = llm.stream(
@@ -83,6 +86,20 @@ def generate(
     for failure in failures:
         report.show(report.note(failure))
     _show_statistics(llm, stream.result)
+
+
+def _check_answer(choice: TokenOptions, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
+    """Refuse the options of an answer before a model is loaded.
+
+    Raises:
+        OptionError: An option is not legal.
+    """
+    from heterollm.text import GenerationOptions, SamplingOptions
+
+    if "" in stop:
+        raise OptionError("--stop is empty.", fix="Leave it out, or give the text that ends the answer.")
+    sampling = SamplingOptions(**asdict(choice))
+    GenerationOptions(max_new_tokens=max_new_tokens, sampling=sampling, stop=tuple(stop))
 
 
 def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, object]:
@@ -160,6 +177,7 @@ def chat(
     """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from heterollm.cli.chat_loop import ChatLoop
 
+    _check_answer(choice, max_new_tokens)
     with _load(model, options, run) as llm:
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
 

@@ -54,6 +54,9 @@ class Session:
         self._position = 0
         self._ids = np.empty(engine.context, np.int32)
 
+    def __repr__(self) -> str:
+        return f"Session({self._position} of {self.context} tokens)"
+
     @property
     def ids(self) -> NDArray[np.int32]:
         """A copy of the tokens seen so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,25 @@ from heterollm.engine.session import Session, check_ids
 from heterollm.engine.thread import EngineThread
 from heterollm.text import Generation, GenerationResult, GenerationStep
 
-__all__ = ["SessionSource", "Stream"]
+__all__ = ["AnswerKeywords", "SessionSource", "Stream"]
 
 Item: TypeAlias = GenerationStep | GenerationResult | BaseException
+
+
+class AnswerKeywords(TypedDict, total=False):
+    """The options of an answer as keywords; :meth:`heterollm.LLM.stream` says what each does."""
+
+    session: Session | None
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    log_probabilities: bool
 
 
 class SessionSource:

@@ -31,6 +31,21 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 CONFIG_FILES = ["config.json", "generation_config.json"]
 HUB_IGNORED = ["*/*", "consolidated*"]
 
+OTHER_FORMATS = (
+    (".gguf", "a GGUF file, llama.cpp's format", "Name the folder of the checkpoint that it was made from."),
+    (
+        ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+        "part of a LoRA adapter",
+        "Merge it into its model with PEFT's merge_and_unload, then save_pretrained.",
+    ),
+    (
+        (".bin", ".pt", ".pth", ".ckpt"),
+        "a PyTorch file",
+        "Convert it with transformers: from_pretrained, then save_pretrained.",
+    ),
+)
+"""Endings of names, what such a file is, and what to do; only looked for where there is no checkpoint."""
+
 LISTED_NAMES = 3
 HASH_BYTES = 16 * 1024 * 1024
 
@@ -53,7 +68,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         if folder.is_dir():
             return folder
         if folder.exists():
-            raise CheckpointError(f"{folder} is a file.", fix="Name the folder that holds config.json.")
+            raise _no_checkpoint(folder, "is a file.", "Name the folder that holds config.json.")
     except (OSError, RuntimeError) as error:  # too long, not to be searched, or the home of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
@@ -73,6 +88,19 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
             fix="Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
         ) from error
     return Path(found)
+
+
+def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
+    """Return the error of a file, or of a folder without weights; it names another format found there."""
+    try:
+        found = sorted(path.iterdir()) if path.is_dir() else [path]
+    except OSError:
+        found = []
+    for file in found:
+        for ending, kind, convert in OTHER_FORMATS:
+            if file.name.endswith(ending):
+                return CheckpointError(f"{file} is {kind}. Only safetensors are read.", fix=convert)
+    return CheckpointError(f"{path} {lack}", fix=fix)
 
 
 def is_hub_name(name: Path | str) -> bool:
@@ -103,9 +131,10 @@ class Checkpoint:
         elif (self.folder / INDEX_FILE).is_file():
             self._add_shards()
         else:
-            raise CheckpointError(
-                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.",
-                fix="Only safetensors are read: convert other formats with transformers' save_pretrained.",
+            raise _no_checkpoint(
+                self.folder,
+                f"has neither {SINGLE_FILE} nor {INDEX_FILE}.",
+                "Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
 
     @property

@@ -58,8 +58,9 @@ def stderr_console() -> Console:
 
 def show(renderable: RenderableType) -> None:
     """Show something beside the result, on stderr."""
-    # A line of text in a log is worth more whole; a terminal wraps it by itself.
-    stderr_console().print(renderable, soft_wrap=isinstance(renderable, Text))
+    console = stderr_console()
+    # A log keeps a line of text whole; on a terminal it wraps between words.
+    console.print(renderable, soft_wrap=isinstance(renderable, Text) and not console.is_terminal)
 
 
 def render(renderable: RenderableType, *, like: TextIO | None = None, width: int | None = None) -> str:

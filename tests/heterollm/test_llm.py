@@ -193,6 +193,45 @@ def test_prompt_and_answer_fill_the_context_exactly(models: Callable[..., LLM]) 
     assert llm.generate([5], max_new_tokens=3, ignore_eos=True).generated_tokens == 3
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("max_tokens", "Did you mean max_new_tokens?"), ("temprature", "Did you mean temperature?")],
+)
+def test_an_unknown_option_names_the_nearest(llm: LLM, option: str, message: str) -> None:
+    unknown: dict[str, Any] = {option: 1}
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(OptionError, match=option) as caught:
+            call(PROMPT, **unknown)
+        assert message in caught.value.fix
+    with pytest.raises(OptionError, match=option):
+        llm.chat([{"role": "user", "content": "Hi"}], **unknown)
+    with pytest.raises(OptionError, match="devise") as caught:
+        LLM.load("nowhere", devise="host")  # type: ignore[call-arg]
+    assert "device" in caught.value.fix
+
+
+def test_a_dialogue_is_answered_by_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    answer = llm.chat(messages, max_new_tokens=5, ignore_eos=True)
+    ids = llm.tokenizer.apply_chat_template(messages)
+    assert answer.prompt_tokens == len(ids)
+    by_hand = llm.generate(ids, max_new_tokens=5, ignore_eos=True, stop=llm.tokenizer.chat_stop_strings)
+    assert answer.token_ids == by_hand.token_ids
+    for wrong in ([], ["Hi"], [{"role": "user"}], [{"role": "user", "content": 1}]):
+        with pytest.raises(InputError):
+            llm.chat(wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_shown_is_short(llm: LLM) -> None:
+    session = llm.session()
+    session.prefill([1, 2, 3])
+    shown = [repr(llm), repr(session), repr(llm.plan)]
+    assert all(len(text) < 100 for text in shown)
+    assert "host" in shown[0]
+    assert shown[1] == f"Session(3 of {llm.context} tokens)"
+    assert llm.plan.level in shown[2]
+
+
 def test_no_new_tokens(llm: LLM) -> None:
     result = llm.generate(CODE, max_new_tokens=0)
     assert (result.text, result.token_ids, result.stop_reason) == ("", (), "length")
@@ -587,7 +626,7 @@ def test_auto_chooses_the_host_here_and_says_why(bundled_model: Path) -> None:
     with LLM.load(bundled_model) as llm:
         assert llm.device.name == "host"
         assert llm.plan.level == "gpu"
-        assert any("auto chose host" in note and "Adreno" in note for note in llm.notes)
+        assert any("auto chose host" in note and "no Snapdragon" in note for note in llm.notes)
 
 
 def test_importing_is_quick(tmp_path: Path) -> None:

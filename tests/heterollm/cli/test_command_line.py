@@ -1,5 +1,7 @@
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
 import heterollm.llm
 from heterollm import __version__
 from heterollm.cli.command_line import app
+from heterollm.report import console
 from heterollm.text import GenerationResult, GenerationStep
 
 TEXT = "one two three"
@@ -510,3 +514,35 @@ def test_a_hub_name_gives_shapes_without_weights(run, monkeypatch, bundled_model
     assert json.loads(out)["model"] == "some/model"
     assert asked
     assert all(files == ["config.json", "generation_config.json"] for _, files in asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--stop", ""], "--stop is empty"),
+        (["--top-p", "2"], "top_p"),
+        (["--temperature", "nan"], "temperature"),
+        (["--max-new-tokens", "-1"], "max_new_tokens"),
+    ],
+)
+def test_options_of_an_answer_are_refused_before_loading(run, monkeypatch, options, words):
+    def load(*_, **__):
+        raise AssertionError("The model was loaded.")
+
+    monkeypatch.setattr(heterollm.llm.LLM, "load", load)
+    code, out, err = run("generate", "folder", "hello", *options)
+    assert (code, out) == (1, "")
+    assert words in panel_of(err)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_notes_wrap_between_words_on_a_terminal(monkeypatch, width):
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, no_color=True, width=width)
+    monkeypatch.setattr(console, "stderr_console", lambda: terminal)
+    words = [f"word{number:03}" for number in range(60)]
+    console.show(console.note(" ".join(words)))
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown.getvalue().splitlines()]
+    assert len(lines) > 1
+    assert all(len(line) <= width for line in lines)
+    assert [word for line in lines for word in line.split()] == words

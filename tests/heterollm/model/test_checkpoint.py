@@ -438,3 +438,20 @@ def test_bits_of_a_type_that_is_not_read(tmp_path):
     write_raw(tmp_path / SAFETENSORS, {"a": entry("F64", (1,))}, bytes(8))
     with pytest.raises(CheckpointError, match="tensor a has type F64"):
         TensorFile.open(tmp_path / SAFETENSORS).bits("a")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model-Q4_K_M.gguf", "GGUF"),
+        ("adapter_model.safetensors", "LoRA adapter"),
+        ("pytorch_model.bin", "PyTorch file"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"GGUF")
+    for given in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            Checkpoint(given)
+        assert name in caught.value.message
+        assert caught.value.fix

@@ -1,0 +1,27 @@
+"""Refuses keyword arguments that a function does not have, with the nearest one that it has."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+from heterollm.base.errors import OptionError
+
+__all__ = ["check_keywords"]
+
+
+def check_keywords(given: Collection[str], known: Collection[str]) -> None:
+    """Refuse names that are not known.
+
+    Args:
+        given: Names of the arguments of a call.
+        known: Names that the function takes.
+
+    Raises:
+        OptionError: A name is not known; the message names the nearest that is.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+            fix = f"Did you mean {near[0]}?" if near else f"Choose among {', '.join(sorted(known))}."
+            raise OptionError(f"There is no option {name!r:.80}.", fix=fix)
