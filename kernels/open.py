@@ -6,10 +6,13 @@ affinity of the thread that opens it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
 import platform
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -266,6 +269,8 @@ def _make_pocl_cache() -> None:
     """Make the folder of PoCL's cache: where it cannot write, it offers no device and does not say why."""
     default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
     folder = Path(os.environ.get("POCL_CACHE_DIR", default))
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        folder = _writable_copy(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if folder == default:  # another one is not heterollm's to clear
@@ -327,3 +332,18 @@ def _require_qnn(*, emulator: bool) -> str:
     if not usable:
         raise DeviceError(text, fix=fix)
     return text
+
+
+def _writable_copy(folder: Path) -> Path:
+    """Return a copy of a folder that cannot be written, which is gone when the process ends."""
+    copy = tempfile.mkdtemp(prefix="heterollm-opencl-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for path in folder.rglob("*"):
+        target = Path(copy) / path.relative_to(folder)
+        if path.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        elif path.is_file() and not path.name.startswith("."):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+            target.chmod(0o700)
+    return Path(copy)

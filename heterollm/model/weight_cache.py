@@ -79,11 +79,15 @@ def cached_tensors(
         EngineError: ``cancelled`` was set.
     """
     entries = layout_tensors(_tensors(checkpoint, recipe))
+    # Before the lock, which a folder that cannot be written has no place for: files are replaced as a whole.
+    file = _open_checked(path, recipe, entries) if path.exists() else None
+    if file is not None:
+        return file
     with locked(path):
-        if path.exists():
-            file = _open_checked(path, recipe, entries)
-            if file is not None:
-                return file
+        # Another process may have made it meanwhile.
+        file = _open_checked(path, recipe, entries) if path.exists() else None
+        if file is not None:
+            return file
         _write(path, checkpoint, recipe, entries, progress, cancelled)
         return TensorFile.open(path)
 
