@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a published model: parity, greedy text, chat template and stop tokens.
+"""SmolLM2-135M-Instruct, a published model: parity, greedy text, chat, stop tokens, the emulator.
 
 ``HETEROLLM_PUBLISHED_MODEL`` names its folder; without it ``bench/published_model.py`` fetches the model.
 """
@@ -14,6 +14,7 @@ import pytest
 
 from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.npu import qnn_available
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 from heterollm.text import Conversation
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "sim:snapdragon-8gen3"
 PROMPT = "The capital of France is"
 QUESTION = "What is the capital of France?"
+EMULATED, REASON, _ = qnn_available(emulator=True)
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +138,11 @@ def test_chat_template_and_stop_token(folder: Path, host_llm: Callable[..., LLM]
     assert len(result.token_ids) < 128
     assert "<|im_end|>" not in result.text
     assert theirs.convert_tokens_to_ids("<|im_end|>") in llm.tokenizer.eos_ids
+
+
+@pytest.mark.emulator
+@pytest.mark.skipif(not EMULATED, reason=REASON)
+def test_the_emulator_makes_the_tokens_of_host(folder: Path, host_llm: Callable[..., LLM]) -> None:
+    expected = host_llm(folder, plan="gpu", context=64).generate(PROMPT, max_new_tokens=4, temperature=0.0)
+    with LLM.load(folder, device="emulator", plan="layer", context=64, allow_slow=True) as llm:
+        assert llm.generate(PROMPT, max_new_tokens=4, temperature=0.0).token_ids == expected.token_ids
