@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 
 from heterollm.base import DeviceError, HeteroLLMError
 from heterollm.kernels.device import Device
@@ -341,7 +342,7 @@ def _chunks(
     built: set[LinearPoint] = set()
     for work in points:
         # Where one graph serves all lengths, the first of a slice builds it.
-        graph = replace(work.point, tokens=0) if _shares_lengths(device) else work.point
+        graph = structs.replace(work.point, tokens=0) if _shares_lengths(device) else work.point
         is_new = work.part == "npu" and graph not in built
         built.add(graph)
         weights = work.point.flops // (2 * work.point.tokens)
