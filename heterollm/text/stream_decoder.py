@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "LIBRARY", "NoText", "StreamDecoder"]
 
 FIX: Final = "Download the checkpoint again, with all of its tokenizer files."
+MOST_HELD: Final = 16
+"""Unreadable tokens in a row after which their text is handed out: every token decodes all that are held."""
+CHARACTER_BYTES: Final = 4
+"""Most bytes of a character in UTF-8."""
 
 
 class _LibraryGuard:
@@ -44,7 +48,16 @@ class StreamDecoder:
         byte_ids: Ids of single bytes, if the decoder falls back to bytes.
     """
 
-    __slots__ = ("_backend", "_byte_ids", "_given", "_held", "_settled", "_special_ids", "_stream")
+    __slots__ = (
+        "_backend",
+        "_byte_ids",
+        "_given",
+        "_held",
+        "_settled",
+        "_skipped",
+        "_special_ids",
+        "_stream",
+    )
 
     def __init__(
         self, backend: tokenizers.Tokenizer, special_ids: frozenset[int], byte_ids: frozenset[int]
@@ -56,6 +69,8 @@ class StreamDecoder:
         self._settled: list[int] = []
         self._held: list[int] = []
         self._given = 0
+        # Characters of the next piece that were handed out before the stream was made.
+        self._skipped = 0
         self._restart()
 
     def push(self, token_id: int) -> str:
@@ -69,23 +84,39 @@ class StreamDecoder:
             piece: str | None = self._stream.step(self._backend, self._held[self._given :])
         self._given = len(self._held)
         if piece is None:
-            return ""
-        self._settled, self._held, self._given = self._held, [], 0
+            return self._unreadable() if len(self._held) > MOST_HELD and not self._byte_ids else ""
+        piece = piece[self._skipped :]
+        self._settled, self._held, self._given, self._skipped = self._held, [], 0, 0
         return piece
 
     def finish(self) -> str:
         """Return the text that is still held, with unfinished characters as U+FFFD, and restart."""
+        piece = self._text()
+        self._restart()
+        return piece
+
+    def _unreadable(self) -> str:
+        """Hand out all held text but its last character, which further bytes may still change."""
+        piece = self._text()[:-1]
+        # Every token has at least one byte, and UTF-8 finds its step again within one character: the last
+        # tokens alone end in the same character.
+        held = self._held[-CHARACTER_BYTES:]
+        self._restart()
+        self._held = held
+        self._skipped = len(self._text()) - 1
+        return piece
+
+    def _text(self) -> str:
         with LIBRARY:
             settled: str = self._backend.decode(self._settled, skip_special_tokens=True)
             text: str = self._backend.decode(self._settled + self._held, skip_special_tokens=True)
-        self._restart()
-        return text[len(settled) :]
+        return text[len(settled) + self._skipped :]
 
     def _restart(self) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._settled, self._held, self._given = [], [], 0
+        self._settled, self._held, self._given, self._skipped = [], [], 0, 0
 
 
 class NoText:

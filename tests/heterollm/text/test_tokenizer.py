@@ -237,6 +237,18 @@ def test_a_character_after_much_unreadable_text_is_whole(loaded, junk):
     assert text + decoder.finish() == "\ufffd" * junk + "😀日é"
 
 
+def test_unreadable_text_is_not_held_for_long(loaded):
+    """What is held is decoded again with every token, so that the cost of a token would grow."""
+    tokenizer = loaded["llama3"]
+    decoder = tokenizer.stream_decoder()
+    junk = tokenizer._backend.token_to_id(_byte_names()[0x80])
+    written = ""
+    for count in range(1, 400):
+        written += decoder.push(junk)
+        assert len(written) > count - 20
+    assert written + decoder.finish() == "\ufffd" * 399
+
+
 def test_a_leading_space_is_kept_as_the_whole_text_has_it(loaded):
     tokenizer = loaded["llama2"]
     ids = tokenizer.encode("Hello all", add_bos=False)
