@@ -14,12 +14,19 @@ def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
     Of an object that names a field twice, readers keep one or the other in silence; here it is refused.
 
     Raises:
-        ValueError: The text is not JSON, not UTF-8, nested too deeply, or names a field twice.
+        ValueError: The text is not JSON, not UTF-8, nested too deeply, names a field twice, or holds half of a
+            surrogate pair, which no file could be written with.
     """
+    text = text if isinstance(text, str) else text.decode()
     try:
-        return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=_unique)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair") from error
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

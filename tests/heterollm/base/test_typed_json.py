@@ -49,6 +49,7 @@ def test_a_record_is_read_whole():
         ('{"parts": [], "weights": {"1": -1}}', "weights[...]: "),
         ("[]", "f.json is damaged: "),
         ('{"parts": [], "parts": []}', "'parts' twice"),
+        (r'{"parts": ["\ud800"]}', "half of a surrogate pair"),
         ("{", "f.json is not JSON: "),
     ],
 )

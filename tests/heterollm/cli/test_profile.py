@@ -447,7 +447,7 @@ def test_a_profile_edited_into_nonsense_is_shown_or_refused(run, cache, tmp_path
     text = sample_profile().to_json()
     file = tmp_path / "profile.json"
     codes = set()
-    for _ in range(15):
+    for _ in range(30):
         data = json.loads(text)
         path = rng.choice(list(places(data)))
         entry = data

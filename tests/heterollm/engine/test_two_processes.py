@@ -44,7 +44,7 @@ print(json.dumps({"written": len(written), "logits": hashlib.sha256(logits.tobyt
 COMPILE = """
 from heterollm.planning.ahead import precompile
 meet()
-result = precompile(model, soc="57", lengths=[32])
+result = precompile(model, soc="57", prompts=[32], decode=0)
 builds = [[build.graphs, build.compiled, build.loadable] for build in result.builds]
 print(json.dumps({"builds": builds, "size_bytes": result.size_bytes}))
 """

@@ -170,6 +170,6 @@ def test_on_another_device_the_model_is_loaded(
     llm = host_llm(bundled_model, plan="npu")
     solved: Any = SimpleNamespace(plan=llm.plan)
     options = LoadOptions(context=llm.context)
-    show_steps(str(bundled_model), solved, (40,), options, as_json=True)
+    show_steps(str(bundled_model), solved, (40,), options, decode=True, as_json=True)
     passes = [PassSteps(phase, tokens, llm.steps(phase, tokens)) for phase, tokens in PASSES]
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(steps_json(passes)))

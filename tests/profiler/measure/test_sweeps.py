@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, NpuSlice, QnnNpu, qnn_available
 from heterollm.kernels.open import open_device
@@ -123,7 +124,7 @@ def test_predictions_do_not_read_it(simulated, monkeypatch, tmp_path):
     with_sweeps, alone = Predictor.fit(profile), Predictor.fit(without)
     for spec in shape.specs:
         for point in (key.point for task in sweep_tasks(simulated) for key in task.keys):
-            asked = replace(point, group=spec.group)
+            asked = structs.replace(point, group=spec.group)
             assert with_sweeps.predict_us(asked, "npu") == alone.predict_us(asked, "npu")
 
 
