@@ -14,8 +14,8 @@ def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
     Of an object that names a field twice, readers keep one or the other in silence; here it is refused.
 
     Raises:
-        ValueError: The text is not JSON, not UTF-8, nested too deeply, names a field twice, or holds half of a
-            surrogate pair, which no file could be written with.
+        ValueError: The text is not JSON, not UTF-8, nested too deeply, names a field twice, or holds half of
+            a surrogate pair, which no file could be written with.
     """
     text = text if isinstance(text, str) else text.decode()
     try:

@@ -131,7 +131,7 @@ class SharedLoad:
         gpu_us = statistics.median(self.alone_us("gpu", gpu)[0])
         npu_us = statistics.median(self.alone_us("npu", npu)[0])
         count = max(ROUNDS, round(ROUNDS * npu_us / gpu_us) + 1)
-        for more in (1, 4):
+        for more in (1, 4, 16):
             found = self._both_at_work(launch, call, count * more)
             if found["npu"]:
                 return found
