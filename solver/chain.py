@@ -111,7 +111,7 @@ def solve_chain(
     both = slice(place, place + 2)
     whole_cost = objective.cost(before_us["down"], before_us["down"], 0.0)
     whole_cost += sum(whole_cost_of(offer.taken) for offer in offers[both])
-    # Whoever chose the slices may have known of no blocks.
+    # A plan of level tensor has no slices of blocks.
     own_cuts = None if cuts is None else cuts.get(block.group, {})
     own = _Offer(
         block, *priced_block(block, tokens, limits, costs, objective, own_cuts, shortest, whole_cost)

@@ -76,7 +76,7 @@ class _Ways:
         gate_up, down, block = (group.slice_sets(standard_lengths) for group in groups)
         weights = np.array([costs.gate_up.weights.get(length, 0.0) for length in gate_up.lengths])
         activation = np.array([costs.activation[length] for length in gate_up.lengths])
-        # What nobody asks for and the GPU can do does not count.
+        # Ignore lengths of no weight that the GPU can run.
         needed = (weights > 0.0) | ~(gate_up.on_gpu & down.on_gpu)
         gate_up, down, block = (sets.at(needed) for sets in (gate_up, down, block))
         return cls(

@@ -148,7 +148,7 @@ class GroupCosts:
         sets = self.slice_sets(standard_lengths)
         _, best, runs = sets.best(self.margin_fraction)
         weights = np.array([self.weights.get(length, 0.0) for length in sets.lengths])
-        # What nobody asks for and the GPU can do does not count.
+        # Ignore lengths of no weight that the GPU can run.
         needed = (weights > 0.0) | ~sets.on_gpu
         used = np.bitwise_or.reduce(runs[:, :, needed], axis=-1)
         sizes = held_bytes(sets.sizes, used, budget.copies_by_length)

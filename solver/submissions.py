@@ -251,7 +251,7 @@ def priced_in_chain(
     number = next(number for number, spec in enumerate(specs) if spec.group == "gate_up")
     before_us[block.group] = before_us["gate_up"]
     as_block, priced_there = solved([*specs[:number], block, *specs[number + 2 :]])
-    # Beside each other the two ways must cost what all of a layer does.
+    # Both paths are compared by the cost of the whole layer.
     activation = objective.cost(before_us["down"], before_us["down"], 0.0)
     pair, own = as_groups.chosen[number : number + 2], as_block.chosen[number]
     time_us = sum(item.time_us for item in pair) + before_us["down"] + as_block.time_us - as_groups.time_us

@@ -57,7 +57,7 @@ class Change:
 
 
 def student_quantile(freedom: float) -> float:
-    """Return Student's t at 97.5 %; of a broken number of degrees of freedom, that of the whole one below.
+    """Return Student's t at 97.5 %; fractional degrees of freedom are rounded down.
 
     Beyond the table by the first terms of its expansion (Abramowitz and Stegun, 26.7.5), to 0.001.
     """

@@ -71,7 +71,7 @@ Those of a feed-forward block, each linear of which is written as a slice would 
 CHUNK_COLUMNS = 4096
 """Most inputs of a piece of a chunked form: by HeteroLLM's published operator latencies a Hexagon takes 3.5
 times as long for each weight at 14336 inputs as at 4096, with 1 token and with 256 alike. The emulator shows
-no such limit, and no profile measures it. Graphs in the cache are not known by it: whoever changes it raises
+no such limit, and no profile measures it. It is no part of the cache key of a graph: a change of it raises
 ``GRAPH_VERSION``."""
 
 TILE_TOKENS = 32

@@ -332,7 +332,7 @@ class PollingHandOver:
         if not first:
             self._poll()
         if prediction is not None and (slept or not first):
-            # What was there without a sleep came while the host did other things: it says nothing.
+            # A signal that came before the host slept carries no timing information.
             duration_us = (self._clock.now_ns() - self._marked_ns) / 1e3
             prediction.observe(duration_us, overslept=first)
         if not STRONG_MEMORY_ORDER:

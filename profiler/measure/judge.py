@@ -19,7 +19,7 @@ HOPELESS_FACTOR: Final = 20.0
 
 
 class Judge:
-    """Knows from whole groups which points of the NPU are not worth their time.
+    """Skips points of the NPU that timings of whole groups rule out.
 
     A form is poor that is slower than twice the best at two lengths. A cut is hopeless where the whole group
     takes the NPU so many times the GPU's time that its share could not save what a hand-over costs.
