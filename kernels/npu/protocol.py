@@ -71,8 +71,8 @@ Those of a feed-forward block, each linear of which is written as a slice would 
 CHUNK_COLUMNS = 4096
 """Most inputs of a piece of a chunked form: by HeteroLLM's published operator latencies a Hexagon takes 3.5
 times as long for each weight at 14336 inputs as at 4096, with 1 token and with 256 alike. The emulator shows
-no such limit; `heterollm profile --characterise` shows where a device has it. It is no part of the cache key of
-a graph: a change of it raises ``GRAPH_VERSION``."""
+no such limit; `heterollm profile --characterise` shows where a device has it. The cache key of a graph lacks
+it: a change raises ``GRAPH_VERSION``."""
 
 TILE_TOKENS = 32
 """Tokens of a tile: llm.npu found 32x32 tokens 1.6 times faster than 1024x1 (section 4)."""
