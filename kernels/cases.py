@@ -20,6 +20,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
+    Buffer,
     GpuLayers,
     GpuRuntime,
     HeadShape,
@@ -144,6 +145,19 @@ class GuardedOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class _NormData:
+    """Inputs of a norm with an added value, and the exact sum of both."""
+
+    residual: NDArray[Any]
+    slot: GuardedOutput
+    weight: NDArray[Any]
+    delta: Segments
+    bias: Buffer | None
+    post: Buffer | None
+    total: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCases:
     """The operators between the linear layers, each as a method with the parameters of a case.
 
@@ -181,23 +195,22 @@ class LayerCases:
             post: Whether the added value is normed first.
             scale: Of the added value.
         """
-        residual, weight, delta, bias, own = self._norm_data(tokens, hidden, scale)
-        slot = GuardedOutput(self.gpu, residual.shape, np.float32, residual)
-        out = GuardedOutput(self.gpu, residual.shape, self.activation_dtype)
+        data = self._norm_data(tokens, hidden, split, biased, post, scale)
+        out = GuardedOutput(self.gpu, (tokens, hidden), self.activation_dtype)
         launch = self.layers.rms_norm(
-            slot.slot,
-            self.gpu.upload(weight),
+            data.slot.slot,
+            self.gpu.upload(data.weight),
             out.slot,
             hidden=hidden,
             tokens=tokens,
             epsilon=EPSILON,
-            delta=split_segments(self.gpu, delta, (hidden,), (split,)),
-            bias=self.gpu.upload(bias) if biased else None,
-            post=self.gpu.upload(own) if post else None,
+            delta=data.delta,
+            bias=data.bias,
+            post=data.post,
         )
         run_launches(self.gpu, [launch])
-        total = _added(residual, delta, bias if biased else None, own if post else None)
-        return (out.read(), reference_layers.rms_norm(total, weight, EPSILON)), (slot.read(), total)
+        exact = reference_layers.rms_norm(data.total, data.weight, EPSILON)
+        return (out.read(), exact), (data.slot.read(), data.total)
 
     def final_norm(
         self,
@@ -221,24 +234,22 @@ class LayerCases:
             post: Whether the added value is normed first.
             scale: Of the added value.
         """
-        residual, weight, delta, bias, own = self._norm_data(tokens, hidden, scale)
-        slot = GuardedOutput(self.gpu, residual.shape, np.float32, residual)
+        data = self._norm_data(tokens, hidden, split, biased, post, scale)
         out = GuardedOutput(self.gpu, (tokens - head_row, hidden), self.activation_dtype)
         launch = self.layers.final_norm(
-            slot.slot,
-            self.gpu.upload(weight),
+            data.slot.slot,
+            self.gpu.upload(data.weight),
             out.slot,
             step_slot(self.gpu, 0, tokens, head_row),
             rows=tokens - head_row,
             epsilon=EPSILON,
-            delta=split_segments(self.gpu, delta, (hidden,), (split,)),
-            bias=self.gpu.upload(bias) if biased else None,
-            post=self.gpu.upload(own) if post else None,
+            delta=data.delta,
+            bias=data.bias,
+            post=data.post,
         )
         run_launches(self.gpu, [launch])
-        total = _added(residual, delta, bias if biased else None, own if post else None)
-        exact = reference_layers.rms_norm(total[head_row:], weight, EPSILON)
-        return (out.read(), exact), (slot.read(), residual.astype(np.float64))
+        exact = reference_layers.rms_norm(data.total[head_row:], data.weight, EPSILON)
+        return (out.read(), exact), (data.slot.read(), data.residual.astype(np.float64))
 
     def rope(
         self,
@@ -410,15 +421,22 @@ class LayerCases:
         run_launches(self.gpu, [self.layers.join_logits(segments, out.slot, rows=rows)])
         return out.read(), logits.astype(np.float64)
 
-    def _norm_data(self, tokens: int, hidden: int, scale: float) -> tuple[NDArray[Any], ...]:
-        """Return residual, weight, added value, its bias and the weight of its own norm."""
+    def _norm_data(
+        self, tokens: int, hidden: int, split: int, biased: bool, post: bool, scale: float
+    ) -> _NormData:
+        """Return the inputs of a norm; see :meth:`norm` for the arguments."""
         weight, own = self.generator.uniform(0.5, 1.5, (2, hidden)).astype(np.float32)
-        return (
-            _random(self.generator, (tokens, hidden)),
-            weight,
-            _random(self.generator, (tokens, hidden), self.activation_dtype, scale),
-            _random(self.generator, hidden),
-            own,
+        residual = _random(self.generator, (tokens, hidden))
+        delta = _random(self.generator, (tokens, hidden), self.activation_dtype, scale)
+        bias = _random(self.generator, hidden)
+        return _NormData(
+            residual=residual,
+            slot=GuardedOutput(self.gpu, residual.shape, np.float32, residual),
+            weight=weight,
+            delta=split_segments(self.gpu, delta, (hidden,), (split,)),
+            bias=self.gpu.upload(bias) if biased else None,
+            post=self.gpu.upload(own) if post else None,
+            total=_added(residual, delta, bias if biased else None, own if post else None),
         )
 
 
