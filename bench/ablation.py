@@ -216,9 +216,9 @@ def show(result: BenchResult) -> None:
 def summary(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Yield the lines of the table and of the aims."""
     large = [row for row in rows if not is_of_waits(row)]
-    for model in dict.fromkeys(row.model_filename for row in large):
+    for model in dict.fromkeys(row.setup.model_filename for row in large):
         yield f"\n{Path(model).name}\n"
-        yield from table([row for row in large if row.model_filename == model])
+        yield from table([row for row in large if row.setup.model_filename == model])
     yield from judge_aims(rows)
 
 

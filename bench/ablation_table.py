@@ -14,10 +14,10 @@ def _level(level: str, *, policy: str | None = None, sync: str = "auto", whole: 
     def chosen(row: BenchRow) -> bool:
         return (
             row.engine == "self"
-            and row.asked_level == level
-            and row.sync == sync
-            and (row.npu_threads == 0) is whole
-            and (policy is None or row.length_policy == policy)
+            and row.asked.asked_level == level
+            and row.asked.sync == sync
+            and (row.asked.npu_threads == 0) is whole
+            and (policy is None or row.asked.length_policy == policy)
         )
 
     return chosen
@@ -41,7 +41,13 @@ def latest(rows: Sequence[BenchRow]) -> list[BenchRow]:
     precisions = precisions_of_runs(rows)
     found: dict[tuple[object, ...], BenchRow] = {}
     for row in rows:
-        key = (row.model_filename, row.test, row.label, row.device, precisions.get(row.run, row.precision))
+        key = (
+            row.setup.model_filename,
+            row.test,
+            row.label,
+            row.setup.device,
+            precisions.get(row.run, row.precision),
+        )
         found.pop(key, None)
         found[key] = row
     return list(found.values())
@@ -56,13 +62,20 @@ def by_runs(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
     """Return the rows of each run, in the order of the table: a file has them as they became whole."""
     runs: dict[object, list[BenchRow]] = {}
     for row in rows:
-        runs.setdefault((row.run, row.model_filename), []).append(row)
+        runs.setdefault((row.run, row.setup.model_filename), []).append(row)
     return [sorted(run, key=_place) for run in runs.values()]
 
 
 def _place(row: BenchRow) -> tuple[object, ...]:
     column = next((index for index, chosen in enumerate(COLUMNS.values()) if chosen(row)), len(COLUMNS))
-    return row.phase != "prefill", row.n_prompt % 256 != 0, row.n_prompt, row.n_depth, -row.n_gen, column
+    return (
+        row.phase != "prefill",
+        row.asked.n_prompt % 256 != 0,
+        row.asked.n_prompt,
+        row.asked.n_depth,
+        -row.asked.n_gen,
+        column,
+    )
 
 
 def table(rows: Sequence[BenchRow]) -> list[str]:
@@ -76,14 +89,14 @@ def table(rows: Sequence[BenchRow]) -> list[str]:
     lines: dict[tuple[str, str], dict[str, BenchRow]] = {}
     for row in sorted(usable, key=_place):
         precision = precisions.get(row.run, row.precision)
-        what = f"prefill {row.n_prompt}" if row.n_prompt else f"decode behind {row.n_depth}"
+        what = f"prefill {row.asked.n_prompt}" if row.asked.n_prompt else f"decode behind {row.asked.n_depth}"
         name = next((name for name, chosen in COLUMNS.items() if chosen(row)), None)
         if name is not None:
             lines.setdefault((what, precision), {}).setdefault(name, row)
     shown = [name for name in COLUMNS if any(name in cells for cells in lines.values())]
     made = [f"| tokens a second | {' | '.join(shown)} |", f"|---|{'---:|' * len(shown)}"]
     for (what, precision), cells in sorted(lines.items(), key=lambda item: item[0][1] != "w4a16"):
-        texts = [f"{cells[name].median_ts:.1f}" if name in cells else "" for name in shown]
+        texts = [f"{cells[name].times.median_ts:.1f}" if name in cells else "" for name in shown]
         made.append(f"| {what}, `{precision}` | {' | '.join(texts)} |")
     return [*made, "", *_origin(usable)] if lines else ["No row can be shown."]
 
@@ -91,15 +104,20 @@ def table(rows: Sequence[BenchRow]) -> list[str]:
 def _origin(rows: Sequence[BenchRow]) -> list[str]:
     """Say where the rows are from, how many samples they have, and which others disturbed."""
     counts = sorted(
-        {(len(row.samples_ns), row.phase == "prefill" and row.n_prompt % 256 != 0) for row in rows}
+        {
+            (len(row.times.samples_ns), row.phase == "prefill" and row.asked.n_prompt % 256 != 0)
+            for row in rows
+        }
     )
     several = sorted({count for count, odd in counts if not odd})
     odd = sorted({count for count, is_odd in counts if is_odd})
     words = f"medians of {_numbers(several)} samples" if several else "samples"
     words += f", of {_numbers(odd)} at lengths without a graph" if several and odd else ""
-    disturbed = sum(sum(map(bool, row.samples_disturbed)) for row in rows)
-    total = sum(len(row.samples_ns) for row in rows)
-    origin = {f"{row.cpu_info}, commit {row.build_commit}, {row.test_time[:10]}" for row in rows}
+    disturbed = sum(sum(map(bool, row.times.samples_disturbed)) for row in rows)
+    total = sum(len(row.times.samples_ns) for row in rows)
+    origin = {
+        f"{row.setup.cpu_info}, commit {row.setup.build_commit}, {row.setup.test_time[:10]}" for row in rows
+    }
     kinds = "/".join(sorted({row.time_kind or "unknown" for row in rows}))
     lines = [f"Measured ({kinds} time), {words}; others computed during {disturbed} of {total} samples."]
     return lines + [f"On {text}." for text in sorted(origin)]

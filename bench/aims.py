@@ -28,17 +28,17 @@ WAITS_TEST: Final = "tg64 @ d32"
 
 def gpu_alone(row: BenchRow) -> bool:
     """`gpu` on one core of two."""
-    return row.engine == "self" and row.plan_level == "gpu" and row.npu_threads != 0
+    return row.engine == "self" and row.plan_level == "gpu" and row.asked.npu_threads != 0
 
 
 def gpu_whole(row: BenchRow) -> bool:
     """`gpu` on all cores."""
-    return row.engine == "self" and row.plan_level == "gpu" and row.npu_threads == 0
+    return row.engine == "self" and row.plan_level == "gpu" and row.asked.npu_threads == 0
 
 
 def npu_alone(row: BenchRow) -> bool:
     """The linears on the NPU part, whatever runs lengths without a graph."""
-    return row.plan_level in ("npu", "layer") and row.sync == "auto"
+    return row.plan_level in ("npu", "layer") and row.asked.sync == "auto"
 
 
 def one_part(row: BenchRow) -> bool:
@@ -48,17 +48,17 @@ def one_part(row: BenchRow) -> bool:
 
 def padding(row: BenchRow) -> bool:
     """The NPU with padding."""
-    return row.plan_level == "npu" and row.length_policy == "padding"
+    return row.plan_level == "npu" and row.asked.length_policy == "padding"
 
 
 def npu_lengths(row: BenchRow) -> bool:
     """The NPU with padding or as a pipe."""
-    return row.plan_level == "npu" and row.sync == "auto"
+    return row.plan_level == "npu" and row.asked.sync == "auto"
 
 
 def split(row: BenchRow) -> bool:
     """What the solver made, with fast waits."""
-    return is_split(row) and row.sync == "auto"
+    return is_split(row) and row.asked.sync == "auto"
 
 
 def tensor(row: BenchRow) -> bool:
@@ -153,7 +153,7 @@ def _line(aim: Aim, rows: Sequence[BenchRow]) -> str:
     change = compare_rows(theirs, ours)
     wanted = f"{aim.asked:.2f} asked" + ("" if aim.hoped is None else f", {aim.hoped:.2f} hoped for")
     word = _word(change.ratio, change.low, change.high, aim.asked)
-    rates = " / ".join(f"{row.label} {row.median_ts:.1f}" for row in (ours, theirs))
+    rates = " / ".join(f"{row.label} {row.times.median_ts:.1f}" for row in (ours, theirs))
     return f"{word} | {name}: {change}, {wanted} | {rates} tokens/s"
 
 
@@ -168,7 +168,9 @@ def is_of_waits(row: BenchRow) -> bool:
 
 
 def _waits(rows: Sequence[BenchRow]) -> list[str]:
-    slow, fast = (next((row for row in rows if row.sync == sync), None) for sync in ("operator", "auto"))
+    slow, fast = (
+        next((row for row in rows if row.asked.sync == sync), None) for sync in ("operator", "auto")
+    )
     name = "decode of the bundled model: fast waits against clFinish after every operator"
     if slow is None or fast is None:
         return [f"not measured | {name}"]
@@ -183,14 +185,14 @@ def _predictions(rows: Sequence[BenchRow]) -> Iterator[str]:
         if not tensor(row) or not (row.test == "pp256" or row.phase == "decode"):
             continue
         name = f"{row.precision} {row.test}: predicted time within {PREDICTION_FRACTION:.0%} of the measured"
-        if row.predicted_ms is None or not row.measured_ms:
+        if row.account.predicted_ms is None or not row.times.measured_ms:
             yield f"not measured | {name}"
             continue
-        off = row.predicted_ms / row.measured_ms - 1.0
+        off = row.account.predicted_ms / row.times.measured_ms - 1.0
         word = (
             "reached"
             if abs(off) <= PREDICTION_FRACTION
             else f"missed by {abs(off) - PREDICTION_FRACTION:.0%}"
         )
-        times = f"{row.predicted_ms:.1f} ms predicted, {row.measured_ms:.1f} ms measured"
+        times = f"{row.account.predicted_ms:.1f} ms predicted, {row.times.measured_ms:.1f} ms measured"
         yield f"{word} | {name}: {times}, {off:+.0%}"

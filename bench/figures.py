@@ -136,20 +136,20 @@ def fraction_of_padding(precision: str, level: str) -> str:
     """Return the time of 300 tokens at a level over padding's."""
     ours = fastest("pp300", precision, lambda row: aims.split(row) and row.plan_level == level)
     theirs = fastest("pp300", precision, aims.padding)
-    return f"{theirs.median_ts / ours.median_ts:.2f}"
+    return f"{theirs.times.median_ts / ours.times.median_ts:.2f}"
 
 
 def predicted() -> Mapping[str, Any]:
     """Return how far predicted times were from measured ones."""
 
     def off(row: BenchRow) -> float:
-        return row.predicted_ms / row.measured_ms - 1
+        return row.account.predicted_ms / row.times.measured_ms - 1
 
-    found = [row for row in split_rows() if row.predicted_ms and row.measured_ms]
+    found = [row for row in split_rows() if row.account.predicted_ms and row.times.measured_ms]
     errors = [off(row) for row in found]
     cuts = [row for row in found if aims.split(row)]
     slow = [row for row in cuts if off(row) < -aims.PREDICTION_FRACTION]
-    odd = [row for row in slow if row.n_prompt in aims.ODD_LENGTHS]
+    odd = [row for row in slow if row.asked.n_prompt in aims.ODD_LENGTHS]
     return {
         "rows": len(found),
         "median": f"{statistics.median(map(abs, errors)):.0%}".replace("%", " %"),
@@ -405,7 +405,9 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
     not_shown = [decode["w4a16"], prefill["w4a8"], decode["w4a8"]]
     assert shown(prefill["w4a16"])
     assert not any(map(shown, not_shown))
-    rates = [fastest("pp256", "w4a8", chosen).median_ts for chosen in (aims.gpu_alone, aims.npu_lengths)]
+    rates = [
+        fastest("pp256", "w4a8", chosen).times.median_ts for chosen in (aims.gpu_alone, aims.npu_lengths)
+    ]
     odd = {way: odd_gains(way, aims.npu_lengths, aims.ODD_LENGTHS) for way in ("w4a16", "w4a8")}
     yield README, f"prefill of 256 tokens at `w4a16` {prefill['w4a16']}. The other three are **not shown**"
     yield (
@@ -448,8 +450,9 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
     yield (
         MEASURED,
         (
-            f"({slow[0].median_ts:.1f} against {slow[1].median_ts:.1f} tokens a second at `w4a8`, "
-            f"{slow[2].median_ts:.1f} against {slow[3].median_ts:.1f} at `w4a16`)"
+            f"({slow[0].times.median_ts:.1f} against {slow[1].times.median_ts:.1f} tokens a second at "
+            f"`w4a8`, "
+            f"{slow[2].times.median_ts:.1f} against {slow[3].times.median_ts:.1f} at `w4a16`)"
         ),
     )
     past = [odd_gains(way, aims.padding, [n for n in aims.ODD_LENGTHS if aims.just_past(n)]) for way in odd]
@@ -493,11 +496,11 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
             f"{told['slow']} take more than 15 % longer than predicted, {told['where']}."
         ),
     )
-    overlap = f"{100 * fastest('pp256', 'w4a16', aims.split).overlap_fraction:.0f} %"
+    overlap = f"{100 * fastest('pp256', 'w4a16', aims.split).trace.overlap_fraction:.0f} %"
     yield MEASURED, f"the parts overlap for {overlap} of the shorter one's time"
-    disturbed = [sample for row in large() for sample in row.samples_disturbed]
+    disturbed = [sample for row in large() for sample in row.times.samples_disturbed]
     yield MEASURED, f"others computed during {sum(disturbed)} of {len(disturbed)}; each is marked."
-    waits = {row.sync: row for row in split_rows() if aims.is_of_waits(row)}
+    waits = {row.asked.sync: row for row in split_rows() if aims.is_of_waits(row)}
     change = compare_rows(waits["operator"], waits["auto"])
     yield (
         MEASURED,

@@ -30,10 +30,13 @@ def rates(command: str, options: list[str]) -> dict[Test, float]:
     words = [*shlex.split(command), "bench", *options, "--no-trace", "--json"]
     found = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
     rows: list[dict[str, Any]] = json.loads(found.stdout)
-    return {
-        (row["label"], row["test"], row["model_filename"]): statistics.median(row["samples_ts"])
-        for row in rows
-    }
+    found_rates = {}
+    for row in rows:
+        setup, times = row.get("setup", row), row.get("times", row)  # older installations write flat rows
+        found_rates[row["label"], row["test"], setup["model_filename"]] = statistics.median(
+            times["samples_ts"]
+        )
+    return found_rates
 
 
 def main() -> None:

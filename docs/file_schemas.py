@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from heterollm.benchmarks import BenchRow
 from heterollm.profiler.records import LinearPoint
 from heterollm.profiler.records.profile import ProfileFile
 from heterollm.solver import PhaseSync, Plan, PlanRequest
@@ -23,7 +24,13 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "plan": (Plan, "A plan of heterollm: who computes each group of linear layers, at every length"),
     "profile": (ProfileFile, "A profile of heterollm: what was measured on one device"),
     "trace": (TraceFile, "A trace of heterollm, in the trace-event format of Chrome and Perfetto"),
+    "bench-row": (
+        BenchRow,
+        "One line of a result file of `heterollm bench`; llama-bench's names where it has them",
+    ),
 }
+PAGES: Final = {"trace": "trace.md", "bench-row": "bench.md"}
+"""Pages with another name than ``NAME-format.md``."""
 
 STATED: Final = (Plan, PhaseSync, PlanRequest, LinearPoint)
 """Records of which a file must state every field, though Python gives some a default."""
@@ -47,8 +54,8 @@ def _schema(name: str, kind: type[msgspec.Struct], title: str) -> dict[str, Any]
         whole["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **whole["properties"]}
         whole["required"].insert(0, "schema_version")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}
-    about = f"docs/{name}-format.md" if name != "trace" else "docs/trace.md"
-    text = f"{about} says what the fields mean. Written by `python docs/generate.py`."
+    page = PAGES.get(name, f"{name}-format.md")
+    text = f"docs/{page} says what the fields mean. Written by `python docs/generate.py`."
     return head | whole | {"title": title, "description": text, "$defs": records}
 
 

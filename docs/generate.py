@@ -1,7 +1,7 @@
 """Writes what of the documents follows from the program.
 
 That is docs/commands.md, the numbers and the figure of docs/how-the-split-works.md, and the schemas of files
-in docs/schemas (bench-row.schema.json excepted).
+in docs/schemas.
 
     python docs/generate.py          writes them
     python docs/generate.py --check  exit code 1 if one of them is out of date

@@ -26,9 +26,8 @@ import numpy as np
 
 from heterollm.base import HeteroLLMError, private_stdout, quiet_libraries
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.engine import BenchEngine, Ids, Job
+from heterollm.benchmarks.engine import BenchEngine, FoundFields, Ids, Job
 from heterollm.benchmarks.engines import open_engine
-from heterollm.benchmarks.row_fields import FoundFields
 
 __all__ = ["Requests", "decode_floats", "encode_floats", "main", "private_bytes", "random_ids", "serve"]
 

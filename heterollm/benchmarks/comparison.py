@@ -107,9 +107,9 @@ def _by_key(rows: Sequence[BenchRow]) -> dict[Key, list[BenchRow]]:
                 row.label,
                 row.test,
                 row.engine,
-                row.asked_level,
-                row.group_size,
-                row.model_type,
+                row.asked.asked_level,
+                row.asked.group_size,
+                row.setup.model_type,
                 row.time_kind,
             )
             found.setdefault(key, []).append(row)
@@ -121,7 +121,7 @@ def _times(before: Sequence[BenchRow], after: Sequence[BenchRow]) -> tuple[list[
         return [
             time
             for row in rows
-            for time, disturbed in zip(row.times_us, row.samples_disturbed, strict=True)
+            for time, disturbed in zip(row.times_us, row.times.samples_disturbed, strict=True)
             if not (calm and disturbed)
         ]
 
@@ -141,12 +141,15 @@ def _name(row: BenchRow) -> str:
 
 def _differences(before: Sequence[BenchRow], after: Sequence[BenchRow]) -> list[str]:
     found = []
-    for what in ("cpu_info", "heterollm_version", "fingerprint", "seed"):
-        sides = [sorted({str(getattr(row, what)) for row in rows}) for rows in (before, after)]
+    for what in ("cpu_info", "heterollm_version", "fingerprint"):
+        sides = [sorted({str(getattr(row.setup, what)) for row in rows}) for rows in (before, after)]
         if sides[0] != sides[1]:
             found.append(f"{what}: {', '.join(sides[0])} before, {', '.join(sides[1])} after")
-    for name in sorted({name for row in (*before, *after) for name in row.versions}):
-        sides = [sorted({row.versions.get(name, "none") for row in rows}) for rows in (before, after)]
+    sides = [sorted({str(row.asked.seed) for row in rows}) for rows in (before, after)]
+    if sides[0] != sides[1]:
+        found.append(f"seed: {', '.join(sides[0])} before, {', '.join(sides[1])} after")
+    for name in sorted({name for row in (*before, *after) for name in row.setup.versions}):
+        sides = [sorted({row.setup.versions.get(name, "none") for row in rows}) for rows in (before, after)]
         if sides[0] != sides[1]:
             found.append(f"{name}: {', '.join(sides[0])} before, {', '.join(sides[1])} after")
     return found

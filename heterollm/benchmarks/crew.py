@@ -10,8 +10,7 @@ from typing import Any, Final, TypeAlias
 from heterollm.base import HeteroLLMError
 from heterollm.benchmarks.cases import Case, Configuration, Threads
 from heterollm.benchmarks.children import ChildDiedError, Worker
-from heterollm.benchmarks.engine import Facts
-from heterollm.benchmarks.row_fields import FoundFields
+from heterollm.benchmarks.engine import Facts, FoundFields
 
 __all__ = ["Crew", "Loading", "Process"]
 

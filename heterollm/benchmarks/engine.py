@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.row_fields import FoundFields
 
-__all__ = ["BenchEngine", "Facts", "Ids", "Job"]
+__all__ = ["BenchEngine", "Facts", "FoundFields", "Ids", "Job"]
 
 Ids = NDArray[np.int32]
+
+
+class FoundFields(TypedDict, total=False):
+    """What an engine says that a sample does, and what its trace shows; what it does not know is left out.
+
+    ``read_bytes`` and ``flops`` are no fields of a row: the rates follow from them.
+    """
+
+    gpu_share: float
+    cut_groups: Sequence[str]
+    padded_tokens: int
+    predicted_ms: float
+    read_bytes: float
+    flops: float
+    ceiling_gbps: float
+    ceiling_gflops: float
+    traced_ms: float
+    gpu_busy_ms: float
+    npu_busy_ms: float
+    overlap_ms: float
+    overlap_fraction: float
+    hand_over_ms: float
+    hand_overs: int
+    operators: Sequence[Mapping[str, Any]]
+    reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 import heterollm
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.engine import Facts, Ids, Job
-from heterollm.benchmarks.row_fields import FoundFields
+from heterollm.benchmarks.engine import Facts, FoundFields, Ids, Job
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import ceilings_of, work_of
 from heterollm.engine import Session, Sync

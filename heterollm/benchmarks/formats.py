@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from heterollm.base import CacheError, InputError, format_bytes, markdown_table
-from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow
+from heterollm.base import CacheError, InputError, format_bytes, markdown_table, parse_json
+from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow, flat
 
 __all__ = [
     "FORMATS",
@@ -65,7 +65,8 @@ def to_csv(rows: Sequence[Row], names: Sequence[str] = FIELD_NAMES) -> str:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        writer.writerow([_plain(value) for value in row.to_dict().values()])
+        data = flat(row) if isinstance(row, BenchRow) else row.to_dict()
+        writer.writerow([_plain(value) for value in data.values()])
     return buffer.getvalue()
 
 
@@ -130,9 +131,9 @@ def read_json_items(path: Path) -> list[object]:
         raise InputError(f"Cannot read {str(path)!r}: {reason}.") from error
     try:
         if text.lstrip().startswith("["):
-            found: list[object] = json.loads(text)
+            found: list[object] = parse_json(text)
         else:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            found = [parse_json(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise InputError(f"{path} is neither JSON nor JSON lines: {error}.") from error
     if not found:
@@ -141,24 +142,28 @@ def read_json_items(path: Path) -> list[object]:
 
 
 def _cells(row: BenchRow) -> dict[str, str]:
-    rate = "failed" if row.median_ts is None else f"{row.median_ts:.2f} ± {row.stddev_ts or 0.0:.2f}"
+    rate = (
+        "failed"
+        if row.times.median_ts is None
+        else f"{row.times.median_ts:.2f} ± {row.times.stddev_ts or 0.0:.2f}"
+    )
     if row.error is not None:
         rate = f"error: {row.error}".replace("|", "/").replace("\n", " ")
-    elif row.quality_passed is False:
+    elif row.quality.quality_passed is False:
         rate += " (wrong logits)"
     elif row.interrupted is not None:
-        rate += f" ({len(row.samples_ns)} of {row.repetitions} samples)"
-    threads = str(row.n_threads) if row.n_threads is not None else ""
-    if row.gpu_threads is not None:
-        threads = f"{row.gpu_threads}+{row.npu_threads}"
+        rate += f" ({len(row.times.samples_ns)} of {row.asked.repetitions} samples)"
+    threads = str(row.asked.n_threads) if row.asked.n_threads is not None else ""
+    if row.asked.gpu_threads is not None:
+        threads = f"{row.asked.gpu_threads}+{row.asked.npu_threads}"
     return {
-        "model": row.model_type or Path(row.model_filename).name,
-        "size": "" if row.model_size is None else format_bytes(row.model_size),
-        "params": "" if row.model_n_params is None else f"{row.model_n_params / 1e9:.2f} B",
+        "model": row.setup.model_type or Path(row.setup.model_filename).name,
+        "size": "" if row.setup.model_size is None else format_bytes(row.setup.model_size),
+        "params": "" if row.setup.model_n_params is None else f"{row.setup.model_n_params / 1e9:.2f} B",
         "engine": row.engine,
         "level": row.plan_level,
-        "lengths": row.length_policy,
-        "sync": row.sync,
+        "lengths": row.asked.length_policy,
+        "sync": row.asked.sync,
         "precision": row.precision,
         "threads": threads,
         "test": row.test,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.engine import Facts
-from heterollm.benchmarks.row_fields import QualityFields
+from heterollm.benchmarks.rows import LogitsCheck
 
 __all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "Quality", "judge", "sqnr_db"]
 
@@ -46,16 +46,16 @@ class Quality:
         """Whether the gate is reached."""
         return self.logits_sqnr_db >= self.gate_db
 
-    def fields(self) -> QualityFields:
-        """Return fields of a row."""
+    def check(self) -> LogitsCheck:
+        """Return the record of a row."""
         finite = math.isfinite(self.logits_sqnr_db)
-        return {
-            "quality_reference": self.reference,
-            "logits_sqnr_db": self.logits_sqnr_db if finite else None,
-            "quality_gate_db": self.gate_db,
-            "top_1_agreement": self.top_1_agreement,
-            "quality_passed": self.passed,
-        }
+        return LogitsCheck(
+            quality_reference=self.reference,
+            logits_sqnr_db=self.logits_sqnr_db if finite else None,
+            quality_gate_db=self.gate_db,
+            top_1_agreement=self.top_1_agreement,
+            quality_passed=self.passed,
+        )
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:

@@ -1,18 +1,34 @@
-"""A row of results: llama-bench's field names where it has them, ours beside them."""
+"""A row of results: nested records, which are the JSON of its line; llama-bench's names where it has them."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
-from heterollm.base import InputError
+import msgspec
+from msgspec import Struct
+
+from heterollm.base import Amount, Count, InputError, Number, Positive, decode
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.row_fields import CaseFields, TimeFields
-from heterollm.benchmarks.row_types import fits, neutral
 
-__all__ = ["FIELD_NAMES", "BenchRow", "Sample", "timings"]
+__all__ = [
+    "FIELD_NAMES",
+    "Account",
+    "Asked",
+    "BenchRow",
+    "LogitsCheck",
+    "Operator",
+    "Sample",
+    "Setup",
+    "Times",
+    "TraceTimes",
+    "asked_of",
+    "flat",
+    "times_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,232 +46,275 @@ class Sample:
     energy_j: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRow:
-    """What a test came to with a configuration. Fields that are None have a word in ``reasons``.
+class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The test and the options of a configuration."""
 
-    The first block is llama-bench's; times are of whole tests, in nanoseconds there.
+    n_prompt: Count
+    n_gen: Count
+    n_depth: Count
+    asked_level: str = ""
+    length_policy: str = ""
+    sync: str = ""
+    group_size: Count = 0
+    n_threads: Count | None = None
+    gpu_threads: Count | None = None
+    npu_threads: Count | None = None
+    baseline: bool = False
+    seed: Count = 0
+    repetitions: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.n_prompt + self.n_gen < 1:
+            raise ValueError("a test has no tokens")
+
+
+class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machine, the libraries, and what the engine said of itself and of the model."""
+
+    build_commit: str = ""
+    heterollm_version: str = ""
+    cpu_info: str = ""
+    load_average: Amount | None = None
+    versions: dict[str, str] = {}
+    test_time: str = ""
+    engine_version: str | None = None
+    device: str | None = None
+    fingerprint: str | None = None
+    model_filename: str = ""
+    model_type: str | None = None
+    model_size: Count | None = None
+    model_n_params: Count | None = None
+    description: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        json.dumps(self.description, allow_nan=False)
+
+
+class Times(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The samples, and what follows from them; of whole tests, in nanoseconds."""
+
+    samples_ns: tuple[Positive, ...]
+    samples_disturbed: tuple[bool | None, ...] = ()
+    samples_ts: tuple[Amount, ...] = ()
+    avg_ns: Amount | None = None
+    stddev_ns: Amount | None = None
+    avg_ts: Amount | None = None
+    stddev_ts: Amount | None = None
+    median_ts: Amount | None = None
+    measured_ms: Amount | None = None
+    disturbed_fraction: Amount | None = None
+
+
+class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a sample does: the parts' shares, predicted time, rates beside their ceilings, energy, memory."""
+
+    gpu_share: Amount | None = None
+    cut_groups: tuple[str, ...] | None = None
+    padded_tokens: Count | None = None
+    predicted_ms: Amount | None = None
+    achieved_gbps: Amount | None = None
+    achieved_gflops: Amount | None = None
+    ceiling_gbps: Amount | None = None
+    ceiling_gflops: Amount | None = None
+    gbps_fraction: Amount | None = None
+    gflops_fraction: Amount | None = None
+    bound: Literal["memory", "compute", "overhead"] | None = None
+    energy: Literal["absent", "measured", "modelled"] = "absent"
+    energy_j: Amount | None = None
+    memory_bytes: Count | None = None
+    loads: Count = 0
+
+    def __post_init__(self) -> None:
+        rates = (self.achieved_gbps, self.ceiling_gbps, self.achieved_gflops, self.ceiling_gflops)
+        if self.bound is not None and None in rates:
+            raise ValueError(f"there are no rates behind the bound {self.bound!r}")
+
+
+class Operator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An operator of a traced run."""
+
+    part: str
+    operator: str
+    time_ms: Amount
+    count: Count | None = None
+    gbps: Amount | None = None
+    gflops: Amount | None = None
+
+
+class TraceTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One more run of the test, traced; all None where it was not."""
+
+    traced_ms: Amount | None = None
+    gpu_busy_ms: Amount | None = None
+    npu_busy_ms: Amount | None = None
+    overlap_ms: Amount | None = None
+    overlap_fraction: Amount | None = None
+    hand_over_ms: Amount | None = None
+    hand_overs: Count | None = None
+    operators: tuple[Operator, ...] | None = None
+
+
+class LogitsCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How near the logits are to the reference's; all None where they were not compared."""
+
+    quality_reference: str | None = None
+    logits_sqnr_db: Number | None = None
+    quality_gate_db: Number | None = None
+    top_1_agreement: Amount | None = None
+    quality_passed: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.quality_passed is False and self.quality_gate_db is None:
+            raise ValueError("quality_passed is false without quality_gate_db")
+
+
+class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A test with a configuration. Fields that are None have a word in ``reasons``.
+
+    Args:
+        label: Short name of the configuration.
+        test: Name of the test, as llama-bench has it.
+        engine: ``self`` or another engine.
+        plan_level: That of the plan that ran.
+        precision: Of weights and activations.
+        time_kind: ``real``, ``emulated`` or ``simulated``; None if the engine never loaded.
+        run: The same in all rows whose samples were taken in turns, and in no others.
+        asked: The test and the options.
+        setup: Where it ran.
+        times: The samples.
+        account: What a sample does.
+        trace: What one traced run showed.
+        quality: Whether the logits are right.
+        error: Why there are no more samples.
+        interrupted: Why fewer samples are here than were asked for; None where all are, or an error is why.
+        notes: What to know about the numbers.
+        reasons: Why fields are None, by their names.
     """
 
-    build_commit: str
-    cpu_info: str
-    model_filename: str
-    model_type: str | None
-    model_size: int | None
-    model_n_params: int | None
-    n_threads: int | None
-    n_prompt: int
-    n_gen: int
-    n_depth: int
-    test: str
-    test_time: str
-    avg_ns: float | None
-    stddev_ns: float | None
-    avg_ts: float | None
-    stddev_ts: float | None
-    samples_ns: tuple[int, ...]
-    samples_ts: tuple[float, ...]
-
-    median_ts: float | None
-    samples_disturbed: tuple[bool | None, ...]
-    disturbed_fraction: float | None
-    engine: str
-    engine_version: str | None
     label: str
-    plan_level: str
-    asked_level: str
-    baseline: bool
-    device: str | None
-    time_kind: str | None
-    fingerprint: str | None
+    test: str
+    engine: str
+    plan_level: str = ""
     precision: str
-    group_size: int
-    length_policy: str
-    sync: str
-    gpu_threads: int | None
-    npu_threads: int | None
-    seed: int
-    repetitions: int
-    heterollm_version: str
-    versions: Mapping[str, str]
-    description: Mapping[str, Any]
-    load_average: float | None
-    gpu_share: float | None
-    cut_groups: tuple[str, ...] | None
-    padded_tokens: int | None
-    predicted_ms: float | None
-    measured_ms: float | None
-    traced_ms: float | None
-    gpu_busy_ms: float | None
-    npu_busy_ms: float | None
-    overlap_ms: float | None
-    overlap_fraction: float | None
-    hand_over_ms: float | None
-    hand_overs: int | None
-    operators: tuple[Mapping[str, Any], ...] | None
-    achieved_gbps: float | None
-    achieved_gflops: float | None
-    ceiling_gbps: float | None
-    ceiling_gflops: float | None
-    gbps_fraction: float | None
-    gflops_fraction: float | None
-    bound: str | None
-    energy: str
-    energy_j: float | None
-    quality_reference: str | None
-    logits_sqnr_db: float | None
-    quality_gate_db: float | None
-    top_1_agreement: float | None
-    quality_passed: bool | None
-    memory_bytes: int | None
-    loads: int
-    notes: tuple[str, ...]
-    reasons: Mapping[str, str]
-    error: str | None
-    interrupted: str | None
-    """Why fewer samples are here than were asked for; None where all are, or an error is why."""
-    run: str | None
-    """The same in all rows whose samples were taken in turns, and in no others."""
+    time_kind: str | None = None
+    run: str | None = None
+    asked: Asked
+    setup: Setup = Setup()
+    times: Times
+    account: Account = Account()
+    trace: TraceTimes = TraceTimes()
+    quality: LogitsCheck = LogitsCheck()
+    error: str | None = None
+    interrupted: str | None = None
+    notes: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
 
     @property
     def times_us(self) -> tuple[float, ...]:
         """The samples in microseconds."""
-        return tuple(sample / 1e3 for sample in self.samples_ns)
+        return tuple(sample / 1e3 for sample in self.times.samples_ns)
 
     @property
     def tokens(self) -> int:
         """Tokens of one sample."""
-        return self.n_prompt + self.n_gen
+        return self.asked.n_prompt + self.asked.n_gen
 
     @property
     def phase(self) -> str:
         """What the test measures: ``prefill``, ``decode`` or ``both``."""
-        return "both" if self.n_prompt and self.n_gen else "prefill" if self.n_prompt else "decode"
+        asked = self.asked
+        return "both" if asked.n_prompt and asked.n_gen else "prefill" if asked.n_prompt else "decode"
 
     @property
     def usable(self) -> bool:
         """Whether its speed may be compared: it was measured, and computes the right thing."""
-        return bool(self.samples_ns) and self.error is None and self.quality_passed is not False
+        return bool(self.times.samples_ns) and self.error is None and self.quality.quality_passed is not False
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, in the order of the fields."""
-        found: dict[str, Any] = {}
-        for name in FIELD_NAMES:
-            value = getattr(self, name)
-            if isinstance(value, tuple):
-                value = list(value)
-            found[name] = dict(value) if isinstance(value, Mapping) else value
+        found: dict[str, Any] = json.loads(msgspec.json.encode(self))
         return found
 
     @classmethod
     def from_dict(cls, data: object) -> BenchRow:
-        """Read a row of a result file; fields that a later version added may be missing.
+        """Read a row of a result file.
 
         Rates and means are computed again from the samples.
 
         Raises:
             InputError: It is no row.
         """
-        if not isinstance(data, dict) or not data.keys() >= REQUIRED:
-            raise InputError("A line is no row of `heterollm bench`.", fix="Give a file that -o wrote.")
-        hints = get_type_hints(cls)
-        known: dict[str, Any] = {}
-        for name in FIELD_NAMES:
-            value = data.get(name, neutral(hints[name]))
-            if not fits(value, hints[name]):
-                raise InputError(
-                    f"A row of `heterollm bench` has {name} {value!r:.60}.",
-                    fix="Give a file that -o wrote.",
-                )
-            known[name] = tuple(value) if name in TUPLES and value is not None else value
-        _check(known)
-        disturbed = (*known["samples_disturbed"], *(None for _ in known["samples_ns"]))
-        pairs = zip(known["samples_ns"], disturbed, strict=False)
+        fix = "Give a file that -o wrote."
+        row = decode(data, cls, source="A line is no row of `heterollm bench`", error=InputError, fix=fix)
+        known = row.times.samples_disturbed
+        disturbed = (*known, *(None for _ in row.times.samples_ns[len(known) :]))
+        pairs = zip(row.times.samples_ns, disturbed, strict=False)
         samples = [Sample(time_ns / 1e3, own) for time_ns, own in pairs]
-        known.update(timings(samples, known["n_prompt"] + known["n_gen"]))
-        return cls(**known)
+        return msgspec.structs.replace(row, times=times_of(samples, row.tokens))
 
 
-FIELD_NAMES: Final = tuple(field.name for field in fields(BenchRow))
-TUPLES: Final = ("samples_ns", "samples_ts", "samples_disturbed", "cut_groups", "operators", "notes")
-BEHIND_A_BOUND: Final = ("achieved_gbps", "ceiling_gbps", "achieved_gflops", "ceiling_gflops")
-REQUIRED: Final = {"engine", "label", "test", "n_prompt", "n_gen", "n_depth", "samples_ns", "precision"}
-
-
-def _check(known: Mapping[str, Any]) -> None:
-    """Check what fields must be together.
-
-    Raises:
-        InputError: They are not.
-    """
-    wrong = ""
-    if not all(value > 0 for value in known["samples_ns"]) or known["n_prompt"] + known["n_gen"] < 1:
-        wrong = "samples that are no times"
-    elif known["bound"] is not None and None in [known[name] for name in BEHIND_A_BOUND]:
-        wrong = f"the bound {known['bound']!r:.40} and no rates behind it"
-    elif known["quality_passed"] is False and known["quality_gate_db"] is None:
-        wrong = "quality_passed false without quality_gate_db"
-    elif not all({"part", "operator", "time_ms"} <= item.keys() for item in known["operators"] or ()):
-        wrong = "operators without a part, a name or a time"
-    if wrong:
-        raise InputError(f"A row has {wrong}.", fix="Give a file that -o wrote.")
-
-
-NO_TIMES: Final[TimeFields] = {
-    "avg_ns": None,
-    "stddev_ns": None,
-    "avg_ts": None,
-    "stddev_ts": None,
-    "median_ts": None,
-    "measured_ms": None,
-    "samples_ns": (),
-    "samples_ts": (),
-    "samples_disturbed": (),
-    "disturbed_fraction": None,
+GROUPS: Final = {"asked": Asked, "setup": Setup, "times": Times, "account": Account, "trace": TraceTimes} | {
+    "quality": LogitsCheck
 }
+FIELD_NAMES: Final = tuple(
+    leaf
+    for name in BenchRow.__struct_fields__
+    for leaf in (GROUPS[name].__struct_fields__ if name in GROUPS else (name,))
+)
+"""Names of all fields, without those of the records that they are in; each is there once."""
 
 
-def timings(samples: Sequence[Sample], tokens: int) -> TimeFields:
-    """Return the fields that samples come to."""
+def flat(row: BenchRow) -> dict[str, Any]:
+    """Return the values of :data:`FIELD_NAMES`."""
+    found: dict[str, Any] = {}
+    for name, value in row.to_dict().items():
+        found |= value if name in GROUPS else {name: value}
+    return found
+
+
+def times_of(samples: Sequence[Sample], tokens: int) -> Times:
+    """Return what samples come to.
+
+    Args:
+        samples: In the order in which they were taken.
+        tokens: Of each sample.
+    """
     if not samples:
-        return NO_TIMES
+        return Times(samples_ns=())
     times_ns = tuple(round(sample.time_us * 1e3) for sample in samples)
     rates = tuple(tokens / time_ns * 1e9 for time_ns in times_ns)
     several = len(samples) > 1
     known = [sample.disturbed for sample in samples if sample.disturbed is not None]
     median_ns = statistics.median(times_ns)
-    return {
-        "avg_ns": statistics.fmean(times_ns),
-        "stddev_ns": statistics.stdev(times_ns) if several else 0.0,
-        "avg_ts": statistics.fmean(rates),
-        "stddev_ts": statistics.stdev(rates) if several else 0.0,
-        "median_ts": tokens / median_ns * 1e9,
-        "measured_ms": median_ns / 1e6,
-        "samples_ns": times_ns,
-        "samples_ts": rates,
-        "samples_disturbed": tuple(sample.disturbed for sample in samples),
-        "disturbed_fraction": sum(known) / len(known) if known else None,
-    }
+    return Times(
+        samples_ns=times_ns,
+        samples_disturbed=tuple(sample.disturbed for sample in samples),
+        samples_ts=rates,
+        avg_ns=statistics.fmean(times_ns),
+        stddev_ns=statistics.stdev(times_ns) if several else 0.0,
+        avg_ts=statistics.fmean(rates),
+        stddev_ts=statistics.stdev(rates) if several else 0.0,
+        median_ts=tokens / median_ns * 1e9,
+        measured_ms=median_ns / 1e6,
+        disturbed_fraction=sum(known) / len(known) if known else None,
+    )
 
 
-def identity(configuration: Configuration, case: Case) -> CaseFields:
-    """Return the fields that say what was asked for."""
-    split = configuration.threads
-    own = configuration.engine == "self"
-    return {
-        "n_prompt": case.n_prompt,
-        "n_gen": case.n_gen,
-        "n_depth": case.n_depth,
-        "test": case.name,
-        "n_threads": configuration.n_threads,
-        "engine": configuration.engine,
-        "label": configuration.label,
-        "asked_level": configuration.plan_level,
-        "baseline": configuration.baseline,
-        "precision": configuration.precision,
-        "group_size": configuration.group_size,
-        "length_policy": configuration.length_policy,
-        "sync": configuration.sync,
-        "gpu_threads": split[0] if split is not None and own else None,
-        "npu_threads": split[1] if split is not None and own else None,
-    }
+def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions: int) -> Asked:
+    """Return the options of a configuration and a test."""
+    split = configuration.threads if configuration.engine == "self" else None
+    return Asked(
+        n_prompt=case.n_prompt,
+        n_gen=case.n_gen,
+        n_depth=case.n_depth,
+        asked_level=configuration.plan_level,
+        length_policy=configuration.length_policy,
+        sync=configuration.sync,
+        group_size=configuration.group_size,
+        n_threads=configuration.n_threads,
+        gpu_threads=None if split is None else split[0],
+        npu_threads=None if split is None else split[1],
+        baseline=configuration.baseline,
+        seed=seed,
+        repetitions=repetitions,
+    )

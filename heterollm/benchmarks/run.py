@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from heterollm.base import GIB, HeteroLLMError, OptionError, Progress, labelled, round_up, silent
-from heterollm.benchmarks.assemble import State, make_row, run_fields
+from heterollm.benchmarks.assemble import Loaded, State, make_row, run_of
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.child import decode_floats
 from heterollm.benchmarks.children import Child, ChildDiedError, Worker
@@ -21,7 +21,6 @@ from heterollm.benchmarks.crew import Crew, Loading, Process
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
-from heterollm.benchmarks.row_fields import LoadFields
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import Watch, schedule
@@ -74,7 +73,7 @@ class _Bench:
         self._watch = watch
         self._progress = progress
         self._on_row = on_row
-        self._fields = run_fields(_model_name(options.model), options.seed)
+        self._run = run_of(_model_name(options.model), options.seed)
         self.states = {
             (configuration, case): State()
             for case in options.cases
@@ -151,17 +150,17 @@ class _Bench:
     def _row(self, test: Test) -> BenchRow:
         configuration, case = test
         stop = None if self._is_whole(test) else self.stop
-        load: LoadFields = {
-            "loads": self.loads[configuration],
-            "memory_bytes": self._crew.need_bytes.get(configuration),
-            "repetitions": self._options.wanted(case),
-            "interrupted": None if stop is None else stop.reason,
-        }
+        load = Loaded(
+            loads=self.loads[configuration],
+            memory_bytes=self._crew.need_bytes.get(configuration),
+            repetitions=self._options.wanted(case),
+            interrupted=None if stop is None else stop.reason,
+        )
         return make_row(
             configuration,
             case,
             self.states[test],
-            self._fields,
+            self._run,
             load,
             facts=self._crew.facts.get(configuration),
             quality=self.quality.get(configuration),

@@ -22,19 +22,21 @@ COMPARED: Final = ("real", "simulated")
 
 def is_split(row: BenchRow) -> bool:
     """Whether a row's level may cut operators."""
-    return row.engine == "self" and row.plan_level not in ("gpu", "npu", "layer") and row.npu_threads != 0
+    return (
+        row.engine == "self" and row.plan_level not in ("gpu", "npu", "layer") and row.asked.npu_threads != 0
+    )
 
 
 def compare_rows(before: BenchRow, after: BenchRow) -> Change:
     """Compare the times for each token of two rows: round by round where they took turns in one run."""
-    paired = before.run == after.run and len(before.samples_ns) == len(after.samples_ns)
+    paired = before.run == after.run and len(before.times.samples_ns) == len(after.times.samples_ns)
     times = [[time_us / row.tokens for time_us in row.times_us] for row in (before, after)]
     return compare_times(*times, paired=paired)
 
 
 def best_of(rows: Sequence[BenchRow]) -> BenchRow | None:
     """Return the fastest by medians; None where there is none."""
-    return max(rows, key=lambda row: row.median_ts or 0.0, default=None)
+    return max(rows, key=lambda row: row.times.median_ts or 0.0, default=None)
 
 
 def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
@@ -44,8 +46,8 @@ def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
         for other in rows
         if other.engine == "self"
         and other.plan_level == "gpu"
-        and other.npu_threads == 0
-        and other.gpu_threads == row.n_threads
+        and other.asked.npu_threads == 0
+        and other.asked.gpu_threads == row.asked.n_threads
         and other.precision == row.precision
     )
     return next(alike, None)
@@ -79,11 +81,11 @@ def verdicts(rows: Sequence[BenchRow]) -> list[str]:
         if not kinds:
             said.append(f"{test} {precision}: nothing ran.")
     for row in rows:
-        if row.quality_passed is False:
-            sqnr = row.logits_sqnr_db if row.logits_sqnr_db is not None else 0.0
+        found = row.quality
+        if found.quality_passed is False:
             said.append(
-                f"{row.label} is left out: its logits agree with {row.quality_reference} to {sqnr:.0f} dB, "
-                f"and {row.quality_gate_db:.0f} are needed."
+                f"{row.label} is left out: its logits agree with {found.quality_reference} to "
+                f"{found.logits_sqnr_db or 0.0:.0f} dB, and {found.quality_gate_db:.0f} are needed."
             )
     return list(dict.fromkeys(said))
 
@@ -92,7 +94,7 @@ def _of_group(rows: Sequence[BenchRow]) -> Iterator[str]:
     best = best_of(rows)
     assert best is not None
     others = [row for row in rows if row is not best]
-    rate = f"{best.median_ts:.1f} tokens/s"
+    rate = f"{best.times.median_ts:.1f} tokens/s"
     if not others:
         yield f"{best.label} runs {rate}."
         return
@@ -110,15 +112,19 @@ def _of_group(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Say whether splitting pays, for the best split of each division of the threads."""
-    threads = dict.fromkeys((row.gpu_threads, row.npu_threads) for row in rows if is_split(row))
+    threads = dict.fromkeys((row.asked.gpu_threads, row.asked.npu_threads) for row in rows if is_split(row))
     for own in threads:
-        alike = [row for row in rows if row.engine == "self" and (row.gpu_threads, row.npu_threads) == own]
+        alike = [
+            row
+            for row in rows
+            if row.engine == "self" and (row.asked.gpu_threads, row.asked.npu_threads) == own
+        ]
         split = best_of([row for row in alike if is_split(row)])
         assert split is not None
         single = best_of([row for row in alike if not is_split(row)])
         whole = whole_device(rows, split)
         names = split.label, "" if whole is None else f"{whole.label}, all cores,"
-        if split.cut_groups == ():
+        if split.account.cut_groups == ():
             yield f"The solver cuts nothing at {split.label}."
             continue
         beside = "" if single is None else _beside(single, split)
@@ -133,7 +139,7 @@ def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
                 yield f"{names[0]} is {change} as fast as {names[1].rstrip(',')}.{beside}"
             else:
                 yield f"{names[0]} and {names[1]} do not differ beyond the noise, {change}.{beside}"
-        elif shares_cores(split.device or ""):
+        elif shares_cores(split.setup.device or ""):
             yield f"Whether splitting pays is open: gpu on all cores was not measured.{beside}"
         elif single is not None:
             change = compare_rows(single, split)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.row_fields import RateFields
 from heterollm.profiler.records import BandwidthKey, LinearKey, Part
 
 if TYPE_CHECKING:
@@ -15,17 +14,10 @@ if TYPE_CHECKING:
     from heterollm.model import ModelConfig
     from heterollm.profiler.records import Profile
 
-__all__ = ["NO_RATES", "Bound", "Ceilings", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
+__all__ = ["Bound", "Ceilings", "Rates", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
 
-NO_RATES: Final[RateFields] = {
-    "achieved_gbps": None,
-    "achieved_gflops": None,
-    "ceiling_gbps": None,
-    "ceiling_gflops": None,
-    "gbps_fraction": None,
-    "gflops_fraction": None,
-    "bound": None,
-}
+Rates: TypeAlias = dict[str, float | str]
+"""Rates that a time comes to, and what bounds it, by the names of an account's fields."""
 
 Bound: TypeAlias = Literal["memory", "compute", "overhead"]
 
@@ -141,11 +133,11 @@ def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool
     return Ceilings(sum(gbps[part] for part in parts), sum(gflops[part] for part in parts))
 
 
-def achieved(work: Work, time_us: float, ceilings: Ceilings | None) -> RateFields:
+def achieved(work: Work, time_us: float, ceilings: Ceilings | None) -> Rates:
     """Return the rates of a measured time, and what bounds it: fields of a row."""
     gbps, gflops = work.read_bytes / time_us / 1e3, work.flops / time_us / 1e3
     if ceilings is None:
-        return {**NO_RATES, "achieved_gbps": gbps, "achieved_gflops": gflops}
+        return {"achieved_gbps": gbps, "achieved_gflops": gflops}
     of_memory, of_compute = gbps / ceilings.gbps, gflops / ceilings.gflops
     bound: Bound = "memory" if of_memory >= of_compute else "compute"
     if max(of_memory, of_compute) < BOUND_FRACTION:

@@ -44,7 +44,7 @@ def bench_report(result: BenchResult) -> RenderableType:
             drawn = [row for row in group if row.usable and row.time_kind == kind]
             if len(drawn) > 1:
                 parts.append(Padding(bars(drawn), (0, 0, 0, 2)))
-    traced = [row for row in rows if row.traced_ms is not None]
+    traced = [row for row in rows if row.trace.traced_ms is not None]
     if traced:
         parts += [Text(), _tightened(traces_section(traced))]
         parts += [_tightened(operators_section(row)) for row in most_telling(traced)]
@@ -77,7 +77,7 @@ def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
     """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
     made = _tightened(rates_section(rows, title))
     for place, row in enumerate(rows):
-        if row.median_ts is None or row.quality_passed is False:
+        if row.times.median_ts is None or row.quality.quality_passed is False:
             made.rows[place].style = "red"
     return made
 
@@ -93,12 +93,12 @@ def _tightened(section: Section) -> Table:
 
 def bars(rows: Sequence[BenchRow]) -> Text:
     """Return a bar for each row, as long as its rate."""
-    longest = max(row.median_ts or 0.0 for row in rows)
+    longest = max(row.times.median_ts or 0.0 for row in rows)
     width = max(len(short_label(row)) for row in rows)
     best = best_of(rows)
     text = Text()
     for row in rows:
-        rate = row.median_ts or 0.0
+        rate = row.times.median_ts or 0.0
         filled = round(BAR_WIDTH * rate / longest) if longest else 0
         text.append(f"{short_label(row):<{width}} ")
         text.append("█" * filled, "green" if row is best else "cyan")

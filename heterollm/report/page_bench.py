@@ -75,7 +75,7 @@ def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) ->
 
 
 def _name(run: Sequence[BenchRow]) -> str:
-    path = run[0].model_filename.replace("\\", "/").rstrip("/")
+    path = run[0].setup.model_filename.replace("\\", "/").rstrip("/")
     return path.rpartition("/")[2] or path or "a model"
 
 
@@ -93,7 +93,7 @@ def _run(rows: Sequence[BenchRow], level: int) -> Iterator[Markup]:
                 yield _rates_chart(usable, kind)
             yield section_html(rates_section(own), kind)
     yield sentences_html([LEGEND])
-    for kind, traced in _by_kind([row for row in rows if row.traced_ms is not None]).items():
+    for kind, traced in _by_kind([row for row in rows if row.trace.traced_ms is not None]).items():
         section = traces_section(traced)
         yield title_html(f"{section.title}: {kind}", level)
         yield from _traces_chart(traced, kind)
@@ -124,9 +124,9 @@ def _rates_chart(rows: Sequence[BenchRow], kind: str) -> Markup:
     drawn = [
         Bar(
             short_label(row),
-            ((row.median_ts or 0.0, _colour(row)),),
-            f"{row.median_ts or 0.0:.1f}",
-            (min(row.samples_ts), max(row.samples_ts)) if len(row.samples_ts) > 1 else None,
+            ((row.times.median_ts or 0.0, _colour(row)),),
+            f"{row.times.median_ts or 0.0:.1f}",
+            (min(row.times.samples_ts), max(row.times.samples_ts)) if len(row.times.samples_ts) > 1 else None,
             best=row is best and len(rows) > 1 and row.time_kind in COMPARED,
         )
         for row in rows
@@ -147,8 +147,8 @@ def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[Markup]:
         drawn = []
         for row in rows:
             if row.test == test:
-                wall, both = row.traced_ms or 0.0, row.overlap_ms or 0.0
-                gpu, npu = (row.gpu_busy_ms or 0.0) - both, (row.npu_busy_ms or 0.0) - both
+                wall, both = row.trace.traced_ms or 0.0, row.trace.overlap_ms or 0.0
+                gpu, npu = (row.trace.gpu_busy_ms or 0.0) - both, (row.trace.npu_busy_ms or 0.0) - both
                 pieces = ((gpu, "gpu"), (both, "both"), (npu, "npu"), (wall - gpu - both - npu, "other"))
                 drawn.append(Bar(row.label, pieces, f"{wall:.1f} ms"))
         yield bars_html(drawn, f"Milliseconds of one traced run of {test}, {kind}", TRACE_KEYS)
@@ -161,10 +161,9 @@ def _operators(row: BenchRow, kind: str, level: int) -> Iterator[Markup]:
     yield title_html(f"{section.title}: {kind}", level)
     styles = {style: style for style, _ in PART_KEYS}
     drawn = []
-    for item in row.operators or ():
-        time = item["time_ms"] if isinstance(item["time_ms"], int | float) else 0.0
-        pieces = ((time, styles.get(str(item["part"]), "other")),)
-        drawn.append(Bar(f"{item['operator']}", pieces, f"{time:.2f} ms"))
+    for item in row.trace.operators or ():
+        pieces = ((item.time_ms, styles.get(item.part, "other")),)
+        drawn.append(Bar(item.operator, pieces, f"{item.time_ms:.2f} ms"))
     used = {style for bar in drawn for _, style in bar.pieces}
     keys = [(style, words) for style, words in PART_KEYS if style in used]
     yield bars_html(drawn, f"Milliseconds of one traced run, {kind}", keys)
@@ -175,28 +174,33 @@ def _conditions(rows: Sequence[BenchRow]) -> Section:
     """Return where and with what the rows came about; what differs between them stands side by side."""
     first = telling_row(rows)
     own = [row for row in rows if row.engine == "self"] or rows
-    description = first.description
-    size = None if first.model_size is None else format_bytes(first.model_size)
-    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    others = dict.fromkeys(f"{row.engine} {row.engine_version or ''}" for row in rows if row.engine != "self")
-    disturbed = [own for row in rows for own in row.samples_disturbed if own is not None]
-    times = sorted(row.test_time for row in rows if row.test_time)
+    description = first.setup.description
+    size = None if first.setup.model_size is None else format_bytes(first.setup.model_size)
+    versions = ", ".join(f"{name} {version}" for name, version in first.setup.versions.items())
+    others = dict.fromkeys(
+        f"{row.engine} {row.setup.engine_version or ''}" for row in rows if row.engine != "self"
+    )
+    disturbed = [own for row in rows for own in row.times.samples_disturbed if own is not None]
+    times = sorted(row.setup.test_time for row in rows if row.setup.test_time)
     facts: tuple[tuple[str, object], ...] = (
-        ("model", first.model_filename),
-        ("weights", ", ".join(word for word in (first.model_type, size) if word)),
-        ("device", _several(f"{row.device}, {kind_word(row.time_kind)}" for row in own if row.device)),
+        ("model", first.setup.model_filename),
+        ("weights", ", ".join(word for word in (first.setup.model_type, size) if word)),
+        (
+            "device",
+            _several(f"{row.setup.device}, {kind_word(row.time_kind)}" for row in own if row.setup.device),
+        ),
         ("GPU part", description.get("gpu")),
         ("GPU driver", description.get("gpu_driver")),
         ("NPU part", description.get("npu")),
-        ("fingerprint", _several(row.fingerprint for row in own)),
+        ("fingerprint", _several(row.setup.fingerprint for row in own)),
         ("threads, GPU + NPU", _several(_threads(row) for row in own)),
-        ("machine", first.cpu_info),
-        ("load before", None if first.load_average is None else f"{first.load_average:.1f}"),
+        ("machine", first.setup.cpu_info),
+        ("load before", None if first.setup.load_average is None else f"{first.setup.load_average:.1f}"),
         ("disturbed", f"{sum(disturbed)} of {len(disturbed)} samples" if disturbed else "not known"),
-        ("samples of each", _several(str(len(row.samples_ns)) for row in rows if row.samples_ns)),
-        ("seed", _several(str(row.seed) for row in rows)),
+        ("samples of each", _several(str(len(row.times.samples_ns)) for row in rows if row.times.samples_ns)),
+        ("seed", _several(str(row.asked.seed) for row in rows)),
         ("begun", " to ".join(dict.fromkeys((times[0], times[-1]))) if times else None),
-        ("heterollm", f"{first.heterollm_version}, commit {first.build_commit or 'unknown'}"),
+        ("heterollm", f"{first.setup.heterollm_version}, commit {first.setup.build_commit or 'unknown'}"),
         ("other engines", ", ".join(others)),
         ("libraries", versions),
     )
@@ -210,4 +214,4 @@ def _several(words: Iterator[str | None]) -> str:
 
 
 def _threads(row: BenchRow) -> str | None:
-    return None if row.gpu_threads is None else f"{row.gpu_threads}+{row.npu_threads}"
+    return None if row.asked.gpu_threads is None else f"{row.asked.gpu_threads}+{row.asked.npu_threads}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from heterollm.base import Section
 from heterollm.benchmarks import best_of, groups_of, whole_device
@@ -46,7 +46,14 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
     """
     runs: list[tuple[tuple[object, ...], set[tuple[object, ...]], list[BenchRow]]] = []
     for row in rows:
-        key = (row.run, row.model_filename, row.cpu_info, row.build_commit, row.heterollm_version, row.seed)
+        key = (
+            row.run,
+            row.setup.model_filename,
+            row.setup.cpu_info,
+            row.setup.build_commit,
+            row.setup.heterollm_version,
+            row.asked.seed,
+        )
         test = (row.test, row.label)
         found = next((run for run in reversed(runs) if run[0] == key), None)
         if found is None or test in found[1]:
@@ -60,25 +67,27 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
 def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Yield what was measured, on which parts and where."""
     first = telling_row(rows)
-    description = first.description
-    yield f"{first.model_filename}: {first.model_type or 'not loaded'}"
+    description = first.setup.description
+    yield f"{first.setup.model_filename}: {first.setup.model_type or 'not loaded'}"
     if "gpu" in description:
         yield f"GPU part: {description['gpu']} ({description.get('gpu_driver', '')})"
         yield f"NPU part: {description.get('npu') or 'none'}"
-    commit = first.build_commit or "unknown"
-    machine = "" if first.time_kind == "simulated" else f"; {first.cpu_info}"
-    yield f"Device {first.device}, {first.time_kind} time{machine}; commit {commit}"
+    commit = first.setup.build_commit or "unknown"
+    machine = "" if first.time_kind == "simulated" else f"; {first.setup.cpu_info}"
+    yield f"Device {first.setup.device}, {first.time_kind} time{machine}; commit {commit}"
 
 
 def telling_row(rows: Sequence[BenchRow]) -> BenchRow:
     """Return the row that says most of where all were measured: one of heterollm's own, with both parts."""
-    own = [row for row in rows if row.engine == "self" and row.device]
-    return next((row for row in own if row.description.get("npu")), (own or rows)[0])
+    own = [row for row in rows if row.engine == "self" and row.setup.device]
+    return next((row for row in own if row.setup.description.get("npu")), (own or rows)[0])
 
 
 def rates_section(rows: Sequence[BenchRow], title: str = "") -> Section:
     """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
-    baseline = next((row for row in rows if row.usable and (row.baseline or _is_whole(rows, row))), None)
+    baseline = next(
+        (row for row in rows if row.usable and (row.asked.baseline or _is_whole(rows, row))), None
+    )
     columns = (
         "configuration", ">tokens/s", ">±", ">x all", ">GPU", ">pad", ">predicted", ">GB/s", ">GFLOP/s",
         ">logits", ">dist.",
@@ -87,23 +96,23 @@ def rates_section(rows: Sequence[BenchRow], title: str = "") -> Section:
 
 
 def _rates(row: BenchRow, baseline: BenchRow | None, columns: int) -> tuple[str, ...]:
-    if row.median_ts is None:
+    if row.times.median_ts is None:
         return (short_label(row), "failed", *("" for _ in range(columns - 2)))
     ratio = ""
     if baseline is not None and row.usable and row.time_kind == baseline.time_kind:
-        ratio = f"{row.median_ts / (baseline.median_ts or 1):.2f}"
+        ratio = f"{row.times.median_ts / (baseline.times.median_ts or 1):.2f}"
     return (
         short_label(row),
-        f"{row.median_ts:.1f}",
-        "" if len(row.samples_ns) < 2 else f"{(row.stddev_ts or 0.0) / row.median_ts:.0%}",
+        f"{row.times.median_ts:.1f}",
+        "" if len(row.times.samples_ns) < 2 else f"{(row.times.stddev_ts or 0.0) / row.times.median_ts:.0%}",
         ratio,
-        _percent(row.gpu_share),
-        "" if row.padded_tokens is None else str(row.padded_tokens),
+        _percent(row.account.gpu_share),
+        "" if row.account.padded_tokens is None else str(row.account.padded_tokens),
         _predicted(row),
-        _rate(row.achieved_gbps, row.gbps_fraction),
-        _rate(row.achieved_gflops, row.gflops_fraction),
+        _rate(row.account.achieved_gbps, row.account.gbps_fraction),
+        _rate(row.account.achieved_gflops, row.account.gflops_fraction),
         _quality(row),
-        "" if row.disturbed_fraction is None else _percent(row.disturbed_fraction),
+        "" if row.times.disturbed_fraction is None else _percent(row.times.disturbed_fraction),
     )
 
 
@@ -116,13 +125,13 @@ def traces_section(rows: Sequence[BenchRow]) -> Section:
         (
             row.test,
             row.label,
-            _ms(row.traced_ms),
-            _ms(row.gpu_busy_ms),
-            _ms(row.npu_busy_ms),
-            _ms(row.overlap_ms),
-            _percent(row.overlap_fraction),
-            str(row.hand_overs or 0),
-            _ms(row.hand_over_ms),
+            _ms(row.trace.traced_ms),
+            _ms(row.trace.gpu_busy_ms),
+            _ms(row.trace.npu_busy_ms),
+            _ms(row.trace.overlap_ms),
+            _percent(row.trace.overlap_fraction),
+            str(row.trace.hand_overs or 0),
+            _ms(row.trace.hand_over_ms),
         )
         for row in rows
     )
@@ -133,10 +142,10 @@ def operators_section(row: BenchRow) -> Section:
     """Return where the time of a traced run went, operator by operator."""
     columns = ("part", "operator", ">runs", ">ms", ">GB/s", ">GFLOP/s")
     cells = []
-    for item in row.operators or ():
-        rates = [_plain(item.get(name), ".1f") for name in ("gbps", "gflops")]
-        names = (str(item["part"]), str(item["operator"]), str(item.get("count", "")))
-        cells.append((*names, _plain(item["time_ms"], ".2f"), *rates))
+    for item in row.trace.operators or ():
+        rates = ("" if rate is None else f"{rate:.1f}" for rate in (item.gbps, item.gflops))
+        count = "" if item.count is None else str(item.count)
+        cells.append((item.part, item.operator, count, f"{item.time_ms:.2f}", *rates))
     return Section(f"Operators of {row.test}, {row.label}", columns, tuple(cells))
 
 
@@ -153,7 +162,9 @@ def most_telling(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
             continue
         seen.add(row.phase)
         alike = [other for other in rows if (other.test, other.precision) == (row.test, row.precision)]
-        chosen = best_of([other for other in alike if other.npu_busy_ms and other.usable]) or best_of(alike)
+        chosen = best_of([other for other in alike if other.trace.npu_busy_ms and other.usable]) or best_of(
+            alike
+        )
         if chosen is not None:
             yield chosen
 
@@ -161,14 +172,15 @@ def most_telling(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
 def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Say for each phase what bounds the fastest configuration of its own, by the profile's ceilings."""
     for (test, precision), group in groups_of(rows).items():
-        known = [row for row in group if row.usable and row.bound is not None]
+        known = [row for row in group if row.usable and row.account.bound is not None]
         best = best_of(known)
-        if best is None or best.bound is None:
+        if best is None or best.account.bound is None:
             continue
+        rates = best.account
         yield (
-            f"{PHASES[best.phase]} ({test} {precision}, {best.label}): {BOUNDS.get(best.bound, best.bound)}; "
-            f"{best.achieved_gbps:.1f} of {best.ceiling_gbps:.1f} GB/s, "
-            f"{best.achieved_gflops:.0f} of {best.ceiling_gflops:.0f} GFLOP/s that these parts reached."
+            f"{PHASES[best.phase]} ({test} {precision}, {best.label}): {BOUNDS[best.account.bound]}; "
+            f"{rates.achieved_gbps:.1f} of {rates.ceiling_gbps:.1f} GB/s, "
+            f"{rates.achieved_gflops:.0f} of {rates.ceiling_gflops:.0f} GFLOP/s that these parts reached."
         )
 
 
@@ -179,7 +191,7 @@ def energy_words(rows: Sequence[BenchRow]) -> str:
         "measured": "measured, of the whole processor package",
         "modelled": "modelled, the middle of the range that the SoC's parameters allow for",
     }
-    kinds = dict.fromkeys(row.energy for row in rows if row.samples_ns) or {"absent": None}
+    kinds = dict.fromkeys(row.account.energy for row in rows if row.times.samples_ns) or {"absent": None}
     return f"Energy: {'; '.join(words.get(kind, kind) for kind in kinds)}."
 
 
@@ -202,7 +214,7 @@ def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _is_whole(rows: Sequence[BenchRow], row: BenchRow) -> bool:
-    return any(whole_device(rows, other) is row for other in rows if other.npu_threads)
+    return any(whole_device(rows, other) is row for other in rows if other.asked.npu_threads)
 
 
 def _ms(value: float | None) -> str:
@@ -213,14 +225,10 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def _plain(value: Any, form: str) -> str:  # noqa: ANN401 - what a file says of an operator
-    return format(float(value), form) if isinstance(value, int | float) else ""
-
-
 def _predicted(row: BenchRow) -> str:
-    if row.predicted_ms is None or row.measured_ms is None:
+    if row.account.predicted_ms is None or row.times.measured_ms is None:
         return ""
-    return f"{row.predicted_ms:.1f} ({row.predicted_ms / row.measured_ms - 1:+.0%})"
+    return f"{row.account.predicted_ms:.1f} ({row.account.predicted_ms / row.times.measured_ms - 1:+.0%})"
 
 
 def _rate(value: float | None, fraction: float | None) -> str:
@@ -230,6 +238,6 @@ def _rate(value: float | None, fraction: float | None) -> str:
 
 
 def _quality(row: BenchRow) -> str:
-    if row.quality_passed is None:
+    if row.quality.quality_passed is None:
         return ""
-    return "equal" if row.logits_sqnr_db is None else f"{row.logits_sqnr_db:.0f} dB"
+    return "equal" if row.quality.logits_sqnr_db is None else f"{row.quality.logits_sqnr_db:.0f} dB"

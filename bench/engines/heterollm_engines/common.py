@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.engine import Ids
-from heterollm.benchmarks.row_fields import FoundFields
+from heterollm.benchmarks.engine import FoundFields, Ids
 from heterollm.benchmarks.work import Work
 
 __all__ = ["ForeignEngine", "SteppedEngine"]

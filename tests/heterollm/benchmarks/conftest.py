@@ -6,16 +6,17 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import HeteroLLMError
 from heterollm.benchmarks import Configuration
-from heterollm.benchmarks.assemble import State, make_row
+from heterollm.benchmarks.assemble import Loaded, Run, State, make_row
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import encode_floats
 from heterollm.benchmarks.children import ChildDiedError
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.quality import Quality
-from heterollm.benchmarks.rows import Sample
+from heterollm.benchmarks.rows import GROUPS, Sample, Setup
 
 FACTS = Facts("1.0", "gpu", "host", "real", "f00d", "Llama int4", 1000, 2000, {"activation_dtype": "float32"})
 
@@ -124,6 +125,21 @@ def failed():
 
 
 @pytest.fixture
+def changed():
+    """Return a row with other fields, named without the records that they are in."""
+
+    def change(row, **fields):
+        for name, value in fields.items():
+            group = next((one for one, kind in GROUPS.items() if name in kind.__struct_fields__), None)
+            if group is not None:
+                value = structs.replace(getattr(row, group), **{name: value})
+            row = structs.replace(row, **{group or name: value})
+        return row
+
+    return change
+
+
+@pytest.fixture
 def make_rows():
     """A factory of rows: ``make_rows(times_us, plan_level="tensor", threads=(1, 1), cut_groups=["qkv"])``."""
 
@@ -134,17 +150,14 @@ def make_rows():
         given = facts or replace(FACTS, plan_level=asked.plan_level)
         state = State([Sample(time, False) for time in times_us], dict(fields or {}), error, "now")
         quality = Quality("gpu", 100.0 if passed else 3.0, 90.0, 1.0)
-        run = {
-            "build_commit": "abc",
-            "heterollm_version": "1",
-            "cpu_info": "a processor",
-            "model_filename": "/a/model",
-            "versions": {"numpy": "2"},
-            "seed": 0,
-            "run": None,
-            "load_average": None,
-        }
-        load = {"loads": 1, "memory_bytes": 5, "repetitions": len(times_us), "interrupted": None}
+        setup = Setup(
+            build_commit="abc",
+            heterollm_version="1",
+            cpu_info="a processor",
+            model_filename="/a/model",
+            versions={"numpy": "2"},
+        )
+        run, load = Run(setup, 0, None), Loaded(1, 5, len(times_us), None)
         return make_row(asked, case, state, run, load, facts=given, quality=quality)
 
     return make

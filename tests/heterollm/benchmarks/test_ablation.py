@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from heterollm.benchmarks import to_jsonl
 from heterollm.benchmarks.cases import Case
@@ -81,7 +82,7 @@ def rows(make_rows):
             make_rows([ms * 1e3], Case(300, 0), plan_level="tensor", sync="operator", precision=precision),
             make_rows([ms * 500], Case(256, 0), plan_level="", engine="llama.cpp", threads=(2, 0)),
         ]
-        made += [replace(row, run=precision) for row in run]
+        made += [structs.replace(row, run=precision) for row in run]
     return made
 
 
@@ -102,7 +103,7 @@ def test_a_table_has_a_line_for_each_length_and_precision(rows):
 
 
 def test_of_rows_that_were_measured_again_the_last_counts(rows, make_rows):
-    newer = replace(make_rows([25e3], plan_level="gpu"), run="later")
+    newer = structs.replace(make_rows([25e3], plan_level="gpu"), run="later")
     kept = ablation_table.latest([*rows, newer])
     assert len(kept) == len(rows)
     assert newer in kept
@@ -133,7 +134,9 @@ def test_the_script_prints_table_and_verdicts_from_a_file(rows, tmp_path):
 
 
 def test_committed_rows_can_be_read():
-    assert ablation_table.table([row for row in ablation_table.latest(_committed()) if row.n_depth != 32])
+    assert ablation_table.table(
+        [row for row in ablation_table.latest(_committed()) if row.asked.n_depth != 32]
+    )
 
 
 def _committed():

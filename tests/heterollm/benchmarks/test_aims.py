@@ -2,10 +2,10 @@
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from heterollm.benchmarks.cases import Case
 

@@ -11,7 +11,7 @@ from heterollm.benchmarks import BenchOptions, Configuration, cases_of, expand, 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.profile_first import profile_command
-from heterollm.benchmarks.rows import FIELD_NAMES
+from heterollm.benchmarks.rows import BenchRow
 from heterollm.cli import main
 from heterollm.kernels.threads import allowed_cores
 
@@ -42,34 +42,34 @@ def test_a_small_bench_from_end_to_end(bundled_model, capsys, tmp_path):
         for label in ("gpu w4a16, 1+1", "npu pipe w4a16, 1+1", "tensor w4a16, 1+1", "gpu w4a16, 2+0")
     ]
     for row in rows:
-        assert tuple(row) == FIELD_NAMES
+        assert tuple(row) == BenchRow.__struct_fields__
         if row["plan_level"] == "tensor":
             assert "needs a profile" in row["error"]
             continue
         assert row["error"] is None
-        assert len(row["samples_ns"]) == 2
-        assert row["avg_ts"] > 0
-        assert row["quality_passed"] is True
-        assert row["seed"] == 7
+        assert len(row["times"]["samples_ns"]) == 2
+        assert row["times"]["avg_ts"] > 0
+        assert row["quality"]["quality_passed"] is True
+        assert row["asked"]["seed"] == 7
         assert row["time_kind"] == "real"
-        assert row["device"] == "host"
-        assert row["traced_ms"] > 0
-        assert row["predicted_ms"] is None
+        assert row["setup"]["device"] == "host"
+        assert row["trace"]["traced_ms"] > 0
+        assert row["account"]["predicted_ms"] is None
         assert "no profile" in row["reasons"]["predicted_ms"]
-        assert 0 < row["achieved_gflops"] < 1e5
+        assert 0 < row["account"]["achieved_gflops"] < 1e5
     # What to do about it, with a command that can be copied.
     note = " ".join(shown.err.split())
     assert "tensor w4a16, 1+1 needs a profile: add --profile-first, or run `heterollm profile " in note
-    shares = {(row["label"], row["test"]): row["gpu_share"] for row in rows}
+    shares = {(row["label"], row["test"]): row["account"]["gpu_share"] for row in rows}
     assert shares["gpu w4a16, 1+1", "pp20"] == 1.0
     assert shares["npu pipe w4a16, 1+1", "pp20"] == 0.0
-    whole = [row for row in rows if row["baseline"]]
-    assert [(row["gpu_threads"], row["npu_threads"]) for row in whole] == [(2, 0)] * 2
-    assert len({row["fingerprint"] for row in rows if not row["error"]}) == 2
+    whole = [row for row in rows if row["asked"]["baseline"]]
+    assert [(row["asked"]["gpu_threads"], row["asked"]["npu_threads"]) for row in whole] == [(2, 0)] * 2
+    assert len({row["setup"]["fingerprint"] for row in rows if not row["error"]}) == 2
     npu = rows[1]
-    assert npu["npu_busy_ms"] > 0
-    assert npu["hand_overs"] > 0
-    assert npu["padded_tokens"] == 12
+    assert npu["trace"]["npu_busy_ms"] > 0
+    assert npu["trace"]["hand_overs"] > 0
+    assert npu["account"]["padded_tokens"] == 12
 
 
 def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
@@ -116,10 +116,10 @@ def test_a_killed_process_is_an_error_in_its_rows(bundled_model, monkeypatch):
     options = BenchOptions(bundled_model, configurations, (Case(4, 0),), repetitions=2, trace=False)
     first, second = run_bench(options).rows
     assert first.error is None
-    assert len(first.samples_ns) == 2
+    assert len(first.times.samples_ns) == 2
     assert "signal 9" in second.error
     assert "memory" in second.error
-    assert first.loads == 2
+    assert first.account.loads == 2
 
 
 def test_a_process_that_does_not_answer_is_stopped():
@@ -169,11 +169,11 @@ def test_transformers_computes_the_same(bundled_model):
     )
     rows = run_bench(options).rows
     assert all(row.error is None for row in rows)
-    assert {row.quality_reference for row in rows} == {
+    assert {row.quality.quality_reference for row in rows} == {
         next(r.label for r in rows if r.engine == "transformers")
     }
     own = next(row for row in rows if row.engine == "self")
-    assert own.logits_sqnr_db > 90
+    assert own.quality.logits_sqnr_db > 90
 
 
 def test_profiles_are_made_by_a_command_that_a_person_can_run():

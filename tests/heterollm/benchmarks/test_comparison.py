@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,12 +52,12 @@ def test_what_only_one_run_has_is_named(run):
     assert len(comparison.compared) == 1
 
 
-def test_disturbed_samples_are_left_out_where_enough_are_left(run):
+def test_disturbed_samples_are_left_out_where_enough_are_left(run, changed):
     (row,) = run(1, gpu=100)
-    times = (*row.samples_ns[:3], *(2 * time for time in row.samples_ns[3:]))
-    disturbed = replace(row, samples_ns=times, samples_disturbed=(False,) * 3 + (True,) * 3)
+    times = (*row.times.samples_ns[:3], *(2 * time for time in row.times.samples_ns[3:]))
+    disturbed = changed(row, samples_ns=times, samples_disturbed=(False,) * 3 + (True,) * 3)
     assert compare_row_sets([row], [disturbed]).compared[0].change.verdict == "noise"
-    unknown = replace(disturbed, samples_disturbed=(None,) * 6)
+    unknown = changed(disturbed, samples_disturbed=(None,) * 6)
     assert compare_row_sets([row], [unknown]).compared[0].change.ratio < 0.8
 
 
@@ -74,9 +73,9 @@ def test_failed_and_wrong_rows_are_no_rows(make_rows):
     assert comparison.compared == comparison.only_before == ()
 
 
-def test_other_machines_and_libraries_are_named(make_rows):
+def test_other_machines_and_libraries_are_named(make_rows, changed):
     row = make_rows([1.0, 1.0, 1.0])
-    other = replace(row, cpu_info="another processor", versions={"numpy": "3"})
+    other = changed(row, cpu_info="another processor", versions={"numpy": "3"})
     assert compare_row_sets([row], [other]).differences == (
         "cpu_info: a processor before, another processor after",
         "numpy: 2 before, 3 after",

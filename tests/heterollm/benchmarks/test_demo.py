@@ -80,10 +80,10 @@ def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer):
     assert result.time == "real"
     assert [workload.name for workload in result.workloads] == ["bundled model", "TinyLlama layer"]
     for workload in result.workloads:
-        found = [(row.test, row.asked_level, row.error) for row in workload.bench.rows]
+        found = [(row.test, row.asked.asked_level, row.error) for row in workload.bench.rows]
         levels = ["gpu", "npu", "layer", "tensor", "block", "gpu"]
         assert found == [(test, level, None) for test in ("pp64", "tg4") for level in levels]
-        assert workload.bench.rows[-1].baseline
+        assert workload.bench.rows[-1].asked.baseline
         assert workload.verdicts
     assert {"Profiling the device", "Taking samples, bundled model"} <= set(stages)
     json.dumps(result.to_dict(), allow_nan=False)

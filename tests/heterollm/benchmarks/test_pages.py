@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from html import escape
 
 import pytest
@@ -13,6 +12,7 @@ from heterollm.base import OptionError, check_folder, save_file
 from heterollm.benchmarks import append_jsonl
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts
+from heterollm.benchmarks.rows import Operator
 from heterollm.cli import main
 from heterollm.profiler import summarize
 from heterollm.report import bench_page, runs_of
@@ -102,34 +102,34 @@ def test_bars_are_as_long_as_their_rates(rows):
     assert [float(width) for width in widths[:3]] == pytest.approx([25, 50, 100], abs=1)
 
 
-def test_hostile_names_are_words(make_rows, read_page):
+def test_hostile_names_are_words(make_rows, changed, read_page):
     evil = make_rows([1.0, 2.0], fields=FIELDS, error=EVIL)
-    evil = replace(evil, model_filename=EVIL, model_type=EVIL, device=EVIL, plan_level=EVIL)
-    operators = ({"part": EVIL, "operator": EVIL, "time_ms": 1.0, "count": EVIL},)
-    evil = replace(
+    evil = changed(evil, model_filename=EVIL, model_type=EVIL, device=EVIL, plan_level=EVIL)
+    operators = (Operator(part=EVIL, operator=EVIL, time_ms=1.0),)
+    evil = changed(
         evil, label=EVIL, test=EVIL, time_kind=EVIL, operators=operators, notes=(EVIL,), bound=None
     )
-    text = bench_page([[evil], [replace(evil, error=None, quality_passed=None)]], [EVIL])
+    text = bench_page([[evil], [changed(evil, error=None, quality_passed=None)]], [EVIL])
     page = read_page(text)
     assert not {"script", "img"} & set(page.tags)
     assert "\x00" not in text
     text.encode("utf-8")
 
 
-def test_rows_that_all_failed_make_a_page(make_rows, read_page):
+def test_rows_that_all_failed_make_a_page(make_rows, changed, read_page):
     failed = make_rows([], error="Nothing works.")
-    page = read_page(bench_page([[replace(failed, time_kind=None, device=None, description={})]]))
+    page = read_page(bench_page([[changed(failed, time_kind=None, device=None, description={})]]))
     words = " ".join(page.words)
     assert "Nothing works." in words
     assert "nothing ran" in words
 
 
-def test_runs_are_told_apart(rows):
-    other = [replace(one, model_filename="/another") for one in rows[:2]]
+def test_runs_are_told_apart(rows, changed):
+    other = [changed(one, model_filename="/another") for one in rows[:2]]
     mixed = [rows[0], other[0], rows[1], other[1], rows[0]]
     assert runs_of(mixed) == [rows[:2], other, [rows[0]]]
     assert "Run 3 of 3" in bench_page(runs_of(mixed))
-    named = [replace(one, run=name) for one, name in zip(rows[:3], "aba", strict=True)]
+    named = [changed(one, run=name) for one, name in zip(rows[:3], "aba", strict=True)]
     assert runs_of(named) == [[named[0], named[2]], [named[1]]]
 
 
@@ -188,8 +188,8 @@ def browser():
 
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium to look at the pages with")
-def test_pages_fit_a_phone_and_a_desk(rows, sample_profile, tmp_path):
-    long = [replace(one, model_filename="/a/" + "x" * 90, label=f"{one.label} {'y' * 60}") for one in rows]
+def test_pages_fit_a_phone_and_a_desk(rows, changed, sample_profile, tmp_path):
+    long = [changed(one, model_filename="/a/" + "x" * 90, label=f"{one.label} {'y' * 60}") for one in rows]
     summary = summarize(sample_profile(gpu="g" * 90))
     pictures = [(title, png) for name, title, png in draw(summary) if name in ("gpu", "bandwidth")]
     pages = {"bench": bench_page([rows, long]), "profile": profile_page(summary, pictures)}

@@ -1,8 +1,7 @@
 """Benches on the terminal, at a fixed width."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from heterollm.benchmarks import BenchResult
 from heterollm.benchmarks.cases import Case

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -22,7 +21,7 @@ from heterollm.benchmarks import (
 from heterollm.benchmarks.assemble import TRACED
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.formats import to_markdown
-from heterollm.benchmarks.rows import FIELD_NAMES, REQUIRED, timings
+from heterollm.benchmarks.rows import FIELD_NAMES, GROUPS, flat
 from heterollm.report import bench_page
 from heterollm.report.bench import bench_report
 from heterollm.report.console import render
@@ -41,28 +40,29 @@ OURS = (
 
 
 def test_names_are_those_of_llama_bench_with_ours_beside(make_rows):
-    row = make_rows([1000.0, 2000.0]).to_dict()
+    row = flat(make_rows([1000.0, 2000.0]))
     assert not {*LLAMA_BENCH, *OURS} - row.keys()
     assert tuple(row) == FIELD_NAMES
+    assert len(set(FIELD_NAMES)) == len(FIELD_NAMES)
 
 
 def test_rates_are_of_all_tokens_of_a_sample(make_rows):
     row = make_rows([1e6, 2e6, 4e6], Case(100, 20, 30))
-    assert row.samples_ns == (10**9, 2 * 10**9, 4 * 10**9)
-    assert row.samples_ts == pytest.approx((120.0, 60.0, 30.0))
-    assert row.avg_ts == pytest.approx(70.0)
-    assert row.stddev_ts == pytest.approx(math.sqrt((50**2 + 10**2 + 40**2) / 2))
-    assert row.median_ts == pytest.approx(60.0)
-    assert row.measured_ms == pytest.approx(2000.0)
+    assert row.times.samples_ns == (10**9, 2 * 10**9, 4 * 10**9)
+    assert row.times.samples_ts == pytest.approx((120.0, 60.0, 30.0))
+    assert row.times.avg_ts == pytest.approx(70.0)
+    assert row.times.stddev_ts == pytest.approx(math.sqrt((50**2 + 10**2 + 40**2) / 2))
+    assert row.times.median_ts == pytest.approx(60.0)
+    assert row.times.measured_ms == pytest.approx(2000.0)
     assert row.test == "pp100+tg20 @ d30"
 
 
 def test_what_is_missing_has_a_reason(make_rows):
     row = make_rows([1.0], fields={"reasons": {"predicted_ms": "no profile"}})
-    assert row.predicted_ms is None
+    assert row.account.predicted_ms is None
     assert row.reasons["predicted_ms"] == "no profile"
-    assert all(getattr(row, name) is None and row.reasons[name] for name in TRACED)
-    assert (row.energy, row.energy_j) == ("absent", None)
+    assert all(getattr(row.trace, name) is None and row.reasons[name] for name in TRACED)
+    assert (row.account.energy, row.account.energy_j) == ("absent", None)
 
 
 @pytest.mark.parametrize("write", [to_json, to_jsonl])
@@ -83,7 +83,7 @@ def test_lines_are_appended(make_rows, tmp_path):
     path = tmp_path / "new" / "rows.jsonl"
     append_jsonl(path, [make_rows([1.0])])
     append_jsonl(path, [make_rows([2.0])])
-    assert [row.samples_ns for row in read_rows(path)] == [(1000,), (2000,)]
+    assert [row.times.samples_ns for row in read_rows(path)] == [(1000,), (2000,)]
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,29 @@ def test_other_files_are_refused(tmp_path, text):
 
 @pytest.mark.parametrize("samples", [[-1], [0], ["a"], [None], [float("inf")]])
 def test_samples_that_are_no_times_are_refused(make_rows, samples):
-    with pytest.raises(InputError, match=r"no times|samples_ns"):
-        BenchRow.from_dict(make_rows([1.0]).to_dict() | {"samples_ns": samples})
+    with pytest.raises(InputError, match=r"times\.samples_ns\[0\]: "):
+        BenchRow.from_dict(with_field(make_rows([1.0]), "samples_ns", samples))
 
 
 WRONG = (None, "a", -1.5, float("nan"), 10**400, True, [], [None], [[]], {}, {"a": {}}, [{"a": object()}])
 
 
-@pytest.mark.parametrize("name", FIELD_NAMES)
+def with_field(row, name, value):
+    """Return the JSON of a row in which a field, wherever it is, has another value."""
+    data = row.to_dict()
+    group = next((one for one, kind in GROUPS.items() if name in kind.__struct_fields__), None)
+    (data if group is None else data[group])[name] = value
+    return data
+
+
+@pytest.mark.parametrize("name", [*FIELD_NAMES, *GROUPS])
 def test_fields_of_other_types_are_refused_by_name(make_rows, name):
     """Whatever is let through can be shown: a file of rows comes from anywhere."""
-    row = make_rows([1.0, 2.0]).to_dict()
-    refused, last = 0, BenchRow.from_dict(row)
+    row = make_rows([1.0, 2.0])
+    refused, last = 0, row
     for value in WRONG:
         try:
-            read = BenchRow.from_dict(row | {name: value})
+            read = BenchRow.from_dict(with_field(row, name, value))
         except InputError:
             refused += 1
         else:
@@ -123,16 +131,49 @@ def test_fields_of_other_types_are_refused_by_name(make_rows, name):
     assert refused >= len(WRONG) - 6
 
 
-def test_fields_that_a_later_version_added_are_empty(make_rows):
+@pytest.mark.parametrize(
+    ("group", "name", "value", "place"),
+    [
+        ("times", "samples_ns", [1, -1], "times.samples_ns[1]: "),
+        ("asked", "n_prompt", -1, "asked.n_prompt: "),
+        ("asked", "n_prompt", 0, "asked: a test has no tokens"),
+        ("account", "bound", "luck", "account.bound: "),
+        ("account", "bound", "memory", "account: there are no rates behind the bound"),
+        ("quality", "quality_gate_db", None, "quality: quality_passed is false without quality_gate_db"),
+        ("trace", "operators", [{"part": "gpu", "operator": "norm"}], "trace.operators[0]: "),
+        ("setup", "remark", "mine", "setup: "),
+        ("setup", "description", {"gpu": float("nan")}, "setup: "),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_path(make_rows, group, name, value, place):
+    row = make_rows([1.0], passed=False).to_dict()
+    row[group][name] = value
+    with pytest.raises(InputError) as found:
+        BenchRow.from_dict(row)
+    assert place in found.value.message
+
+
+def test_repeated_and_unknown_fields_are_refused(make_rows, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    line = to_jsonl([make_rows([1.0])])
+    for text in (
+        line.replace('{"label"', '{"label": "x", "label"'),
+        line.replace('{"label"', '{"x": 1, "label"'),
+    ):
+        path.write_text(text, "utf-8")
+        with pytest.raises(InputError, match=r"twice|unknown field"):
+            read_rows(path)
+
+
+def test_fields_with_a_default_may_be_missing(make_rows):
     row = make_rows([1.0]).to_dict()
-    computed = timings([], 1)
-    for name in set(FIELD_NAMES) - REQUIRED - set(computed):
+    for name in ("setup", "account", "trace", "quality", "notes", "reasons", "error", "run"):
         short = {key: value for key, value in row.items() if key != name}
-        assert not getattr(BenchRow.from_dict(short), name)
+        assert BenchRow.from_dict(short).usable
 
 
-def test_markdown_says_what_an_interrupted_row_lacks(make_rows):
-    row = replace(make_rows([1e6]), repetitions=5, interrupted="Ctrl-C")
+def test_markdown_says_what_an_interrupted_row_lacks(make_rows, changed):
+    row = changed(make_rows([1e6]), repetitions=5, interrupted="Ctrl-C")
     assert "(1 of 5 samples)" in to_markdown([row])
 
 

@@ -50,7 +50,7 @@ def test_one_process_for_each_split_and_engine_that_stays(fake_crew):
     assert fake_crew.asked("start") == [(("self", (1, 1)),), (("self", (2, 0)),)]
     assert len(fake_crew.asked("load")) == 4
     assert all(worker.closed for worker in fake_crew.workers)
-    assert [len(row.samples_ns) for row in result.rows] == [3] * 8
+    assert [len(row.times.samples_ns) for row in result.rows] == [3] * 8
 
 
 def test_models_that_do_not_fit_together_are_loaded_in_turns(fake_crew):
@@ -62,9 +62,9 @@ def test_models_that_do_not_fit_together_are_loaded_in_turns(fake_crew):
         held += {"load": 1, "unload": -1}.get(entry[0], 0)
         highest = max(highest, held)
     assert highest == 2
-    assert all(row.error is None and len(row.samples_ns) == 4 for row in result.rows)
+    assert all(row.error is None and len(row.times.samples_ns) == 4 for row in result.rows)
     assert any("loaded again in turns" in note for note in result.notes)
-    assert max(row.loads for row in result.rows) > 1
+    assert max(row.account.loads for row in result.rows) > 1
     # Where models come and go, a configuration runs all tests while it is there: few loads, each warmed up.
     assert len(fake_crew.asked("load")) <= 3 + 2 * 4
     assert len(fake_crew.asked("sample")) > 4 * 6
@@ -80,7 +80,7 @@ def test_a_death_costs_its_own_rows_only(fake_crew, died):
     assert not dead.usable
     for row in by_row.values():
         assert row.error is None
-        assert len(row.samples_ns) == 3
+        assert len(row.times.samples_ns) == 3
     # The others shared its process and were loaded again in a new one.
     assert len(fake_crew.asked("start")) == 2
 
@@ -91,7 +91,7 @@ def test_a_second_death_ends_a_configuration(fake_crew, died):
     rows = {(row.label, row.test): row for row in run(fake_crew, cases=(*CASES, Case(8, 0))).rows}
     for case in ("pp16", "tg4", "pp8"):
         assert "signal 9" in rows[NPU, case].error
-        assert len(rows[GPU, case].samples_ns) == len(rows[LAYER, case].samples_ns) == 3
+        assert len(rows[GPU, case].times.samples_ns) == len(rows[LAYER, case].times.samples_ns) == 3
     assert (NPU, "pp8") not in fake_crew.asked("sample")
 
 
@@ -115,9 +115,9 @@ def test_who_computes_something_else_does_not_count(fake_crew):
     fake_crew.noise[LAYER] = 0.5
     rows = run(fake_crew).rows
     for row in rows:
-        assert row.quality_passed is (row.label != LAYER)
+        assert row.quality.quality_passed is (row.label != LAYER)
         assert row.usable is (row.label != LAYER)
-        assert row.quality_reference == GPU
+        assert row.quality.quality_reference == GPU
 
 
 def test_everything_failing_still_gives_rows(fake_crew, failed):
@@ -125,13 +125,13 @@ def test_everything_failing_still_gives_rows(fake_crew, failed):
         fake_crew.trouble[("load", label)] = failed(f"{label} does not load.")
     rows = run(fake_crew).rows
     assert len(rows) == 6
-    assert all(row.error and row.avg_ts is None for row in rows)
+    assert all(row.error and row.times.avg_ts is None for row in rows)
 
 
 def test_traces_fill_their_fields_and_may_be_left_out(fake_crew):
-    assert all(row.overlap_fraction == 0.5 for row in run(fake_crew).rows)
+    assert all(row.trace.overlap_fraction == 0.5 for row in run(fake_crew).rows)
     rows = run(fake_crew, trace=False).rows
-    assert all(row.overlap_fraction is None and row.reasons["overlap_fraction"] for row in rows)
+    assert all(row.trace.overlap_fraction is None and row.reasons["overlap_fraction"] for row in rows)
 
 
 def test_a_row_is_handed_on_as_soon_as_it_is_whole(fake_crew):
@@ -141,8 +141,8 @@ def test_a_row_is_handed_on_as_soon_as_it_is_whole(fake_crew):
         row.label + row.test for row in result.rows
     )
     for row, _ in seen:
-        assert len(row.samples_ns) == 3
-        assert row.overlap_fraction == 0.5
+        assert len(row.times.samples_ns) == 3
+        assert row.trace.overlap_fraction == 0.5
         assert row.interrupted is None
     # 6 warm-ups and 12 samples of the first two rounds come first, then one row a sample.
     assert [taken for _, taken in seen] == list(range(19, 25))
@@ -158,11 +158,11 @@ def test_an_interrupted_bench_keeps_what_it_has(fake_crew, raised, reason, code)
     seen = []
     result = run(fake_crew, on_row=seen.append)
     assert (result.stop.reason, result.stop.exit_code) == (reason, code)
-    assert [(row.test, len(row.samples_ns)) for row in result.rows] == [("pp16", 2)] * 3 + [
+    assert [(row.test, len(row.times.samples_ns)) for row in result.rows] == [("pp16", 2)] * 3 + [
         ("tg4", 1), ("tg4", 1), ("tg4", 2),
     ]  # fmt: skip
     assert all(row.interrupted == reason and row.error is None and row.usable for row in result.rows)
-    assert all(row.repetitions == 3 for row in result.rows)
+    assert all(row.asked.repetitions == 3 for row in result.rows)
     assert [row.to_dict() for row in seen] == [row.to_dict() for row in result.rows]
     assert all(worker.closed for worker in fake_crew.workers)
     assert "samples: interrupted by" in result.rows[0].notes[-1]
@@ -183,7 +183,7 @@ def test_a_time_limit_ends_a_bench_as_ctrl_c_does(fake_crew, monkeypatch):
     monkeypatch.setattr(run_module.time, "monotonic", lambda: float(fake_crew.taken))
     result = run(fake_crew, time_limit_s=10.0)
     assert (result.stop.reason, result.stop.exit_code) == ("the time limit of 10 s", 0)
-    assert sum(len(row.samples_ns) for row in result.rows) == 5
+    assert sum(len(row.times.samples_ns) for row in result.rows) == 5
     assert all(row.interrupted for row in result.rows)
 
 
@@ -191,8 +191,8 @@ def test_light_tests_get_one_sample_and_no_trace(fake_crew):
     light = Case(20, 0)
     result = run(fake_crew, cases=(*CASES, light), light=frozenset([light]))
     for row in result.rows:
-        assert len(row.samples_ns) == row.repetitions == (1 if row.test == "pp20" else 3)
-        assert (row.overlap_fraction is None) is (row.test == "pp20")
+        assert len(row.times.samples_ns) == row.asked.repetitions == (1 if row.test == "pp20" else 3)
+        assert (row.trace.overlap_fraction is None) is (row.test == "pp20")
         assert row.interrupted is None
 
 
@@ -270,9 +270,11 @@ def test_energy_is_read_around_a_sample(tmp_path):
 def test_modelled_energy_is_never_this_machines(fake_crew, monkeypatch):
     fake_crew.time_kind, fake_crew.modelled_j = "simulated", 0.25
     monkeypatch.setattr(EnergyMeter, "joules_since", lambda self, begin: 100.0)
-    assert {(row.energy, row.energy_j) for row in run(fake_crew).rows} == {("modelled", 0.25)}
+    assert {(row.account.energy, row.account.energy_j) for row in run(fake_crew).rows} == {("modelled", 0.25)}
     fake_crew.time_kind = "real"
-    assert {(row.energy, row.energy_j) for row in run(fake_crew).rows} == {("measured", 100.0)}
+    assert {(row.account.energy, row.account.energy_j) for row in run(fake_crew).rows} == {
+        ("measured", 100.0)
+    }
 
 
 def test_a_schedule_runs_everything_once_a_round():

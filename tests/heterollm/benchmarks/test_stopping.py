@@ -108,10 +108,10 @@ def test_rows_are_appended_one_by_one_behind_what_is_there(tmp_path, make_rows):
     assert path.read_bytes() == b""
     for time_us in (1.0, 2.0):
         file.add(make_rows([time_us]))
-        assert read_rows(path)[-1].samples_ns == (time_us * 1000,)
+        assert read_rows(path)[-1].times.samples_ns == (time_us * 1000,)
     path.write_text(path.read_text().rstrip("\n"))  # as an editor leaves it
     RowFile(path).add(make_rows([3.0]))
-    assert [row.samples_ns for row in read_rows(path)] == [(1000,), (2000,), (3000,)]
+    assert [row.times.samples_ns for row in read_rows(path)] == [(1000,), (2000,), (3000,)]
     assert file.error is None
 
 
@@ -122,7 +122,7 @@ def test_a_file_is_replaced_with_the_first_row(tmp_path, make_rows):
     assert len(read_rows(path)) == 1
     for time_us in (2.0, 3.0):
         file.add(make_rows([time_us]))
-    assert [row.samples_ns for row in read_rows(path)] == [(2000,), (3000,)]
+    assert [row.times.samples_ns for row in read_rows(path)] == [(2000,), (3000,)]
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
@@ -157,9 +157,9 @@ def test_the_command_keeps_rows_and_leaves_no_process(bundled_model, tmp_path, n
     shown, said = process.communicate(timeout=30)
     assert process.returncode == code, said
     whole, row = read_rows(out)
-    assert (whole.test, len(whole.samples_ns), whole.interrupted) == ("pp8", 2, None)
+    assert (whole.test, len(whole.times.samples_ns), whole.interrupted) == ("pp8", 2, None)
     assert row.interrupted == ("Ctrl-C" if code == 130 else "SIGTERM")
-    assert (row.test, len(row.samples_ns), row.repetitions) == ("tg600", 1, 2)
+    assert (row.test, len(row.times.samples_ns), row.asked.repetitions) == ("tg600", 1, 2)
     assert "Interrupted by" in " ".join(shown.split())
     assert pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

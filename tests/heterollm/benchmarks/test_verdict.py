@@ -1,8 +1,7 @@
 """Verdicts: sentences that follow from numbers, and never call a split faster than it is."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from heterollm.benchmarks import groups_of, verdicts
 from heterollm.benchmarks.cases import Case
@@ -87,9 +86,9 @@ def test_a_solver_that_cuts_nothing_is_said_so(levels):
     assert "Splitting" not in said
 
 
-def test_on_two_processors_the_better_part_alone_is_the_measure(make_rows, levels):
+def test_on_two_processors_the_better_part_alone_is_the_measure(changed, levels):
     two = {"device": "snapdragon", "gpu_threads": None, "npu_threads": None, "n_threads": None}
-    rows = [replace(row, **two) for row in levels(gpu=100, npu=110, tensor=60, both=None)]
+    rows = [changed(row, **two) for row in levels(gpu=100, npu=110, tensor=60, both=None)]
     (said,) = verdicts(rows)
     assert "Splitting pays: tensor" in said
 
