@@ -181,15 +181,15 @@ def with_numbers(page: str, example: Example) -> str:
     wait_ms = e.total_ms - max(e.gpu_beside_ms, e.npu_beside_ms)
     parts = {
         "alone": (
-            f"| part | {e.rows} rows | each further row |",
+            f"| processor | {e.rows} rows | each further row |",
             "|---|---:|---:|",
             f"| GPU | {e.gpu_all_ms:.2f} ms | {1e3 * e.gpu_all_ms / e.rows:.2f} us |",
             f"| NPU | {e.npu_all_ms:.2f} ms | {e.npu_row_us:.2f} us |",
             "",
-            f"The NPU's rows do not add up to its time: {rest_ms:.2f} ms are there however few rows it has.",
+            f"The NPU has a fixed time of {rest_ms:.2f} ms beside the time of its rows.",
         ),
         "cut": (
-            "| | rows | alone | beside the other |",
+            "| | rows | alone | while the other runs |",
             "|---|---:|---:|---:|",
             f"| NPU | {e.npu_rows} | {e.npu_part_ms:.2f} ms | {e.npu_beside_ms:.2f} ms |",
             f"| GPU | {e.gpu_rows} | {e.gpu_part_ms:.2f} ms | {e.gpu_beside_ms:.2f} ms |",
@@ -203,8 +203,8 @@ def with_numbers(page: str, example: Example) -> str:
             f"against {e.gpu_all_ms:.2f} ms on the GPU and {e.npu_all_ms:.2f} ms on the NPU alone.",
         ),
         "bandwidth": (
-            "In decode (one token) a row cut is for the memory: the GPU alone reads",
-            f"{e.gpu_gbps:.1f} GB/s, both parts together {e.both_gbps:.1f}.",
+            "In decode (one token) a row split is for memory bandwidth: the GPU alone reads",
+            f"{e.gpu_gbps:.1f} GB/s, both processors together {e.both_gbps:.1f}.",
         ),
     }
     for name, lines in parts.items():
