@@ -472,7 +472,7 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
     yield (
         MEASURED,
         (
-            f"**Prefill, `w4a16`**: {ratio(prefill['w4a16'])} times the better row without a cut "
+            f"**Prefill, `w4a16`**: {ratio(prefill['w4a16'])} times the better row without a split "
             f"(95 % interval {interval(prefill['w4a16'])})"
         ),
     )
@@ -546,9 +546,9 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
         ),
     )
     overlap = f"{100 * fastest('pp256', 'w4a16', aims.split).trace.overlap_fraction:.0f} %"
-    yield MEASURED, f"the parts overlap for {overlap} of the shorter one's time"
+    yield MEASURED, f"the processors overlap for {overlap} of the shorter shard's time"
     disturbed = [sample for row in large() for sample in row.times.samples_disturbed]
-    yield MEASURED, f"others computed during {sum(disturbed)} of {len(disturbed)}; each is marked."
+    yield MEASURED, f"other programs computed during {sum(disturbed)} of {len(disturbed)}; each is marked."
     waits = {row.asked.sync: row for row in split_rows() if aims.is_of_waits(row)}
     change = compare_rows(waits["operator"], waits["auto"])
     yield (
@@ -619,7 +619,7 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
     )
     yield (
         MEASURED,
-        f"What stays includes the KV cache of {rows_of('memory')[0]['kv_cache_bytes'] / 2**20:.0f} MiB.",
+        f"\"After\" includes the KV cache of {rows_of('memory')[0]['kv_cache_bytes'] / 2**20:.0f} MiB.",
     )
     yield (
         README,
