@@ -30,7 +30,7 @@ from heterollm.kernels.gpu import (
     is_complete,
     kernel_times_ns,
 )
-from heterollm.kernels.npu import NpuBackend, NpuSlice
+from heterollm.kernels.npu import LinearShard, NpuBackend
 from heterollm.kernels.sync import LateWriter, prepare_hand_over, strategies_for
 from heterollm.profiler.measure.timing import collect_interleaved, measure_interleaved
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey
@@ -244,8 +244,8 @@ def _small_graph(npu: NpuBackend) -> Callable[[], None]:
     """Return the run of a graph that takes as little time as any."""
     rows, length = max(64, npu.row_alignment), npu.standard_lengths[0]
     floats = np.random.default_rng(0).standard_normal((rows, NPU_COLUMNS)).astype(np.float32)
-    packed = NpuSlice(quantize(floats, bits=4, block=32), 0, "o", ((0, rows),), "links")
-    plain = NpuSlice(floats.astype(np.float16), 0, "o", ((0, rows),), "links")
+    packed = LinearShard(quantize(floats, bits=4, block=32), 0, "o", ((0, rows),), "links")
+    plain = LinearShard(floats.astype(np.float16), 0, "o", ((0, rows),), "links")
     offered = npu.forms(packed.format, columns=NPU_COLUMNS, length=length)
     part = packed if offered else plain
     x = aligned_empty((length, NPU_COLUMNS), npu.activation_dtype)

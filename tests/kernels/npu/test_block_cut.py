@@ -28,7 +28,7 @@ from heterollm.kernels.gpu import (
     Segments,
     code_bytes,
 )
-from heterollm.kernels.npu import HostNpu, NpuBlock, QnnNpu, qnn_available
+from heterollm.kernels.npu import FfnShard, HostNpu, QnnNpu, qnn_available
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 STYLES = ["vector", "simt"]
@@ -210,7 +210,7 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     padded[:tokens] = x
     upper = concatenate_rows([take_rows(member, [(0, cut)]) for member in (network.gate, network.up)])
     bias = network.biases and np.concatenate([part[:cut] for part in network.biases[:2]])
-    part = NpuBlock(
+    part = FfnShard(
         upper, take_columns(network.down, 0, cut), network.activation, bias, 0, "cut", (0, cut), integer
     )
     npu.prepare(part, length, form).bind(padded, y_npu.array)()

@@ -9,7 +9,7 @@ import pytest
 from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, NpuSlice
+from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShard
 from heterollm.kernels.npu.protocol import standard_length
 from heterollm.kernels.ops import WeightFormat
 
@@ -265,7 +265,7 @@ def test_the_rounding_is_the_oracles(npu, bits, block):
     np.fill_diagonal(codes, middle + 1)
     packed = (codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes)[:, np.newaxis]
     weight = QuantizedTensor(packed, np.ones((block, 1), np.float16), None, bits, block)
-    part = NpuSlice(weight, 0, "o", ((0, block),), "one on the diagonal", integer_inputs=True)
+    part = LinearShard(weight, 0, "o", ((0, block),), "one on the diagonal", integer_inputs=True)
     rng = np.random.default_rng(0)
     halves = rng.integers(-252, 253, (64, block)) / 2
     halves[:, 0] = 127
@@ -302,7 +302,7 @@ def test_padding_rows_never_reach_rounded_ones(npu, make_slice):
 MEMORY_SCRIPT = """
 import ctypes, gc, sys
 import numpy as np
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.npu.host import HostNpu
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
 
@@ -316,7 +316,7 @@ def part(layer):
     generator = np.random.default_rng(layer)
     codes = generator.integers(0, 256, (8192, 64, 16), np.uint8)
     weight = QuantizedTensor(codes, generator.random((8192, 64)).astype(np.float16), None, 4, 32)
-    return NpuSlice(weight, layer, "down", ((0, 8192),), "key")
+    return LinearShard(weight, layer, "down", ((0, 8192),), "key")
 
 npu = HostNpu()
 npu.prepare(part(9), 1)

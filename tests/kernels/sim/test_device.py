@@ -15,7 +15,7 @@ from heterollm.kernels.gpu import (
     KvLayer,
     Scores,
 )
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.sim import Simulation, clock_of, soc_of
@@ -46,7 +46,7 @@ def launch_of(device, tokens, rows=4096, columns=4096):
 
 
 def graph_call(device, tokens, rows=4096, columns=4096):
-    part = NpuSlice(shape_only_weight(rows, columns, PACKED), 0, "o", ((0, rows),), "shapes")
+    part = LinearShard(shape_only_weight(rows, columns, PACKED), 0, "o", ((0, rows),), "shapes")
     graph = device.npu.prepare(part, tokens)
     x = device.gpu.shared((tokens, columns), np.float16)
     y = device.gpu.shared((tokens, rows), np.float16)
@@ -125,7 +125,7 @@ def test_a_graph_takes_the_modelled_time_and_its_shape_is_built_once(simulated):
 
 
 def test_what_a_real_graph_refuses_is_refused(simulated):
-    part = NpuSlice(shape_only_weight(256, 256, WeightFormat(4, 32)), 0, "o", ((0, 256),), "shapes")
+    part = LinearShard(shape_only_weight(256, 256, WeightFormat(4, 32)), 0, "o", ((0, 256),), "shapes")
     with pytest.raises(GraphError, match="length"):
         simulated.npu.prepare(part, 100)
     graph = simulated.npu.prepare(part, 32)
