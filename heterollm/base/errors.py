@@ -13,8 +13,8 @@ __all__ = [
     "CheckpointError",
     "DeviceError",
     "EngineError",
+    "FenceError",
     "GraphError",
-    "HandOverError",
     "HeteroLLMError",
     "InputError",
     "KernelError",
@@ -109,5 +109,5 @@ class EngineError(HeteroLLMError):
     """The engine is closed, busy beyond recovery, or lost a signal."""
 
 
-class HandOverError(EngineError):
-    """One processor waited for another's signal, and it did not come."""
+class FenceError(EngineError):
+    """The signal of a fence did not come."""

@@ -31,7 +31,7 @@ from heterollm.kernels.gpu import (
     kernel_times_ns,
 )
 from heterollm.kernels.npu import LinearShard, NpuBackend
-from heterollm.kernels.sync import LateWriter, prepare_hand_over, strategies_for
+from heterollm.kernels.sync import LateWriter, prepare_fence, strategies_for
 from heterollm.profiler.measure.timing import collect_interleaved, measure_interleaved
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey
 
@@ -210,7 +210,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     clock = DeviceClock(runtime)
     graph_us = statistics.median(_timed_us(runtime, graph) for _ in range(5))
     small, busy = _small_launch(runtime), LateWriter(runtime).launch(2 * graph_us + BUSY_US)
-    waiting = prepare_hand_over(runtime, "poll", "a graph behind a kernel")
+    waiting = prepare_fence(runtime, "poll", "a graph behind a kernel")
 
     def once(*, fed: bool) -> float:
         running = busy() if fed else None
@@ -311,7 +311,7 @@ def hand_over_latencies(
 def _waiting(
     runtime: GpuRuntime, clock: DeviceClock, launch: Launch, strategy: Strategy
 ) -> Callable[[], _Wait]:
-    hand_over = prepare_hand_over(runtime, strategy, f"measuring {strategy}")
+    hand_over = prepare_fence(runtime, strategy, f"measuring {strategy}")
 
     def once() -> _Wait:
         event: Any = launch()

@@ -22,7 +22,7 @@ from heterollm.kernels.sim import Simulation, clock_of, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time
 from heterollm.kernels.sim.soc.npu_model import npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
-from heterollm.kernels.sync import prepare_hand_over, refused_strategies, strategies_for
+from heterollm.kernels.sync import prepare_fence, refused_strategies, strategies_for
 
 NAME = "sim:snapdragon-8gen3"
 PACKED = WeightFormat(4, 128)
@@ -153,7 +153,7 @@ def test_hand_overs_cost_what_the_parameters_say(simulated):
     launch = launch_of(simulated, 256)
     late = {}
     for strategy in strategies_for(simulated.gpu):
-        hand_over = prepare_hand_over(simulated.gpu, strategy, "test")
+        hand_over = prepare_fence(simulated.gpu, strategy, "test")
         for _ in range(20):
             event = launch()
             hand_over()
@@ -171,7 +171,7 @@ def test_hand_overs_cost_what_the_parameters_say(simulated):
 def test_sleeping_leaves_the_core_to_others(simulated):
     launch, busy = launch_of(simulated, 256), {}
     for strategy in ("poll", "sleep_poll"):
-        hand_over = prepare_hand_over(simulated.gpu, strategy, "test")
+        hand_over = prepare_fence(simulated.gpu, strategy, "test")
         for _ in range(20):
             launch()
             before_ns = simulated.gpu.processor_ns()[0]

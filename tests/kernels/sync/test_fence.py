@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import heterollm.kernels
-from heterollm.base import DeviceError, EngineError, HandOverError, HeteroLLMError, KernelError, OptionError
+from heterollm.base import DeviceError, EngineError, FenceError, HeteroLLMError, KernelError, OptionError
 from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction
 from heterollm.kernels.gpu.waiting import sleep_overshoot_us
 from heterollm.kernels.npu import HostNpu
@@ -22,15 +22,15 @@ from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.sync import (
     LateWriter,
     WaitLimits,
+    fence,
     flag_litmus,
-    handover,
     litmus,
-    prepare_hand_over,
+    prepare_fence,
     refused_strategies,
     strategies_for,
 )
 from heterollm.kernels.sync.faults import Gate, delay_graph
-from heterollm.kernels.sync.handover import PollingHandOver
+from heterollm.kernels.sync.fence import PollingFence
 from heterollm.kernels.sync.litmus import Litmus
 
 PACKAGE = Path(heterollm.kernels.__file__).parent
@@ -64,7 +64,7 @@ def strategy(request, runtime):
 
 
 def test_the_host_sees_all_that_a_late_kernel_wrote(device, writer, strategy):
-    hand_over = prepare_hand_over(device, strategy, "late")
+    hand_over = prepare_fence(device, strategy, "late")
     assert (hand_over.strategy, hand_over.label) == (strategy, "late")
     target = device.shared((16,), np.float32)
     # Mapped memory is taken once the wait is over; on coherent memory that does nothing.
@@ -90,9 +90,9 @@ def test_a_wait_ends_at_its_mark(runtime, strategy):
     """What is enqueued behind the mark may still run: the GPU's part of a cut starts before the NPU's."""
     gate, data = Gate(runtime), runtime.shared((64,), np.uint32)
     counter = runtime.shared((1,), np.uint32)
-    kernel = runtime.kernel(("hand_over.cl",), "write_round")
+    kernel = runtime.kernel(("sync.cl",), "write_round")
     launch = runtime.launch(kernel, (data, counter), (64,), (1,), "before the mark")
-    hand_over = prepare_hand_over(runtime, strategy, "marked")
+    hand_over = prepare_fence(runtime, strategy, "marked")
     launch()
     hand_over.mark()
     if strategy != "finish":  # which waits for the gate, too
@@ -109,7 +109,7 @@ def test_a_wait_ends_at_its_mark(runtime, strategy):
 
 def test_hand_overs_come_in_the_order_of_the_queue(runtime, strategy):
     writer = LateWriter(runtime, words=8)
-    first, second = (prepare_hand_over(runtime, strategy, label) for label in ("first", "second"))
+    first, second = (prepare_fence(runtime, strategy, label) for label in ("first", "second"))
     launch, number = writer.launch(500.0), writer.number()
     for _ in range(3):
         launch()
@@ -140,7 +140,7 @@ def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, 
     npu, writer = HostNpu(), LateWriter(runtime, words=64)
     y = np.full((1, 64), np.nan, np.float32)
     run = npu.prepare(part, 1).bind(x, y)
-    hand_over = prepare_hand_over(runtime, strategy, "chain")
+    hand_over = prepare_fence(runtime, strategy, "chain")
     launch, number = writer.launch(1000.0), writer.number()
     run()
     delays = [_seconds(run) - _seconds(run_plain) for _ in range(5)]
@@ -170,12 +170,12 @@ def _seconds(call):
 def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     gate = Gate(runtime)
     limits = WaitLimits(spin_us=2000.0, timeout_s=0.05)
-    hand_over = prepare_hand_over(runtime, name, "3.qkv", limits=limits)
+    hand_over = prepare_fence(runtime, name, "3.qkv", limits=limits)
     hand_over()
     gate.close()
     begin = time.perf_counter()
     try:
-        with pytest.raises(HandOverError) as caught:
+        with pytest.raises(FenceError) as caught:
             hand_over()
         waited_s = time.perf_counter() - begin
     finally:
@@ -191,7 +191,7 @@ def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     writer = LateWriter(runtime)
     number = writer.number()
     writer.launch(2000.0)()
-    prepare_hand_over(runtime, name, "again")()
+    prepare_fence(runtime, name, "again")()
     np.testing.assert_array_equal(writer.data.array, number + 1)
 
 
@@ -201,14 +201,14 @@ def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
         pytest.skip("no flag here")
     flag = runtime.flag
     assert flag is not None
-    hand_over = prepare_hand_over(runtime, "flag", "lost", limits=WaitLimits(spin_us=500.0, timeout_s=60.0))
+    hand_over = prepare_fence(runtime, "flag", "lost", limits=WaitLimits(spin_us=500.0, timeout_s=60.0))
     hand_over()
     elsewhere = runtime.shared((64,), np.uint32)
-    kernel = runtime.kernel(("hand_over.cl",), "raise_flag")
+    kernel = runtime.kernel(("sync.cl",), "raise_flag")
     right, flag.launch = flag.launch, runtime.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
     try:
         begin = time.perf_counter()
-        with pytest.raises(HandOverError, match="lost"):
+        with pytest.raises(FenceError, match="lost"):
             hand_over()
         assert time.perf_counter() - begin < 30.0
         assert elsewhere.array[0] == 1
@@ -228,7 +228,7 @@ def test_a_long_wait_sleeps_once_its_spin_budget_is_spent(runtime):
         time.sleep(seconds)
 
     clock = HostClock(clock.now_ns, sleep, clock.yield_lock, clock.overshoot_us)
-    hand_over = prepare_hand_over(runtime, "poll", "long", limits=WaitLimits(spin_us=500.0), clock=clock)
+    hand_over = prepare_fence(runtime, "poll", "long", limits=WaitLimits(spin_us=500.0), clock=clock)
     launch()
     hand_over()
     assert writer.number() == number + 1
@@ -250,7 +250,7 @@ class FailedEvent:
 def test_a_kernel_that_failed_is_an_error(runtime, name):
     if name not in strategies_for(runtime):
         pytest.skip("no flag here")
-    hand_over = prepare_hand_over(runtime, name, "failed", limits=WaitLimits(spin_us=0.0))
+    hand_over = prepare_fence(runtime, name, "failed", limits=WaitLimits(spin_us=0.0))
     hand_over.mark()
     runtime.finish()
     hand_over._signal.event = FailedEvent()
@@ -276,7 +276,7 @@ def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
     assert set(refused_strategies(unmapped)) == {"flag", "sleep_flag"}
     for name in ("flag", "sleep_flag"):
         with pytest.raises(OptionError, match=f"does not offer .*'{name}'.*fine-grained SVM") as caught:
-            prepare_hand_over(unmapped, name, "x")
+            prepare_fence(unmapped, name, "x")
         assert "sleep_poll" in caught.value.fix
     with pytest.raises(DeviceError, match="no memory"):
         flag_litmus(unmapped, 1)
@@ -285,14 +285,14 @@ def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
 
 
 def test_stale_data_refuses_the_flag(fresh, monkeypatch):
-    monkeypatch.setattr(handover, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
+    monkeypatch.setattr(fence, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
     assert "flag" not in strategies_for(fresh)
     assert "2 of 500 rounds" in refused_strategies(fresh)["sleep_flag"]
 
 
 def test_unknown_strategies_are_refused_by_name(runtime):
     with pytest.raises(OptionError, match="'guess'") as caught:
-        prepare_hand_over(runtime, "guess", "x")
+        prepare_fence(runtime, "guess", "x")
     assert all(name in caught.value.fix for name in STRATEGIES)
 
 
@@ -325,7 +325,7 @@ def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
     flag = fresh.flag
     assert flag is not None
     elsewhere = fresh.shared((64,), np.uint32)
-    kernel = fresh.kernel(("hand_over.cl",), "raise_flag")
+    kernel = fresh.kernel(("sync.cl",), "raise_flag")
     flag.launch = fresh.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
     assert flag_litmus(fresh, 1000) == (3, 3, 0)
 
@@ -371,7 +371,7 @@ class FakeTime:
     def run(self, durations_us, hand_over=None):
         """Return for each wait how late it ended and how long it did not sleep, in us."""
         self.durations = iter(durations_us)
-        hand_over = hand_over or PollingHandOver(
+        hand_over = hand_over or PollingFence(
             "sleep_flag", "fake", self, WaitLimits(), self.clock(), WaitPrediction()
         )
         results = []
@@ -454,7 +454,7 @@ def test_a_sleep_counts_from_the_mark():
 def test_sleeping_strategies_learn_from_real_waits(runtime):
     writer = LateWriter(runtime)
     launch = writer.launch(4000.0)
-    hand_over = prepare_hand_over(runtime, "sleep_poll", "real")
+    hand_over = prepare_fence(runtime, "sleep_poll", "real")
     for _ in range(12):
         launch()
         hand_over()
@@ -492,7 +492,7 @@ def test_another_thread_runs_while_this_one_polls(runtime, name):
     if name not in strategies_for(runtime):
         pytest.skip("no flag here")
     gate, seconds = Gate(runtime), 0.4
-    hand_over = prepare_hand_over(runtime, name, "fair", limits=WaitLimits(spin_us=10e6))
+    hand_over = prepare_fence(runtime, name, "fair", limits=WaitLimits(spin_us=10e6))
     opener = threading.Timer(seconds, gate.open)
     with Worker() as worker:
         time.sleep(seconds)
@@ -513,7 +513,7 @@ def test_another_thread_runs_while_this_one_polls(runtime, name):
 def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
     writer = LateWriter(runtime)
     launch = writer.launch(5.0)
-    hand_over = prepare_hand_over(runtime, strategy, "many")
+    hand_over = prepare_fence(runtime, strategy, "many")
 
     def run(count):
         for _ in range(count):
@@ -540,6 +540,6 @@ def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
 def test_the_error_keeps_its_parts_across_processes():
     import copy
 
-    error = copy.copy(HandOverError("What.", fix="Do."))
+    error = copy.copy(FenceError("What.", fix="Do."))
     assert (error.message, error.fix) == ("What.", "Do.")
     assert isinstance(error, HeteroLLMError)
