@@ -43,7 +43,7 @@ ASYMMETRIC_SHRINK: dict[int, tuple[float, ...]] = {4: (1.0, 0.95, 0.9, 0.84), 8:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ScaleGrid:
     """The scale, and the lowest and highest step that a code can reach, of every block of a chunk."""
 
     scale: NDArray[np.float32]
@@ -141,18 +141,18 @@ def _chunks(blocks: NDArray[np.float32]) -> Iterator[tuple[slice, NDArray[np.flo
         yield part, values[:, :taken], scratch[:, :taken]
 
 
-def _symmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> Grid:
+def _symmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> ScaleGrid:
     highest, lowest = values.max(axis=0), values.min(axis=0)
     extreme = np.where(highest >= -lowest, highest, lowest)
     half = 1 << (bits - 1)
     _check_range(extreme, half - 1)
     low, high = np.float32(-half), np.float32(half - 1)
     return _best_grid(
-        values, steps, [Grid(_to_scale(extreme / -reach), low, high) for reach in SYMMETRIC_REACH[bits]]
+        values, steps, [ScaleGrid(_to_scale(extreme / -reach), low, high) for reach in SYMMETRIC_REACH[bits]]
     )
 
 
-def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> Grid:
+def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> ScaleGrid:
     highest, lowest = np.maximum(values.max(axis=0), 0), np.minimum(values.min(axis=0), 0)
     levels = (1 << bits) - 1
     _check_range(np.maximum(highest, -lowest), levels // 2)
@@ -160,11 +160,13 @@ def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bi
     for shrink in ASYMMETRIC_SHRINK[bits]:
         scale = _to_scale((highest - lowest) * (shrink / levels))
         low = np.clip(np.rint(lowest * shrink / scale), -levels, 0)
-        candidates.append(Grid(scale, low, low + levels))
+        candidates.append(ScaleGrid(scale, low, low + levels))
     return _best_grid(values, steps, candidates)
 
 
-def _best_grid(values: NDArray[np.float32], steps: NDArray[np.float32], candidates: list[Grid]) -> Grid:
+def _best_grid(
+    values: NDArray[np.float32], steps: NDArray[np.float32], candidates: list[ScaleGrid]
+) -> ScaleGrid:
     """Refit the scale of each candidate to the integers that it gives; keep each block's best."""
     best = np.full(values.shape[1], np.inf, np.float32)
     scale = np.empty_like(best)
@@ -182,11 +184,11 @@ def _best_grid(values: NDArray[np.float32], steps: NDArray[np.float32], candidat
         np.copyto(low, grid.low, where=better)
     first = candidates[0]
     if isinstance(first.low, np.float32):
-        return Grid(scale, first.low, first.high)
-    return Grid(scale, low, low + (first.high - first.low))
+        return ScaleGrid(scale, first.low, first.high)
+    return ScaleGrid(scale, low, low + (first.high - first.low))
 
 
-def _round_to_steps(values: NDArray[np.float32], grid: Grid, steps: NDArray[np.float32]) -> None:
+def _round_to_steps(values: NDArray[np.float32], grid: ScaleGrid, steps: NDArray[np.float32]) -> None:
     """Write the nearest reachable number of scale steps of each value to ``steps``."""
     np.multiply(values, 1 / grid.scale, out=steps)
     np.rint(steps, out=steps)

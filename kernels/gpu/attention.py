@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import KernelError, round_up
-from heterollm.kernels.gpu.attention_cut import AttentionCut
+from heterollm.kernels.gpu.attention_grid import AttentionGrid
+from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels, Segments
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Rotation, Scores
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.layer_kernels import Defines, LayerKernels, Segments
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
@@ -27,7 +27,7 @@ PARTIAL_BYTES: Final = 4
 """Of each number that a part of the context leaves: float32."""
 
 
-class GpuAttention(LayerKernels):
+class GpuAttention(GlueKernels):
     """Makes the launches from a linear's queries, keys and values to the output of attention.
 
     Args:
@@ -113,8 +113,8 @@ class GpuAttention(LayerKernels):
         stores the scores. Few tokens are split over the context where the heads alone would leave the device
         idle; a second launch then puts the parts together.
 
-        Where blocks of codes lie across what two work-groups write (:meth:`AttentionCut.rounds`), a launch of
-        its own rounds the output.
+        Where blocks of codes lie across what two work-groups write (:meth:`AttentionGrid.rounds`), a launch
+        of its own rounds the output.
 
         Args:
             q: float32 ``[tokens, heads * head_dim]``, after RoPE.
@@ -132,7 +132,7 @@ class GpuAttention(LayerKernels):
         self._check(out, tokens * shape.query_columns, self._item_bytes, "attention output")
         codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
         units = self._runtime.traits.compute_units
-        cut = AttentionCut(shape, tokens, bucket, units, parts, rounded)
+        cut = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
         style, partial, first = self._first(cut, q, cache, out, step, scores, codes)
         if cut.parts(style) > 1:
             return first, self._join(cut, style, partial, out, codes)
@@ -142,7 +142,7 @@ class GpuAttention(LayerKernels):
 
     def _first(
         self,
-        cut: AttentionCut,
+        cut: AttentionGrid,
         q: SharedArray,
         cache: KvLayer,
         out: SharedArray,
@@ -182,7 +182,7 @@ class GpuAttention(LayerKernels):
 
     def _join(
         self,
-        cut: AttentionCut,
+        cut: AttentionGrid,
         style: KernelStyle,
         partial: Argument,
         out: SharedArray,
@@ -222,7 +222,7 @@ class GpuAttention(LayerKernels):
 
         return self._runtime.variants.first("rounding of inputs", self._variants, build)
 
-    def _partials(self, cut: AttentionCut, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
+    def _partials(self, cut: AttentionGrid, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
         """Return memory for what the parts of the context leave of each head: a sum and two numbers."""
         values = cut.tokens * cut.shape.heads * cut.parts(style) * (cut.shape.head_dim + 2)
         return self._partial(values * PARTIAL_BYTES)

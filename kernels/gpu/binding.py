@@ -1,6 +1,6 @@
 """The OpenCL binding, pyopencl, set up as the project needs it.
 
-All OpenCL calls go through the modules ``opencl_*.py``, and they take the binding from here, so that another
+All OpenCL calls go through this room, which takes the binding from here, so that another
 one can serve where pyopencl has no wheel.
 """
 

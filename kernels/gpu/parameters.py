@@ -20,9 +20,9 @@ from heterollm.kernels.ops import WeightFormat
 __all__ = [
     "FEW_TOKEN_STEPS",
     "LEGAL",
-    "Grid",
     "KernelParameters",
     "KernelStyle",
+    "LaunchGrid",
     "ShapeClass",
     "TokenClass",
     "all_parameters",
@@ -128,7 +128,7 @@ class ShapeClass(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class LaunchGrid:
     """How a launch is divided.
 
     Args:
@@ -220,7 +220,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             return 4 * self.depth_inputs * (self.token_step + LANES)
         return 4 * self.token_step * (self.depth_inputs + self.items * LANES)
 
-    def grid(self, tokens: int, tiles: int) -> Grid:
+    def grid(self, tokens: int, tiles: int) -> LaunchGrid:
         """Return how ``tokens`` tokens by ``tiles`` row blocks are divided, and the defines for it."""
         if self.many:
             return self._many_grid(tokens, tiles)
@@ -231,19 +231,19 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             defines["SLICES"] = self.items
             if self.depth_inputs:
                 defines["CHUNK"] = self.depth_inputs
-            return Grid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
+            return LaunchGrid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.part_columns:
             defines["PART_COLUMNS"] = self.part_columns
-        return Grid("few", step, (tiles, steps), (1, 1), defines)
+        return LaunchGrid("few", step, (tiles, steps), (1, 1), defines)
 
-    def _many_grid(self, tokens: int, tiles: int) -> Grid:
+    def _many_grid(self, tokens: int, tiles: int) -> LaunchGrid:
         defines: dict[str, str | int] = {"DEPTH": self.depth_inputs}
         steps = -(-tokens // self.token_step)
         if self.style == "simt":
             local = LANES // SIMT_ITEM_COLUMNS, self.token_step // self.item_tokens
             defines |= {"TILE_TOKENS": self.token_step, "ITEM_TOKENS": self.item_tokens}
-            return Grid("many", self.token_step, (local[0] * tiles, local[1] * steps), local, defines)
+            return LaunchGrid("many", self.token_step, (local[0] * tiles, local[1] * steps), local, defines)
         # Equal steps: a short last one would unpack all weights again for a few tokens.
         strip = self.item_tokens or VECTOR_STRIP_TOKENS
         token_step = min(self.token_step, round_up(-(-tokens // steps), strip))
@@ -251,7 +251,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.item_tokens:
             defines["STRIP"] = self.item_tokens
-        return Grid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
+        return LaunchGrid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
 
 
 NUMBERS: Final = KernelParameters.__struct_fields__[2:]

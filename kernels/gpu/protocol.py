@@ -20,9 +20,9 @@ from heterollm.kernels.gpu.variants import VariantRecord
 from heterollm.kernels.gpu.waiting import HostClock
 from heterollm.kernels.gpu.work import GpuWork
 
-__all__ = ["Buffer", "Event", "GpuRuntime", "Kernel", "KernelKind"]
+__all__ = ["Buffer", "Event", "GpuRuntime", "Kernel", "KernelIdentity"]
 
-KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
+KernelIdentity: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
 """What a kernel is made from: source files, its name, and defines in order."""
 
 Kernel: TypeAlias = Any
@@ -110,7 +110,7 @@ class GpuRuntime(Protocol):
         """Build a program (once) and return a new kernel, as :meth:`kernel` does with files."""
         ...
 
-    def kind(self, kernel: Kernel) -> KernelKind:
+    def kernel_identity(self, kernel: Kernel) -> KernelIdentity:
         """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
         ...
 

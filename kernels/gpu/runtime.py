@@ -25,8 +25,8 @@ from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
 from heterollm.kernels.gpu.memory import SharedArray, aligned_empty, aligned_zeros
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
-from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, chosen_target, mend_target
+from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.signals import opencl_flag
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
@@ -78,7 +78,7 @@ class OpenClRuntime:
         # What PoCL compiles is tested with every change of this project; other compilers are not.
         self.tests_kernels = self.traits.platform != POCL_NAME
         self._shared_scratch: dict[str, cl.Buffer] = {}
-        self._written: dict[KernelKind, tuple[bool, ...]] = {}
+        self._written: dict[KernelIdentity, tuple[bool, ...]] = {}
         self._sources: dict[int, tuple[tuple[str, ...], frozenset[tuple[str, str | int]]]] = {}
         self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
 
@@ -109,7 +109,7 @@ class OpenClRuntime:
         except OpenClError as error:
             raise BuildError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
 
-    def kind(self, kernel: cl.Kernel) -> KernelKind:
+    def kernel_identity(self, kernel: cl.Kernel) -> KernelIdentity:
         """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
         files, defines = self._sources[kernel.program.int_ptr]
         return files, kernel.function_name, tuple(sorted(defines))
@@ -119,7 +119,7 @@ class OpenClRuntime:
 
         For checks: the program is built once more, since compilers keep this only where they are asked to.
         """
-        files, name, defines = kind = self.kind(kernel)
+        files, name, defines = kind = self.kernel_identity(kernel)
         found = self._written.get(kind)
         if found is None:
             options = ["-cl-kernel-arg-info", *(f"-D{key}={value}" for key, value in defines)]

@@ -24,7 +24,7 @@ from heterollm.kernels.gpu import (
     GpuWork,
     HostClock,
     Kernel,
-    KernelKind,
+    KernelIdentity,
     Launch,
     SharedArray,
     VariantRecord,
@@ -181,9 +181,9 @@ class SimulatedRuntime:
         """Return the real device's kernel, or what stands for one."""
         return NOTHING if self.real is None else self.real.kernel_of_source(source, name)
 
-    def kind(self, kernel: Kernel) -> KernelKind:
+    def kernel_identity(self, kernel: Kernel) -> KernelIdentity:
         """Return what a kernel was made from; nothing where nothing is computed."""
-        return ((), "", ()) if self.real is None else self.real.kind(kernel)
+        return ((), "", ()) if self.real is None else self.real.kernel_identity(kernel)
 
     def written_arguments(self, kernel: Kernel) -> tuple[bool, ...]:
         """Return which arguments a kernel writes; none where nothing is computed."""

@@ -366,7 +366,7 @@ class PollingFence:
 
     def _raise(self, waited_ns: int) -> None:
         raise FenceError(
-            f"The fence {self.label!r} ({self.strategy}) got no signal in {waited_ns / 1e9:.3g} s.",
+            f"The fence {self.label!r} ({self.strategy!r}) got no signal in {waited_ns / 1e9:.3g} s.",
             fix="Run `heterollm doctor`; the strategy 'finish' waits without a flag and without a limit. "
             + see("a-fence-gets-no-signal"),
         )

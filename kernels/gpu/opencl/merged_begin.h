@@ -1,4 +1,4 @@
-// First in the source of merged launches (kernels/gpu/merged.py), before the kernels' own files: every kernel becomes
+// First in the source of merged launches (kernels/gpu/pocl/merged.py), before the kernels' own files: every kernel becomes
 // a function of the work-group that it computes. Local sizes are one: a group's memory is private.
 
 #define __kernel static

@@ -19,7 +19,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
 from heterollm.kernels.gpu.packing import BLOCKS
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.runtime import POCL_NAME
 

@@ -24,7 +24,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -250,7 +250,7 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         return Segments(slot((tokens, a_columns), dtype), b, members, splits)
 
     for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        layers = GpuGlue(runtime, dtype, dtype, style=style)
         gate = "fp32" if dtype == np.float32 else "fp16"
         residual, weight, out = (
             slot((tokens, 44), np.float32),
@@ -344,7 +344,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
         return memory
 
     for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        layers = GpuGlue(runtime, dtype, dtype, style=style)
         residual, weight = slot((tokens, columns), np.float32), slot((columns,), np.float32)
         value, wide = slot((tokens, columns), dtype), slot((tokens, 2 * columns), dtype)
         query = slot((tokens, columns), np.float32)

@@ -28,7 +28,7 @@ from heterollm.kernels.gpu import (
     kernel_source_hash,
     merge_launches,
 )
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
 from heterollm.kernels.ops import WeightFormat
@@ -366,7 +366,7 @@ def test_the_runtime_uses_the_table(tuned_runtime):
     runtime.tuning.change(lambda table: table.keep(MANY, Tuned(OTHER, 90.0, 100.0)))
     tuned = small_launch(runtime, 70)
     assert tuned.global_size == (1 * 3, 2)
-    assert dict(runtime.kind(tuned.kernel)[2])["MAX_TOKEN_STEP"] == 64
+    assert dict(runtime.kernel_identity(tuned.kernel)[2])["MAX_TOKEN_STEP"] == 64
     assert small_launch(runtime, 1).global_size == (3, 1)
     assert small_launch(runtime, 70, style="vector").global_size == default.global_size
     runtime.tuning.enabled = False

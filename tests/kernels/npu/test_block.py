@@ -120,7 +120,7 @@ def test_a_form_must_suit_format_and_width(make_block, tmp_path):
     for form in ("ffn_int8", "weight_first"):
         with pytest.raises(GraphError, match=f"f16 .* as {form}"):
             write_graph(make_block(64, 64, 16), form, FLOAT32, tmp_path)
-    with pytest.raises(GraphError, match="no pieces of at most 4096"):
+    with pytest.raises(GraphError, match="cannot be split into ranges of at most 4096"):
         write_graph(make_block(64, 64), "ffn_k_chunked", FLOAT32, tmp_path)
     with pytest.raises(GraphError, match="round"):
         write_graph(make_block(64, 64, 32, dtype=np.float32), "ffn", FLOAT16, tmp_path, 32)

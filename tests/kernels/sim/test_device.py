@@ -9,7 +9,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -78,7 +78,7 @@ def test_a_launch_takes_the_modelled_time(simulated):
 
 def test_attention_takes_longer_the_more_positions_there_are(simulated):
     runtime = simulated.gpu
-    layers = GpuLayers(runtime, np.float16, np.float16)
+    layers = GpuGlue(runtime, np.float16, np.float16)
     step = runtime.shared((STEP_WORDS,), np.int32)
     query, out = runtime.shared((1, 4096), np.float32), runtime.shared((1, 4096), np.float16)
     cache = runtime.shared((2 * 8 * 4096 * 128,), np.float16)
@@ -97,7 +97,7 @@ def test_attention_takes_longer_the_more_positions_there_are(simulated):
 
 
 def test_windows_bound_what_attention_reads(simulated):
-    layers = GpuLayers(simulated.gpu, np.float16, np.float16)
+    layers = GpuGlue(simulated.gpu, np.float16, np.float16)
     step = simulated.gpu.shared((STEP_WORDS,), np.int32)
     query, out = simulated.gpu.shared((64, 256), np.float32), simulated.gpu.shared((64, 256), np.float16)
     cache = simulated.gpu.shared((2 * 2 * 256 * 64,), np.float16)

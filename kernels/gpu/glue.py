@@ -15,14 +15,14 @@ import numpy as np
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention import GpuAttention
+from heterollm.kernels.gpu.glue_kernels import Segments
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.layer_kernels import Segments
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 from heterollm.kernels.ops import Activation
 
-__all__ = ["GpuLayers"]
+__all__ = ["GpuGlue"]
 
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
 """In the order of pointwise.cl's numbers."""
@@ -30,7 +30,7 @@ ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
 VECTOR_COLUMNS: Final = 2048
 
 
-class GpuLayers(GpuAttention):
+class GpuGlue(GpuAttention):
     """Makes the launches between the linear layers.
 
     Args:

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from heterollm.kernels.gpu.glue_kernels import Defines
 from heterollm.kernels.gpu.heads import HeadShape
-from heterollm.kernels.gpu.layer_kernels import Defines
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs
 
-__all__ = ["AttentionCut"]
+__all__ = ["AttentionGrid"]
 
 PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 16}
 DECODE_ROWS: Final = 8
@@ -21,7 +21,7 @@ ONE_PART: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCut:
+class AttentionGrid:
     """The work-groups of one pass's attention, for every style of kernels.
 
     Args:

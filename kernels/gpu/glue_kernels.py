@@ -24,7 +24,7 @@ from heterollm.kernels.ops import Join
 
 __all__ = [
     "Defines",
-    "LayerKernels",
+    "GlueKernels",
     "Segments",
 ]
 
@@ -75,7 +75,7 @@ class Segments:
             raise KernelError(f"{label}: two parts are to be summed, which only a norm does.")
 
 
-class LayerKernels:
+class GlueKernels:
     """Builds the kernels between the linear layers; what makes their launches extends it.
 
     Args:

@@ -22,7 +22,7 @@ import numpy as np
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.launch import ChainedLaunch, OpenClLaunch, host_address
 from heterollm.kernels.gpu.memory import SharedArray
-from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
+from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.sources import read_sources
 
 __all__ = ["MergedLaunch", "merge_launches"]
@@ -56,7 +56,11 @@ class MergedLaunch:
     __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
 
     def __init__(
-        self, runtime: GpuRuntime, launches: Sequence[OpenClLaunch], kinds: Sequence[KernelKind], source: str
+        self,
+        runtime: GpuRuntime,
+        launches: Sequence[OpenClLaunch],
+        kinds: Sequence[KernelIdentity],
+        source: str,
     ) -> None:
         units = runtime.traits.compute_units
         self._table = runtime.shared((len(launches), ENTRY_WORDS), np.uint64)
@@ -71,7 +75,7 @@ class MergedLaunch:
             # 15 ms a token where 16 runs for each take 20.
             grain = -(-math.prod(groups) // units)
             tasks = -(-math.prod(groups) // grain)
-            kind = kinds.index(runtime.kind(launch.kernel))
+            kind = kinds.index(runtime.kernel_identity(launch.kernel))
             self._table.array[row, :7] = (kind, first, first + tasks, grain, *groups)
             first += tasks
             for column, argument in enumerate(launch.arguments, ENTRY_ARGUMENTS):
@@ -142,7 +146,7 @@ def _mergeable(runtime: GpuRuntime, launches: Sequence[OpenClLaunch]) -> bool:
 def _merged(runtime: GpuRuntime, launches: list[OpenClLaunch]) -> list[Any]:
     if len(launches) < 2:
         return list(launches)
-    examples = {runtime.kind(launch.kernel): launch for launch in launches}
+    examples = {runtime.kernel_identity(launch.kernel): launch for launch in launches}
     kinds = list(examples)
     count = -(-len(launches) // LARGEST_MERGE)
     size = -(-len(launches) // count)
@@ -167,7 +171,7 @@ def _bits(value: Any) -> int:  # noqa: ANN401 - a NumPy scalar of any type
     return int.from_bytes(value.tobytes(), "little")
 
 
-def _source(kinds: Sequence[KernelKind], examples: Mapping[KernelKind, OpenClLaunch]) -> str:
+def _source(kinds: Sequence[KernelIdentity], examples: Mapping[KernelIdentity, OpenClLaunch]) -> str:
     """Return the program that has each kernel as a function and calls it by its number."""
     cases = []
     for number, kind in enumerate(kinds):
@@ -192,7 +196,7 @@ def _argument(value: Any, place: int) -> str:  # noqa: ANN401 - an argument of a
     return word if value.dtype.itemsize == 8 else f"(int){word}"
 
 
-def _as_function(number: int, kind: KernelKind) -> str:
+def _as_function(number: int, kind: KernelIdentity) -> str:
     """Return a kernel's source with every name in it made its own, and no macro left behind."""
     files, name, defines = kind
     text = read_sources(files)
