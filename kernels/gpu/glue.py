@@ -1,8 +1,7 @@
-"""What lies between the linear layers, as prepared launches on the OpenCL device.
+"""Launches of the glue operators: norms, gated activation, join and soft cap of the logits.
 
-Norms, the gated activation, the join of the logits and their soft cap are here; rotary positions with the KV
-write and attention come from :mod:`heterollm.kernels.gpu.attention`. Each kernel that writes a linear's input
-writes the type that the linear reads on either part.
+RoPE with the KV write and attention come from :mod:`heterollm.kernels.gpu.attention`. Each kernel that writes
+a linear's input writes the type that both processors read.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from heterollm.kernels.ops import Activation
 __all__ = ["GpuGlue"]
 
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
-"""In the order of pointwise.cl's numbers."""
+"""Activations in the order of their numbers in pointwise.cl."""
 
 VECTOR_COLUMNS: Final = 2048
 
 
 class GpuGlue(GpuAttention):
-    """Makes the launches between the linear layers.
+    """Makes the launches of the glue operators.
 
     Args:
         runtime: The OpenCL device.
-        activation_dtype: float32 or float16, of what linears read and write.
-        kv_dtype: float32 or float16, of the KV cache.
-        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
+        activation_dtype: float32 or float16, type of the linears' inputs and outputs.
+        kv_dtype: float32 or float16, type of the KV cache.
+        style: Kernel style; by default the device's.
 
     Raises:
-        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
+        KernelError: All methods: a type, shape or slot that the kernels do not support.
     """
 
     # -- norms ---------------------------------------------------------------------------------------
@@ -61,20 +60,19 @@ class GpuGlue(GpuAttention):
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
-        With a bias the delta is ``delta + bias``; with ``post`` that, normed: ``delta / rms(delta) * post``.
+        The delta includes ``bias``; with ``post`` it is then normed: ``delta / rms(delta) * post``.
 
         Args:
-            residual: float32 ``[tokens, hidden]``, updated in place where there is a delta.
+            residual: float32 ``[tokens, hidden]``, updated in place if there is a delta.
             weight: float32 ``[hidden]``.
             out: ``[tokens, hidden]`` in the activation type.
             hidden: Width of the model.
             tokens: Rows.
             epsilon: Added to the mean square.
-            delta: Output of the linear before, one member, or two parts of it to sum; None at the start of
-                the model.
+            delta: Output of the preceding linear, one member; None at the start of the model.
             bias: float32 ``[hidden]`` of that linear, or None.
-            post: float32 ``[hidden]``, weight of the norm of the delta, or None.
-            rounded: Where the int8 codes of ``out`` go as well, or None.
+            post: float32 ``[hidden]``, weight of the delta's norm, or None.
+            rounded: Target of the int8 codes of ``out``; None for no codes.
         """
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
         self._check(residual, tokens * hidden, 4, "norm residual")
@@ -97,8 +95,8 @@ class GpuGlue(GpuAttention):
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
 
-        As :meth:`rms_norm`, but the sum is not stored back, so that it may run again for other rows of the
-        pass; output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
+        It differs from :meth:`rms_norm` in that the residual stays unchanged, so that it may run again for
+        other rows of the pass. Output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
         """
         hidden = delta.rows[0]
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
@@ -120,7 +118,7 @@ class GpuGlue(GpuAttention):
             delta = Segments(out, out, (hidden,), (0,))
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
-        # What is not there is never read, but an argument must be some memory.
+        # Absent memory is never read, but OpenCL needs a valid argument.
         extra = (weight if memory is None else memory for memory in (bias, post))
         split = -1 if delta.join == "sum" else delta.splits[0]
         sizes = (np.int32(split), np.int32(hidden))
@@ -142,12 +140,12 @@ class GpuGlue(GpuAttention):
         codes = rounded.arguments(rows, hidden, label) if rounded else ()
         values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
         item, block = self._item_bytes, rounded.block if rounded else 0
-        # Flag 1 is a delta whose sum is stored, 2 one whose sum is not.
+        # Flag 1: the sum with the delta is stored; 2: it is not.
         read, written = 4 + (item if flags[0] else 0), item + (4 if flags[0] == 1 else 0)
         work = functools.partial(pointwise_work, rows * hidden, 6, read, written, block)
         return self._runtime.launch(kernel, values, (rows * items,), (items,), label, work=work)
 
-    # -- point by point ------------------------------------------------------------------------------
+    # -- elementwise ---------------------------------------------------------------------------------
 
     def gated_activation(
         self,
@@ -168,9 +166,9 @@ class GpuGlue(GpuAttention):
             out: ``[tokens, intermediate]`` in the activation type.
             tokens: Rows.
             intermediate: Width of the feed-forward network.
-            activation: Of the gate.
-            bias: float32 of gate and up one after the other, added first, or None.
-            rounded: Where the int8 codes of ``out`` go as well, or None.
+            activation: Activation of the gate.
+            bias: float32 of gate, then up, added first; or None.
+            rounded: Target of the int8 codes of ``out``; None for no codes.
             label: Name for traces and errors.
         """
         gate_up.require_concatenated(label)
@@ -184,7 +182,7 @@ class GpuGlue(GpuAttention):
         return self._pointwise("gated_activation", memory, sizes, tokens, label, work, rounded)
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
-        """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
+        """Return the launch that joins the head's segments as float32 ``[rows, vocabulary]``."""
         head.require_concatenated(label)
         if len(head.rows) != 1:
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
@@ -200,7 +198,7 @@ class GpuGlue(GpuAttention):
 
         Args:
             logits: float32 ``[rows, vocabulary]``.
-            cap: Above every magnitude that comes out.
+            cap: Upper bound of the magnitude.
             rows: Rows.
             vocabulary: Columns.
             label: Name for traces and errors.

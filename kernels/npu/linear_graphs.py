@@ -43,7 +43,7 @@ Bounds: TypeAlias = list[tuple[int, int]]
 
 INT8_ACCURACY = 4
 """MatMulNBits' ``accuracy_level`` at which inputs are rounded to int8."""
-FLOAT_CHUNK_UNIT = 32
+FLOAT_SPLIT_UNIT = 32
 """A k-split of a float weight lies on multiples of Hexagon's tiles."""
 
 
@@ -176,7 +176,7 @@ def k_split_bounds(columns: int, weight: WeightFormat, k_split_columns: int, lab
         GraphError: Too few inputs to split, or too large scale blocks.
     """
     # The zero points of two 4-bit blocks share a byte.
-    unit = 2 * weight.block if weight.quantized else FLOAT_CHUNK_UNIT
+    unit = 2 * weight.block if weight.quantized else FLOAT_SPLIT_UNIT
     largest = k_split_columns // unit
     if columns <= k_split_columns or largest == 0:
         raise GraphError(

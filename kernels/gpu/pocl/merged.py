@@ -1,12 +1,11 @@
-"""Many launches as one, on devices that are the host's processor.
+"""Merged launches: one launch that runs many kernels in order, on CPU devices.
 
-Between two kernels of a queue a CPU runtime puts its threads to sleep and wakes them again: 13 us on PoCL
-with two threads, beside kernels of 3 to 300 us of which a decoded token needs 200. Here one launch runs the
-work-groups of all of them: its workers take tasks in order and wait for those before by spinning
-(merged_end.h).
+Between two kernels a CPU runtime puts its threads to sleep and wakes them: 13 us on PoCL with two threads,
+beside 200 kernels of 3 to 300 us per decoded token. A merged launch runs the work-groups of all kernels: its
+workers take tasks in order and spin until earlier launches are done (merged_end.h).
 
-The kernels' sources stay as they are: the preprocessor turns each into a function of its work-group, and the
-arguments lie in a table. Pointers in a table are host pointers, so this is for CPU devices alone.
+The kernels' sources stay unchanged: the preprocessor turns each into a function of its work-group, and the
+arguments lie in a table. The table holds host pointers, which are valid on CPU devices only.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ENTRY_ARGUMENTS: Final = 8
 COUNTERS: Final = 96
 
 LARGEST_MERGE: Final = 24
-"""Launches in one: a worker that has left comes back with the next."""
+"""Most launches in one; a worker that has left returns with the next merged launch."""
 
 MACRO: Final = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 TYPE: Final = re.compile(
@@ -46,11 +45,11 @@ FUNCTION: Final = re.compile(r"^static inline\b[^(;]*?\b(\w+)\(", re.MULTILINE)
 
 
 class MergedLaunch:
-    """Launches that run one after the other as a single one; made by :func:`merge_launches`.
+    """Several launches as a single one, run in order; made by :func:`merge_launches`.
 
     Attributes:
-        label: The first and the last of them.
-        labels: Those of all, in order, for traces.
+        label: Labels of the first and the last launch.
+        labels: Labels of all launches in order, for traces.
     """
 
     __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
@@ -71,8 +70,8 @@ class MergedLaunch:
         first = 0
         for row, launch in enumerate(launches):
             groups = _groups(launch)
-            # One run of neighbours for each worker: weights are then read as few long streams, which takes
-            # 15 ms a token where 16 runs for each take 20.
+            # One run of adjacent work-groups per worker reads the weights as few long streams: 15 ms a token,
+            # against 20 ms with 16 runs per worker.
             grain = -(-math.prod(groups) // units)
             tasks = -(-math.prod(groups) // grain)
             kind = kinds.index(runtime.kernel_identity(launch.kernel))
@@ -89,11 +88,11 @@ class MergedLaunch:
         self._launch = runtime.launch(kernel, arguments, (workers,), (1,), self.label)
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
-        """Enqueue all without waiting; returns the event."""
+        """Enqueue the launch without waiting; returns its event."""
         return self._launch()
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Name other memory in place of ``old`` wherever it is an argument; nothing may be running."""
+        """Replace ``old`` by other memory in all arguments; no launch may be running."""
         if old is None:
             return
         table = self._table.array
@@ -103,7 +102,7 @@ class MergedLaunch:
 
 
 def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Return a list of calls with each run of two or more launches in it merged, where the device allows.
+    """Return the calls with each run of two or more launches merged, if the device allows it.
 
     Args:
         runtime: The device.
@@ -128,7 +127,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
 
 
 def _kernels(call: Callable[[], Any]) -> tuple[OpenClLaunch, ...]:
-    """Return the launches of a call's kernels in order; nothing where it is no launch on a queue."""
+    """Return the launches of a call in order; none if it is no launch on a queue."""
     if isinstance(call, ChainedLaunch):
         return (*_kernels(call.before), call)
     return (call,) if isinstance(call, OpenClLaunch) else ()
@@ -157,7 +156,6 @@ def _merged(runtime: GpuRuntime, launches: list[OpenClLaunch]) -> list[Any]:
             for first in range(0, len(launches), size)
         ]
     except KernelError as error:
-        # Slower, and right all the same.
         logger.warning("Launches are not merged: %s", error.message)
         return list(launches)
 
@@ -172,7 +170,7 @@ def _bits(value: Any) -> int:  # noqa: ANN401 - a NumPy scalar of any type
 
 
 def _source(kinds: Sequence[KernelIdentity], examples: Mapping[KernelIdentity, OpenClLaunch]) -> str:
-    """Return the program that has each kernel as a function and calls it by its number."""
+    """Return a program with each kernel as a function, called by its number."""
     cases = []
     for number, kind in enumerate(kinds):
         arguments = ", ".join(
@@ -197,14 +195,14 @@ def _argument(value: Any, place: int) -> str:  # noqa: ANN401 - an argument of a
 
 
 def _as_function(number: int, kind: KernelIdentity) -> str:
-    """Return a kernel's source with every name in it made its own, and no macro left behind."""
+    """Return a kernel's source with unique names, and with all its macros undefined at the end."""
     files, name, defines = kind
     text = read_sources(files)
     own = [first or second for first, second in TYPE.findall(text)] + FUNCTION.findall(text)
     kernels = KERNEL.findall(text)
     lines = [f"#define {key} {value}" for key, value in defines]
     lines += [f"#define {word} {word}_{number}" for word in dict.fromkeys(own)]
-    # Functions of their group; the file's other kernels stay unused.
+    # Kernels become functions of their work-group; other kernels of the file stay unused.
     lines += [
         f"#define {word}(...) {'kernel' if word == name else word}_{number}"
         "(const uint *task_group, const uint *task_groups, __VA_ARGS__)"

@@ -321,7 +321,7 @@ def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
 
 
 def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
-    monkeypatch.setattr(litmus, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(litmus, "TIMEOUT_S", 0.05)
     flag = fresh.flag
     assert flag is not None
     elsewhere = fresh.shared((64,), np.uint32)
