@@ -1,7 +1,6 @@
-"""The NPU of a simulated SoC behind the backend protocol: graphs take modelled time on the virtual clock.
+"""The NPU of a simulated SoC: graphs take modelled time on the virtual clock.
 
-Without numerics a graph computes nothing; with numerics another backend computes it, in real time that nobody
-reads.
+Without numerics a graph computes nothing; with numerics another backend computes it, whose time is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from heterollm.kernels.npu import (
     every_form,
 )
 from heterollm.kernels.ops import Activation, WeightFormat
-from heterollm.kernels.sim.clock import Job, SimulatedClock
+from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
@@ -38,19 +37,19 @@ __all__ = ["SimulatedNpu", "npu_work"]
 FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 
 BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
-"""The forms that HeteroLLM has; the others are this project's own."""
+"""The graph forms that HeteroLLM has."""
 
 
 class SimulatedNpu:
-    """The NPU part of a simulated SoC.
+    """The NPU of a simulated SoC.
 
     Args:
-        soc: Its parameters.
-        clock: Its clock, shared with the GPU part.
-        real: Computes what graphs are to compute; None computes nothing.
-        settle: Called before anything is computed: the GPU part must have computed its input.
+        soc: Parameters of the SoC.
+        clock: Its clock, shared with the GPU.
+        real: Backend that computes; None computes nothing.
+        settle: Waits until the GPU has computed the input; called before each computation.
         lengths: Lengths of its graphs, ascending.
-        every_form: Whether forms beside the baseline's are offered.
+        every_form: Whether to offer more forms than HeteroLLM's.
     """
 
     time_kind: TimeKind = "simulated"
@@ -92,19 +91,18 @@ class SimulatedNpu:
         weight: WeightFormat,
         *,
         width: int,
-        columns: int,  # noqa: ARG002 - any is legal here
+        columns: int,  # noqa: ARG002 - all values are legal here
         length: int,  # noqa: ARG002
         integer_inputs: bool,
         activation: Activation,  # noqa: ARG002
     ) -> tuple[GraphForm, ...]:
-        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         return self._offered(every_ffn_form(weight, width=width, integer_inputs=integer_inputs))
 
     def prepare(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> SimulatedGraph:
-        """Return a shard's graph; building one of a new shape takes virtual time.
+        """Return a shard's graph; the build of a new shape takes virtual time.
 
-        Graphs of one shape serve all layers, as the papers' do, whose layers share four graphs: the weights
-        are theirs to bind.
+        As in the papers, layers share graphs of the same shape and bind their own weights.
         """
         return self._prepare(shard, length, check_prepare(self, shard, length, form))
 
@@ -145,11 +143,11 @@ class SimulatedNpu:
             self._real.release(shard)
 
     def versions(self) -> dict[str, str]:
-        """Return what determines times: the parameters, and which forms are offered."""
+        """Return the parameters' digest and the offered forms, which determine times."""
         return {"soc": self._soc.digest(), "forms": "all" if self._every_form else "baseline"}
 
     def close(self) -> None:
-        """Forget everything."""
+        """Release all shards."""
         self._built.clear()
         if self._real is not None:
             self._real.close()
@@ -159,16 +157,16 @@ class SimulatedNpu:
 
 
 class SimulatedGraph:
-    """One shard at one length.
+    """The graph of one shard at one length.
 
     Args:
         soc: Parameters of the SoC.
         clock: Its clock.
-        label: What to call the shard.
-        work: What a run computes.
+        label: Name of the shard.
+        work: Work of a run.
         dtype: Element type of input and output.
-        real: Computes it, if anything does.
-        settle: Called before it computes.
+        real: Graph that computes, or None.
+        settle: Waits until the GPU has computed the input.
     """
 
     __slots__ = (
@@ -206,7 +204,7 @@ class SimulatedGraph:
         self._time = npu_time(soc, work)
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
-        """Return a call that takes the run's time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
+        """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
         check_arrays(x, y, self, self._label, self._dtype)
         compute = None if self._real is None else self._real.bind(x, y)
         clock, settle, time, label = self._clock, self._settle, self._time, self._label
@@ -216,7 +214,9 @@ class SimulatedGraph:
             if compute is not None:
                 settle()
                 compute()
-            clock.run_npu(Job(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound))
+            clock.run_npu(
+                SimulatedJob(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound)
+            )
 
         return call
 
@@ -227,7 +227,7 @@ def npu_work(shard: NpuShard, length: int, form: GraphForm) -> NpuWork:
     Args:
         shard: The shard.
         length: Tokens, padding included.
-        form: How it is written.
+        form: Graph form.
     """
     weight = shard.format
     return NpuWork(

@@ -69,7 +69,7 @@ def test_a_launch_takes_the_modelled_time(simulated):
     launch = launch_of(simulated, 256)
     launch()
     simulated.gpu.finish()
-    [span] = [span for span in clock.spans if span.part == "gpu"]
+    [span] = [span for span in clock.spans if span.processor == "gpu"]
     work = launch.work()
     assert work.flops == 2 * 256 * 4096 * 4096
     assert work.read_bytes == PACKED.weight_bytes(4096, 4096) + 2 * 256 * 4096
