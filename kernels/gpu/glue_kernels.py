@@ -27,7 +27,7 @@ __all__ = ["Defines", "GlueKernels", "Segments"]
 Defines: TypeAlias = dict[str, str | int]
 """Preprocessor definitions of a kernel."""
 
-COMMON_FILES: Final = ("common.h", "rounding.h", "layers.h")
+COMMON_FILES: Final = ("common.h", "rounding.h", "glue.h")
 SIMT_ITEMS: Final = 64
 
 

@@ -265,8 +265,7 @@ class GpuLinear:
             inputs = (rounded.codes, rounded.blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
-        if chosen == "vector":
-            files.append("linear_wide.h")
+        files.append("linear_wide.h" if chosen == "vector" else "linear_tiles.h")
         name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
         kernel = self._runtime.kernel((*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines)
         sizes = (np.int32(request.width), np.int32(rows), *self._parameters)

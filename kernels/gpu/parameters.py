@@ -230,7 +230,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "simt":
             defines["SLICES"] = self.items
             if self.depth_inputs:
-                defines["CHUNK"] = self.depth_inputs
+                defines["STAGED_INPUTS"] = self.depth_inputs
             return LaunchGrid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.part_columns:

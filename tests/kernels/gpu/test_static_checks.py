@@ -48,15 +48,15 @@ LINEAR_DEFINES = [
     f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
 ]
 INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
-LAYERS = ("common.h", "rounding.h", "layers.h")
+LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
 
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
     ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
-    ("common.h", "linear.h", "linear_simt.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): LINEAR_DEFINES,
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
-    ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl"): INT8_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): INT8_DEFINES,
     ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     (*LAYERS, "rms_norm.cl"): ["-DWG=1", "-DWG=64", "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32"],
@@ -130,7 +130,7 @@ def test_the_paths_for_x86_compile(clang, processor):
 
 
 def test_the_integer_dot_product_of_opencl_3_compiles(clang):
-    files = ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl")
+    files = ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl")
     # What a compiler defines for a device with cl_khr_integer_dot_product.
     device = ["-DINTEGER_DOT", "-D__opencl_c_integer_dot_product_input_4x8bit_packed=1"]
     for defines in PROGRAMS[files]:

@@ -412,11 +412,16 @@ def test_tuned_parameters_that_do_not_build_fall_to_the_default_for_good(tuned_r
     assert runtime.variants.notes[len(notes) :] == [note]
 
 
+def sources(style, integer_inputs):
+    common = "linear_wide.h" if style == "vector" else "linear_tiles.h"
+    return read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", common))
+
+
 def test_every_tuned_define_is_in_the_sources():
     for (style, many), names in LEGAL.items():
         for integer_inputs in (False, True):
             shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
-            text = read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", "linear_wide.h"))
+            text = sources(style, integer_inputs)
             last = all_parameters(style, shape)[-1]
             assert names
             for define in last.grid(300 if many else 5, 1).defines:
@@ -429,9 +434,9 @@ def test_the_sources_default_to_what_the_table_is_compared_with():
         for integer_inputs in (False, True):
             shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
             defines = default_parameters(style, shape).grid(300 if many else 5, 1).defines
-            text = read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", "linear_wide.h"))
+            text = sources(style, integer_inputs)
             stated = dict(re.findall(r"#ifndef (\w+)\n#define \1 (\d+)\n", text))
-            for define in set(defines) - {"TOKENS", "CHUNK"}:
+            for define in set(defines) - {"TOKENS", "STAGED_INPUTS"}:
                 assert stated[define] == str(defines[define]), (style, many, define)
 
 
