@@ -43,8 +43,6 @@ from .signals import SOURCES as SOURCES
 from .signals import FlagSignal as FlagSignal
 from .signals import MarkerSignal as MarkerSignal
 from .signals import block_on as block_on
-from .signals import copy_to_device as copy_to_device
-from .signals import copy_to_host as copy_to_host
 from .signals import is_complete as is_complete
 from .signals import kernel_times_ns as kernel_times_ns
 from .sources import kernel_source_hash as kernel_source_hash

@@ -28,17 +28,7 @@ PARTIAL_BYTES: Final = 4
 
 
 class GpuAttention(GlueKernels):
-    """Makes the launches of RoPE with the KV write and of attention.
-
-    Args:
-        runtime: The OpenCL device.
-        activation_dtype: float32 or float16, type of the linears' inputs and outputs.
-        kv_dtype: float32 or float16, type of the KV cache.
-        style: Kernel style; by default the device's.
-
-    Raises:
-        KernelError: All methods: a type, shape or slot that the kernels do not support.
-    """
+    """Makes the launches of RoPE with the KV write and of attention; see :class:`GlueKernels`."""
 
     @functools.cached_property
     def _scratch(self) -> dict[int, Any]:
@@ -78,7 +68,7 @@ class GpuAttention(GlueKernels):
             )
         if head_dim % 2 or turned % 2 or not 0 <= turned <= head_dim:
             raise KernelError(f"rope: {turned} of {head_dim} elements cannot turn; both must be even.")
-        self._check(q_out, tokens * shape.query_columns, 4, "rope query")
+        q_out.require(tokens * shape.query_columns * 4, "rope query")
         offsets = self._cache_offsets(cache, shape)
         kernel, style, items = self._kernel(("rope.cl",), "rope_and_store", lambda _: self._kv_defines)
         sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
@@ -126,8 +116,8 @@ class GpuAttention(GlueKernels):
             parts: Parts of the context; by default a number that fits the device.
             rounded: Target of the int8 codes of ``out``; None for no codes.
         """
-        self._check(q, tokens * shape.query_columns, 4, "attention query")
-        self._check(out, tokens * shape.query_columns, self._item_bytes, "attention output")
+        q.require(tokens * shape.query_columns * 4, "attention query")
+        out.require(tokens * shape.query_columns * self._item_bytes, "attention output")
         codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
         units = self._runtime.traits.compute_units
         grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
@@ -232,5 +222,5 @@ class GpuAttention(GlueKernels):
 
     def _cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64, np.uint64, np.uint64]:
         keys, values, stride, end = shape.layer_offsets(cache.layer, self._kv_dtype)
-        self._check(cache.memory, end, self._kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
+        cache.memory.require(end * self._kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
         return np.uint64(keys), np.uint64(values), np.uint64(stride)

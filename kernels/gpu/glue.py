@@ -30,17 +30,7 @@ VECTOR_COLUMNS: Final = 2048
 
 
 class GpuGlue(GpuAttention):
-    """Makes the launches of the glue operators.
-
-    Args:
-        runtime: The OpenCL device.
-        activation_dtype: float32 or float16, type of the linears' inputs and outputs.
-        kv_dtype: float32 or float16, type of the KV cache.
-        style: Kernel style; by default the device's.
-
-    Raises:
-        KernelError: All methods: a type, shape or slot that the kernels do not support.
-    """
+    """Makes the launches of the glue operators; see :class:`GlueKernels`."""
 
     # -- norms ---------------------------------------------------------------------------------------
 
@@ -75,7 +65,7 @@ class GpuGlue(GpuAttention):
             rounded: Target of the int8 codes of ``out``; None for no codes.
         """
         arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
-        self._check(residual, tokens * hidden, 4, "norm residual")
+        residual.require(tokens * hidden * 4, "norm residual")
         flags = delta is not None, bias is not None, post is not None
         return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, "norm")
 
@@ -135,7 +125,7 @@ class GpuGlue(GpuAttention):
         rounded: RoundedInputs | None,
         label: str,
     ) -> Launch:
-        self._check(out, rows * hidden, self._item_bytes, f"{label} output")
+        out.require(rows * hidden * self._item_bytes, f"{label} output")
         kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
         codes = rounded.arguments(rows, hidden, label) if rounded else ()
         values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
@@ -174,7 +164,7 @@ class GpuGlue(GpuAttention):
         gate_up.require_concatenated(label)
         if gate_up.rows != (intermediate, intermediate):
             raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
-        self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
+        out.require(tokens * intermediate * self._item_bytes, f"{label} output")
         memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
         item, block = self._item_bytes, rounded.block if rounded else 0
@@ -186,7 +176,7 @@ class GpuGlue(GpuAttention):
         head.require_concatenated(label)
         if len(head.rows) != 1:
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
-        self._check(out, rows * head.rows[0], 4, f"{label} output")
+        out.require(rows * head.rows[0] * 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
         work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes, 4)
         return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, work)
@@ -203,7 +193,7 @@ class GpuGlue(GpuAttention):
             vocabulary: Columns.
             label: Name for traces and errors.
         """
-        self._check(logits, rows * vocabulary, 4, f"{label} logits")
+        logits.require(rows * vocabulary * 4, f"{label} logits")
         work = functools.partial(pointwise_work, rows * vocabulary, 10, 4, 4)
         return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, work)
 

@@ -130,13 +130,6 @@ class GlueKernels:
         what = name.replace("_", " ") + (" with int8 codes" if rounded else "")
         return self._runtime.variants.first(what, self._variants, build)
 
-    @staticmethod
-    def _check(slot: SharedArray, elements: int, item_bytes: int, what: str) -> None:
-        if slot.array.nbytes < elements * item_bytes:
-            raise KernelError(
-                f"The {what} slot has {slot.array.nbytes} bytes, {elements * item_bytes} are needed."
-            )
-
 
 def _float_bytes(dtype: DTypeLike, what: str) -> int:
     kind = np.dtype(dtype)

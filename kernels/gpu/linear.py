@@ -245,8 +245,8 @@ class GpuLinear:
         rows = sum(stop - start for start, stop in request.kept)
         tiles, tile_count = self._tile_map(request.kept, request.label)
         last = request.first_token + request.tokens
-        _check_slot(request.x, last * request.width * (2 if self._half else 4), f"{request.label} input")
-        _check_slot(request.y, last * rows * (2 if request.half_output else 4), f"{request.label} output")
+        request.x.require(last * request.width * (2 if self._half else 4), f"{request.label} input")
+        request.y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
         chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(request.tokens)
         if parameters is None or parameters.many != (shape.tokens == "many"):
             parameters = default_parameters(chosen, shape)
@@ -335,8 +335,8 @@ class GpuLinear:
         """
         if len(self.member_rows) != 1 or count < 1:
             raise KernelError(f"{label}: cannot look up {count} tokens in {len(self.member_rows)} tables.")
-        _check_slot(tokens, count * 4, f"{label} token")
-        _check_slot(y, count * self.columns * 4, f"{label} output")
+        tokens.require(count * 4, f"{label} token")
+        y.require(count * self.columns * 4, f"{label} output")
 
         def build(variant: Variant) -> tuple[Any, KernelStyle]:
             defines = variant.defines | {"BITS": self.format.bits}
@@ -380,8 +380,3 @@ class GpuLinear:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
         self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
         return self._tiles[kept]
-
-
-def _check_slot(slot: SharedArray, size_bytes: int, what: str) -> None:
-    if slot.array.nbytes < size_bytes:
-        raise KernelError(f"The {what} slot has {slot.array.nbytes} bytes, {size_bytes} are needed.")

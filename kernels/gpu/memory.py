@@ -55,6 +55,15 @@ class SharedArray:
         )
         self._mapped = view.base
 
+    def require(self, size_bytes: int, what: str) -> None:
+        """Refuse a slot that is too small.
+
+        Raises:
+            KernelError: It has fewer bytes.
+        """
+        if self.array.nbytes < size_bytes:
+            raise KernelError(f"The {what} slot has {self.array.nbytes} bytes, {size_bytes} are needed.")
+
     def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the start of the memory as an array of another type and shape."""
         count = int(np.prod(shape))

@@ -170,7 +170,11 @@ class GpuRuntime(Protocol):
         ...
 
     def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
-        """Copy between host and device memory, and wait."""
+        """Copy between host and device memory, and wait.
+
+        Raises:
+            KernelError: The driver refuses.
+        """
         ...
 
     # -- queue ---------------------------------------------------------------------------------------

@@ -78,10 +78,8 @@ class RoundedInputs:
             raise KernelError(f"{label}: {columns} columns cannot be rounded in blocks of {self.block}.")
         sizes = code_bytes(tokens, columns, self.block)
         for memory, size_bytes in zip((self.codes, self.blocks), sizes, strict=True):
-            if isinstance(memory, SharedArray) and memory.array.nbytes < size_bytes:
-                raise KernelError(
-                    f"The {label} code slot has {memory.array.nbytes} bytes, {size_bytes} are needed."
-                )
+            if isinstance(memory, SharedArray):
+                memory.require(size_bytes, f"{label} code")
         return self.codes, self.blocks
 
 

@@ -281,8 +281,16 @@ class OpenClRuntime:
         return OpenClRuntime(self._device, profiling=True, coherent=self.traits.coherent)
 
     def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401 - a buffer and an array, either way
-        """Copy between host and device memory, and wait."""
-        cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+        """Copy between host and device memory, and wait.
+
+        Raises:
+            KernelError: The driver refuses.
+        """
+        try:
+            cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+        except OpenClError as error:
+            host = target if isinstance(target, np.ndarray) else source
+            raise KernelError(f"A copy of {host.nbytes} bytes failed: {error}.") from error
 
     def enqueue_marker(self) -> Any:  # noqa: ANN401 - an OpenCL event
         """Enqueue a marker and return its event."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.binding import cl
@@ -23,8 +22,6 @@ __all__ = [
     "KernelTimes",
     "MarkerSignal",
     "block_on",
-    "copy_to_device",
-    "copy_to_host",
     "has_fine_grained_atomics",
     "is_complete",
     "kernel_times_ns",
@@ -212,27 +209,3 @@ def kernel_times_ns(event: Any) -> KernelTimes:  # noqa: ANN401
         return KernelTimes(int(profile.queued), int(profile.start), int(profile.end))
     except cl.Error as error:
         raise KernelError(f"The device keeps no times of its kernels: {error}.") from error
-
-
-def copy_to_device(runtime: GpuRuntime, buffer: Any, array: NDArray[Any]) -> None:  # noqa: ANN401
-    """Copy host memory into a buffer and wait for it.
-
-    Raises:
-        KernelError: The driver refuses.
-    """
-    try:
-        runtime.copy(buffer, array)
-    except cl.Error as error:
-        raise KernelError(f"Copying {array.nbytes} bytes to the device failed: {error}.") from error
-
-
-def copy_to_host(runtime: GpuRuntime, array: NDArray[Any], buffer: Any) -> None:  # noqa: ANN401
-    """Copy a buffer into host memory and wait for it.
-
-    Raises:
-        KernelError: The driver refuses.
-    """
-    try:
-        runtime.copy(array, buffer)
-    except cl.Error as error:
-        raise KernelError(f"Copying {array.nbytes} bytes from the device failed: {error}.") from error

@@ -18,7 +18,7 @@ import numpy as np
 from heterollm.base import DeviceError, GraphError, OptionError
 from heterollm.kernels.npu.forms import every_ffn_form, every_form
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, check_prepare
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
 from heterollm.kernels.npu.session import SessionGraph, runtime_errors, session_options
 from heterollm.kernels.npu.shards import NpuShard, ShardKey
 from heterollm.kernels.ops import Activation, WeightFormat
@@ -75,15 +75,11 @@ class HostNpu:
         """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         return every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
 
-    def prepare(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> SessionGraph:
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> SessionGraph:
         """Return a graph of the shard's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(shard, length, check_prepare(self, shard, length, form))
-
-    def prepare_any_length(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> SessionGraph:
-        """Return a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(shard, length, check_form(self, shard, length, form))
-
-    def _prepare(self, shard: NpuShard, length: int, chosen: GraphForm) -> SessionGraph:
+        chosen = check_form(self, shard, length, form, any_length=any_length)
         key = (shard.key, chosen)
         if key not in self._sessions:
             self._sessions[key] = self._open(shard, chosen)

@@ -27,8 +27,6 @@ __all__ = [
     "TimeKind",
     "check_arrays",
     "check_form",
-    "check_prepare",
-    "standard_length",
 ]
 
 TimeKind = Literal["real", "emulated", "simulated"]
@@ -194,26 +192,20 @@ class NpuBackend(Protocol):
         """
         ...
 
-    def prepare(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> NpuGraph:
-        """Build or load the graph of a shard at one standard length.
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> NpuGraph:
+        """Build or load the graph of a shard at one length.
 
         Args:
             shard: The shard.
             length: Tokens of one run, a standard length.
             form: Graph form; the first legal one by default.
+            any_length: Whether other lengths are legal too; only measurements need that.
 
         Raises:
             GraphError: The length is not a standard one, the form is not legal for the shard, or the graph
                 does not compile or does not run on the NPU as a whole.
-            CacheError: The cache folder cannot be written or locked.
-        """
-        ...
-
-    def prepare_any_length(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> NpuGraph:
-        """Build or load a graph as :meth:`prepare` does, at any length. Only measurements need that.
-
-        Raises:
-            GraphError: As :meth:`prepare`, except for the length.
             CacheError: The cache folder cannot be written or locked.
         """
         ...
@@ -250,40 +242,20 @@ class NpuBackend(Protocol):
         ...
 
 
-def standard_length(backend: NpuBackend, tokens: int) -> int:
-    """Return the smallest standard length that holds ``tokens``.
+def check_form(
+    backend: NpuBackend, shard: NpuShard, length: int, form: GraphForm | None, *, any_length: bool = False
+) -> GraphForm:
+    """Return the graph form to build; the first legal one if ``form`` is None.
 
     Raises:
-        GraphError: None does; a longer prompt must be run in chunks.
+        GraphError: The length is not a standard one, or not positive with ``any_length``, or the form is not
+            legal.
     """
-    for length in backend.standard_lengths:
-        if 0 < tokens <= length:
-            return length
-    raise GraphError(
-        f"{backend.name} runs 1 to {backend.standard_lengths[-1]} tokens at a time, not {tokens}."
-    )
-
-
-def check_prepare(backend: NpuBackend, shard: NpuShard, length: int, form: GraphForm | None) -> GraphForm:
-    """Return the form to build for a standard length.
-
-    Raises:
-        GraphError: The length is not a standard one, or :func:`check_form` refuses.
-    """
-    if length not in backend.standard_lengths:
+    if not any_length and length not in backend.standard_lengths:
         raise GraphError(
             f"{backend.name} has no graphs of length {length}.",
             fix=f"Pad to one of {', '.join(map(str, backend.standard_lengths))}.",
         )
-    return check_form(backend, shard, length, form)
-
-
-def check_form(backend: NpuBackend, shard: NpuShard, length: int, form: GraphForm | None) -> GraphForm:
-    """Return the form to build for any length; the first legal one if ``form`` is None.
-
-    Raises:
-        GraphError: The form is not legal, or the length is not positive.
-    """
     if length < 1:
         raise GraphError(f"A graph of {shard.label} needs at least one token, not {length}.")
     forms = _forms(backend, shard, length)

@@ -21,7 +21,7 @@ from heterollm.base import MIB, DeviceError, GraphError, OptionError, locked, se
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.forms import k_split_ffn_forms, reshaped_forms
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, shard_digest, write_graph
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, check_prepare
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_cycles import profiled_cycles
@@ -148,15 +148,11 @@ class QnnNpu:
             plain = ("ffn_weight_first", "ffn")
         return plain + k_split_ffn_forms(weight, width=width)
 
-    def prepare(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> SessionGraph:
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> SessionGraph:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(shard, length, check_prepare(self, shard, length, form))
-
-    def prepare_any_length(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> SessionGraph:
-        """Load or build a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(shard, length, check_form(self, shard, length, form))
-
-    def _prepare(self, shard: NpuShard, length: int, chosen: GraphForm) -> SessionGraph:
+        chosen = check_form(self, shard, length, form, any_length=any_length)
         key = (shard.key, chosen, length)
         if key not in self._sessions:
             if self._temporary is not None:
@@ -170,7 +166,7 @@ class QnnNpu:
         Raises:
             GraphError: As :meth:`prepare`.
         """
-        return self._binary(shard, check_prepare(self, shard, length, form), length).size_bytes
+        return self._binary(shard, check_form(self, shard, length, form), length).size_bytes
 
     def build(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
         """Put a graph into the cache, check whether it loads on this machine, and keep no session.
@@ -181,7 +177,7 @@ class QnnNpu:
             GraphError: As :meth:`prepare`.
             CacheError: The cache folder cannot be written or locked.
         """
-        chosen = check_prepare(self, shard, length, form)
+        chosen = check_form(self, shard, length, form)
         stored = self._binary(shard, chosen, length)
         label = f"{shard.label} ({chosen}, {length} tokens)"
         with locked(stored.model):
@@ -202,7 +198,7 @@ class QnnNpu:
             return None
         if runs < 1:
             raise OptionError(f"Cycles are counted over at least one run, not {runs}.")
-        chosen = check_form(self, shard, length, form)
+        chosen = check_form(self, shard, length, form, any_length=True)
         label = f"{shard.label} ({chosen}, {length} tokens)"
         stored = self._binary(shard, chosen, length)
         try:

@@ -22,7 +22,6 @@ from heterollm.kernels.npu import (
     TimeKind,
     check_arrays,
     check_form,
-    check_prepare,
     every_ffn_form,
     every_form,
 )
@@ -99,20 +98,14 @@ class SimulatedNpu:
         """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         return self._offered(every_ffn_form(weight, width=width, integer_inputs=integer_inputs))
 
-    def prepare(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> SimulatedGraph:
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> SimulatedGraph:
         """Return a shard's graph; the build of a new shape takes virtual time.
 
         As in the papers, layers share graphs of the same shape and bind their own weights.
         """
-        return self._prepare(shard, length, check_prepare(self, shard, length, form))
-
-    def prepare_any_length(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None
-    ) -> SimulatedGraph:
-        """Return a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(shard, length, check_form(self, shard, length, form))
-
-    def _prepare(self, shard: NpuShard, length: int, chosen: GraphForm) -> SimulatedGraph:
+        chosen = check_form(self, shard, length, form, any_length=any_length)
         built = self._built.setdefault(shard.key, set())
         if (length, chosen) not in built:
             built.add((length, chosen))
@@ -121,7 +114,7 @@ class SimulatedNpu:
         if work not in self._shapes:
             self._shapes.add(work)
             self._clock.work(build_us(self._soc, length), "build")
-        real = None if self._real is None else self._real.prepare_any_length(shard, length, chosen)
+        real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         return SimulatedGraph(
             self._soc, self._clock, shard.label, work, self.activation_dtype, real, self._settle
         )

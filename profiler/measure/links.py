@@ -25,8 +25,6 @@ from heterollm.kernels.gpu import (
     Launch,
     Strategy,
     aligned_empty,
-    copy_to_device,
-    copy_to_host,
     is_complete,
     kernel_times_ns,
 )
@@ -367,8 +365,8 @@ def copy_costs(
         host[...] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         buffer = runtime.scratch(size)
         copies: dict[str, Callable[[], None]] = {
-            "write": lambda buffer=buffer, host=host: copy_to_device(runtime, buffer, host),  # type: ignore[misc]
-            "read": lambda buffer=buffer, host=host: copy_to_host(runtime, host, buffer),  # type: ignore[misc]
+            "write": lambda buffer=buffer, host=host: runtime.copy(buffer, host),  # type: ignore[misc]
+            "read": lambda buffer=buffer, host=host: runtime.copy(host, buffer),  # type: ignore[misc]
         }
         for method, own in measure_interleaved(
             copies, warmup=2, repeats=repeats, timer=runtime.now_ns

@@ -135,7 +135,7 @@ def _timed(device: Device, npu: NpuBackend, part: LinearShard, key: SweepKey) ->
     point, form = key.point, cast("GraphForm", key.point.form)
     runtime, dtype = gpu_timer(device.gpu).runtime, npu.activation_dtype
     try:
-        graph = npu.prepare_any_length(part, point.tokens, form)
+        graph = npu.prepare(part, point.tokens, form, any_length=True)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
     x = runtime.shared((point.tokens, point.columns), dtype)

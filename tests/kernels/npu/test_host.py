@@ -10,7 +10,6 @@ from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import GpuLinear
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShard
-from heterollm.kernels.npu.protocol import standard_length
 from heterollm.kernels.ops import WeightFormat
 
 QUANTIZED = [
@@ -202,13 +201,6 @@ def test_a_form_may_be_legal_at_one_length_only(npu, make_slice):
 def test_it_counts_no_cycles(npu, make_slice):
     assert npu.count_cycles(make_slice(64, 256), 32, runs=3) is None
     assert npu.compiled_count == 0
-
-
-def test_the_smallest_length_that_fits(npu):
-    assert [standard_length(npu, m) for m in (1, 2, 32, 33, 513, 1024)] == [1, 32, 32, 64, 1024, 1024]
-    for tokens in (0, -1, 1025):
-        with pytest.raises(GraphError, match="1 to 1024"):
-            standard_length(npu, tokens)
 
 
 def test_slices_with_other_numbers_have_other_sessions(npu, make_slice, exact):

@@ -137,4 +137,4 @@ def test_lengths_off_the_standard_ones_stay_refused_where_plans_prepare(device):
         with pytest.raises(GraphError, match="no graphs of length 33"):
             npu.prepare(part, 33)
         with pytest.raises(GraphError, match="at least one token"):
-            npu.prepare_any_length(part, 0)
+            npu.prepare(part, 0, any_length=True)
