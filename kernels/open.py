@@ -127,7 +127,11 @@ def list_devices() -> list[DeviceStatus]:
                 fixes.append(error.fix)
         reason, fix = " ".join(reasons), " ".join(dict.fromkeys(filter(None, fixes)))
         time: TimeKind = "emulated" if name == "emulator" else "real"
-        statuses.append(DeviceStatus(name, not reasons, texts[0], texts[1], reason, fix, time))
+        gpu, npu = texts
+        usable = not reasons
+        statuses.append(
+            DeviceStatus(name=name, usable=usable, gpu=gpu, npu=npu, reason=reason, fix=fix, time=time)
+        )
     return statuses
 
 

@@ -26,6 +26,9 @@ __all__ = ["GpuGlue"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
 """Activations in the order of their numbers in pointwise.cl."""
 
+NORM_ONLY, NORM_ADD, NORM_ADD_HEAD = range(3)
+"""Modes of rms_norm.cl."""
+
 VECTOR_COLUMNS: Final = 2048
 
 
@@ -64,10 +67,9 @@ class GpuGlue(GpuAttention):
             post: float32 ``[hidden]``, weight of the delta's norm, or None.
             rounded: Target of the int8 codes of ``out``; None for no codes.
         """
-        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
         residual.require(tokens * hidden * 4, "norm residual")
-        flags = delta is not None, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, "norm")
+        memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
+        return self._norm(mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded)
 
     def final_norm(
         self,
@@ -88,52 +90,42 @@ class GpuGlue(GpuAttention):
         It differs from :meth:`rms_norm` in that the residual stays unchanged, so that it may run again for
         other rows of the pass. Output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
         """
-        hidden = delta.rows[0]
-        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
-        flags = 2, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, rows, out, hidden, rounded, "final norm")
+        memory, shape = (residual, weight, out, step), (rows, delta.rows[0])
+        return self._norm(NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded)
 
-    def _norm_arguments(
+    def _norm(
         self,
-        residual: SharedArray,
-        weight: Argument,
-        out: SharedArray,
-        hidden: int,
+        mode: int,
+        memory: tuple[SharedArray, Argument, SharedArray, SharedArray],
+        shape: tuple[int, int],
         delta: Segments | None,
-        bias: Argument,
-        post: Argument,
-        step: SharedArray,
-    ) -> tuple[Argument, ...]:
+        extras: tuple[Argument, Argument],
+        epsilon: float,
+        rounded: RoundedInputs | None,
+    ) -> Launch:
+        (residual, weight, out, step), (rows, hidden) = memory, shape
+        label = "final norm" if mode == NORM_ADD_HEAD else "norm"
         if delta is None:
             delta = Segments(out, out, (hidden,), (0,))
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
-        # Absent memory is never read, but OpenCL needs a valid argument.
-        extra = (weight if memory is None else memory for memory in (bias, post))
-        split = -1 if delta.join == "sum" else delta.splits[0]
-        sizes = (np.int32(split), np.int32(hidden))
-        return (residual, weight, out, delta.a, delta.b, *extra, step, *sizes)
-
-    def _norm(
-        self,
-        arguments: tuple[Argument, ...],
-        epsilon: float,
-        flags: tuple[int, ...],
-        rows: int,
-        out: SharedArray,
-        hidden: int,
-        rounded: RoundedInputs | None,
-        label: str,
-    ) -> Launch:
         out.require(rows * hidden * self._item_bytes, f"{label} output")
         kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
-        codes = rounded.arguments(rows, hidden, label) if rounded else ()
-        values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
+        arguments = (
+            *(residual, weight, out, delta.a, delta.b),
+            # Absent memory is never read, but OpenCL needs a valid argument.
+            *(weight if extra is None else extra for extra in extras),
+            step,
+            *map(np.int32, (-1 if delta.join == "sum" else delta.splits[0], hidden)),
+            np.float32(epsilon),
+            *map(np.int32, (mode, *(extra is not None for extra in extras))),
+            *(rounded.arguments(rows, hidden, label) if rounded else ()),
+        )
         item, block = self._item_bytes, rounded.block if rounded else 0
-        # Flag 1: the sum with the delta is stored; 2: it is not.
-        read, written = 4 + (item if flags[0] else 0), item + (4 if flags[0] == 1 else 0)
+        read = 4 if mode == NORM_ONLY else 4 + item
+        written = item + 4 if mode == NORM_ADD else item
         work = functools.partial(pointwise_work, rows * hidden, 6, read, written, block)
-        return self._runtime.launch(kernel, values, (rows * items,), (items,), label, work=work)
+        return self._runtime.launch(kernel, arguments, (rows * items,), (items,), label, work=work)
 
     # -- elementwise ---------------------------------------------------------------------------------
 

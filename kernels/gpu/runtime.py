@@ -318,7 +318,7 @@ class OpenClRuntime:
     # -- time ----------------------------------------------------------------------------------------
 
     def host_clock(self) -> HostClock:
-        """Return what the calling thread waits by."""
+        """Return the clock by which the calling thread waits."""
         return HostClock.of_this_thread()
 
     def processor_ns(self) -> tuple[int, int]:

@@ -82,7 +82,13 @@ def linear_work(
     weights = rows * columns
     read = weight.weight_bytes(rows, columns) + tokens * columns * input_bytes
     return GpuWork(
-        "linear", 2 * tokens * weights, read, tokens * rows * output_bytes, tokens, weights, weight.bits
+        "linear",
+        flops=2 * tokens * weights,
+        read_bytes=read,
+        written_bytes=tokens * rows * output_bytes,
+        tokens=tokens,
+        weights=weights,
+        bits=weight.bits,
     )
 
 

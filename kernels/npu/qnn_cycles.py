@@ -54,7 +54,7 @@ def profiled_cycles(
         folder: Empty folder for the profile, which the caller removes.
 
     Raises:
-        GraphError: The graph does not load or run, or its profile is not what is expected.
+        GraphError: The graph does not load or run, or its profile is unexpected.
     """
     table = folder / "profile.csv"
     options = {**target.options, "profiling_level": "detailed", "profiling_file_path": str(table)}

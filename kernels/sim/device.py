@@ -25,13 +25,13 @@ def simulated_devices() -> list[DeviceStatus]:
     """Return the status of the SoCs that can be simulated by name."""
     return [
         DeviceStatus(
-            f"{SIMULATED}{name}",
-            True,
-            "modelled",
-            "modelled",
-            "Its times are simulated, none is measured; auto never picks it.",
-            "",
-            "simulated",
+            name=f"{SIMULATED}{name}",
+            usable=True,
+            gpu="modelled",
+            npu="modelled",
+            reason="Its times are simulated, none is measured; auto never picks it.",
+            fix="",
+            time="simulated",
         )
         for name in soc_names()
     ]
@@ -68,13 +68,13 @@ def open_simulated(
         npu = SimulatedNpu(soc, clock, real_npu, gpu.settle_real, lengths=lengths, every_form=how.every_form)
     half = np.dtype(np.float16)
     return Device(
-        f"{SIMULATED}{soc.name}",
-        gpu,
-        npu,
-        ThreadSplit((), ()),
-        half if real is None else real.activation_dtype,
-        half if real is None else real.cache_dtype,
-        "simulated",
+        name=f"{SIMULATED}{soc.name}",
+        gpu=gpu,
+        npu=npu,
+        split=ThreadSplit((), ()),
+        activation_dtype=half if real is None else real.activation_dtype,
+        cache_dtype=half if real is None else real.cache_dtype,
+        time_kind="simulated",
     )
 
 

@@ -224,12 +224,12 @@ def npu_work(shard: NpuShard, length: int, form: GraphForm) -> NpuWork:
     """
     weight = shard.format
     return NpuWork(
-        shard.rows,
-        shard.columns,
-        length,
-        weight.bits,
-        weight.block,
-        form,
-        shard.integer_inputs,
-        shard.width if isinstance(shard, FfnShard) else 0,
+        rows=shard.rows,
+        columns=shard.columns,
+        tokens=length,
+        bits=weight.bits,
+        block=weight.block,
+        form=form,
+        integer_inputs=shard.integer_inputs,
+        width=shard.width if isinstance(shard, FfnShard) else 0,
     )

@@ -155,7 +155,7 @@ def _flag_refusal(runtime: GpuRuntime) -> str:
         flag = runtime.flag
         if flag is None:
             if runtime.traits.coherent:
-                return "a kernel's writes do not come at the time at which it is said to run"
+                return "a simulated kernel writes at no simulated time"
             return "memory must be mapped, and no fine-grained SVM with atomics is reported"
         if flag.promised:
             return ""

@@ -379,7 +379,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
 
 
 def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """What hand-overs are made of, tested with and delayed by."""
+    """Kernels of fences, of their litmus test and of injected delays."""
     data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
     arguments = {
         "write_round": ((data, rounds), 70),

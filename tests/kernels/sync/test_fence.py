@@ -1,4 +1,4 @@
-"""Hand-overs from the GPU to the host: complete data, bounds, predictions, fairness, no growth.
+"""Fences between GPU and host: complete data, bounds, predictions, fairness, no growth.
 
 Delays are inside the kernel or the graph. Times of real waits are compared with generous bounds only: the
 machine may be busy.
