@@ -72,21 +72,6 @@ class GpuLinear:
         size_bytes: Device memory that the weights take.
     """
 
-    __slots__ = (
-        "_half",
-        "_parameters",
-        "_runtime",
-        "_scales",
-        "_tiles",
-        "_weights",
-        "_zeros",
-        "columns",
-        "format",
-        "integer_inputs",
-        "member_rows",
-        "size_bytes",
-    )
-
     def __init__(
         self,
         runtime: GpuRuntime,

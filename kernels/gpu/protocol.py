@@ -37,16 +37,13 @@ class Event(Protocol):
     @property
     def command_execution_status(self) -> int:
         """0 if complete, negative if failed."""
-        ...
 
     @property
     def profile(self) -> Any:  # noqa: ANN401 - pyopencl is not typed
         """Its times ``queued``, ``start`` and ``end`` in nanoseconds."""
-        ...
 
     def wait(self) -> None:
         """Block in the driver until the event is complete."""
-        ...
 
 
 class GpuRuntime(Protocol):
@@ -71,22 +68,18 @@ class GpuRuntime(Protocol):
     @property
     def merges_launches(self) -> bool:
         """Whether adjacent launches are faster if merged into one."""
-        ...
 
     @property
     def is_tunable(self) -> bool:
         """Whether the time of its kernels depends on their parameters."""
-        ...
 
     @property
     def stamps_host_time(self) -> bool:
         """Whether all events are stamped, on the clock of :attr:`now_ns`."""
-        ...
 
     @property
     def flag(self) -> FlagWord | None:
         """The flag that the host polls; None if the host cannot see a kernel's writes on a busy queue."""
-        ...
 
     # -- programs ------------------------------------------------------------------------------------
 
@@ -103,19 +96,15 @@ class GpuRuntime(Protocol):
         Raises:
             BuildError: The program does not build; the message carries the compiler's log.
         """
-        ...
 
     def kernel_of_source(self, source: str, name: str) -> Kernel:
         """Build a program once from its source, and return a new kernel."""
-        ...
 
     def kernel_identity(self, kernel: Kernel) -> KernelIdentity:
         """Return the files, name and defines of a kernel of :meth:`kernel`."""
-        ...
 
     def written_arguments(self, kernel: Kernel) -> tuple[bool, ...]:
         """Return for each argument of a kernel of :meth:`kernel` whether the kernel may write to it."""
-        ...
 
     def launch(
         self,
@@ -142,7 +131,6 @@ class GpuRuntime(Protocol):
         Raises:
             KernelError: The kernel refuses its arguments.
         """
-        ...
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -152,22 +140,18 @@ class GpuRuntime(Protocol):
         Raises:
             KernelError: Memory is short; this holds for all methods below.
         """
-        ...
 
     def upload(self, array: NDArray[Any]) -> Buffer:
         """Return read-only device memory with an array's content; the array must not change."""
-        ...
 
     def scratch(self, size_bytes: int) -> Buffer:
         """Return device memory that the host does not access."""
-        ...
 
     def shared_scratch(self, name: str, size_bytes: int) -> Buffer:
         """Return device memory of at least a size, for data that one launch passes to the next.
 
         Launches share it by name, since the queue is in order.
         """
-        ...
 
     def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
         """Copy between host and device memory, and wait.
@@ -175,21 +159,17 @@ class GpuRuntime(Protocol):
         Raises:
             KernelError: The driver refuses.
         """
-        ...
 
     # -- queue ---------------------------------------------------------------------------------------
 
     def profiling_twin(self) -> GpuRuntime:
         """Return a runtime on the same device with stamped events; possibly this one."""
-        ...
 
     def enqueue_marker(self) -> Event:
         """Enqueue a marker and return its event."""
-        ...
 
     def flush(self) -> None:
         """Submit the queue to the device."""
-        ...
 
     def finish(self) -> None:
         """Wait until the queue is empty.
@@ -197,22 +177,17 @@ class GpuRuntime(Protocol):
         Raises:
             KernelError: A kernel failed.
         """
-        ...
 
     def hand_to_host(self) -> None:
         """Wait until the queue is empty and the host can read the results: the baseline of fences."""
-        ...
 
     # -- time ----------------------------------------------------------------------------------------
 
     def now_ns(self) -> int:
         """Return the nanoseconds since any fixed moment, on the device's clock."""
-        ...
 
     def host_clock(self) -> HostClock:
         """Return the clock by which the calling thread waits."""
-        ...
 
     def processor_ns(self) -> tuple[int, int]:
         """Return the CPU time of the calling thread and of the process."""
-        ...

@@ -30,7 +30,6 @@ class Launches(Protocol):
 
     def launch(self, x: SharedArray, y: SharedArray, *, tokens: int, style: Variant, label: str) -> Launch:
         """Return a launch."""
-        ...
 
 
 def try_linear(

@@ -1,4 +1,8 @@
-"""Legal graph forms of a shard by its number format and shape; backends choose among them."""
+"""Legal graph forms of a shard by its number format and shape; backends choose among them.
+
+The parameters are those of :meth:`heterollm.kernels.npu.NpuBackend.forms` and ``ffn_forms``; ``floats`` are
+the plain forms of float weights, the default first.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,7 @@ def every_form(
     length: int,
     integer_inputs: bool = False,
 ) -> tuple[GraphForm, ...]:
-    """Return the forms of a linear shard for a backend that runs them all.
-
-    Args:
-        weight: Number format of the shard's weight.
-        floats: Plain forms of float weights; the first is the default where nothing was measured.
-        columns: Inputs ``k``.
-        length: Tokens of one run.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
-    """
+    """Return the forms of a linear shard for a backend that runs them all."""
     plain = floats
     if weight.quantized:
         plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
@@ -34,13 +30,7 @@ def every_form(
 
 
 def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) -> tuple[GraphForm, ...]:
-    """Return the forms of an ffn shard for a backend that runs them all.
-
-    Args:
-        weight: Number format of its weights.
-        width: Intermediate width ``c`` of the shard.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
-    """
+    """Return the forms of an ffn shard for a backend that runs them all."""
     plain: tuple[GraphForm, ...] = ("ffn", "ffn_weight_first")
     if weight.quantized:
         plain = ("ffn_int8",) if integer_inputs else ("ffn",)
@@ -52,14 +42,7 @@ def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) ->
 def reshaped_forms(
     weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
 ) -> tuple[GraphForm, ...]:
-    """Return the forms of a linear shard beside the plain ones, for any backend.
-
-    Args:
-        weight: Number format of the shard's weight.
-        columns: Inputs ``k``.
-        length: Tokens of one run.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
-    """
+    """Return the forms of a linear shard beside the plain ones, for any backend."""
     if weight.quantized:
         # A k-split takes whole pairs of blocks: the 4-bit zero points of a pair share a byte.
         if columns <= K_SPLIT_COLUMNS or 2 * weight.block > K_SPLIT_COLUMNS:
@@ -78,13 +61,7 @@ def reshaped_forms(
 def k_split_ffn_forms(
     weight: WeightFormat, *, width: int, integer_inputs: bool = False
 ) -> tuple[GraphForm, ...]:
-    """Return the legal ffn forms with a k-split of the last linear.
-
-    Args:
-        weight: Number format of its weights.
-        width: Inputs ``c`` of the last linear.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
-    """
+    """Return the legal ffn forms with a k-split of the last linear."""
     if width <= K_SPLIT_COLUMNS or 2 * weight.block > K_SPLIT_COLUMNS:
         return ()
     if integer_inputs:

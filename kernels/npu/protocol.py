@@ -83,17 +83,14 @@ class NpuGraph(Protocol):
     @property
     def length(self) -> int:
         """Tokens of one run."""
-        ...
 
     @property
     def rows(self) -> int:
         """Outputs ``r``."""
-        ...
 
     @property
     def columns(self) -> int:
         """Inputs ``k``."""
-        ...
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that reads ``x`` and writes ``y`` in place, in the calling thread.
@@ -108,7 +105,6 @@ class NpuGraph(Protocol):
         Raises:
             GraphError: An array's shape, type or layout would make the runtime copy it.
         """
-        ...
 
 
 class NpuBackend(Protocol):
@@ -117,42 +113,34 @@ class NpuBackend(Protocol):
     @property
     def name(self) -> str:
         """Name of the backend in reports."""
-        ...
 
     @property
     def time_kind(self) -> TimeKind:
         """Whether its time is real, emulated or simulated."""
-        ...
 
     @property
     def standard_lengths(self) -> tuple[int, ...]:
         """The lengths that :meth:`prepare` accepts, ascending."""
-        ...
 
     @property
     def row_alignment(self) -> int:
         """Multiple of rows at which a row split may lie."""
-        ...
 
     @property
     def copies_by_length(self) -> bool:
         """Whether each standard length of a shard has its own copy of the weights."""
-        ...
 
     @property
     def activation_dtype(self) -> np.dtype[Any]:
         """Element type of every graph's input and output."""
-        ...
 
     @property
     def compiled_count(self) -> int:
         """Graphs that this object has built; loaded ones do not count."""
-        ...
 
     @property
     def loaded_count(self) -> int:
         """Graphs that this object has loaded from the cache."""
-        ...
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
@@ -167,7 +155,6 @@ class NpuBackend(Protocol):
             length: Tokens of one run, standard or not.
             integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
         """
-        ...
 
     def ffn_forms(
         self,
@@ -190,7 +177,6 @@ class NpuBackend(Protocol):
                 weights.
             activation: Activation of the gate.
         """
-        ...
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
@@ -208,7 +194,6 @@ class NpuBackend(Protocol):
                 does not compile or does not run on the NPU as a whole.
             CacheError: The cache folder cannot be written or locked.
         """
-        ...
 
     def count_cycles(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
@@ -227,19 +212,15 @@ class NpuBackend(Protocol):
             GraphError: As :meth:`prepare`, except for the length; or the profile cannot be read.
             OptionError: ``runs`` is not positive.
         """
-        ...
 
     def release(self, shard: NpuShard) -> None:
         """Free the memory of a shard's graphs, which must not run afterwards."""
-        ...
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the backend's software, for keys and reports."""
-        ...
 
     def close(self) -> None:
         """Free all sessions; graphs must not run afterwards. May be called twice."""
-        ...
 
 
 def check_form(

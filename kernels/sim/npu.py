@@ -162,19 +162,6 @@ class SimulatedGraph:
         settle: Waits until the GPU has computed the input.
     """
 
-    __slots__ = (
-        "_clock",
-        "_dtype",
-        "_label",
-        "_real",
-        "_settle",
-        "_time",
-        "columns",
-        "length",
-        "rows",
-        "work",
-    )
-
     def __init__(
         self,
         soc: SocParameters,

@@ -90,28 +90,23 @@ class Fence(Protocol):
     @property
     def strategy(self) -> Strategy:
         """Method of the wait."""
-        ...
 
     @property
     def label(self) -> str:
         """Name of the place in messages."""
-        ...
 
     @property
     def launch(self) -> Launch | None:
         """The kernel that sends the signal, or None; :meth:`sent` may replace :meth:`mark` for a kernel."""
-        ...
 
     def mark(self) -> None:
         """Send the signal behind everything enqueued so far."""
-        ...
 
     def sent(self) -> None:
         """Flush the queue and note that the caller has enqueued :attr:`launch`.
 
         The signal can thus be one of the kernels of a merged launch.
         """
-        ...
 
     def wait(self) -> None:
         """Wait for the signal; later launches may still run.
@@ -120,11 +115,9 @@ class Fence(Protocol):
             FenceError: The signal did not come within the timeout.
             KernelError: A kernel failed.
         """
-        ...
 
     def __call__(self) -> None:
         """Mark and wait at once."""
-        ...
 
 
 # -- strategies of a device --------------------------------------------------------------------------
@@ -266,18 +259,6 @@ class PollingFence:
         clock: Clock of the host.
         prediction: Predictor of the time from mark to signal; None polls at once.
     """
-
-    __slots__ = (
-        "_clock",
-        "_limits",
-        "_marked_ns",
-        "_seen",
-        "_signal",
-        "_spin_ns",
-        "label",
-        "prediction",
-        "strategy",
-    )
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from heterollm.kernels.sync import (
     refused_strategies,
     strategies_for,
 )
-from heterollm.kernels.sync.faults import Gate, delay_graph
+from heterollm.kernels.sync.faults import Gate
 from heterollm.kernels.sync.fence import PollingFence
 from heterollm.kernels.sync.litmus import Litmus
 
@@ -122,8 +122,8 @@ def test_hand_overs_come_in_the_order_of_the_queue(runtime, strategy):
         np.testing.assert_array_equal(writer.data.array, number)
 
 
-def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, monkeypatch):
-    """The whole chain: a late kernel, a hand-over, a late graph, and a kernel behind it."""
+def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, monkeypatch, delay_graph):
+    """The whole chain: a late kernel, a fence, a late graph, and a kernel behind it."""
     write_graph = npu_host.write_graph
 
     def write_delayed(*arguments):
