@@ -7,7 +7,6 @@ from .heads import Rotation as Rotation
 from .heads import Scores as Scores
 from .heads import head_stride as head_stride
 from .launch import Argument as Argument
-from .launch import ChainedLaunch as ChainedLaunch
 from .launch import Launch as Launch
 from .linear import GpuLinear as GpuLinear
 from .memory import SharedArray as SharedArray

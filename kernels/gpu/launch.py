@@ -85,38 +85,30 @@ class OpenClLaunch(Launch):
             self._queue.finish()
 
 
-class ChainedLaunch(OpenClLaunch):
+class ChainedLaunch(Launch):
     """A launch that first enqueues another one, which prepares its input."""
 
-    __slots__ = ("before",)
+    __slots__ = ("before", "last")
 
-    def __init__(
-        self,
-        before: Launch,
-        queue: cl.CommandQueue,
-        kernel: cl.Kernel,
-        arguments: Sequence[Argument],
-        global_size: tuple[int, ...],
-        local_size: tuple[int, ...],
-        label: str,
-    ) -> None:
-        super().__init__(queue, kernel, arguments, global_size, local_size, label)
+    def __init__(self, before: Launch, last: Launch) -> None:
+        super().__init__(last.kernel, last.arguments, last.label)
         self.before = before
+        self.last = last
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """The first launch, and this one without it."""
-        sizes = self.global_size, self.local_size
-        return self.before, OpenClLaunch(self._queue, self.kernel, self.arguments, *sizes, self.label)
+        """Both launches in order."""
+        return self.before, self.last
+
+    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+        """Replace the argument ``old`` of the last launch by other memory."""
+        self.last.replace(old, new)
+        self.arguments = self.last.arguments
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue both kernels without waiting; returns the event of the last."""
         self.before()
-        return self.alone()
-
-    def alone(self) -> Any:  # noqa: ANN401
-        """Enqueue the second kernel without the first; returns its event."""
-        return super().__call__()
+        return self.last()
 
 
 def host_address(argument: Argument) -> int:

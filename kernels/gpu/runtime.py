@@ -139,11 +139,11 @@ class OpenClRuntime:
         work: Callable[[], GpuWork] | None = None,  # noqa: ARG002 - only simulated devices use it
     ) -> Launch:
         """Return a launch of a kernel; see :class:`heterollm.kernels.gpu.GpuRuntime`."""
-        own = self.queue, kernel, arguments, global_size, local_size, label
         try:
-            return OpenClLaunch(*own) if before is None else ChainedLaunch(before, *own)
+            launch = OpenClLaunch(self.queue, kernel, arguments, global_size, local_size, label)
         except (OpenClError, TypeError) as error:
             raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
+        return launch if before is None else ChainedLaunch(before, launch)
 
     def _build(self, source: str, options: list[str], name: str) -> cl.Program:
         # PoCL has a cache of binaries; for other drivers this is one file per program and driver.

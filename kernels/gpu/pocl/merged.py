@@ -129,7 +129,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
 def _kernels(call: Callable[[], Any]) -> tuple[OpenClLaunch, ...]:
     """Return the launches of a call in order; none if it is no launch on a queue."""
     if isinstance(call, ChainedLaunch):
-        return (*_kernels(call.before), call)
+        return (*_kernels(call.before), *_kernels(call.last))
     return (call,) if isinstance(call, OpenClLaunch) else ()
 
 
