@@ -67,8 +67,7 @@ K_SPLIT_COLUMNS = 4096
 """Most inputs of one range of a k-split. By HeteroLLM's published operator latencies a Hexagon needs 3.5
 times as long for each weight at 14336 inputs as at 4096, with 1 token and with 256. The emulator shows no
 such limit; `heterollm profile --characterise` shows where a device has it. The cache key of a graph does not
-contain this
-number: raise ``GRAPH_VERSION`` with it."""
+contain it, so raise ``GRAPH_VERSION`` with it."""
 
 TILE_TOKENS = 32
 """Tokens of a tile: llm.npu found 32x32 tokens 1.6 times faster than 1024x1 (section 4)."""
