@@ -1,6 +1,6 @@
 """How late does the host see the end of a GPU kernel by each hand-over strategy, and what does waiting cost?
 
-The laboratory of kernels/sync/handover.py. Kernels of about 0.1, 0.3, 1 and 5 ms, strategies in turns.
+The laboratory of kernels/sync/fence.py. Kernels of about 0.1, 0.3, 1 and 5 ms, strategies in turns.
 The latency is the time from the kernel's end, by the device's own timestamp, until the hand-over returns;
 `processor` is the waiting thread's processor time as a share of the wait. Batches during which other
 processes computed are repeated; those that stay disturbed are kept and counted.

@@ -26,7 +26,7 @@ from heterollm.base import bandwidth_gbps
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.npu import HostNpu, NpuSlice
+from heterollm.kernels.npu import HostNpu, LinearShard
 from heterollm.kernels.open import open_device
 from heterollm.profiler.measure import measure_interleaved
 
@@ -74,7 +74,7 @@ def bench_shape(device: Device, name: str, tokens: int, seed: int, rounded: bool
         opencl.append(packed.launch(x, y, tokens=tokens, label=name))
         checked = [(opencl[-1], device.gpu.finish)]
         if tokens in device.npu.standard_lengths:
-            part = NpuSlice(weight, copy, name, ((0, rows),), f"bench {seed} {tokens}", rounded)
+            part = LinearShard(weight, copy, name, ((0, rows),), f"bench {seed} {tokens}", rounded)
             runtime.append(device.npu.prepare(part, tokens).bind(x.array, y.array))
             checked.append((runtime[-1], lambda: None))
         expected = inputs @ weight.dequantize().astype(np.float64).T

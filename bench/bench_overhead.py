@@ -4,7 +4,7 @@ Overhead is 1 - (kernel events + session time) / wall: the times of a traced run
 every kernel, against the wall of the same run and of an untraced one. Levels `gpu` (all cores on the OpenCL
 part, no NPU) and `npu` (half the cores each), every run in a process of its own. A second table breaks the
 kernels of prefill and decode down by class behind 0, 512 and 2048 tokens, with decode's launches one by one
-instead of merged (kernels/gpu/merged.py), since a merged launch has one event.
+instead of merged (kernels/gpu/pocl/merged.py), since a merged launch has one event.
 
 TinyLlama-1.1B's shape with random weights. Only tokens during which other processes were idle count.
 

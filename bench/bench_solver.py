@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from conditions import conditions
 
-from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
 from heterollm.model.known import Size
@@ -51,9 +51,9 @@ class FormulaCosts:
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
         """Unpacking or operations; long rows cost more unless they are in chunks."""
         weights = sum(member_rows) * spec.columns
-        slower = 3.5 if spec.columns > CHUNK_COLUMNS and form != "k_chunked" else 1.0
+        slower = 3.5 if spec.columns > K_SPLIT_COLUMNS and form != "k_chunked" else 1.0
         if spec.then is not None:
-            own = 3.5 if member_rows[0] > CHUNK_COLUMNS and form != "ffn_k_chunked" else 1.0
+            own = 3.5 if member_rows[0] > K_SPLIT_COLUMNS and form != "ffn_k_chunked" else 1.0
             weights += int(own * member_rows[0] * spec.then.rows)
         return 110.0 + slower * weights * max(1 / 30.7e3, 2 * length / 5.6e6)
 
@@ -70,7 +70,7 @@ def formula_forms(spec: OpSpec, length: int) -> tuple[str, ...]:
     """Return two forms where chunks make sense, as on Hexagon."""
     plain, columns = ("matmul_nbits", spec.columns) if spec.then is None else ("ffn", spec.then.columns)
     chunked = "k_chunked" if spec.then is None else "ffn_k_chunked"
-    return (plain, chunked) if columns > CHUNK_COLUMNS and length else (plain,)
+    return (plain, chunked) if columns > K_SPLIT_COLUMNS and length else (plain,)
 
 
 def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Costs], NpuLimits]]:

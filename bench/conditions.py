@@ -22,7 +22,7 @@ __all__ = ["CORES", "TICK_S", "busy_s", "conditions", "undisturbed", "wait_until
 
 def conditions() -> dict[str, Any]:
     """Return the machine, the commit, the load and any chosen processor, for every line of results."""
-    from heterollm.kernels.gpu.pocl_target import chosen_target
+    from heterollm.kernels.gpu.pocl.target import chosen_target
 
     return {
         "machine": processor_name(),

@@ -27,12 +27,12 @@ from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
-from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
+from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend
 from heterollm.profiler.records import LinearPoint
 
 SIZES: Final = (256, 512, 768, 1024)
 TOKENS: Final = (1, 8, 16, 31, 32, 33, 64, 65, 96, 128)
-FORMS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
+FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 RUNS: Final = 10
 VISITS: Final = 2
 AGREEING: Final = 4
@@ -98,7 +98,9 @@ def collect(path: Path, minutes: float) -> Counts:
                     break
                 busy, own, begin = _pressing_s(), time.process_time(), time.perf_counter()
                 fill_tiles()
-                found = npu.count_cycles(_slice(point), point.tokens, cast("Form", point.form), runs=RUNS)
+                found = npu.count_cycles(
+                    _slice(point), point.tokens, cast("GraphForm", point.form), runs=RUNS
+                )
                 wall = time.perf_counter() - begin
                 others_s = _pressing_s() - busy - (time.process_time() - own)
                 if others_s > OTHERS_FRACTION * wall:
@@ -155,10 +157,10 @@ def _row(point: LinearPoint) -> dict[str, Any]:
     return {"columns": point.columns, "rows": point.rows, "tokens": point.tokens, "form": point.form}
 
 
-def _slice(point: LinearPoint) -> NpuSlice:
+def _slice(point: LinearPoint) -> LinearShard:
     weight = np.random.default_rng(0).standard_normal((point.rows, point.columns), np.float32)
     name = f"random {point.rows} x {point.columns}"
-    return NpuSlice((weight * 0.05).astype(np.float16), 0, "o", ((0, point.rows),), name)
+    return LinearShard((weight * 0.05).astype(np.float16), 0, "o", ((0, point.rows),), name)
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from typing import Final, TypeAlias
 import numpy as np
 from conditions import conditions
 
-from heterollm.kernels.npu import Form, NpuSlice
+from heterollm.kernels.npu import GraphForm, LinearShard
 from heterollm.report.plots import new_figure, save_png, step_curves
 
 SIZE: Final = 256
 TOKENS: Final = (1, 4, 8, 12, 16, 20, 24, 28, 31, 32, 33, 36, 48, 63, 64, 65, 80, 96, 97, 112, 128)
 LONGEST: Final = max(TOKENS)
-NAMES: Final[dict[Form, str]] = {
+NAMES: Final[dict[GraphForm, str]] = {
     "weight_first": "weight first, W·x",
     "activation_first": "activation first, x·W",
 }
@@ -54,7 +54,7 @@ def collect(path: Path, minutes: float) -> None:
     from heterollm.kernels.npu import QnnNpu
 
     values = np.random.default_rng(0).standard_normal((SIZE, SIZE), np.float32) * 0.05
-    part = NpuSlice(values.astype(np.float16), 0, "o", ((0, SIZE),), f"random {SIZE} x {SIZE}")
+    part = LinearShard(values.astype(np.float16), 0, "o", ((0, SIZE),), f"random {SIZE} x {SIZE}")
     give_up = time.monotonic() + minutes * 60
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="heterollm-stages-") as cache:

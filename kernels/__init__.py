@@ -1,1 +1,1 @@
-"""What talks to hardware: OpenCL kernels, NPU graphs, devices, and the memory they share."""
+"""The layer above the hardware: OpenCL kernels, NPU graphs, devices, and the memory they share."""

@@ -21,7 +21,7 @@ from heterollm.kernels.gpu import (
     STEP_POSITION,
     STEP_WORDS,
     Buffer,
-    GpuLayers,
+    GpuGlue,
     GpuRuntime,
     HeadShape,
     KvLayer,
@@ -170,7 +170,7 @@ class LayerCases:
     """
 
     gpu: GpuRuntime
-    layers: GpuLayers
+    layers: GpuGlue
     activation_dtype: np.dtype[Any]
     cache_dtype: np.dtype[Any]
     generator: np.random.Generator

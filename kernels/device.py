@@ -1,4 +1,4 @@
-"""Devices: a GPU part, an NPU part, and the memory between them."""
+"""Devices: a GPU, an NPU, and shared memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Device:
 
     Args:
         name: Its name: ``snapdragon``, ``host`` or ``emulator``, or ``sim:`` and that of a simulated SoC.
-        gpu: The OpenCL part.
-        npu: The NPU part; None if the device was opened without one.
-        split: Cores of the two parts, where they share one processor.
-        activation_dtype: Storage type of what feeds and leaves a linear layer.
+        gpu: The GPU.
+        npu: The NPU; None if the device was opened without one.
+        split: CPU cores of GPU and NPU, if they run on CPU cores.
+        activation_dtype: Storage type of the inputs and outputs of linear layers.
         cache_dtype: Storage type of the KV cache.
         time_kind: Whether times measured on it are real, emulated or simulated.
-        reason: Why ``auto`` chose it; empty if it was asked for.
+        reason: Why ``auto`` chose it; empty otherwise.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Device:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its times are those of a model, and not measured."""
+        """Whether its times are modelled, not measured."""
         return self.time_kind == "simulated"
 
     def now_s(self) -> float:
-        """Return the seconds that its times are in: real ones, or those of a virtual clock."""
+        """Return the seconds of its clock, real or virtual."""
         return self.gpu.now_ns() / 1e9
 
     def pin(self) -> bool:
-        """Pin the calling thread (the engine thread) to the NPU part's cores."""
+        """Pin the calling thread (the engine thread) to the NPU's cores."""
         return pin_current_thread(self.split.npu_cores or allowed_cores())
 
     def description(self) -> dict[str, Any]:
-        """Return parts, drivers and thread split: what a measurement must be filed under."""
+        """Return processors, drivers and thread split, which identify measurements."""
         traits = self.gpu.traits
         return {
             "device": self.name,
@@ -77,7 +77,7 @@ class Device:
             "npu_copies_by_length": self.npu is not None and self.npu.copies_by_length,
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
-            # What a simulated device computes in says nothing of its times.
+            # The numerics of a simulated device do not affect its times.
             "activation_dtype": "float16" if self.is_simulated else self.activation_dtype.name,
         }
 
@@ -86,20 +86,20 @@ class Device:
         return fingerprint_of(self.description())
 
     def close(self) -> None:
-        """Release the NPU's sessions; OpenCL memory goes with its last reference."""
+        """Release the NPU's sessions; OpenCL memory is freed with its last reference."""
         if self.npu is not None:
             self.npu.close()
 
 
 def fingerprint_of(description: Mapping[str, Any]) -> str:
-    """Return the short hash of a device's description that measurements are filed under."""
+    """Return the short hash of a device's description, the key of measurements."""
     text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """Whether a device can be opened here; if not, why and what to install; and what its times are."""
+    """Status of a device on this machine: usable or not with reason and fix, and its type of time."""
 
     name: str
     usable: bool

@@ -1,7 +1,6 @@
-"""Opens devices by name, and lists those that are here.
+"""Opens devices by name, and lists the devices of this machine.
 
-A device is opened on the thread that will run it (the engine thread), because cores are given out by the
-affinity of the thread that opens it.
+The engine thread opens the device that it will run, because its affinity determines the cores.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
 QUALCOMM: Final = "qualcomm"
 
 SHARE_CORES: Final = ("auto", "host")
-"""Devices whose parts share the cores of one processor; ``auto`` may open one."""
+"""Devices whose two processors share CPU cores, and ``auto``, which may open one."""
 
 # The CPU runtimes take their thread count once per process, from the environment.
 _process_split: ThreadSplit | None = None
@@ -64,16 +63,17 @@ def open_device(
     """Open a device on the calling thread.
 
     Args:
-        name: ``snapdragon``, ``host``, ``emulator``, or ``auto``: ``snapdragon`` if both of its parts pass
-            a self-test, else ``host``. Or ``sim:`` and the name of a SoC or the path of its YAML file.
-        gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU part on ``host``; 0 opens it without an NPU.
+        name: ``snapdragon``, ``host``, ``emulator``, or ``auto``, which is ``snapdragon`` if both of its
+            processors pass a self-test, else ``host``; or ``sim:`` with the name of a SoC or of its YAML
+            file.
+        gpu_threads: Threads of OpenCL on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU on ``host``; 0 opens the device without an NPU.
         profiling: Whether OpenCL events carry timestamps.
-        coherent: Overrides whether host and GPU see each other's writes without map and unmap.
-        simulation: How to simulate, for a simulated device.
+        coherent: Whether host and GPU see each other's writes without map and unmap; None detects it.
+        simulation: Options of a simulated device.
 
     Raises:
-        DeviceError: A part is missing or fails; the message says what to install.
+        DeviceError: A processor is missing or fails; the message gives a fix.
         OptionError: The name or a thread count is not legal.
     """
     if is_simulated(name):
@@ -84,7 +84,7 @@ def open_device(
     if name == "auto":
         try:
             device = _open_snapdragon(profiling, coherent, split_threads(gpu_threads, npu_threads))
-            device.reason = "both parts passed a self-test"
+            device.reason = "both processors passed a self-test"
         except DeviceError:
             device = _open_host(gpu_threads, npu_threads, profiling, coherent)
             device.reason = (
@@ -102,23 +102,23 @@ def open_device(
 
 
 def shares_cores(name: str) -> bool:
-    """Whether the parts of the device of this name share the cores of one processor, or may."""
+    """Return whether the two processors of a device share CPU cores, or may."""
     return name in SHARE_CORES
 
 
 def list_devices() -> list[DeviceStatus]:
-    """Return what is here, and for what is not usable why and what to install. Opens nothing."""
+    """Return the status of all devices, with reason and fix for unusable ones. Opens none."""
     checks: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
         "snapdragon": (_find_adreno, lambda: _require_qnn(emulator=False)),
         "host": (_find_cpu, _require_onnxruntime),
         "emulator": (_find_cpu, lambda: _require_qnn(emulator=True)),
     }
     statuses = []
-    for name, parts in checks.items():
+    for name, both in checks.items():
         texts: list[str] = []
         reasons: list[str] = []
         fixes: list[str] = []
-        for check in parts:
+        for check in both:
             try:
                 texts.append(check())
             except DeviceError as error:
@@ -127,7 +127,11 @@ def list_devices() -> list[DeviceStatus]:
                 fixes.append(error.fix)
         reason, fix = " ".join(reasons), " ".join(dict.fromkeys(filter(None, fixes)))
         time: TimeKind = "emulated" if name == "emulator" else "real"
-        statuses.append(DeviceStatus(name, not reasons, texts[0], texts[1], reason, fix, time))
+        gpu, npu = texts
+        usable = not reasons
+        statuses.append(
+            DeviceStatus(name=name, usable=usable, gpu=gpu, npu=npu, reason=reason, fix=fix, time=time)
+        )
     return statuses
 
 
@@ -187,7 +191,7 @@ def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None)
 
 
 def _self_test_gpu(runtime: OpenClRuntime) -> None:
-    """Compute one small linear layer: single kernels have been wrong on one compiler version before."""
+    """Compute one small linear layer: compilers have built wrong kernels before."""
     from heterollm.kernels.gpu import GpuLinear
 
     generator = np.random.default_rng(0)
@@ -210,17 +214,17 @@ def _self_test_gpu(runtime: OpenClRuntime) -> None:
         )
 
 
-# -- what is installed -------------------------------------------------------------------------------
+# -- installed software ------------------------------------------------------------------------------
 
 
 def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
     """Return every OpenCL device; the first call of the process fixes the threads of CPU runtimes.
 
     Args:
-        split: Threads that are wanted; None takes what the process has, or the default.
+        split: Required thread split; None for that of the process, or the default.
 
     Raises:
-        DeviceError: There is no OpenCL, or it runs with another split already.
+        DeviceError: There is no OpenCL, or it already runs with another split.
         EngineError: The process was forked from one that had opened a device.
     """
     global _process_split
@@ -266,14 +270,14 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
 
 
 def _make_pocl_cache() -> None:
-    """Make the folder of PoCL's cache: where it cannot write, it offers no device and does not say why."""
+    """Create PoCL's cache folder; PoCL silently offers no device if it cannot write there."""
     default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
     folder = Path(os.environ.get("POCL_CACHE_DIR", default))
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = _writable_copy(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if folder == default:  # another one is not heterollm's to clear
+        if folder == default:  # heterollm clears no other folder
             guard_programs(folder)
     except OSError as error:
         raise DeviceError(
@@ -335,7 +339,7 @@ def _require_qnn(*, emulator: bool) -> str:
 
 
 def _writable_copy(folder: Path) -> Path:
-    """Return a copy of a folder that cannot be written, which is gone when the process ends."""
+    """Return a writable copy of a read-only folder, deleted at exit."""
     copy = tempfile.mkdtemp(prefix="heterollm-opencl-")
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for path in folder.rglob("*"):

@@ -1,9 +1,9 @@
-"""The nouns that model, profiler, solver and executor share.
+"""The nouns that model, profiler, solver and engine share.
 
 A *group* is a set of linear layers that read the same input and run as one operator: ``qkv``, ``o``,
 ``gate_up``, ``down``, ``head``. Shapes are ``m`` tokens × ``k`` inputs × ``n`` outputs; a weight is
-``[n, k]``, output rows first. A *block* group (``ffn``) is two such groups and what lies between them, cut as
-a whole along the width in the middle.
+``[n, k]``, output rows first. The ``ffn`` group is gate, up, their activation and down as one operator, which
+is split along the intermediate width.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
     "Phase",
     "Precision",
     "WeightFormat",
-    "feed_forward_block",
-    "feed_forward_blocks",
+    "ffn_spec",
+    "ffn_specs",
 ]
 
 Precision = Literal["w4a16", "w4a8", "fp16"]
@@ -33,19 +33,19 @@ Phase = Literal["prefill", "decode"]
 Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn"]
 Join = Literal["concatenate", "sum"]
 Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
+"""Activation of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
 
 GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down", "head")
-"""The groups of linears in the order in which a token meets them; ``ffn`` stands for two of them."""
+"""The groups of linears in the order of a pass; ``ffn`` replaces ``gate_up`` and ``down``."""
 
 
 class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the numbers of one linear weight are stored.
+    """Storage format of a linear weight.
 
     Args:
         bits: 4 or 8 for block-quantised weights, 16 or 32 for floats.
         block: Inputs that share one scale (a power of two of at least 16); 0 for floats.
-        symmetric: Whether zero is the middle code rather than stored per block; true for floats.
+        symmetric: Whether zero is the middle code instead of a stored zero point; true for floats.
     """
 
     bits: Literal[4, 8, 16, 32]
@@ -81,20 +81,20 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """One group of linear layers, as the model lists it.
+    """One group of linear layers of a model.
 
     Args:
-        group: Which group.
+        group: Name of the group.
         layer: Decoder layer, counted from 0; -1 for the head.
-        members: The linears in the order in which their rows are stacked.
+        members: The linears in the order of their stacked rows.
         columns: Inputs ``k`` that all members read.
         weight: Number format of all members.
-        join: How the parts of a cut come together.
+        join: How the outputs of both processors' shards combine.
         source: Name of the value read.
         target: Name of the value written.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights (``w4a8``).
-        then: Of a block group, the linear that reads what its members make; ``members`` are then cut rows
-            of the width in the middle, and the outputs of the parts are summed.
+        then: The down projection of an ``ffn`` group, else None; a split then divides the intermediate width,
+            and the shards' outputs are summed.
     """
 
     group: Group
@@ -128,38 +128,33 @@ class OpSpec:
         return self.slice_bytes(self.member_rows)
 
     def slice_bytes(self, member_rows: tuple[int, ...]) -> int:
-        """Return the bytes of weights of some rows of each member, and of what a block does with them."""
+        """Return the bytes of weights of some rows of each member and of the matching columns of ``then``."""
         own = self.weight.weight_bytes(sum(member_rows), self.columns)
         if self.then is None:
             return own
         return own + self.then.weight.weight_bytes(self.then.rows, member_rows[0])
 
 
-def feed_forward_block(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
-    """Return a layer's feed-forward network as one group, cut along its intermediate width.
+def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
+    """Return a layer's feed-forward network as one group.
 
-    Each part computes its rows of gate and up, the activation of those, and the product with the columns of
-    ``down`` that they meet: a partial sum of all outputs.
-
-    Args:
-        gate_up: The gate and up projections.
-        down: The projection that follows.
+    A shard has rows of gate and up, their activation, and the matching columns of ``down``: a partial sum.
 
     Returns:
-        The group; None where the two have different number formats, which one graph form does not name.
+        The group; None if the two have different number formats, since one graph takes one format.
     """
     if gate_up.weight != down.weight or gate_up.integer_inputs != down.integer_inputs:
         return None
     return replace(gate_up, group="ffn", target=down.target, join="sum", then=down)
 
 
-def feed_forward_blocks(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
-    """Return the blocks of the layers that have one, from all groups of linears of a model."""
+def ffn_specs(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
+    """Return the ffn group of each layer that has one, from all groups of a model."""
     layers: dict[int, dict[Group, OpSpec]] = {}
     for spec in specs:
         layers.setdefault(spec.layer, {})[spec.group] = spec
     found = (
-        feed_forward_block(groups["gate_up"], groups["down"])
+        ffn_spec(groups["gate_up"], groups["down"])
         for groups in layers.values()
         if "gate_up" in groups and "down" in groups
     )

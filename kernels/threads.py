@@ -1,4 +1,4 @@
-"""Which processor cores each part of the ``host`` device uses."""
+"""CPU cores of the ``host`` device's GPU and NPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ThreadSplit:
-    """The cores of the two parts; they overlap only where there are fewer cores than threads."""
+    """The cores of GPU and NPU; they overlap only if there are fewer cores than threads."""
 
     gpu_cores: tuple[int, ...]
     npu_cores: tuple[int, ...]
@@ -38,11 +38,11 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None) -> ThreadSplit:
-    """Divide the allowed cores between the parts: half each unless told otherwise.
+    """Divide the allowed cores between GPU and NPU, by default in halves.
 
     Args:
-        gpu_threads: Threads of the GPU part, at least 1.
-        npu_threads: Threads of the NPU part; 0 opens the device without an NPU.
+        gpu_threads: Threads of the GPU, at least 1.
+        npu_threads: Threads of the NPU; 0 opens the device without an NPU.
 
     Raises:
         OptionError: A number is out of range, or both together exceed the allowed cores.
@@ -59,7 +59,7 @@ def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None
     if gpu_threads < 1 or npu_threads < 0 or max(gpu_threads, npu_threads) > len(cores):
         raise OptionError(
             f"{gpu_threads} GPU and {npu_threads} NPU threads do not fit {len(cores)} cores.",
-            fix="The GPU part needs 1 thread or more, the NPU part 0 or more.",
+            fix="The GPU needs 1 thread or more, the NPU 0 or more.",
         )
     if gpu_threads + npu_threads > max(2, len(cores)):
         raise OptionError(

@@ -105,7 +105,7 @@ def _forms(
 ) -> tuple[str, ...]:
     if spec.then is None:
         return npu.forms(spec.weight, columns=spec.columns, length=tokens, integer_inputs=spec.integer_inputs)
-    return npu.block_forms(
+    return npu.ffn_forms(
         spec.weight,
         width=placement.npu_rows[0],
         columns=spec.columns,

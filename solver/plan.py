@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
-from heterollm.kernels.ops import GROUPS, OpSpec, Phase, feed_forward_blocks
+from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
 from heterollm.solver.placements import GPU_ONLY, BlockPlacement, Placement
 from heterollm.solver.plan_records import HeldSlice, PhaseSync, PlanEntry, held_slices
 from heterollm.solver.request import PlanRequest
@@ -92,7 +92,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: No entry covers a case, or a placement cannot run it.
         """
         decisive = [entry for entry in self.entries if entry.serves(phase, tokens)]
-        blocks = {block.layer: block for block in feed_forward_blocks(specs)}
+        blocks = {block.layer: block for block in ffn_specs(specs)}
         whole: dict[int, Placement] = {}
         for layer, block in blocks.items():
             found = _first(decisive, block, tokens)
@@ -140,7 +140,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(
             spec.slice_bytes(held.npu_rows) * (len(held.lengths) if copies_by_length else 1)
             for held in self.slices
-            for spec in (*specs, *feed_forward_blocks(specs))
+            for spec in (*specs, *ffn_specs(specs))
             if spec.group == held.group and held.layers[0] <= spec.layer <= held.layers[1]
         )
 

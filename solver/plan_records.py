@@ -22,7 +22,7 @@ class PhaseSync(Struct, frozen=True, forbid_unknown_fields=True):
     """How the NPU waits for the GPU in each phase.
 
     ``operator`` finishes the GPU's queue after every operator: the baseline that fast waits are compared
-    with. The others are strategies of :mod:`heterollm.kernels.sync.handover`; every device offers ``event``.
+    with. The others are strategies of :mod:`heterollm.kernels.sync.fence`; every device offers ``event``.
     """
 
     prefill: SyncChoice = "event"

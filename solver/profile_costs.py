@@ -10,7 +10,7 @@ from typing import Final, TypeAlias, TypeGuard
 
 from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
-from heterollm.kernels.npu import CHUNK_COLUMNS, Form
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, GraphForm
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import SUBMISSIONS, Operator, layer_key
@@ -78,7 +78,7 @@ FLAT_FACTOR: Final = 1.05
 LEAST_HIDDEN_FRACTION: Final = 0.25
 """Of a small graph's time: below it, that a graph is faster behind a wait may be noise."""
 
-BLOCKS_IN_PIECES: Final[tuple[Form, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
+BLOCKS_IN_PIECES: Final[tuple[GraphForm, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
 
 
 class ProfileCosts:
@@ -226,12 +226,12 @@ def limits_of(profile: Profile) -> NpuLimits | None:
         if key.part == "npu":
             point = key.point
             sizes = measured.setdefault((point.weight, point.integer_inputs, point.is_block), {})
-            wide = point.is_block and point.member_rows[0] > CHUNK_COLUMNS
+            wide = point.is_block and point.member_rows[0] > K_SPLIT_COLUMNS
             sizes.setdefault((point.columns, point.tokens, wide), set()).add(point.form)
 
     def forms(spec: OpSpec, length: int) -> tuple[str, ...]:
         sizes = measured.get((spec.weight, spec.integer_inputs, spec.then is not None), {})
-        wide = spec.then is not None and spec.then.columns > CHUNK_COLUMNS
+        wide = spec.then is not None and spec.then.columns > K_SPLIT_COLUMNS
         own = sizes.get((spec.columns, length, wide))
         if own is None:
             alike = [found for size, found in sizes.items() if size[2] == wide] or list(sizes.values())

@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import structs
 
 from heterollm.base import OptionError
-from heterollm.kernels.ops import Group, OpSpec, Phase, feed_forward_blocks
+from heterollm.kernels.ops import Group, OpSpec, Phase, ffn_specs
 from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
 from heterollm.solver.chain import Chain, Choice, activation_cost, network_us, solve_chain
 from heterollm.solver.costs import Costs, RememberedCosts
@@ -102,7 +102,7 @@ class Solver:
         """One layer's feed-forward network as a block; None where the level or the NPU has none."""
         if self.level != "block" or self.limits is None:
             return None
-        return next(iter(feed_forward_blocks(self.layer)), None)
+        return next(iter(ffn_specs(self.layer)), None)
 
     @property
     def layers(self) -> int:

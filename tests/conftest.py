@@ -184,3 +184,76 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
         "models": ["a model w4a16"],
     }
     return profile
+
+
+@pytest.fixture
+def delay_graph():
+    """A function that delays a graph: ``delay_graph(path of the model, turns of a loop)``."""
+    return _delay_graph
+
+
+def _delay_graph(model, turns):
+    """Delay the output of an ONNX file by a loop, each turn of which takes some microseconds.
+
+    The delay is inside the graph, so that the data really comes late. The loop computes a zero, which is
+    added to the output. Runtimes do not fold loops, and this one depends on the input's shape.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    graph_model = onnx.load(str(model), load_external_data=False)
+    graph = graph_model.graph
+    output = graph.output[0]
+    kind = output.type.tensor_type.elem_type
+    for node in graph.node:
+        for place, name in enumerate(node.output):
+            if name == output.name:
+                node.output[place] = "undelayed"
+    graph.initializer.extend(
+        [
+            helper.make_tensor("delay_turns", TensorProto.INT64, [], [turns]),
+            helper.make_tensor("delay_true", TensorProto.BOOL, [], [True]),
+            helper.make_tensor("delay_nothing", TensorProto.FLOAT, [1], [0.0]),
+            helper.make_tensor("delay_square", TensorProto.INT64, [2], [64, 64]),
+            helper.make_tensor("delay_first", TensorProto.INT64, [1], [0]),
+        ]
+    )
+    graph.node.extend(
+        [
+            helper.make_node("Shape", [graph.input[0].name], ["delay_shape"]),
+            helper.make_node("Gather", ["delay_shape", "delay_first"], ["delay_length"]),
+            helper.make_node("Cast", ["delay_length"], ["delay_float"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["delay_float", "delay_nothing"], ["delay_zero"]),
+            helper.make_node("Expand", ["delay_zero", "delay_square"], ["delay_start"]),
+            helper.make_node(
+                "Loop", ["delay_turns", "delay_true", "delay_start"], ["delay_end"], body=_delay_body()
+            ),
+            helper.make_node("ReduceMax", ["delay_end"], ["delay_sum"], keepdims=0),
+            helper.make_node("Cast", ["delay_sum"], ["delay_added"], to=kind),
+            helper.make_node("Add", ["undelayed", "delay_added"], [output.name]),
+        ]
+    )
+    onnx.save(graph_model, str(model))
+
+
+def _delay_body():
+    """Return the body of the loop: a product with zeros."""
+    from onnx import TensorProto, helper
+
+    return helper.make_graph(
+        [
+            helper.make_node("Identity", ["delay_condition_in"], ["delay_condition_out"]),
+            helper.make_node("MatMul", ["delay_in", "delay_zeros"], ["delay_out"]),
+        ],
+        "delay",
+        [
+            helper.make_tensor_value_info("delay_turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("delay_condition_in", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("delay_in", TensorProto.FLOAT, [64, 64]),
+        ],
+        [
+            helper.make_tensor_value_info("delay_condition_out", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("delay_out", TensorProto.FLOAT, [64, 64]),
+        ],
+        [helper.make_tensor("delay_zeros", TensorProto.FLOAT, [64, 64], [0.0] * 64 * 64)],
+    )

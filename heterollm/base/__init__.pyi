@@ -17,8 +17,8 @@ from .errors import CacheError as CacheError
 from .errors import CheckpointError as CheckpointError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
+from .errors import FenceError as FenceError
 from .errors import GraphError as GraphError
-from .errors import HandOverError as HandOverError
 from .errors import HeteroLLMError as HeteroLLMError
 from .errors import InputError as InputError
 from .errors import KernelError as KernelError

@@ -10,7 +10,7 @@ import numpy as np
 from heterollm.doctor.case import SEED, Case
 from heterollm.kernels.cases import LayerCases, Numbers
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GpuLayers, HeadShape, Scores
+from heterollm.kernels.gpu import GpuGlue, HeadShape, Scores
 
 __all__ = ["gpu_layer_cases"]
 
@@ -20,7 +20,7 @@ CAPPED: Final = Scores(SHAPE.head_dim**-0.5, soft_cap=0.5)
 
 def gpu_layer_cases(device: Device) -> Iterator[Case]:
     """Yield every operator, with cut inputs where it reads a linear layer's output."""
-    layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
+    layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
 
     def made() -> LayerCases:
         generator = np.random.default_rng(SEED)

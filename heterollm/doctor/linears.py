@@ -12,7 +12,7 @@ from heterollm.kernels.cases import Numbers, fill_slot, run_launches, slot_value
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import random_weight, reference
 from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
+from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["gpu_linear_cases", "npu_cases"]
@@ -92,7 +92,7 @@ def npu_cases(npu: NpuBackend) -> Iterator[Case]:
 
 
 def _npu_linear(
-    npu: NpuBackend, number_format: WeightFormat, form: Form, length: int
+    npu: NpuBackend, number_format: WeightFormat, form: GraphForm, length: int
 ) -> Callable[[], Numbers]:
     def run() -> Numbers:
         generator = np.random.default_rng(SEED)
@@ -100,7 +100,7 @@ def _npu_linear(
         x = generator.standard_normal((length, COLUMNS), np.float32).astype(npu.activation_dtype)
         y = np.zeros((length, NPU_ROWS), npu.activation_dtype)
         key = f"doctor {SEED} {number_format}"
-        part = NpuSlice(weight, 0, "doctor", ((0, NPU_ROWS),), key)
+        part = LinearShard(weight, 0, "doctor", ((0, NPU_ROWS),), key)
         npu.prepare(part, length, form).bind(x, y)()
         return y, reference.linear(x, [weight])
 

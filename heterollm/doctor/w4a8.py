@@ -13,7 +13,7 @@ from heterollm.kernels.cases import Numbers, fill_slot, run_launches, slot_value
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LinearWeight, random_weight, reference
 from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
+from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["AGREEMENT", "w4a8_cases"]
@@ -67,7 +67,7 @@ def _gpu_against_oracle(device: Device, number_format: WeightFormat, length: int
 
 
 def _npu_against_oracle(
-    npu: NpuBackend, number_format: WeightFormat, length: int, form: Form
+    npu: NpuBackend, number_format: WeightFormat, length: int, form: GraphForm
 ) -> Callable[[], Numbers]:
     def run() -> Numbers:
         weight, x = _data(number_format, length, npu.activation_dtype)
@@ -77,7 +77,7 @@ def _npu_against_oracle(
 
 
 def _npu_against_gpu(
-    device: Device, npu: NpuBackend, number_format: WeightFormat, length: int, form: Form
+    device: Device, npu: NpuBackend, number_format: WeightFormat, length: int, form: GraphForm
 ) -> Callable[[], Numbers]:
     def run() -> Numbers:
         weight, x = _data(number_format, length, npu.activation_dtype)
@@ -105,9 +105,9 @@ def _on_gpu(device: Device, weight: LinearWeight, x: NDArray[Any]) -> NDArray[An
     return slot_values(y)
 
 
-def _on_npu(npu: NpuBackend, weight: LinearWeight, x: NDArray[Any], form: Form) -> NDArray[Any]:
+def _on_npu(npu: NpuBackend, weight: LinearWeight, x: NDArray[Any], form: GraphForm) -> NDArray[Any]:
     y = np.zeros((len(x), ROWS), x.dtype)
-    part = NpuSlice(weight, 0, "doctor", ((0, ROWS),), f"doctor w4a8 {SEED}", integer_inputs=True)
+    part = LinearShard(weight, 0, "doctor", ((0, ROWS),), f"doctor w4a8 {SEED}", integer_inputs=True)
     npu.prepare(part, len(x), form).bind(x, y)()
     return y
 

@@ -28,7 +28,7 @@ from heterollm.kernels.gpu import (
     merge_launches,
 )
 from heterollm.kernels.ops import Group, OpSpec, Phase
-from heterollm.kernels.sync import HandOver
+from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
 
 __all__ = ["Memory", "PassBuilder", "PlacedOperator", "merge_steps"]
@@ -209,7 +209,7 @@ class PassBuilder:
 
     # -- the host ------------------------------------------------------------------------------------
 
-    def hand_over(self, here: PlacedOperator | None) -> HandOver:
+    def hand_over(self, here: PlacedOperator | None) -> Fence:
         """Return the wait for the input of an operator's NPU graphs; without one, for the end of the pass."""
         if here is None:
             return self._hand_overs.before("end")

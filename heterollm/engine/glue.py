@@ -10,7 +10,7 @@ from heterollm.engine.tensors import SmallTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     ROUNDING,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -54,7 +54,7 @@ class GlueEmitter:
         step: SharedArray,
         context: int,
     ) -> None:
-        self._layers = GpuLayers(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config = config
         self._pool = pool
         self._small = small

@@ -6,20 +6,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.kernels.formats import concatenate_rows, take_columns, take_rows
-from heterollm.kernels.npu import NpuBlock, NpuPart, NpuSlice
+from heterollm.kernels.npu import FfnShard, LinearShard, NpuShard
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelWeights
 
 __all__ = ["npu_block", "npu_part", "npu_slice"]
 
 
-def npu_slice(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuSlice:
+def npu_slice(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> LinearShard:
     """Return the leading ``npu_rows`` rows of each member of a group; one of them at least is above 0."""
     members = weights.linear(spec.layer, spec.group)
     ranges = tuple((0, rows) for rows in npu_rows)
     parts = [take_rows(member, [part]) for member, part in zip(members, ranges, strict=True) if part[1]]
     key, rounded = weights.content_key, spec.integer_inputs
-    return NpuSlice(concatenate_rows(parts), spec.layer, spec.group, ranges, key, rounded)
+    return LinearShard(concatenate_rows(parts), spec.layer, spec.group, ranges, key, rounded)
 
 
 def npu_block(
@@ -29,7 +29,7 @@ def npu_block(
     width: int,
     activation: Activation,
     bias: NDArray[np.float32] | None = None,
-) -> NpuBlock:
+) -> FfnShard:
     """Return the leading ``width`` of a feed-forward block's intermediate width.
 
     Args:
@@ -43,10 +43,10 @@ def npu_block(
     rows = [take_rows(member, [(0, width)]) for member in weights.linear(gate_up.layer, "gate_up")]
     (whole,) = weights.linear(down.layer, "down")
     identity = gate_up.layer, weights.content_key, (0, width), gate_up.integer_inputs
-    return NpuBlock(concatenate_rows(rows), take_columns(whole, 0, width), activation, bias, *identity)
+    return FfnShard(concatenate_rows(rows), take_columns(whole, 0, width), activation, bias, *identity)
 
 
-def npu_part(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuPart:
+def npu_part(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuShard:
     """Return what the NPU computes of a group: rows of each member, or so much of a block's width."""
     if spec.then is None:
         return npu_slice(weights, spec, npu_rows)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from heterollm.base import (
     EngineError,
+    FenceError,
     GraphError,
-    HandOverError,
     HeteroLLMError,
     KernelError,
     OptionError,
@@ -35,7 +35,7 @@ from heterollm.engine.waits import HandOvers
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
 from heterollm.kernels.ops import Join, Phase
-from heterollm.kernels.sync import WaitLimits, prepare_hand_over, resynchronise
+from heterollm.kernels.sync import WaitLimits, prepare_fence, resynchronise
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
 
@@ -53,7 +53,7 @@ DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
 
 
-NPU_FAILURES: Final = (GraphError, HandOverError, PassError)
+NPU_FAILURES: Final = (GraphError, FenceError, PassError)
 """What the GPU alone may still do without: graphs, hand-overs, and the memory that they take."""
 
 
@@ -344,12 +344,12 @@ class Engine:
         """Let what a failed pass has enqueued run out, since it must not see the next pass's step."""
         pool, gpu = self._compiler.pool, self.device.gpu
         try:
-            prepare_hand_over(gpu, "poll", "a failed pass", limits=DRAIN_LIMITS)()
+            prepare_fence(gpu, "poll", "a failed pass", limits=DRAIN_LIMITS)()
             gpu.finish()
             resynchronise(gpu)
             for name in pool:
                 pool[name].release()
-        except HandOverError as error:
+        except FenceError as error:
             self._lost = f"The GPU part does not come to an end. {error.message}"
             logger.warning("After a failed pass: %s", error)
         except (KernelError, OpenClError) as error:

@@ -98,7 +98,7 @@ class Wait:
 
     Args:
         buffer: Name of the buffer that has been written when it ends.
-        strategy: How it waits, as :mod:`heterollm.kernels.sync.handover` says.
+        strategy: How it waits, as :mod:`heterollm.kernels.sync.fence` says.
     """
 
     buffer: str

@@ -8,7 +8,7 @@ from typing import Final, Literal, cast, get_args
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import HostClock, Strategy
 from heterollm.kernels.ops import Group, Phase
-from heterollm.kernels.sync import HandOver, WaitLimits, prepare_hand_over, strategies_for
+from heterollm.kernels.sync import Fence, WaitLimits, prepare_fence, strategies_for
 from heterollm.solver import PhaseSync
 
 __all__ = ["HandOvers", "PassHandOvers", "default_sync"]
@@ -77,10 +77,10 @@ class HandOvers:
         if self._clock is not None:
             self._clock = watched(self._clock)
 
-    def prepare(self, phase: Phase, label: str) -> HandOver:
+    def prepare(self, phase: Phase, label: str) -> Fence:
         """Return the wait of one place."""
         strategy = self.strategies[phase]
-        return prepare_hand_over(self._runtime, strategy, label, limits=LIMITS, clock=self._clock)
+        return prepare_fence(self._runtime, strategy, label, limits=LIMITS, clock=self._clock)
 
     def of_pass(self, phase: Phase, tokens: int) -> PassHandOvers:
         """Return the waits of one pass, none made yet."""
@@ -105,9 +105,9 @@ class PassHandOvers:
         self._hand_overs = hand_overs
         self._phase: Phase = phase
         self._tokens = tokens
-        self._made: dict[tuple[Group | Literal["end"], bool], HandOver] = {}
+        self._made: dict[tuple[Group | Literal["end"], bool], Fence] = {}
 
-    def before(self, group: Group | Literal["end"], layer: int = -1) -> HandOver:
+    def before(self, group: Group | Literal["end"], layer: int = -1) -> Fence:
         """Return the wait for the input of a group's NPU graphs, or for the end of the pass.
 
         Args:

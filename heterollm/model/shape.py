@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.ops import OpSpec, Precision, feed_forward_blocks
+from heterollm.kernels.ops import OpSpec, Precision, ffn_specs
 from heterollm.model.config import ModelConfig
 from heterollm.model.layout import HEAD_LAYER, op_specs
 
@@ -53,7 +53,7 @@ class ModelShape:
     @property
     def blocks(self) -> tuple[OpSpec, ...]:
         """The feed-forward network of a layer as one group, where its linears can be."""
-        return feed_forward_blocks(self.layer)
+        return ffn_specs(self.layer)
 
     def streamed(self, cache_bytes: int) -> bool:
         """Whether weights come from memory in every pass: the layers do not fit in the last-level cache."""

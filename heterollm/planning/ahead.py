@@ -26,8 +26,8 @@ from heterollm.base import (
     silent,
 )
 from heterollm.engine import HEAD_ROWS, npu_part
-from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, Form, QnnNpu
-from heterollm.kernels.ops import Group, OpSpec, Precision, feed_forward_blocks
+from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, GraphForm, QnnNpu
+from heterollm.kernels.ops import Group, OpSpec, Precision, ffn_specs
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.planning.choice import choose_plan
 from heterollm.planning.load_options import LoadOptions, choose_context
@@ -120,7 +120,7 @@ class _Graph:
     spec: OpSpec
     npu_rows: tuple[int, ...]
     length: int
-    form: Form | None
+    form: GraphForm | None
 
     @property
     def weight_bytes(self) -> int:
@@ -226,7 +226,7 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
 
 def _graphs(plan: Plan, specs: Sequence[OpSpec]) -> Iterator[_Graph]:
     """Yield every graph that some pass of the plan runs, layer by layer, repeated ones included."""
-    for spec in (*specs, *feed_forward_blocks(specs)):
+    for spec in (*specs, *ffn_specs(specs)):
         for entry in plan.entries:
             placement, (first, last) = entry.placement, entry.layers
             used = entry.group == spec.group and first <= spec.layer <= last

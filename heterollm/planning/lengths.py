@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.kernels.ops import OpSpec, feed_forward_blocks
+from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.profiler.predict import nonnegative_fit
 from heterollm.profiler.records import GraphKey, Profile
 from heterollm.solver import RememberedCosts, choose_lengths, pass_weights
@@ -190,7 +190,7 @@ def _use(
 
 def _built_us(plan: Plan, solver: Solver, builds: BuildCosts, lengths: Collection[int]) -> tuple[int, float]:
     """Return how many graphs of some lengths a plan needs, and how long building them takes."""
-    specs = {spec.group: spec for spec in (*solver.layer, solver.head, *feed_forward_blocks(solver.layer))}
+    specs = {spec.group: spec for spec in (*solver.layer, solver.head, *ffn_specs(solver.layer))}
     slices = {
         (entry.group, entry.placement.npu_rows, 1 if builds.free else length, entry.layers)
         for entry in plan.entries

@@ -47,7 +47,7 @@ class LoadOptions:
         npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
         allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
         sync: How the processors wait for each other in place of what the plan says: a strategy of
-            :mod:`heterollm.kernels.sync.handover`, ``operator`` to finish the GPU's queue after every
+            :mod:`heterollm.kernels.sync.fence`, ``operator`` to finish the GPU's queue after every
             operator, or ``auto`` for what the plan says.
         length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
             ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
-from heterollm.kernels.ops import OpSpec, Phase, Precision, feed_forward_blocks
+from heterollm.kernels.ops import OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, shape_of_specs
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.solver import (
@@ -76,7 +76,7 @@ class ProfiledModel:
     @cached_property
     def has_blocks(self) -> bool:
         """Whether the profile has times of the model's feed-forward network as a block."""
-        return self._measured(feed_forward_blocks(self.specs)[:1])
+        return self._measured(ffn_specs(self.specs)[:1])
 
     @cached_property
     def has_linears(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from msgspec.structs import replace
 
 from heterollm.base import OptionError
-from heterollm.kernels.npu import CHUNK_COLUMNS
+from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.profiler import HeldOut, held_out
 from heterollm.report.tables_npu import column_curves, order_ratios, stage_curves
 
@@ -142,7 +142,7 @@ def columns_plot(summary: ProfileSummary) -> Figure | None:
         step_curves(panel, found, unit, xlabel="inputs k", logarithmic=False)
         panel.set_ylim(bottom=0)
         panel.locator_params(axis="x", nbins=5)
-        panel.axvline(CHUNK_COLUMNS, color="0.4", linewidth=1, linestyle=":")
+        panel.axvline(K_SPLIT_COLUMNS, color="0.4", linewidth=1, linestyle=":")
     return figure
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from heterollm.base import Section
-from heterollm.kernels.npu import CHUNK_COLUMNS
+from heterollm.kernels.npu import K_SPLIT_COLUMNS
 
 if TYPE_CHECKING:
     from heterollm.profiler import ProfileSummary, SweepRow
@@ -123,7 +123,7 @@ def _knee(name: str, curve: Mapping[int, float]) -> str:
     risen = len(places)
     while risen and curve[places[risen - 1]] > RISE * least:
         risen -= 1
-    prior = f"the pieces of {CHUNK_COLUMNS} inputs, a prior from the paper,"
+    prior = f"the pieces of {K_SPLIT_COLUMNS} inputs, a prior from the paper,"
     if risen == len(places):
         return (
             f"At {name} no lasting rise by a quarter up to {places[-1]} inputs: nothing here asks for "
@@ -131,9 +131,9 @@ def _knee(name: str, curve: Mapping[int, float]) -> str:
         )
     last, first = places[risen - 1], places[risen]
     verdict = "agree with it"
-    if first <= CHUNK_COLUMNS:
+    if first <= K_SPLIT_COLUMNS:
         verdict = "are longer than it allows"
-    elif last > CHUNK_COLUMNS:
+    elif last > K_SPLIT_COLUMNS:
         verdict = "are shorter than it asks for"
     return (
         f"At {name} a weight costs more from between {last} and {first} inputs on, "

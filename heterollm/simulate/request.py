@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import Strategy
-from heterollm.kernels.npu import Form
+from heterollm.kernels.npu import GraphForm
 from heterollm.kernels.sim import GpuLoad
 
 __all__ = [
@@ -87,7 +87,7 @@ class SimulationRequest:
             ("length policy", self.length_policy, LENGTH_CHOICES),
             ("sync", self.sync, tuple(SYNC_CHOICES)),
             ("number of head bits", self.head_bits, (4, 8)),
-            *(("form", form, get_args(Form)) for form in self.left_out),
+            *(("form", form, get_args(GraphForm)) for form in self.left_out),
         )
         for what, given, legal in choices:
             if given not in legal:

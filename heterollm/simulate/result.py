@@ -8,7 +8,7 @@ from typing import Any
 
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.kernels.sim import EnergyRange, Span, Totals, energy
+from heterollm.kernels.sim import EnergyRange, SimulatedSpan, SimulatedTotals, energy
 from heterollm.profiler.measure import usage_between
 from heterollm.solver import Placement, Plan, notation
 from heterollm.trace import Trace
@@ -60,7 +60,7 @@ class PhaseUse:
     peak_gbps: float
     lost_us: Mapping[str, float]
     padding_us: float
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[SimulatedSpan, ...] = field(repr=False)
     frames: Frames | None = None
 
     @property
@@ -180,9 +180,9 @@ def used(
     device: Device,
     phase: Phase,
     tokens: int,
-    before: Totals,
+    before: SimulatedTotals,
     begin_us: float,
-    spans: Sequence[Span],
+    spans: Sequence[SimulatedSpan],
     padding: float,
 ) -> PhaseUse:
     """Return what a phase used that has just ended.
@@ -228,7 +228,7 @@ def used(
 
 
 def padding_us(
-    spans: Sequence[Span], plan: Plan, specs: Sequence[OpSpec], phase: Phase, passes: Sequence[int]
+    spans: Sequence[SimulatedSpan], plan: Plan, specs: Sequence[OpSpec], phase: Phase, passes: Sequence[int]
 ) -> float:
     """Return the NPU's time on rows that stand for no token.
 
@@ -248,7 +248,7 @@ def padding_us(
     return sum(
         (span.end_us - span.begin_us) * sum(shares) / len(passes)
         for span in spans
-        if span.part == "npu" and (shares := wasted.get(span.name.split(" of layer")[0]))
+        if span.processor == "npu" and (shares := wasted.get(span.name.split(" of layer")[0]))
     )
 
 

@@ -18,7 +18,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, NpuBackend
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
-from heterollm.kernels.sim import SIMULATED, SimulatedClock, Simulation, Span, clock_of
+from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simulation, clock_of
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
 from heterollm.simulate.plan import planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
@@ -200,7 +200,7 @@ class _Run:
             clock.last_job()
         finally:
             clock.recording = False
-        spans: list[Span] = list(clock.spans)
+        spans: list[SimulatedSpan] = list(clock.spans)
         lengths = [length for _, length in self.plan.chunks(tokens)] if phase == "prefill" else [1]
         wasted_us = padding_us(spans, self.plan, self.specs, phase, lengths)
         return used(self.device, phase, tokens, before, begin_us, spans, wasted_us)

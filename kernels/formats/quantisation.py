@@ -1,9 +1,9 @@
 """Block quantisation with scales of least squared error, in NumPy.
 
-A scale of ``max / 7`` wastes codes on one weight and leaves the error of all others as it falls. Here a few
-starting scales per block are tried; for the integers that each gives, the scale of least squared error has
-a closed form, ``<w, q> / <q, q>``, and the best block error after rounding the scale to FP16 wins. The same
-idea is behind ``make_qx_quants`` in https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+A scale of ``max / 7`` fits only the largest weight of a block. Here several initial scales per block are
+tried. For the integers of each, the scale of least squared error is ``<w, q> / <q, q>``; the scale with the
+smallest block error after rounding to FP16 is kept. ``make_qx_quants`` in
+https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c uses the same idea.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
 __all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "effective_block", "quantize"]
 
 QUANTIZER_VERSION = 1
-"""Part of every cache key: raised whenever equal weights would give other codes or scales."""
+"""Part of every cache key; raise it when equal weights would give other codes or scales."""
 
 MINIMUM_BLOCK = 16
-"""Smallest block that MatMulNBits knows."""
+"""Smallest block of MatMulNBits."""
 
-CHUNK_BYTES = 256 * 1024
-"""Float32 weights worked on at once, so that the chunk and its scratch copy stay in a core's L2 cache."""
+BATCH_BYTES = 256 * 1024
+"""Float32 weights per batch; a batch and its scratch copy fit a core's L2 cache."""
 
 LARGEST_SCALE = float(np.finfo(np.float16).max)
 SMALLEST_SCALE = float(np.finfo(np.float16).smallest_subnormal)
 
 SYMMETRIC_REACH: dict[int, tuple[float, ...]] = {4: (7.0, 7.6, 8.2, 8.8, 9.6), 8: (127.0,)}
-"""Steps from zero at which the block's largest magnitude is placed, on the longer, negative side.
+"""Candidate codes for the largest magnitude of a block, on the longer, negative side.
 
-The first is plain scaling by the maximum; beyond 8 the largest weights are clipped for the others' sake.
+The first is plain scaling by the maximum; values above 8 clip the largest weights.
 """
 
 ASYMMETRIC_SHRINK: dict[int, tuple[float, ...]] = {4: (1.0, 0.95, 0.9, 0.84), 8: (1.0,)}
@@ -43,8 +43,8 @@ ASYMMETRIC_SHRINK: dict[int, tuple[float, ...]] = {4: (1.0, 0.95, 0.9, 0.84), 8:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """The scale, and the lowest and highest step that a code can reach, of every block of a chunk."""
+class ScaleGrid:
+    """Scale, lowest and highest step of every block of a batch."""
 
     scale: NDArray[np.float32]
     low: NDArray[np.float32] | np.float32
@@ -55,7 +55,7 @@ def effective_block(columns: int, block: int) -> int:
     """Return the largest power of two from 16 to ``block`` that divides ``columns``.
 
     Raises:
-        OptionError: ``block`` is no power of two of at least 16, or none divides ``columns``.
+        OptionError: ``block`` is no power of two of at least 16, or no such power divides ``columns``.
     """
     _check_block(block)
     candidate = block
@@ -75,18 +75,18 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantise a float32 weight ``[n, k]`` in blocks of ``block`` inputs.
 
-    The squared error of a block is never above that of scaling by its maximum, unless its scale is below
-    FP16's normal range. Scales can be negative: the codes reach one step further below zero than above it,
-    and the sign puts that step where it is needed.
+    The squared error of a block is at most that of scaling by its maximum, unless its scale is below FP16's
+    normal range. Scales can be negative: codes have one more step below zero than above, and the sign puts
+    that step on the side of the largest weight.
 
     Args:
         weight: Finite values ``[n, k]``.
         bits: 4 or 8.
         block: A power of two of at least 16 that divides ``k``.
-        symmetric: Whether the zero point is fixed at the middle code rather than stored for each block.
+        symmetric: Whether the zero point is the middle code instead of a stored one per block.
 
     Raises:
-        OptionError: ``bits`` or ``block`` is not possible for this shape.
+        OptionError: ``bits`` or ``block`` is not legal for this shape.
         CheckpointError: A value is NaN or infinite, or too large for an FP16 scale.
     """
     rows, columns = weight.shape
@@ -99,14 +99,14 @@ def quantize(
     codes = np.empty((blocks.shape[0], block * bits // 8), np.uint8)
     scales = np.empty(blocks.shape[0], np.float16)
     zeros = np.empty(0 if symmetric else blocks.shape[0], np.uint8)
-    for part, values, steps in _chunks(blocks):
+    for batch, values, steps in _batches(blocks):
         grid = _symmetric_grid(values, steps, bits) if symmetric else _asymmetric_grid(values, steps, bits)
         _round_to_steps(values, grid, steps)
         steps -= grid.low
-        codes[part] = _pack(steps.astype(np.uint8), bits).T
-        scales[part] = grid.scale
+        codes[batch] = _pack(steps.astype(np.uint8), bits).T
+        scales[batch] = grid.scale
         if not symmetric:
-            zeros[part] = -grid.low
+            zeros[batch] = -grid.low
     per_row = columns // block
     return QuantizedTensor(
         codes.reshape(rows, per_row, -1),
@@ -124,35 +124,32 @@ def _check_block(block: int) -> None:
         )
 
 
-def _chunks(blocks: NDArray[np.float32]) -> Iterator[tuple[slice, NDArray[np.float32], NDArray[np.float32]]]:
-    """Yield parts of ``[count, block]`` as ``(slice of blocks, values [block, part], scratch alike)``.
-
-    With the blocks on the inner axis, sums over a block and multiplications by its scale are whole-vector
-    operations; on the outer axis they would be loops of 32 elements each.
-    """
+def _batches(blocks: NDArray[np.float32]) -> Iterator[tuple[slice, NDArray[np.float32], NDArray[np.float32]]]:
+    """Yield batches of ``[count, block]`` as ``(slice of blocks, values [block, batch], scratch)``."""
+    # With the blocks on the inner axis, NumPy sums and scales whole vectors instead of 32 elements at a time.
     count, block = blocks.shape
-    size = max(1, min(count, CHUNK_BYTES // (4 * block)))
+    size = max(1, min(count, BATCH_BYTES // (4 * block)))
     values = np.empty((block, size), np.float32)
     scratch = np.empty_like(values)
     for start in range(0, count, size):
-        part = slice(start, min(start + size, count))
-        taken = part.stop - start
-        np.copyto(values[:, :taken], blocks[part].T)
-        yield part, values[:, :taken], scratch[:, :taken]
+        batch = slice(start, min(start + size, count))
+        taken = batch.stop - start
+        np.copyto(values[:, :taken], blocks[batch].T)
+        yield batch, values[:, :taken], scratch[:, :taken]
 
 
-def _symmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> Grid:
+def _symmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> ScaleGrid:
     highest, lowest = values.max(axis=0), values.min(axis=0)
     extreme = np.where(highest >= -lowest, highest, lowest)
     half = 1 << (bits - 1)
     _check_range(extreme, half - 1)
     low, high = np.float32(-half), np.float32(half - 1)
     return _best_grid(
-        values, steps, [Grid(_to_scale(extreme / -reach), low, high) for reach in SYMMETRIC_REACH[bits]]
+        values, steps, [ScaleGrid(_to_scale(extreme / -reach), low, high) for reach in SYMMETRIC_REACH[bits]]
     )
 
 
-def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> Grid:
+def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> ScaleGrid:
     highest, lowest = np.maximum(values.max(axis=0), 0), np.minimum(values.min(axis=0), 0)
     levels = (1 << bits) - 1
     _check_range(np.maximum(highest, -lowest), levels // 2)
@@ -160,12 +157,14 @@ def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bi
     for shrink in ASYMMETRIC_SHRINK[bits]:
         scale = _to_scale((highest - lowest) * (shrink / levels))
         low = np.clip(np.rint(lowest * shrink / scale), -levels, 0)
-        candidates.append(Grid(scale, low, low + levels))
+        candidates.append(ScaleGrid(scale, low, low + levels))
     return _best_grid(values, steps, candidates)
 
 
-def _best_grid(values: NDArray[np.float32], steps: NDArray[np.float32], candidates: list[Grid]) -> Grid:
-    """Refit the scale of each candidate to the integers that it gives; keep each block's best."""
+def _best_grid(
+    values: NDArray[np.float32], steps: NDArray[np.float32], candidates: list[ScaleGrid]
+) -> ScaleGrid:
+    """Refit the scale of each candidate to its integers, and keep the best of each block."""
     best = np.full(values.shape[1], np.inf, np.float32)
     scale = np.empty_like(best)
     low = np.empty_like(best)
@@ -182,19 +181,19 @@ def _best_grid(values: NDArray[np.float32], steps: NDArray[np.float32], candidat
         np.copyto(low, grid.low, where=better)
     first = candidates[0]
     if isinstance(first.low, np.float32):
-        return Grid(scale, first.low, first.high)
-    return Grid(scale, low, low + (first.high - first.low))
+        return ScaleGrid(scale, first.low, first.high)
+    return ScaleGrid(scale, low, low + (first.high - first.low))
 
 
-def _round_to_steps(values: NDArray[np.float32], grid: Grid, steps: NDArray[np.float32]) -> None:
-    """Write the nearest reachable number of scale steps of each value to ``steps``."""
+def _round_to_steps(values: NDArray[np.float32], grid: ScaleGrid, steps: NDArray[np.float32]) -> None:
+    """Write each value as the nearest legal number of scale steps to ``steps``."""
     np.multiply(values, 1 / grid.scale, out=steps)
     np.rint(steps, out=steps)
     np.clip(steps, grid.low, grid.high, out=steps)
 
 
 def _to_scale(scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Round to FP16, away from zero where it would underflow, so that it can be divided by."""
+    """Round to FP16, but never to zero, so that the scale can divide."""
     magnitude = np.clip(np.abs(scale), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float16)
     return np.copysign(magnitude.astype(np.float32), scale)
 
@@ -209,7 +208,7 @@ def _check_range(extreme: NDArray[np.float32], steps: int) -> None:
 
 
 def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Pack codes along the first axis: two nibbles a byte, the even one low."""
+    """Pack codes along the first axis: two nibbles per byte, the even one low."""
     if bits == 8:
         return codes
     packed = np.left_shift(codes[1::2], 4, dtype=np.uint8)

@@ -1,6 +1,6 @@
 """The canonical weight: block-quantised integers in the layout of ONNX Runtime's MatMulNBits.
 
-It alone is cached and hashed; the GPU and the NPU part each pack their own rows from it.
+Only this form is cached and hashed; both processors pack their shards from it.
 Layout: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
 """
 
@@ -29,7 +29,7 @@ BITS_OF_DTYPE: dict[np.dtype[Any], Literal[16, 32]] = {np.dtype(np.float16): 16,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """A weight ``[n, k]`` as integers with one FP16 scale for each block of inputs.
+    """A weight ``[n, k]`` as integers with one FP16 scale per block of inputs.
 
     Element ``(i, j)`` in block ``g = j // block`` is ``(code - zero) * scales[i, g]``, where ``zero`` is
     ``2 ** (bits - 1)`` when symmetric and ``zero_points`` otherwise.
@@ -70,12 +70,12 @@ class QuantizedTensor:
         return self.codes.nbytes + self.scales.nbytes + zeros
 
     def unpacked_codes(self) -> NDArray[np.uint8]:
-        """Return the codes one a byte, ``[n, k]``."""
+        """Return the codes, one per byte, ``[n, k]``."""
         flat = self.codes.reshape(self.rows, self.columns * self.bits // 8)
         return flat if self.bits == 8 else _unpack_nibbles(flat)
 
     def unpacked_zero_points(self) -> NDArray[np.uint8]:
-        """Return the zero point of each block one a byte, ``[n, k/block]``."""
+        """Return the zero points of the blocks, one per byte, ``[n, k/block]``."""
         if self.zero_points is None:
             return np.full(self.scales.shape, 1 << (self.bits - 1), np.uint8)
         if self.bits == 8:
@@ -83,7 +83,7 @@ class QuantizedTensor:
         return _unpack_nibbles(self.zero_points)[:, : self.scales.shape[1]]
 
     def dequantize(self) -> NDArray[np.float32]:
-        """Return the float32 weight ``[n, k]`` that the runtime computes with."""
+        """Return the dequantised weight, float32 ``[n, k]``."""
         values = self.unpacked_codes().astype(np.float32).reshape(*self.scales.shape, self.block)
         values -= self.unpacked_zero_points().astype(np.float32)[:, :, None]
         values *= self.scales.astype(np.float32)[:, :, None]
@@ -91,7 +91,7 @@ class QuantizedTensor:
 
 
 LinearWeight: TypeAlias = QuantizedTensor | NDArray[np.float16] | NDArray[np.float32]
-"""A linear weight ``[n, k]`` in any format that the runtime computes with."""
+"""A linear weight ``[n, k]`` in any supported format."""
 
 
 def weight_format(weight: LinearWeight) -> WeightFormat:
@@ -124,7 +124,7 @@ def take_columns(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
 
     Args:
         weight: ``[n, k]``.
-        start: A multiple of the block; of two blocks where 4-bit zero points share a byte.
+        start: A multiple of the block; of two blocks if 4-bit zero points share a byte.
         stop: A multiple of the block.
 
     Raises:
@@ -172,7 +172,7 @@ def _take(array: NDArray[Any], ranges: list[tuple[int, int]]) -> NDArray[Any]:
 
 
 def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Stack arrays by rows; such as are one number all over, which take no memory, stay so."""
+    """Stack arrays by rows; arrays that repeat one value without memory stay so."""
     if any(any(array.strides) for array in arrays):
         return np.concatenate(arrays)
     return np.broadcast_to(arrays[0].flat[0], (sum(map(len, arrays)), *arrays[0].shape[1:]))

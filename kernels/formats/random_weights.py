@@ -1,4 +1,4 @@
-"""Random weights of any shape and format, made quickly: what self-tests and the profiler compute with."""
+"""Random weights of any shape and format, for self-tests and the profiler."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from heterollm.kernels.ops import WeightFormat
 __all__ = ["RANDOM_FLOATS", "random_weight"]
 
 RANDOM_FLOATS: Final = 1 << 20
-"""Random floats that are made; more are the same over again."""
+"""Number of distinct random floats; longer weights repeat them."""
 
 
 def random_weight(
     generator: np.random.Generator, rows: int, columns: int, weight: WeightFormat
 ) -> LinearWeight:
-    """Return a random weight ``[rows, columns]`` of a format, scaled so that outputs come near to one."""
+    """Return a random weight ``[rows, columns]`` of a format, scaled for outputs of magnitude one."""
     if not weight.quantized:
         tile = generator.standard_normal(min(RANDOM_FLOATS, rows * columns), np.float32)
         tile /= np.float32(np.sqrt(columns))

@@ -1,4 +1,4 @@
-"""What linear layers and embeddings compute, in float64: the oracle of the kernels' tests."""
+"""Linear layers and embeddings in float64: oracles of the kernel tests."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def linear(
 
 
 def round_inputs(x: NDArray[Any], block: int) -> NDArray[np.float64]:
-    """Return ``x [m, k]`` as the linear layers with int8 activations see it.
+    """Return ``x [m, k]`` rounded as by linear layers with int8 activations.
 
     Each block of a row becomes codes from -127 to 127 times a scale, ``max|x| / 127``: a code is ``x`` times
-    ``127 / max|x|``, in float32, to the nearest integer and halves to the even one. So does ONNX Runtime's
-    MatMulNBits at accuracy level 4, bit for bit (measured with version 1.31 on x86-64 over blocks of 16 to
-    128, with 4 and 8 bits of weight, on values that include exact halves).
+    ``127 / max|x|``, in float32, to the nearest integer and halves to the even one. ONNX Runtime's
+    MatMulNBits at accuracy level 4 gives the same bits (measured with version 1.31 on x86-64 over blocks of
+    16 to 128, with 4-bit and 8-bit weights, exact halves included).
     """
     blocks = x.astype(np.float32).reshape(len(x), -1, block)
     largest = np.abs(blocks).max(axis=2, keepdims=True)

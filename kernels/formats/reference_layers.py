@@ -1,4 +1,4 @@
-"""What the operators between the linear layers compute, in float64: the oracle of the kernels' tests."""
+"""Glue operators in float64: oracles of the kernel tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["attention", "capped", "gated_activation", "join_members", "rms_norm"
 def split_members(
     value: NDArray[Any], rows: Sequence[int], splits: Sequence[int]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Cut ``[m, sum(rows)]`` into the two segments of a row cut."""
+    """Divide ``[m, sum(rows)]`` into the two segments of a row split."""
     members = np.split(value, np.cumsum(rows)[:-1], axis=1)
     pairs = list(zip(members, splits, strict=True))
     first = np.concatenate([member[:, :split] for member, split in pairs], axis=1)
@@ -25,7 +25,7 @@ def split_members(
 def join_members(
     a: NDArray[Any], b: NDArray[Any], rows: Sequence[int], splits: Sequence[int]
 ) -> list[NDArray[np.float64]]:
-    """Put the two segments of a row cut together: one ``[m, rows]`` per member; ``a`` may be padded."""
+    """Join the two segments of a row split: one ``[m, rows]`` per member; ``a`` may be padded."""
     a_parts = np.split(a[: len(b)].astype(np.float64), np.cumsum(splits)[:-1], axis=1)
     b_rows = [row - split for row, split in zip(rows, splits, strict=True)]
     b_parts = np.split(b.astype(np.float64), np.cumsum(b_rows)[:-1], axis=1)
@@ -41,9 +41,10 @@ def rms_norm(x: NDArray[Any], weight: NDArray[Any], epsilon: float) -> NDArray[n
 
 
 def rotate(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[np.float64]:
-    """Turn the first elements of every head of ``x [m, heads, head_dim]`` by ``cos`` and ``sin [m, r / 2]``.
+    """Rotate the first ``r`` elements of every head of ``x [m, heads, head_dim]``.
 
-    Element i turns with element ``i + r / 2``, as ``rotate_half`` of transformers does it.
+    ``cos`` and ``sin`` are ``[m, r / 2]``.
+    Element i pairs with element ``i + r / 2``, as in ``rotate_half`` of transformers.
     """
     half = cos.shape[1]
     exact = x.astype(np.float64)
@@ -65,12 +66,12 @@ def attention(
     """Return causal attention ``[m, heads, head_dim]``.
 
     Args:
-        q: ``[m, heads, head_dim]``; row t stands at ``position + t``.
+        q: ``[m, heads, head_dim]``; row t is at ``position + t``.
         keys: ``[kv_heads, at least position + m, head_dim]``.
-        values: The same.
-        position: Of the first row.
+        values: Array of the same shape.
+        position: Position of the first row.
         scale: Factor on the scores.
-        window: Positions that a row sees, itself included; 0 for all.
+        window: Positions visible to a row, its own included; 0 for all.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
     """
     rows, heads, _ = q.shape

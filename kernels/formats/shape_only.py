@@ -1,4 +1,4 @@
-"""Weights that have a shape and no content: enough for what only takes time, and no memory."""
+"""Weights with a shape and no content, which take no memory, for simulated devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["shape_only_array", "shape_only_weight"]
 
 
 def shape_only_array(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array of zeros that are all the same one."""
+    """Return an array that repeats a single zero."""
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 

@@ -1,9 +1,9 @@
-"""The gates that every part is held to, and the error measures they are stated in.
+"""Error measures and tolerances of all kernels and graphs.
 
-All errors are against float64 on the dequantised weights. NMSE is ``sum((a - e)²) / sum(e²)``; SQNR is the
-same ratio in decibels, negated. A sum of few products can come out near zero, where rounding alone is a large
-relative error; a row or token of fewer than :data:`FEW_ELEMENTS` outputs is therefore held against the mean
-power of all where its own is smaller.
+Errors are relative to float64 on the dequantised weights. NMSE is ``sum((a - e)²) / sum(e²)``; SQNR is the
+same ratio in decibels, negated. A row or token of fewer than :data:`FEW_ELEMENTS` outputs can be near zero,
+where rounding alone is a large relative error; its error is therefore relative to the mean power of all rows
+or tokens if that is larger.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ __all__ = [
 ComputeType = Literal["fp32", "fp16"]
 
 LINEAR_NMSE: dict[ComputeType, float] = {"fp32": 1e-10, "fp16": 1e-6}
-"""Largest NMSE of one linear layer, by the type it computes in."""
+"""Largest NMSE of one linear layer, by compute type."""
 
 SINGLE_FACTOR = 10.0
-"""How much worse than the whole a single output row or token may be: one wrong row in 2048 hides."""
+"""Factor by which a single output row or token may be worse: the whole hides one wrong row in 2048."""
 
 LOGITS_SQNR_DB: dict[ComputeType, float] = {"fp32": 90.0, "fp16": 45.0}
 """Smallest SQNR of a model's logits."""
 
 LOGITS_WORST_DROP_DB = 15.0
-"""How far below :data:`LOGITS_SQNR_DB` the worst vocabulary row or position may lie."""
-
+"""Largest drop of the worst vocabulary row or position below :data:`LOGITS_SQNR_DB`."""
 
 FEW_ELEMENTS = 8
 
 
 class LinearErrors(NamedTuple):
-    """NMSE of one linear layer's output: as a whole, of its worst output row and of its worst token."""
+    """NMSE of a linear layer's output, of its worst output row and of its worst token."""
 
     nmse: float
     worst_row: float
     worst_token: float
 
     def within(self, compute: ComputeType) -> bool:
-        """Whether all three pass the gate; NaN does not."""
+        """Return whether all three are within tolerance; NaN is not."""
         gate = LINEAR_NMSE[compute]
         single = SINGLE_FACTOR * gate
         return self.nmse <= gate and self.worst_row <= single and self.worst_token <= single
@@ -91,7 +90,7 @@ def sqnr_db(actual: NDArray[Any], expected: NDArray[Any]) -> float:
 
 
 def _worst_ratio(error: NDArray[np.float64], power: NDArray[np.float64], elements: int) -> float:
-    """Return the largest quotient, where no error over no signal is no error and NaN stays NaN."""
+    """Return the largest quotient; 0 / 0 counts as 0, NaN stays NaN."""
     if elements < FEW_ELEMENTS:
         power = np.maximum(power, power.mean())
     with np.errstate(divide="ignore", invalid="ignore"):

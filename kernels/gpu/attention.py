@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import KernelError, round_up
-from heterollm.kernels.gpu.attention_cut import AttentionCut
+from heterollm.kernels.gpu.attention_grid import AttentionGrid
+from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels, Segments
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Rotation, Scores
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.layer_kernels import Defines, LayerKernels, Segments
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
@@ -24,21 +24,11 @@ __all__ = ["GpuAttention"]
 LOG2_E: Final = math.log2(math.e)
 
 PARTIAL_BYTES: Final = 4
-"""Of each number that a part of the context leaves: float32."""
+"""Size of a partial result of one part of the context: float32."""
 
 
-class GpuAttention(LayerKernels):
-    """Makes the launches from a linear's queries, keys and values to the output of attention.
-
-    Args:
-        runtime: The OpenCL device.
-        activation_dtype: float32 or float16, of what linears read and write.
-        kv_dtype: float32 or float16, of the KV cache.
-        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
-
-    Raises:
-        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
-    """
+class GpuAttention(GlueKernels):
+    """Makes the launches of RoPE with the KV write and of attention; see :class:`GlueKernels`."""
 
     @functools.cached_property
     def _scratch(self) -> dict[int, Any]:
@@ -62,12 +52,12 @@ class GpuAttention(LayerKernels):
 
         Args:
             qkv: Output of the group, three members.
-            bias: float32 of q, k and v one after the other, or None.
+            bias: float32 of q, then k, then v; or None.
             q_out: float32 ``[tokens, heads * head_dim]``.
-            cache: Where keys and values go.
+            cache: Target of keys and values.
             step: The step buffer.
             shape: Sizes of the heads.
-            rotation: How q and k turn.
+            rotation: Rotation and norms of q and k.
             tokens: Tokens of the pass.
         """
         qkv.require_concatenated("rope")
@@ -78,12 +68,12 @@ class GpuAttention(LayerKernels):
             )
         if head_dim % 2 or turned % 2 or not 0 <= turned <= head_dim:
             raise KernelError(f"rope: {turned} of {head_dim} elements cannot turn; both must be even.")
-        self._check(q_out, tokens * shape.query_columns, 4, "rope query")
+        q_out.require(tokens * shape.query_columns * 4, "rope query")
         offsets = self._cache_offsets(cache, shape)
         kernel, style, items = self._kernel(("rope.cl",), "rope_and_store", lambda _: self._kv_defines)
         sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
         sizes += [bias is not None, rotation.norms is not None]
-        # What is not there is never read, but an argument must be some memory.
+        # Absent memory is never read, but OpenCL needs a valid argument.
         extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
         memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
         pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
@@ -107,42 +97,40 @@ class GpuAttention(LayerKernels):
         parts: int | None = None,
         rounded: RoundedInputs | None = None,
     ) -> tuple[Launch, ...]:
-        """Return the launches of causal attention over the cache; the first one alone names the cache.
+        """Return the launches of causal attention over the cache; only the first reads the cache.
 
-        Row ``t`` sees positions up to its own, and of these the last ``window``. The online softmax never
-        stores the scores. Few tokens are split over the context where the heads alone would leave the device
-        idle; a second launch then puts the parts together.
-
-        Where blocks of codes lie across what two work-groups write (:meth:`AttentionCut.rounds`), a launch of
-        its own rounds the output.
+        Row ``t`` sees at most ``window`` positions up to its own. The online softmax stores no scores. For a
+        few tokens, if the heads alone would leave compute units idle, the context is divided into parts and a
+        second launch joins them. Another launch rounds the output if the kernel cannot
+        (:meth:`AttentionGrid.rounds`).
 
         Args:
             q: float32 ``[tokens, heads * head_dim]``, after RoPE.
-            cache: The keys and values, those of the pass among them.
+            cache: Keys and values, those of this pass included.
             out: ``[tokens, heads * head_dim]`` in the activation type.
             step: The step buffer.
             shape: Sizes of the heads.
-            scores: How positions are weighed.
+            scores: Scale, window and soft cap of the scores.
             tokens: Tokens of the pass.
-            bucket: Positions that the context has at most when this launch runs.
-            parts: Parts of the context; default by the device.
-            rounded: Where the int8 codes of ``out`` go as well, or None.
+            bucket: Largest context length of this launch.
+            parts: Parts of the context; by default a number that fits the device.
+            rounded: Target of the int8 codes of ``out``; None for no codes.
         """
-        self._check(q, tokens * shape.query_columns, 4, "attention query")
-        self._check(out, tokens * shape.query_columns, self._item_bytes, "attention output")
+        q.require(tokens * shape.query_columns * 4, "attention query")
+        out.require(tokens * shape.query_columns * self._item_bytes, "attention output")
         codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
         units = self._runtime.traits.compute_units
-        cut = AttentionCut(shape, tokens, bucket, units, parts, rounded)
-        style, partial, first = self._first(cut, q, cache, out, step, scores, codes)
-        if cut.parts(style) > 1:
-            return first, self._join(cut, style, partial, out, codes)
-        if rounded is None or cut.rounds(style):
+        grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
+        style, partial, first = self._first(grid, q, cache, out, step, scores, codes)
+        if grid.parts(style) > 1:
+            return first, self._join(grid, style, partial, out, codes)
+        if rounded is None or grid.rounds(style):
             return (first,)
         return first, self._round(out, rounded, tokens, shape.query_columns)
 
     def _first(
         self,
-        cut: AttentionCut,
+        grid: AttentionGrid,
         q: SharedArray,
         cache: KvLayer,
         out: SharedArray,
@@ -150,64 +138,63 @@ class GpuAttention(LayerKernels):
         scores: Scores,
         codes: tuple[Argument, ...],
     ) -> tuple[KernelStyle, Argument, Launch]:
-        """Return the launch that reads the cache, before it the style of its kernel and what it writes to."""
+        """Return the kernel style, the target of partial results, and the launch that reads the cache."""
 
         def defines(style: KernelStyle) -> Defines:
-            return cut.defines(style) | self._kv_defines
+            return grid.defines(style) | self._kv_defines
 
         files = ("attention.h", "attention_{style}.cl")
-        kernel, style, items = self._kernel(files, "attention", defines, cut.rounded, cut.rounds)
-        shape, parts = cut.shape, cut.parts(style)
-        cap, partial = scores.soft_cap, out if parts == 1 else self._partials(cut, style)
+        kernel, style, items = self._kernel(files, "attention", defines, grid.rounded, grid.rounds)
+        shape, parts = grid.shape, grid.parts(style)
+        cap, partial = scores.soft_cap, out if parts == 1 else self._partials(grid, style)
         factor = scores.scale / cap if cap else scores.scale * LOG2_E
         arguments = (
             *(q, cache.memory, out, partial, step),
             *self._cache_offsets(cache, shape),
-            *map(np.int32, (shape.group, scores.window, cut.part_keys(style))),
+            *map(np.int32, (shape.group, scores.window, grid.part_keys(style))),
             *map(np.float32, (factor, cap * LOG2_E)),
-            *(codes if cut.rounds(style) else ()),
+            *(codes if grid.rounds(style) else ()),
         )
         work = functools.partial(
             attention_work,
             shape,
             step.array,
-            tokens=cut.tokens,
+            tokens=grid.tokens,
             window=scores.window,
             kv_bytes=self._kv_dtype.itemsize,
             output_bytes=self._item_bytes if parts == 1 else PARTIAL_BYTES,
         )
-        size = cut.tiles(style) * items, shape.kv_heads, parts
+        size = grid.tiles(style) * items, shape.kv_heads, parts
         launch = self._runtime.launch(kernel, arguments, size, (items, 1, 1), "attention", work=work)
         return style, partial, launch
 
     def _join(
         self,
-        cut: AttentionCut,
+        grid: AttentionGrid,
         style: KernelStyle,
         partial: Argument,
         out: SharedArray,
         codes: tuple[Argument, ...],
     ) -> Launch:
-        """Return the launch that puts the parts of the context together."""
-        shape, together, parts = cut.shape, cut.code_heads, cut.parts(style)
-
-        # The rows of a tile mean nothing here, but the common file asks for them.
+        """Return the launch that joins the parts of the context."""
+        shape, together, parts = grid.shape, grid.code_heads, grid.parts(style)
+        # attention.h needs ROWS; this kernel does not.
         defines: Defines = {"HEAD_DIM": shape.head_dim, "ROWS": 1, "CODE_HEADS": together}
         files = ("attention.h", "attention_join.cl")
-        kernel, _, items = self._kernel(files, "attention_join", lambda _: defines, cut.rounded)
-        elements = cut.tokens * shape.query_columns
+        kernel, _, items = self._kernel(files, "attention_join", lambda _: defines, grid.rounded)
+        elements = grid.tokens * shape.query_columns
         work = functools.partial(pointwise_work, elements, 4 * parts, PARTIAL_BYTES * parts, self._item_bytes)
         return self._runtime.launch(
             kernel,
             (partial, out, np.int32(parts), *codes),
-            (cut.tokens * shape.heads // together * items,),
+            (grid.tokens * shape.heads // together * items,),
             (items,),
             "attention join",
             work=work,
         )
 
     def _round(self, out: SharedArray, rounded: RoundedInputs, tokens: int, columns: int) -> Launch:
-        """Return the launch that rounds what was written."""
+        """Return the launch that rounds the output."""
 
         def build(variant: Variant) -> Launch:
             return rounding_launch(
@@ -222,18 +209,18 @@ class GpuAttention(LayerKernels):
 
         return self._runtime.variants.first("rounding of inputs", self._variants, build)
 
-    def _partials(self, cut: AttentionCut, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
-        """Return memory for what the parts of the context leave of each head: a sum and two numbers."""
-        values = cut.tokens * cut.shape.heads * cut.parts(style) * (cut.shape.head_dim + 2)
+    def _partials(self, grid: AttentionGrid, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
+        """Return scratch memory for the partial results: a sum and two numbers per head and part."""
+        values = grid.tokens * grid.shape.heads * grid.parts(style) * (grid.shape.head_dim + 2)
         return self._partial(values * PARTIAL_BYTES)
 
     def _partial(self, size_bytes: int) -> Any:  # noqa: ANN401
-        # The queue is in order, so all launches with parts of the context share one scratch buffer each size.
+        # The queue is in order, so launches share one scratch buffer per size.
         if size_bytes not in self._scratch:
             self._scratch[size_bytes] = self._runtime.scratch(size_bytes)
         return self._scratch[size_bytes]
 
     def _cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64, np.uint64, np.uint64]:
         keys, values, stride, end = shape.layer_offsets(cache.layer, self._kv_dtype)
-        self._check(cache.memory, end, self._kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
+        cache.memory.require(end * self._kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
         return np.uint64(keys), np.uint64(values), np.uint64(stride)

@@ -1,8 +1,4 @@
-"""The OpenCL binding, pyopencl, set up as the project needs it.
-
-All OpenCL calls go through the modules ``opencl_*.py``, and they take the binding from here, so that another
-one can serve where pyopencl has no wheel.
-"""
+"""The OpenCL binding, pyopencl, which only this room uses, so that it can be replaced."""
 
 from __future__ import annotations
 
@@ -18,13 +14,13 @@ import pyopencl.invoker
 __all__ = ["OpenClError", "cl"]
 
 OpenClError: Final = cl.Error
-"""What any OpenCL call raises."""
+"""Error of any OpenCL call."""
 
 
 def _remember_invokers() -> None:
-    """Make pyopencl generate the code that sets arguments once for each kernel function.
+    """Make pyopencl generate the code that sets arguments once per kernel function.
 
-    It does so for each kernel object, of which a pass has hundreds: 0.1 ms each without this.
+    By default it does so for each of the hundreds of kernel objects of a pass, 0.1 ms each.
     """
     generate = pyopencl.invoker.generate_enqueue_and_set_args
     made: dict[tuple[Any, ...], Any] = {}

@@ -1,4 +1,4 @@
-"""A flag in shared memory: a word that a kernel counts up when the queue comes to it, for the host to see."""
+"""A flag in shared memory: a word that a kernel increments for the host to poll."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WORD_MASK: Final = (1 << 32) - 1
 
 
 class FlagWord:
-    """A word in memory that host and device share, counted up by a tiny kernel at the end of the queue.
+    """The flag of one runtime: a word in shared memory that a tiny kernel increments.
 
-    One for each runtime: the queue is in order, so that a count says how far it got. Nothing is written by
-    the host, so that a signal that was given up and comes late is not mistaken for a later one.
+    The queue is in order, so one counter shows its progress. The host never writes it, so a late signal of an
+    abandoned wait is not mistaken for a newer one.
 
     Args:
-        flush: Starts what is enqueued.
+        flush: Flushes the queue.
         array: The memory.
-        launch: The kernel that counts.
-        promised: Whether OpenCL promises that the host sees the flag, and what was written before it.
+        launch: The kernel that increments the word.
+        promised: Whether OpenCL guarantees that the host sees the flag and all writes before it.
     """
 
     __slots__ = ("_flush", "array", "launch", "promised", "sent", "view")
@@ -42,20 +42,20 @@ class FlagWord:
         self.sent = int(self.view[0])
 
     def send(self) -> Any:  # noqa: ANN401 - an event
-        """Enqueue the kernel, start what is enqueued, and return the kernel's event."""
+        """Enqueue the kernel, flush the queue, and return the kernel's event."""
         event = self.launch()
         self.count()
         return event
 
     def count(self) -> None:
-        """Start what is enqueued, the flag's kernel in it, which the caller has enqueued by itself."""
+        """Flush the queue, in which the caller has enqueued the flag's kernel."""
         self._flush()
         self.sent = (self.sent + 1) & WORD_MASK
 
     def reached(self, number: int) -> bool:
-        """Whether the count has come to ``number``, one of the values of ``sent``."""
+        """Return whether the counter has reached ``number``, a value of ``sent``."""
         return (self.view[0] - number) & WORD_MASK < HALF_RANGE
 
     def resynchronise(self) -> None:
-        """Take the count as it is; only while no signal is on its way."""
+        """Adopt the counter's value; no signal may be pending."""
         self.sent = int(self.view[0])

@@ -1,4 +1,4 @@
-"""Attention's heads in numbers, and where the keys and values of a layer lie."""
+"""Sizes of attention heads, the layout of the KV cache, and the options of RoPE and attention."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["HeadShape", "KvLayer", "Rotation", "Scores", "head_stride"]
 
 
 def head_stride(capacity: int, head_dim: int, kv_dtype: DTypeLike) -> int:
-    """Return the elements from one head's block of the KV cache to the next; blocks start on pages."""
+    """Return the elements between the starts of two heads in the KV cache; each head starts on a page."""
     item_bytes = np.dtype(kv_dtype).itemsize
     return round_up(capacity * head_dim * item_bytes, PAGE_BYTES) // item_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a model's attention and of the KV cache of a session.
+    """Sizes of a model's attention and of a session's KV cache.
 
     Args:
         heads: Query heads, a multiple of ``kv_heads``.
         kv_heads: Key and value heads.
         head_dim: Elements of a head.
-        capacity: Positions that the cache holds, and the tables of rotary angles.
+        capacity: Positions of the cache and of the tables of rotary angles.
 
     Raises:
-        KernelError: The query heads cannot share the key heads.
+        KernelError: The query heads are no multiple of the key heads.
     """
 
     heads: int
@@ -60,10 +60,10 @@ class HeadShape:
         return self.query_columns, keys, keys
 
     def layer_offsets(self, layer: int, kv_dtype: DTypeLike) -> tuple[int, int, int, int]:
-        """Return the elements before a layer's keys, before its values, of a head's block, and to the end."""
+        """Return the element offsets of a layer's keys and values, the heads' stride, and the layer's end."""
         stride = head_stride(self.capacity, self.head_dim, kv_dtype)
         keys = layer * 2 * self.kv_heads * stride
-        # The last block may be cut to what it holds.
+        # The last head needs no padding.
         end = keys + (2 * self.kv_heads - 1) * stride + self.capacity * self.head_dim
         return keys, keys + self.kv_heads * stride, stride, end
 
@@ -73,9 +73,9 @@ class KvLayer:
     """The keys and values of one layer of a session.
 
     Args:
-        memory: The session's cache, ``[layer][k|v][kv_head][capacity][head_dim]``, heads :func:`head_stride`
-            apart.
-        layer: The layer.
+        memory: The session's cache, ``[layer][k|v][kv_head][capacity][head_dim]``, with :func:`head_stride`
+            elements per head.
+        layer: Index of the layer.
     """
 
     memory: SharedArray
@@ -84,16 +84,16 @@ class KvLayer:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How queries and keys are turned, and normed before.
+    """RoPE of queries and keys, and the head norms before it.
 
-    Element i of a head's first ``dim`` turns with element ``i + dim / 2`` (the half-split convention of
+    Element i of a head's first ``dim`` pairs with element ``i + dim / 2`` (the half-split convention of
     Hugging Face checkpoints).
 
     Args:
         cos: float32 ``[capacity, dim / 2]``.
-        sin: The same.
-        dim: Elements of a head that turn, even; None for all.
-        norms: float32 ``[2 * head_dim]``, weights of q's norm and of k's; None where heads are not normed.
+        sin: float32 of the same shape.
+        dim: Rotated elements of a head, even; None for all.
+        norms: float32 ``[2 * head_dim]``, weights of q's norm, then of k's; None for no norms.
         epsilon: Added to the mean square in those norms.
     """
 
@@ -106,11 +106,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How attention weighs positions.
+    """Options of attention scores.
 
     Args:
         scale: Factor on the scores.
-        window: Positions that a token sees, itself included; 0 for all.
+        window: Positions visible to a token, its own included; 0 for all.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
     """
 

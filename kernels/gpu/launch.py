@@ -1,4 +1,4 @@
-"""Prepared calls of OpenCL kernels: arguments set once, enqueued again and again."""
+"""Launches: OpenCL kernels with their arguments, set once and enqueued many times."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | N
 
 
 class Launch(ABC):
-    """One kernel with its arguments, ready to be enqueued again and again; made by a runtime.
+    """One kernel with its arguments, to be enqueued many times; made by a runtime.
 
     Args:
-        kernel: The kernel, as its runtime made it.
-        arguments: Its arguments; the launch keeps the memory that they name.
+        kernel: The runtime's kernel.
+        arguments: Its arguments; the launch keeps their memory alive.
         label: Name for traces and errors.
     """
 
@@ -36,12 +36,12 @@ class Launch(ABC):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """The launches of one kernel each that do the same one after the other: this one."""
+        """The equivalent launches of one kernel each: this one."""
         return (self,)
 
     @abstractmethod
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Name other memory in place of ``old``."""
+        """Replace the argument ``old`` by other memory."""
 
     @abstractmethod
     def __call__(self) -> Any:  # noqa: ANN401 - an event, which pyopencl does not type
@@ -49,10 +49,7 @@ class Launch(ABC):
 
 
 class OpenClLaunch(Launch):
-    """A launch on an OpenCL queue.
-
-    It owns its kernel object, and keeps the memory that the arguments name: OpenCL does not.
-    """
+    """A launch on an OpenCL queue; it owns its kernel object and keeps its arguments' memory alive."""
 
     __slots__ = ("_enqueue", "_queue", "global_size", "local_size")
 
@@ -73,8 +70,8 @@ class OpenClLaunch(Launch):
         kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Name other memory in place of ``old``."""
-        index = next(place for place, argument in enumerate(self.arguments) if argument is old)
+        """Replace the argument ``old`` by other memory."""
+        index = next(index for index, argument in enumerate(self.arguments) if argument is old)
         self.kernel.set_arg(index, new.buffer)
         self.arguments = (*self.arguments[:index], new, *self.arguments[index + 1 :])
 
@@ -83,47 +80,39 @@ class OpenClLaunch(Launch):
         return self._enqueue(self._queue, self.kernel, self.global_size, self.local_size)
 
     def __del__(self) -> None:
-        # The memory may go with the launch, and a kernel that still runs must not see it freed.
+        # The launch may free its memory, which a running kernel must not lose.
         with contextlib.suppress(OpenClError):
             self._queue.finish()
 
 
-class ChainedLaunch(OpenClLaunch):
-    """A launch that enqueues another one first, which prepares its input."""
+class ChainedLaunch(Launch):
+    """A launch that first enqueues another one, which prepares its input."""
 
-    __slots__ = ("before",)
+    __slots__ = ("before", "last")
 
-    def __init__(
-        self,
-        before: Launch,
-        queue: cl.CommandQueue,
-        kernel: cl.Kernel,
-        arguments: Sequence[Argument],
-        global_size: tuple[int, ...],
-        local_size: tuple[int, ...],
-        label: str,
-    ) -> None:
-        super().__init__(queue, kernel, arguments, global_size, local_size, label)
+    def __init__(self, before: Launch, last: Launch) -> None:
+        super().__init__(last.kernel, last.arguments, last.label)
         self.before = before
+        self.last = last
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """The launch before, and this one without it."""
-        sizes = self.global_size, self.local_size
-        return self.before, OpenClLaunch(self._queue, self.kernel, self.arguments, *sizes, self.label)
+        """Both launches in order."""
+        return self.before, self.last
+
+    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+        """Replace the argument ``old`` of the last launch by other memory."""
+        self.last.replace(old, new)
+        self.arguments = self.last.arguments
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue both kernels without waiting; returns the event of the last."""
         self.before()
-        return self.alone()
-
-    def alone(self) -> Any:  # noqa: ANN401
-        """Enqueue the second kernel without the first; returns its event."""
-        return super().__call__()
+        return self.last()
 
 
 def host_address(argument: Argument) -> int:
-    """Return where an argument's memory lies, where that is the host's; 0 for a null pointer."""
+    """Return the host address of an argument's memory; 0 for a null pointer."""
     if argument is None:
         return 0
     if isinstance(argument, SharedArray):

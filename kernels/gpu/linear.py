@@ -1,8 +1,8 @@
-"""Linear layers on the OpenCL device: packing of the weights, and one launch for any cut of a group.
+"""Linear layers on the OpenCL device: packing of the weights, and launches for any split of a group.
 
-Weights keep their number format. Output rows are stored in blocks of 64 whose words of consecutive inputs lie
-side by side (`kernels/gpu/opencl/linear.h`): 64 work-items of a GPU read one contiguous run, and so does one
-work-item of a CPU with 8-wide vectors.
+Weights keep their number format. Output rows are stored in tiles of 64 with the words of the same inputs side
+by side (`kernels/gpu/opencl/linear.h`), so that 64 work-items of a GPU, or one work-item of a CPU with
+vectors, read one contiguous run.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ RowRange: TypeAlias = tuple[int, int]
 """Output rows ``[start, stop)`` of one member."""
 
 ROW_ALIGNMENT: Final = 64
-"""Multiple at which the kept rows of a member may start; they may stop anywhere."""
+"""Multiple at which a row range of a member may start; it may stop anywhere."""
 
 SIMT_EMBEDDING_SPAN: Final = 16
 SIMT_EMBEDDING_ITEMS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What one launch computes; as the arguments of :meth:`GpuLinear.launch`, with nothing left open."""
+class _Request:
+    """The arguments of :meth:`GpuLinear.launch` with all defaults resolved."""
 
     x: SharedArray
     y: SharedArray
@@ -71,21 +71,6 @@ class GpuLinear:
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
         size_bytes: Device memory that the weights take.
     """
-
-    __slots__ = (
-        "_half",
-        "_parameters",
-        "_runtime",
-        "_scales",
-        "_tiles",
-        "_weights",
-        "_zeros",
-        "columns",
-        "format",
-        "integer_inputs",
-        "member_rows",
-        "size_bytes",
-    )
 
     def __init__(
         self,
@@ -119,17 +104,17 @@ class GpuLinear:
         activation_dtype: DTypeLike,
         integer_inputs: bool = False,
     ) -> GpuLinear:
-        """Pack the weights of a group and give them to the device.
+        """Pack the weights of a group and upload them.
 
         Args:
             runtime: The device.
             members: Weights ``[n, k]`` of one format and one ``k``.
-            activation_dtype: float32 or float16, of inputs and outputs.
+            activation_dtype: float32 or float16, type of inputs and outputs.
             integer_inputs: Round the inputs of each block to int8 before multiplying, as ONNX Runtime's
                 MatMulNBits does at accuracy level 4 (:func:`heterollm.kernels.formats.round_inputs`).
 
         Raises:
-            KernelError: A shape or format that the kernels cannot compute, or too little device memory.
+            KernelError: The kernels do not support a shape or format, or device memory is short.
         """
         number_format, columns = check_members(members)
         if np.dtype(activation_dtype) not in (np.float32, np.float16):
@@ -168,46 +153,45 @@ class GpuLinear:
         style: KernelStyle | Variant | None = None,
         label: str,
     ) -> Launch:
-        """Return the prepared call of ``y[t] = x[t] @ kept rows of W.T`` for ``tokens`` rows.
+        """Return the launch of ``y[t] = x[t] @ W[kept rows].T`` for ``tokens`` rows.
 
         Args:
-            x: Slot that starts with the activations, ``[first_token + tokens, k]`` in the activation type;
-                with ``columns`` those alone, next to each other.
-            y: Slot for the output, ``[first_token + tokens, kept rows]``.
+            x: Slot of the activations, ``[first_token + tokens, k]`` in the activation type; with ``columns``
+                its rows hold those inputs only.
+            y: Slot of the output, ``[first_token + tokens, kept rows]``.
             tokens: Rows ``m`` to compute.
-            first_token: The first of them; both slots are counted from token 0.
-            kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; default all. The
-                output columns are the kept rows of the members one after the other.
-            columns: Inputs ``[start, stop)`` to multiply by, of every row: a partial sum. Both are multiples
-                of the block and of :data:`COLUMNS_MULTIPLE`; default all.
-            output_dtype: float32, where the activations are float16 and the output is not.
-            rounded: Where the kernel that wrote ``x`` has left its codes, the first row that of
-                ``first_token``; by default a launch before this one rounds ``x``. For integer inputs alone.
-            style: Kernel family or variant; by default the first that works, by what the device is and what
-                was tuned on it.
+            first_token: First row to compute; both slots start at token 0.
+            kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; all rows by
+                default. The output columns are the kept rows of the members in order.
+            columns: Inputs ``[start, stop)``, for a partial sum: multiples of the scale block and of
+                :data:`COLUMNS_MULTIPLE`; all inputs by default.
+            output_dtype: float32 for a float32 output of float16 activations.
+            rounded: Codes of ``x`` from the kernel that wrote ``x``, starting at ``first_token``; by default
+                a launch before this one rounds ``x``. For integer inputs only.
+            style: Kernel style or variant; by default the tuned one or the first that works.
             label: Name for traces and errors.
 
         Raises:
-            KernelError: Ranges that do not fit, a slot that is too small, or codes made for other weights.
+            KernelError: A range does not fit, a slot is too small, or the codes are for other weights.
         """
         if tokens < 1 or first_token < 0:
             raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
         half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
         ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
         taken = self._check_columns((0, self.columns) if columns is None else columns, label)
-        call = _Call(x, y, tokens, first_token, ranges, taken, half_output, rounded, label)
+        request = _Request(x, y, tokens, first_token, ranges, taken, half_output, rounded, label)
         if rounded is not None:
             if not self.integer_inputs:
                 raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
-            rounded.check(self.format, tokens, call.width, label)
-        return self._first_that_works(call, style)
+            rounded.check(self.format, tokens, request.width, label)
+        return self._first_that_works(request, style)
 
-    def _first_that_works(self, call: _Call, style: KernelStyle | Variant | None) -> Launch:
-        """Return a call's launch with what was tuned for it, else with the first variant that works."""
+    def _first_that_works(self, request: _Request, style: KernelStyle | Variant | None) -> Launch:
+        """Return the launch of the tuned variant, or else of the first variant that works."""
 
         def build(variant: Variant) -> Launch:
             with self._blamed(variant, shape):
-                return self._launch(variant, call)
+                return self._launch(variant, request)
 
         def try_out(variant: Variant) -> None:
             with self._blamed(variant, shape):
@@ -215,7 +199,7 @@ class GpuLinear:
 
         test = try_out if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
-        shape = self._shape_class(call.tokens)
+        shape = self._shape_class(request.tokens)
         tuned = self._runtime.tuning.parameters(shape) if style is None else None
         if tuned is not None:
             variants = (Variant(tuned.style, parameters=tuned), *variants)
@@ -226,7 +210,7 @@ class GpuLinear:
 
     @contextlib.contextmanager
     def _blamed(self, variant: Variant, shape: ShapeClass) -> Iterator[None]:
-        """Put a variant's tuned parameters in quarantine where it fails; the next takes its place."""
+        """Quarantine a variant's tuned parameters if the variant fails."""
         try:
             yield
         except BuildError as error:
@@ -242,66 +226,65 @@ class GpuLinear:
         )
         try_linear(pack, self._runtime, variant, self.format, dtype, integer_inputs=self.integer_inputs)
 
-    def _launch(self, variant: Variant, call: _Call) -> Launch:
-        rows = sum(stop - start for start, stop in call.kept)
-        tiles, tile_count = self._tile_map(call.kept, call.label)
-        last = call.first_token + call.tokens
-        _check_slot(call.x, last * call.width * (2 if self._half else 4), f"{call.label} input")
-        _check_slot(call.y, last * rows * (2 if call.half_output else 4), f"{call.label} output")
-        chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(call.tokens)
+    def _launch(self, variant: Variant, request: _Request) -> Launch:
+        rows = sum(stop - start for start, stop in request.kept)
+        tiles, tile_count = self._tile_map(request.kept, request.label)
+        last = request.first_token + request.tokens
+        request.x.require(last * request.width * (2 if self._half else 4), f"{request.label} input")
+        request.y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
+        chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(request.tokens)
         if parameters is None or parameters.many != (shape.tokens == "many"):
             parameters = default_parameters(chosen, shape)
-        grid = parameters.grid(call.tokens, tile_count)
+        grid = parameters.grid(request.tokens, tile_count)
         defines = variant.defines | {"BITS": self.format.bits} | grid.defines
         if self._half:
             defines["ACT_HALF"] = 1
-            if not call.half_output:
+            if not request.half_output:
                 defines["OUT_FLOAT"] = 1
         files = ["common.h", "linear.h"]
-        inputs: tuple[Argument, ...] = (call.x,)
+        inputs: tuple[Argument, ...] = (request.x,)
         before = None
         if self.integer_inputs:
             files.append("linear_int8.h")
-            rounded, before = self._rounded(variant, call)
+            rounded, before = self._rounded(variant, request)
             inputs = (rounded.codes, rounded.blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
-        if chosen == "vector":
-            files.append("linear_wide.h")
+        files.append("linear_wide.h" if chosen == "vector" else "linear_tiles.h")
         name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
         kernel = self._runtime.kernel((*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines)
-        sizes = (np.int32(call.width), np.int32(rows), *self._parameters)
-        part = (np.int32(self.columns), np.int32(call.columns[0]))
-        span = (np.int32(call.first_token), np.int32(call.tokens), np.int32(grid.token_step))
+        sizes = (np.int32(request.width), np.int32(rows), *self._parameters)
+        part = (np.int32(self.columns), np.int32(request.columns[0]))
+        span = (np.int32(request.first_token), np.int32(request.tokens), np.int32(grid.token_step))
         arguments: tuple[Argument, ...]
-        arguments = (*self._device_weights(), *inputs, call.y, tiles, *sizes, *part, *span)
+        arguments = (*self._device_weights(), *inputs, request.y, tiles, *sizes, *part, *span)
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
-        output_bytes = 2 if call.half_output else 4
+        output_bytes = 2 if request.half_output else 4
         work = functools.partial(
-            linear_work, self.format, rows, call.width, call.tokens, item_bytes, output_bytes
+            linear_work, self.format, rows, request.width, request.tokens, item_bytes, output_bytes
         )
         size = grid.global_size, grid.local_size
-        return self._runtime.launch(kernel, arguments, *size, call.label, before, work=work)
+        return self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
 
-    def _rounded(self, variant: Variant, call: _Call) -> tuple[RoundedInputs, Launch | None]:
-        """Return the codes of a call's inputs, and the launch that makes them where none did before."""
-        if call.rounded is not None:
-            return call.rounded, None
-        rounded = scratch_codes(self._runtime, self.format, call.tokens, call.width)
+    def _rounded(self, variant: Variant, request: _Request) -> tuple[RoundedInputs, Launch | None]:
+        """Return the codes of the inputs, and the launch that makes them if no earlier kernel did."""
+        if request.rounded is not None:
+            return request.rounded, None
+        rounded = scratch_codes(self._runtime, self.format, request.tokens, request.width)
         before = rounding_launch(
             self._runtime,
-            call.x,
+            request.x,
             rounded,
-            columns=call.width,
-            tokens=call.tokens,
-            first_token=call.first_token,
+            columns=request.width,
+            tokens=request.tokens,
+            first_token=request.first_token,
             half=self._half,
             variant=variant,
         )
         return rounded, before
 
     def _check_columns(self, columns: tuple[int, int], label: str) -> tuple[int, int]:
-        """Return a range of inputs that starts and stops where a launch can."""
+        """Check a range of inputs."""
         (start, stop), unit = columns, max(self.format.block, COLUMNS_MULTIPLE)
         if not 0 <= start < stop <= self.columns or start % unit or stop % unit:
             raise KernelError(
@@ -320,25 +303,25 @@ class GpuLinear:
         style: KernelStyle | None = None,
         label: str = "embedding",
     ) -> Launch:
-        """Return the prepared call of ``y[t] = scale * W[tokens[t]]`` for ``count`` tokens.
+        """Return the launch of ``y[t] = scale * W[tokens[t]]`` for ``count`` tokens.
 
         The table is the only member, so that a tied head and the embedding share one copy.
 
         Args:
-            tokens: Slot that starts with int32 row ids; the kernel limits them to the table.
-            y: Slot for the float32 residual stream ``[count, k]``.
+            tokens: Slot of int32 row ids; the kernel clamps them to the table.
+            y: Slot of the float32 residual stream ``[count, k]``.
             count: Tokens to look up.
             scale: Factor on every element.
-            style: Kernel family; default by what the device is.
+            style: Kernel style; by default the device's.
             label: Name for traces and errors.
 
         Raises:
-            KernelError: Several members, or a slot that is too small.
+            KernelError: There are several members, or a slot is too small.
         """
         if len(self.member_rows) != 1 or count < 1:
             raise KernelError(f"{label}: cannot look up {count} tokens in {len(self.member_rows)} tables.")
-        _check_slot(tokens, count * 4, f"{label} token")
-        _check_slot(y, count * self.columns * 4, f"{label} output")
+        tokens.require(count * 4, f"{label} token")
+        y.require(count * self.columns * 4, f"{label} output")
 
         def build(variant: Variant) -> tuple[Any, KernelStyle]:
             defines = variant.defines | {"BITS": self.format.bits}
@@ -357,7 +340,7 @@ class GpuLinear:
         return self._runtime.launch(kernel, arguments, global_size, (items, 1), label, work=work)
 
     def _device_weights(self) -> tuple[Argument, Argument, Argument]:
-        # Arguments that a format does not use still need a buffer on some drivers.
+        # Some drivers need a buffer even for unused arguments.
         return self._weights, self._scales or self._weights, self._zeros or self._weights
 
     def _tile_map(self, kept: tuple[RowRange, ...], label: str) -> tuple[Any, int]:
@@ -382,8 +365,3 @@ class GpuLinear:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
         self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
         return self._tiles[kept]
-
-
-def _check_slot(slot: SharedArray, size_bytes: int, what: str) -> None:
-    if slot.array.nbytes < size_bytes:
-        raise KernelError(f"The {what} slot has {slot.array.nbytes} bytes, {size_bytes} are needed.")

@@ -1,4 +1,4 @@
-"""Memory that host, NPU runtime and OpenCL device share without copies."""
+"""Memory that host, NPU and OpenCL device share without copies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["SharedArray", "aligned_empty", "aligned_zeros"]
 
 
 class SharedArray:
-    """Page-aligned memory that host, NPU runtime and OpenCL device all address.
+    """Page-aligned memory that host, NPU and OpenCL device address.
 
-    ``array`` is the host's view. On a coherent device (a CPU) both sides always see each other's writes
-    once the queue is done. Elsewhere the host must :meth:`acquire` before it reads or writes and
-    :meth:`release` before the device does.
+    ``array`` is the host's view. On a coherent device (a CPU) both sides see each other's writes once the
+    queue is finished. Elsewhere the host must :meth:`acquire` the memory before it reads or writes, and
+    :meth:`release` it before the device does.
     """
 
     __slots__ = ("_mapped", "_queue", "array", "buffer", "coherent")
@@ -34,11 +34,11 @@ class SharedArray:
         self._mapped: Any = None
 
     def acquire(self) -> None:
-        """Wait for the device and make its writes visible to the host, which may write too."""
+        """Wait for the device, and let the host read and write."""
         self._map(cl.map_flags.READ | cl.map_flags.WRITE)
 
     def acquire_to_read(self) -> None:
-        """Like :meth:`acquire`, for a host that only reads: kernels may go on reading meanwhile."""
+        """Wait for the device, and let the host read; kernels may read at the same time."""
         self._map(cl.map_flags.READ)
 
     def release(self) -> None:
@@ -54,6 +54,15 @@ class SharedArray:
             self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
         )
         self._mapped = view.base
+
+    def require(self, size_bytes: int, what: str) -> None:
+        """Refuse a slot that is too small.
+
+        Raises:
+            KernelError: It has fewer bytes.
+        """
+        if self.array.nbytes < size_bytes:
+            raise KernelError(f"The {what} slot has {self.array.nbytes} bytes, {size_bytes} are needed.")
 
     def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the start of the memory as an array of another type and shape."""
@@ -71,7 +80,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Return zeroed page-aligned memory, padded to whole pages, which count once they are used."""
+    """Return zeroed page-aligned memory, padded to whole pages; unused pages take no memory."""
     return _aligned(shape, dtype, np.zeros)
 
 

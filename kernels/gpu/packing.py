@@ -1,4 +1,4 @@
-"""The packed layout of linear weights on the GPU part (`kernels/gpu/opencl/linear.h`), and what fits it."""
+"""Packs linear weights into the GPU's layout (`kernels/gpu/opencl/linear.h`)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from heterollm.kernels.ops import WeightFormat
 __all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "check_members", "codes", "pack_member"]
 
 COLUMNS_MULTIPLE: Final = 16
-"""Multiple that the inputs of a linear must be of."""
+"""The inputs of a linear must be a multiple of this."""
 
 BLOCKS: Final = (16, 32, 64, 128)
-"""Quantisation blocks that the kernels take."""
+"""Scale blocks that the kernels support."""
 
 
 def codes(weight: LinearWeight) -> NDArray[Any]:
-    """Return the array ``[n, ...]`` that holds a weight: its codes, or its floats."""
+    """Return a weight's codes, or its floats, ``[n, ...]``."""
     return weight.codes if isinstance(weight, QuantizedTensor) else weight
 
 
 def check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
-    """Return the number format and the inputs ``k`` that all members of a group share.
+    """Return the common number format and inputs ``k`` of a group's members.
 
     Raises:
-        KernelError: They differ, or the kernels cannot compute them.
+        KernelError: They differ, or the kernels do not support them.
     """
     if not members:
         raise KernelError("A group needs at least one linear layer.")
@@ -61,15 +61,15 @@ def pack_member(
     scales: NDArray[Any] | None,
     zeros: NDArray[Any] | None,
 ) -> None:
-    """Write one member into its row blocks.
+    """Write one member into its row tiles.
 
     Args:
         member: ``[n, k]``.
-        first: Its first row block.
-        count: Its row blocks.
-        weights: ``[blocks, words of k, 64]`` of all members.
-        scales: float16 ``[blocks, k / block, 64]``, or None for floats.
-        zeros: uint8 of that shape, or None without zero points.
+        first: Its first row tile.
+        count: Its row tiles.
+        weights: ``[tiles, words of k, 64]`` of all members.
+        scales: float16 ``[tiles, k / block, 64]``, or None for floats.
+        zeros: uint8 of the same shape, or None without zero points.
     """
     if isinstance(member, QuantizedTensor):
         packed = np.ascontiguousarray(member.codes).reshape(member.rows, -1)

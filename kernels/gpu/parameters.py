@@ -1,7 +1,7 @@
-"""How the linear kernels divide their work: the numbers that tuning may choose, and what is legal.
+"""Tuning parameters of the linear kernels, their legal values, and the launch grids that follow from them.
 
-Each kernel (a style for one or a few tokens, or for many) has its own numbers; :data:`LEGAL` lists them all.
-What is not listed exists with one value only: the rounding of inputs, the embedding and the packed layout.
+Each kernel (a style, for a few tokens or for many) has parameters of its own, listed in :data:`LEGAL`. The
+rounding of inputs, the embedding and the packed layout have none.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from heterollm.kernels.ops import WeightFormat
 __all__ = [
     "FEW_TOKEN_STEPS",
     "LEGAL",
-    "Grid",
     "KernelParameters",
     "KernelStyle",
+    "LaunchGrid",
     "ShapeClass",
     "TokenClass",
     "all_parameters",
@@ -32,30 +32,31 @@ __all__ = [
 ]
 
 KernelStyle = Literal["vector", "simt"]
-"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: a column a work-item, for GPUs."""
+"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: one column per work-item, for GPUs."""
 
 TokenClass = Literal["one", "few", "many"]
-"""Tokens of a launch: 1, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""
+"""Tokens of a launch: one, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""
 
 Fields: TypeAlias = dict[str, tuple[int, ...]]
 
 FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
-"""Tokens that share one pass over the weights in the kernels for a few tokens. For more, weights are unpacked
-once for all of them: measured no slower from 9 tokens on (PoCL with AVX-512)."""
+"""Tokens that share one pass over the weights in the kernels for a few tokens. The kernels for many tokens
+unpack the weights once for all tokens, which is no slower from 9 tokens on (measured on PoCL with
+AVX-512)."""
 
 LANES: Final = 64
-"""Output rows of a block, as in linear.h."""
+"""Output rows of a row tile, as in linear.h."""
 
 SIMT_ITEM_COLUMNS: Final = 4
-"""Columns of a work-item in the simt kernels for many tokens: a vector of that size."""
+"""Columns of a work-item in the simt kernels for many tokens: one vector."""
 
 VECTOR_STRIP_TOKENS: Final = 8
-"""Largest strip that the vector kernels choose by the processor's vector width."""
+"""Largest strip of tokens that the vector kernels choose by the vector width."""
 
 PREFETCH_BYTES: Final = (0, 1024, 2048, 4096, 8192, 16384)
 
 LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
-    # (style, for many tokens): values of the fields that the kernel has; the others are 0.
+    # (style, for many tokens): legal values of the kernel's parameters; its other fields are 0.
     ("vector", False): {
         "token_step": FEW_TOKEN_STEPS,
         "part_columns": (0, 16, 32, 64),
@@ -82,16 +83,16 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
 
 
 class ShapeClass(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the linear launches that share their parameters have in common.
+    """A class of linear launches that share tuned parameters.
 
-    Rows and inputs are no part of it: between the narrow and the wide layers of a TinyLlama-size model no
-    difference was found that exceeded the noise.
+    Rows and inputs do not matter: between the narrow and the wide layers of a TinyLlama-size model no
+    difference exceeded the noise.
 
     Args:
         weight: Number format of the weights.
         integer_inputs: Whether inputs are rounded to int8.
         half: Whether activations are float16 rather than float32.
-        tokens: How many tokens a launch computes.
+        tokens: Class of the launch's tokens.
     """
 
     weight: WeightFormat
@@ -112,14 +113,14 @@ class ShapeClass(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layer(self) -> str:
-        """What the linear layers are called in notes about their kernels."""
+        """Name of the linear layers in notes about their kernels."""
         return f"linear {self.weight}{' with int8 inputs' if self.integer_inputs else ''}"
 
     def check(self) -> None:
-        """Refuse a class of launches that no linear layer has.
+        """Refuse an impossible class.
 
         Raises:
-            OptionError: Its fields do not fit each other.
+            OptionError: The fields contradict each other.
         """
         bits, block = self.weight.bits, self.weight.block
         _check(block in ((16, 32, 64, 128) if bits <= 8 else (0,)), "weight block", block)
@@ -128,15 +129,15 @@ class ShapeClass(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """How a launch is divided.
+class LaunchGrid:
+    """The division of a launch into work-groups.
 
     Args:
-        suffix: Ending of the kernel's name.
+        suffix: Suffix of the kernel's name.
         token_step: Tokens of a work-group.
         global_size: Work-items in two dimensions.
         local_size: Work-items of a work-group.
-        defines: What tells the sources.
+        defines: Defines of the kernel.
     """
 
     suffix: Literal["few", "many"]
@@ -147,19 +148,18 @@ class Grid:
 
 
 class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """The numbers of one linear kernel; those that it does not have are 0 (:data:`LEGAL`).
+    """The tuning parameters of one linear kernel; those that it lacks are 0 (:data:`LEGAL`).
 
     Args:
-        style: How the work is divided.
+        style: Kernel style.
         many: Whether this is the kernel for many tokens.
-        token_step: Tokens that share one pass over the weights, at most.
-        items: Work-items that share a row block (vector) or a column (simt).
+        token_step: Most tokens that share one pass over the weights.
+        items: Work-items per row tile (vector) or per column (simt).
         item_tokens: Tokens whose sums a work-item holds in registers; 0 in the vector kernels for as many as
-            fit the processor's vectors.
+            fit.
         part_columns: Columns whose sums a work-item holds in registers; 0 for as many as fit.
-        depth_inputs: Inputs whose weights are unpacked at a time (vector) or that are staged in local memory
-            (simt).
-        prefetch_bytes: How far ahead of their use weights are fetched; 0 for not at all.
+        depth_inputs: Inputs whose weights are unpacked at a time (vector) or staged in local memory (simt).
+        prefetch_bytes: Distance of the weights' prefetch; 0 for none.
 
     Raises:
         OptionError: A value is not legal for this kernel.
@@ -182,7 +182,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kernel(self) -> str:
-        """The kernel that they are for, such as ``vector_few``."""
+        """Name of the kernel, such as ``vector_few``."""
         return f"{self.style}_{'many' if self.many else 'few'}"
 
     def __str__(self) -> str:
@@ -190,15 +190,15 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.kernel} " + " ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def check_for(self, shape: ShapeClass) -> None:
-        """Refuse parameters that the kernels of a shape class cannot take.
+        """Refuse parameters that do not fit a shape class.
 
         Raises:
-            OptionError: They are for another number of tokens, or do not divide its blocks.
+            OptionError: They are for another number of tokens, or do not divide the scale block.
         """
         _check(self.many == (shape.tokens == "many"), f"a kernel for {shape.tokens} tokens", self.kernel)
         _check(shape.tokens != "one" or self.token_step == 1, "a token step for one token", self.token_step)
         if self.style == "simt" and not self.many:
-            # The int8 kernel reads its inputs where they are.
+            # The int8 kernel does not stage its inputs.
             _check((self.depth_inputs == 0) == shape.integer_inputs, f"depth for {shape}", self.depth_inputs)
         if self.style == "simt" and self.many:
             block = shape.weight.block or 16
@@ -220,8 +220,8 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             return 4 * self.depth_inputs * (self.token_step + LANES)
         return 4 * self.token_step * (self.depth_inputs + self.items * LANES)
 
-    def grid(self, tokens: int, tiles: int) -> Grid:
-        """Return how ``tokens`` tokens by ``tiles`` row blocks are divided, and the defines for it."""
+    def grid(self, tokens: int, tiles: int) -> LaunchGrid:
+        """Return the launch grid of ``tokens`` tokens by ``tiles`` row tiles."""
         if self.many:
             return self._many_grid(tokens, tiles)
         step = min(self.token_step, next(step for step in FEW_TOKEN_STEPS if tokens <= step))
@@ -230,35 +230,35 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "simt":
             defines["SLICES"] = self.items
             if self.depth_inputs:
-                defines["CHUNK"] = self.depth_inputs
-            return Grid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
+                defines["STAGED_INPUTS"] = self.depth_inputs
+            return LaunchGrid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.part_columns:
             defines["PART_COLUMNS"] = self.part_columns
-        return Grid("few", step, (tiles, steps), (1, 1), defines)
+        return LaunchGrid("few", step, (tiles, steps), (1, 1), defines)
 
-    def _many_grid(self, tokens: int, tiles: int) -> Grid:
+    def _many_grid(self, tokens: int, tiles: int) -> LaunchGrid:
         defines: dict[str, str | int] = {"DEPTH": self.depth_inputs}
         steps = -(-tokens // self.token_step)
         if self.style == "simt":
             local = LANES // SIMT_ITEM_COLUMNS, self.token_step // self.item_tokens
             defines |= {"TILE_TOKENS": self.token_step, "ITEM_TOKENS": self.item_tokens}
-            return Grid("many", self.token_step, (local[0] * tiles, local[1] * steps), local, defines)
-        # Equal steps: a short last one would unpack all weights again for a few tokens.
+            return LaunchGrid("many", self.token_step, (local[0] * tiles, local[1] * steps), local, defines)
+        # Equal steps: a short last step would unpack all weights again for a few tokens.
         strip = self.item_tokens or VECTOR_STRIP_TOKENS
         token_step = min(self.token_step, round_up(-(-tokens // steps), strip))
         defines |= {"MAX_TOKEN_STEP": self.token_step, "ITEMS": self.items}
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.item_tokens:
             defines["STRIP"] = self.item_tokens
-        return Grid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
+        return LaunchGrid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
 
 
 NUMBERS: Final = KernelParameters.__struct_fields__[2:]
 
 
 def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameters:
-    """Return what is used where nothing was tuned."""
+    """Return the parameters that are used without tuning."""
     if style == "vector" and shape.tokens == "many":
         return KernelParameters(style, True, 128, items=2, depth_inputs=128, prefetch_bytes=4096)
     if style == "simt" and shape.tokens == "many":
@@ -271,7 +271,7 @@ def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameter
 
 
 def all_parameters(style: KernelStyle, shape: ShapeClass) -> list[KernelParameters]:
-    """Return every legal combination for a shape class, those that differ least from the default first."""
+    """Return every legal combination for a shape class, those nearest to the default first."""
     default = default_parameters(style, shape)
     legal = LEGAL[style, default.many]
     found = []
@@ -286,7 +286,7 @@ def all_parameters(style: KernelStyle, shape: ShapeClass) -> list[KernelParamete
 
 
 def with_numbers(parameters: KernelParameters, numbers: Mapping[str, int]) -> KernelParameters:
-    """Return ``parameters`` with some of their numbers changed.
+    """Return ``parameters`` with some values changed.
 
     Raises:
         OptionError: A value is not legal.
@@ -296,7 +296,7 @@ def with_numbers(parameters: KernelParameters, numbers: Mapping[str, int]) -> Ke
 
 
 def differences(parameters: KernelParameters, other: KernelParameters) -> dict[str, int]:
-    """Return the numbers in which ``parameters`` differ from ``other``."""
+    """Return the values in which ``parameters`` differ from ``other``."""
     return {
         name: getattr(parameters, name)
         for name in NUMBERS

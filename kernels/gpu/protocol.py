@@ -1,7 +1,6 @@
-"""The protocol of a GPU: programs, memory that the host shares, launches, one in-order queue, and time.
+"""The protocol of a GPU: programs, shared memory, launches, one in-order queue, and time.
 
-A runtime states its properties (what it computes, merges, tests, stamps); nothing above asks for its class or
-whether it is real.
+A runtime states its properties; callers never test its class or whether it is real.
 """
 
 from __future__ import annotations
@@ -20,46 +19,43 @@ from heterollm.kernels.gpu.variants import VariantRecord
 from heterollm.kernels.gpu.waiting import HostClock
 from heterollm.kernels.gpu.work import GpuWork
 
-__all__ = ["Buffer", "Event", "GpuRuntime", "Kernel", "KernelKind"]
+__all__ = ["Buffer", "Event", "GpuRuntime", "Kernel", "KernelIdentity"]
 
-KernelKind: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
-"""What a kernel is made from: source files, its name, and defines in order."""
+KernelIdentity: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
+"""Identity of a kernel: source files, name, and sorted defines."""
 
 Kernel: TypeAlias = Any
-"""A kernel; only the runtime that made it looks inside."""
+"""A kernel, opaque to all but its runtime."""
 
 Buffer: TypeAlias = Any
-"""Device memory; only the runtime that made it looks inside."""
+"""Device memory, opaque to all but its runtime."""
 
 
 class Event(Protocol):
-    """The event of a launch or a marker, as OpenCL has it."""
+    """The event of a launch or a marker, as in OpenCL."""
 
     @property
     def command_execution_status(self) -> int:
-        """0 once it is complete, negative if it failed."""
-        ...
+        """0 if complete, negative if failed."""
 
     @property
     def profile(self) -> Any:  # noqa: ANN401 - pyopencl is not typed
-        """When it was ``queued``, when it came to its ``start`` and ``end``, in nanoseconds."""
-        ...
+        """Its times ``queued``, ``start`` and ``end`` in nanoseconds."""
 
     def wait(self) -> None:
-        """Block in the driver until it is complete."""
-        ...
+        """Block in the driver until the event is complete."""
 
 
 class GpuRuntime(Protocol):
-    """A GPU part with one in-order queue, or what stands for one.
+    """A GPU with one in-order queue: an OpenCL device or a simulated one.
 
     Attributes:
-        traits: What the device reports about itself.
-        target: The processor that its compiler was told to compile for; None for what the driver detects.
-        variants: Which variants of kernels work on it.
-        tuning: The parameters of its kernels.
-        tests_kernels: Whether variants of kernels are tried out before they are relied on.
-        computes: Whether kernels compute anything; without it only shapes and times are right.
+        traits: Properties of the device.
+        target: Processor that its compiler compiles for; None for the detected one.
+        variants: Tested and rejected kernel variants.
+        tuning: Tuned parameters of its kernels.
+        tests_kernels: Whether kernel variants are tested before use.
+        computes: Whether kernels compute values; otherwise only shapes and times are valid.
     """
 
     traits: DeviceTraits
@@ -71,30 +67,26 @@ class GpuRuntime(Protocol):
 
     @property
     def merges_launches(self) -> bool:
-        """Whether launches that follow each other gain by being one."""
-        ...
+        """Whether adjacent launches are faster if merged into one."""
 
     @property
     def is_tunable(self) -> bool:
-        """Whether the time of its kernels depends on their parameters, so that a search is worth it."""
-        ...
+        """Whether the time of its kernels depends on their parameters."""
 
     @property
     def stamps_host_time(self) -> bool:
-        """Whether all events are stamped, in the time of :attr:`now_ns`."""
-        ...
+        """Whether all events are stamped, on the clock of :attr:`now_ns`."""
 
     @property
     def flag(self) -> FlagWord | None:
-        """The flag that the host polls; None where it sees no write of a kernel while the queue is busy."""
-        ...
+        """The flag that the host polls; None if the host cannot see a kernel's writes on a busy queue."""
 
     # -- programs ------------------------------------------------------------------------------------
 
     def kernel(
         self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
     ) -> Kernel:
-        """Build the named source files (once per set of defines) and return a new kernel.
+        """Build the source files, once per set of defines, and return a new kernel.
 
         Args:
             files: File names inside ``heterollm.kernels.gpu.opencl``, joined in order.
@@ -104,19 +96,15 @@ class GpuRuntime(Protocol):
         Raises:
             BuildError: The program does not build; the message carries the compiler's log.
         """
-        ...
 
     def kernel_of_source(self, source: str, name: str) -> Kernel:
-        """Build a program (once) and return a new kernel, as :meth:`kernel` does with files."""
-        ...
+        """Build a program once from its source, and return a new kernel."""
 
-    def kind(self, kernel: Kernel) -> KernelKind:
-        """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
-        ...
+    def kernel_identity(self, kernel: Kernel) -> KernelIdentity:
+        """Return the files, name and defines of a kernel of :meth:`kernel`."""
 
     def written_arguments(self, kernel: Kernel) -> tuple[bool, ...]:
         """Return for each argument of a kernel of :meth:`kernel` whether the kernel may write to it."""
-        ...
 
     def launch(
         self,
@@ -129,88 +117,77 @@ class GpuRuntime(Protocol):
         *,
         work: Callable[[], GpuWork] | None = None,
     ) -> Launch:
-        """Return the prepared call of a kernel.
+        """Return a launch of a kernel.
 
         Args:
             kernel: The kernel.
             arguments: Its arguments.
             global_size: Work-items in each dimension.
-            local_size: Of them those of a work-group.
+            local_size: Work-items of a work-group in each dimension.
             label: Name for traces and errors.
-            before: A launch to enqueue first.
-            work: Returns what the launch has to do. Only a device whose time is modelled calls it, each time
-                the launch is enqueued; to others it is of no interest.
+            before: Launch to enqueue first.
+            work: Returns the work of the launch; only a simulated device calls it, at each enqueue.
 
         Raises:
             KernelError: The kernel refuses its arguments.
         """
-        ...
 
     # -- memory --------------------------------------------------------------------------------------
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
-        """Return zeroed memory that host and device share without copies; pages count once they are used.
+        """Return zeroed memory that host and device share; unused pages take no memory.
 
         Raises:
-            KernelError: There is not so much memory, here as in the methods below.
+            KernelError: Memory is short; this holds for all methods below.
         """
-        ...
 
     def upload(self, array: NDArray[Any]) -> Buffer:
-        """Return read-only device memory with the array's content; the array must not change."""
-        ...
+        """Return read-only device memory with an array's content; the array must not change."""
 
     def scratch(self, size_bytes: int) -> Buffer:
-        """Return device memory that the host never reads."""
-        ...
+        """Return device memory that the host does not access."""
 
     def shared_scratch(self, name: str, size_bytes: int) -> Buffer:
-        """Return device memory of at least that size for what one launch leaves to the next.
+        """Return device memory of at least a size, for data that one launch passes to the next.
 
-        All launches share it by name: the queue is in order.
+        Launches share it by name, since the queue is in order.
         """
-        ...
 
     def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
-        """Copy between host and device memory, and wait for it."""
-        ...
+        """Copy between host and device memory, and wait.
+
+        Raises:
+            KernelError: The driver refuses.
+        """
 
     # -- queue ---------------------------------------------------------------------------------------
 
     def profiling_twin(self) -> GpuRuntime:
-        """Return a runtime on the same device whose events are stamped; it may be this one."""
-        ...
+        """Return a runtime on the same device with stamped events; possibly this one."""
 
     def enqueue_marker(self) -> Event:
-        """Enqueue a marker and return its event, which is complete once the queue got there."""
-        ...
+        """Enqueue a marker and return its event."""
 
     def flush(self) -> None:
-        """Start what is enqueued."""
-        ...
+        """Submit the queue to the device."""
 
     def finish(self) -> None:
-        """Wait until everything enqueued is done.
+        """Wait until the queue is empty.
 
         Raises:
             KernelError: A kernel failed.
         """
-        ...
 
     def hand_to_host(self) -> None:
-        """Wait for everything, and let the host at the results, as the baseline of hand-overs does."""
-        ...
+        """Wait until the queue is empty and the host can read the results: the baseline of fences."""
 
     # -- time ----------------------------------------------------------------------------------------
 
     def now_ns(self) -> int:
-        """Return the nanoseconds from any fixed moment, in the time that the device runs in."""
-        ...
+        """Return the nanoseconds since any fixed moment, on the device's clock."""
 
     def host_clock(self) -> HostClock:
-        """Return what the calling thread waits by."""
-        ...
+        """Return the clock by which the calling thread waits."""
 
     def processor_ns(self) -> tuple[int, int]:
-        """Return the processor time of the calling thread and of the process so far."""
-        ...
+        """Return the CPU time of the calling thread and of the process."""

@@ -1,7 +1,7 @@
 """Rounding of activations to int8 for linear layers with integer inputs.
 
-The kernel that writes a linear's input rounds it as well where it can (opencl/rounding.h); elsewhere
-a launch of its own does. Both call one function on what lies in memory, so that the codes are the same bits.
+The kernel that writes a linear's input also rounds it if it can (opencl/rounding.h); otherwise a separate
+launch does. Both call the same function on the values in memory, so the codes are bit-identical.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from heterollm.kernels.ops import WeightFormat
 __all__ = ["ROUNDING", "RoundedInputs", "code_bytes", "rounding_launch", "scratch_codes"]
 
 ROUNDING: Final = "rounding of inputs"
-"""Label of the launches that do nothing but round."""
+"""Label of the launches that only round."""
 
 SPARE_TOKENS: Final = 7
-"""Rows behind the last that the kernels for a few tokens read: up to their number, eight at most."""
+"""Rows behind the last token that the kernels for a few tokens may read."""
 
 WHOLE_BLOCKS: Final = 128
-"""Columns that every kernel that rounds writes whole multiples of; so a block must divide them."""
+"""Kernels that round write multiples of this many columns, so a scale block must divide it."""
 
 SIMT_ITEMS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedInputs:
-    """Where the int8 codes of a linear's inputs lie, and which linears can read them.
+    """Memory for the int8 codes of a linear's inputs.
 
     Args:
         codes: int8 ``[tokens + 7, k]``, in the order of ``kernels/gpu/opencl/linear_int8.h``.
         blocks: float32 ``[tokens + 7, k / block, 2]``: scale and sum of the codes of each block.
-        bits: Bits of the weights that the codes are ordered for.
+        bits: Bits of the linear's weights, which determine the order of the codes.
         block: Inputs that share a scale.
     """
 
@@ -52,14 +52,14 @@ class RoundedInputs:
 
     @property
     def defines(self) -> dict[str, str | int]:
-        """What tells the kernels that round what they write."""
+        """Defines of the kernels that round their output."""
         return {"CODE_BITS": self.bits, "CODE_BLOCK": self.block}
 
     def check(self, weight: WeightFormat, tokens: int, columns: int, label: str) -> None:
-        """Refuse codes of another order or block than a weight's, and slots that are too small.
+        """Refuse codes that do not fit a weight.
 
         Raises:
-            KernelError: One of these.
+            KernelError: Their order or block differs, or a slot is too small.
         """
         if (self.bits, self.block) != (weight.bits, weight.block):
             raise KernelError(
@@ -72,27 +72,25 @@ class RoundedInputs:
         """Return the arguments of a kernel that writes or reads the codes of ``[tokens, columns]``.
 
         Raises:
-            KernelError: Rows that are not whole blocks, or slots that are too small.
+            KernelError: The rows are not whole blocks, or a slot is too small.
         """
         if columns % self.block or WHOLE_BLOCKS % self.block:
             raise KernelError(f"{label}: {columns} columns cannot be rounded in blocks of {self.block}.")
         sizes = code_bytes(tokens, columns, self.block)
         for memory, size_bytes in zip((self.codes, self.blocks), sizes, strict=True):
-            if isinstance(memory, SharedArray) and memory.array.nbytes < size_bytes:
-                raise KernelError(
-                    f"The {label} code slot has {memory.array.nbytes} bytes, {size_bytes} are needed."
-                )
+            if isinstance(memory, SharedArray):
+                memory.require(size_bytes, f"{label} code")
         return self.codes, self.blocks
 
 
 def code_bytes(tokens: int, columns: int, block: int) -> tuple[int, int]:
-    """Return the sizes that the two memories of :class:`RoundedInputs` need for so many tokens."""
+    """Return the sizes in bytes of the codes and the blocks of :class:`RoundedInputs`."""
     values = (tokens + SPARE_TOKENS) * columns
     return values, values // block * BLOCK_BYTES
 
 
 def scratch_codes(runtime: GpuRuntime, weight: WeightFormat, tokens: int, columns: int) -> RoundedInputs:
-    """Return memory for the codes that a launch leaves to the next one, which all such pairs share."""
+    """Return scratch memory for codes that the next launch reads; all launches share it."""
     codes, blocks = code_bytes(tokens, columns, weight.block)
     return RoundedInputs(
         runtime.shared_scratch("codes", codes),
@@ -113,17 +111,17 @@ def rounding_launch(
     half: bool,
     variant: Variant,
 ) -> Launch:
-    """Return the prepared call that rounds rows of ``x [first_token + tokens, columns]``.
+    """Return the launch that rounds rows of ``x [first_token + tokens, columns]``.
 
     Args:
         runtime: The device.
         x: The inputs.
-        rounded: Where the codes go; row 0 is that of ``first_token``.
+        rounded: Target of the codes; row 0 is that of ``first_token``.
         columns: Inputs of a row, a multiple of the block.
         tokens: Rows to round.
-        first_token: The first of them.
+        first_token: First row to round.
         half: Whether ``x`` is float16, not float32.
-        variant: Which kernel.
+        variant: Variant of the kernel.
 
     Raises:
         KernelError: The device refuses the kernel.

@@ -1,9 +1,4 @@
-"""OpenCL devices, and one opened: its programs, its memory, its queue.
-
-All OpenCL calls of the project go through one small family of modules: this one, memory
-(:mod:`heterollm.kernels.gpu.memory`) and launches (:mod:`heterollm.kernels.gpu.launch`), above the
-binding (:mod:`heterollm.kernels.gpu.binding`).
-"""
+"""The list of OpenCL devices, and the runtime of an opened one: its programs, memory and queue."""
 
 from __future__ import annotations
 
@@ -25,8 +20,8 @@ from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
 from heterollm.kernels.gpu.memory import SharedArray, aligned_empty, aligned_zeros
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE, chosen_target, mend_target
-from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, chosen_target, mend_target
+from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.signals import opencl_flag
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
@@ -55,7 +50,7 @@ class OpenClRuntime:
     Args:
         device: The pyopencl device.
         profiling: Whether events carry timestamps; costs a little on every launch.
-        coherent: Overrides whether host and device see each other's writes without map and unmap.
+        coherent: Whether host and device see each other's writes without map and unmap; None detects it.
     """
 
     computes = True
@@ -75,10 +70,10 @@ class OpenClRuntime:
             raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
         self.variants = VariantRecord(self.traits.name)
         self.tuning = DeviceTuning(self.traits.identity(self.target))
-        # What PoCL compiles is tested with every change of this project; other compilers are not.
+        # This project's tests cover PoCL; other compilers are tested on the device.
         self.tests_kernels = self.traits.platform != POCL_NAME
         self._shared_scratch: dict[str, cl.Buffer] = {}
-        self._written: dict[KernelKind, tuple[bool, ...]] = {}
+        self._written: dict[KernelIdentity, tuple[bool, ...]] = {}
         self._sources: dict[int, tuple[tuple[str, ...], frozenset[tuple[str, str | int]]]] = {}
         self._programs: dict[tuple[tuple[str, ...], frozenset[tuple[str, str | int]]], cl.Program] = {}
 
@@ -87,17 +82,8 @@ class OpenClRuntime:
     def kernel(
         self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
     ) -> cl.Kernel:
-        """Build the named source files (once per set of defines) and return a new kernel object.
-
-        Args:
-            files: File names inside ``heterollm.kernels.gpu.opencl``, joined in order.
-            name: Kernel function.
-            defines: Preprocessor definitions.
-
-        Raises:
-            BuildError: The program does not build; the message carries the compiler's log.
-        """
-        # A pass of a new length asks for hundreds of kernels, so the way to a built program is short.
+        """Build source files and return a new kernel; see :class:`heterollm.kernels.gpu.GpuRuntime`."""
+        # A pass of a new length needs hundreds of kernels, so the lookup of a built program is fast.
         key = (tuple(files), frozenset((defines or {}).items()))
         program = self._programs.get(key)
         if program is None:
@@ -109,17 +95,17 @@ class OpenClRuntime:
         except OpenClError as error:
             raise BuildError(f"{'+'.join(files)} has no usable kernel {name!r}: {error}.") from error
 
-    def kind(self, kernel: cl.Kernel) -> KernelKind:
-        """Return what a kernel of :meth:`kernel` was made from: files, name and defines."""
+    def kernel_identity(self, kernel: cl.Kernel) -> KernelIdentity:
+        """Return the files, name and defines of a kernel of :meth:`kernel`."""
         files, defines = self._sources[kernel.program.int_ptr]
         return files, kernel.function_name, tuple(sorted(defines))
 
     def written_arguments(self, kernel: cl.Kernel) -> tuple[bool, ...]:
         """Return for each argument of a kernel of :meth:`kernel` whether it is memory that is not constant.
 
-        For checks: the program is built once more, since compilers keep this only where they are asked to.
+        Only checks need this. It builds the program again with the option to keep argument types.
         """
-        files, name, defines = kind = self.kind(kernel)
+        files, name, defines = kind = self.kernel_identity(kernel)
         found = self._written.get(kind)
         if found is None:
             options = ["-cl-kernel-arg-info", *(f"-D{key}={value}" for key, value in defines)]
@@ -134,7 +120,7 @@ class OpenClRuntime:
         return found
 
     def kernel_of_source(self, source: str, name: str) -> cl.Kernel:
-        """Build a program (once) and return a new kernel object, as :meth:`kernel` does with files."""
+        """Build a program once from its source, and return a new kernel."""
         key = ((source,), frozenset[tuple[str, str | int]]())
         program = self._programs.get(key)
         if program is None:
@@ -150,17 +136,17 @@ class OpenClRuntime:
         label: str,
         before: Launch | None = None,
         *,
-        work: Callable[[], GpuWork] | None = None,  # noqa: ARG002 - this device takes its own time
+        work: Callable[[], GpuWork] | None = None,  # noqa: ARG002 - only simulated devices use it
     ) -> Launch:
-        """Return the prepared call of a kernel, which enqueues ``before`` first if there is one."""
-        own = self.queue, kernel, arguments, global_size, local_size, label
+        """Return a launch of a kernel; see :class:`heterollm.kernels.gpu.GpuRuntime`."""
         try:
-            return OpenClLaunch(*own) if before is None else ChainedLaunch(before, *own)
+            launch = OpenClLaunch(self.queue, kernel, arguments, global_size, local_size, label)
         except (OpenClError, TypeError) as error:
             raise KernelError(f"Kernel {label!r} refuses its arguments: {error}.") from error
+        return launch if before is None else ChainedLaunch(before, launch)
 
     def _build(self, source: str, options: list[str], name: str) -> cl.Program:
-        # PoCL keeps binaries itself; for the others one file per program and driver is kept here.
+        # PoCL has a cache of binaries; for other drivers this is one file per program and driver.
         own_cache = self.traits.platform != POCL_NAME
         device_key = hashlib.sha256(repr((self.traits, source, options)).encode()).hexdigest()
         path = cache_root() / "opencl" / f"{device_key}.bin"
@@ -191,7 +177,7 @@ class OpenClRuntime:
         if hashlib.sha256(binary).digest() != digest:
             logger.warning("The cached OpenCL program %s is damaged; building it again", path)
             return None
-        # Some drivers end the process over a binary; the marker that is left then keeps the next one away.
+        # Some drivers crash on a binary; the marker left behind keeps the next process from loading it.
         marker = path.with_suffix(".loading")
         if marker.exists():
             logger.warning("A process ended while it loaded the OpenCL program %s; building it again", path)
@@ -223,15 +209,15 @@ class OpenClRuntime:
     # -- memory --------------------------------------------------------------------------------------
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
-        """Return zeroed memory that host and device share without copies; pages count once they are used."""
+        """Return zeroed memory that host and device share; unused pages take no memory."""
         array = aligned_zeros(shape, dtype)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
         return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
 
     def upload(self, array: NDArray[Any]) -> cl.Buffer:
-        """Return read-only device memory with the array's content.
+        """Return read-only device memory with an array's content.
 
-        On a CPU the array's own memory is used and must not change; the buffer keeps it alive.
+        A CPU uses the array's own memory, which must not change; the buffer keeps it alive.
         """
         array = np.ascontiguousarray(array)
         if self.traits.is_cpu:
@@ -243,20 +229,20 @@ class OpenClRuntime:
         return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, array)
 
     def scratch(self, size_bytes: int) -> cl.Buffer:
-        """Return device memory that the host never reads."""
+        """Return device memory that the host does not access."""
         self._check_size(size_bytes)
         if self.traits.is_cpu:
             return self.shared((max(1, size_bytes),), np.uint8).buffer
         return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(1, size_bytes))
 
     def shared_scratch(self, name: str, size_bytes: int) -> cl.Buffer:
-        """Return device memory of at least that size for what one launch leaves to the next.
+        """Return device memory of at least a size, for data that one launch passes to the next.
 
-        All launches share it by name: the queue is in order.
+        Launches share it by name, since the queue is in order.
         """
         held = self._shared_scratch.get(name)
         if held is None or held.size < size_bytes:
-            # Doubled, so that launches of ever more tokens do not each keep a buffer of their own.
+            # The size is a power of two, so that growing launches do not keep many buffers.
             held = self._shared_scratch[name] = self.scratch(1 << (size_bytes - 1).bit_length())
         return held
 
@@ -282,32 +268,40 @@ class OpenClRuntime:
 
     @property
     def merges_launches(self) -> bool:
-        """Whether launches that follow each other gain by being one: where the host's processor runs them."""
+        """Whether adjacent launches are faster if merged: on CPUs."""
         return self.traits.is_cpu and self.traits.coherent
 
     @functools.cached_property
     def flag(self) -> FlagWord | None:
-        """The flag that the host polls; None where host and device have no memory for one."""
+        """The flag that the host polls; None if host and device have no memory for it."""
         return opencl_flag(self, self.queue)
 
     def profiling_twin(self) -> OpenClRuntime:
-        """Return another runtime on the same device, whose events carry timestamps."""
+        """Return another runtime on the same device with stamped events."""
         return OpenClRuntime(self._device, profiling=True, coherent=self.traits.coherent)
 
     def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401 - a buffer and an array, either way
-        """Copy between host and device memory, and wait for it."""
-        cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+        """Copy between host and device memory, and wait.
+
+        Raises:
+            KernelError: The driver refuses.
+        """
+        try:
+            cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+        except OpenClError as error:
+            host = target if isinstance(target, np.ndarray) else source
+            raise KernelError(f"A copy of {host.nbytes} bytes failed: {error}.") from error
 
     def enqueue_marker(self) -> Any:  # noqa: ANN401 - an OpenCL event
-        """Enqueue a marker and return its event, which is complete once the queue got there."""
+        """Enqueue a marker and return its event."""
         return cl.enqueue_marker(self.queue)
 
     def flush(self) -> None:
-        """Start what is enqueued."""
+        """Submit the queue to the device."""
         self.queue.flush()
 
     def finish(self) -> None:
-        """Wait until everything enqueued is done.
+        """Wait until the queue is empty.
 
         Raises:
             KernelError: A kernel failed.
@@ -318,17 +312,17 @@ class OpenClRuntime:
             raise KernelError(f"A kernel failed on {self.traits.name!r}: {error}.") from error
 
     def hand_to_host(self) -> None:
-        """Wait for everything as the baseline of hand-overs does: shared memory needs no copy."""
+        """Wait until the queue is empty; shared memory needs no copy."""
         self.finish()
 
     # -- time ----------------------------------------------------------------------------------------
 
     def host_clock(self) -> HostClock:
-        """Return what the calling thread waits by."""
+        """Return the clock by which the calling thread waits."""
         return HostClock.of_this_thread()
 
     def processor_ns(self) -> tuple[int, int]:
-        """Return the processor time of the calling thread and of the process so far."""
+        """Return the CPU time of the calling thread and of the process."""
         return time.thread_time_ns(), time.process_time_ns()
 
 
@@ -356,7 +350,7 @@ def list_opencl_devices() -> list[tuple[str, cl.Device]]:
 
 
 def is_cpu(device: cl.Device) -> bool:
-    """Whether a device computes on the host's processor."""
+    """Return whether a device is the host's CPU."""
     return bool(device.type & cl.device_type.CPU)
 
 
@@ -394,11 +388,8 @@ def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
 
 
 def _cache_bytes(device: cl.Device) -> int:
-    """Return the size of the last cache before memory.
-
-    A GPU's driver reports the GPU's own cache, and not one that it shares with the rest of a SoC: then the
-    result is assumed, and rather too large.
-    """
+    """Return the size of the last cache before memory."""
+    # A GPU's driver does not report the cache that it shares with the SoC, so an upper estimate is assumed.
     if is_cpu(device):
         return host_cache_bytes()
     return max(DEFAULT_CACHE_BYTES, int(device.global_mem_cache_size))

@@ -1,4 +1,4 @@
-"""A quick test of one variant of the linear kernels on the device at hand, before it is relied on."""
+"""A quick test of a variant of the linear kernels on the present device, before its first use."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ __all__ = ["try_linear"]
 
 ROWS: Final = 70
 TOKENS: Final = (1, 9)
-"""One for the kernels for a few tokens, one for those for many."""
+"""Tokens for the kernels for a few tokens and for those for many."""
 
 WRONG_NMSE: Final = 1e-5
-"""Far above what float16 outputs round to (1e-7), far below what a wrong element makes."""
+"""Far above the rounding of float16 outputs (1e-7), far below the error of one wrong element."""
 
 
 class Launches(Protocol):
     """A packed linear layer."""
 
     def launch(self, x: SharedArray, y: SharedArray, *, tokens: int, style: Variant, label: str) -> Launch:
-        """Return a prepared launch."""
-        ...
+        """Return a launch."""
 
 
 def try_linear(
@@ -48,12 +47,12 @@ def try_linear(
         pack: Packs the weights of a layer for the device.
         runtime: The device.
         variant: The kernels to try.
-        number_format: Of the weights.
-        dtype: Of inputs and outputs.
+        number_format: Format of the weights.
+        dtype: Type of inputs and outputs.
         integer_inputs: Whether inputs are rounded to int8.
 
     Raises:
-        BuildError: It does not build or run, or the numbers are wrong.
+        BuildError: The variant does not build or run, or its numbers are wrong.
     """
     generator = np.random.default_rng(0)
     columns = 4 * max(number_format.block, 16)

@@ -1,6 +1,6 @@
 """Signals from the queue to the host: markers, event states, flags in shared memory, blocking copies.
 
-The calls beneath :mod:`heterollm.kernels.sync.handover`; like all of OpenCL they stay in these modules.
+:mod:`heterollm.kernels.sync.fence` builds on them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.binding import cl
@@ -23,22 +22,20 @@ __all__ = [
     "KernelTimes",
     "MarkerSignal",
     "block_on",
-    "copy_to_device",
-    "copy_to_host",
     "has_fine_grained_atomics",
     "is_complete",
     "kernel_times_ns",
     "opencl_flag",
 ]
 
-SOURCES: Final = ("hand_over.cl",)
+SOURCES: Final = ("sync.cl",)
 
 FLAG_WORDS: Final = 64
-"""The flag has its cache lines to itself."""
+"""Words around the flag, so that it shares no cache line."""
 
 
 def has_fine_grained_atomics(context: cl.Context) -> bool:
-    """Whether the device reports fine-grained shared virtual memory with atomics (OpenCL 2.0, optional)."""
+    """Return whether the device reports fine-grained SVM with atomics, an option of OpenCL 2.0."""
     try:
         found = int(context.devices[0].svm_capabilities)
     except (cl.Error, AttributeError):  # the query is younger than OpenCL 1.2
@@ -48,10 +45,10 @@ def has_fine_grained_atomics(context: cl.Context) -> bool:
 
 
 def is_complete(event: Any) -> bool:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
-    """Whether what an event stands for is done.
+    """Return whether an event is complete.
 
     Raises:
-        KernelError: It failed.
+        KernelError: The event's kernel failed.
     """
     status = int(event.command_execution_status)
     if status < 0:
@@ -63,7 +60,7 @@ def block_on(event: Any) -> None:  # noqa: ANN401
     """Block in the driver until an event is complete.
 
     Raises:
-        KernelError: What it stands for failed.
+        KernelError: The event's kernel failed.
     """
     try:
         event.wait()
@@ -72,7 +69,7 @@ def block_on(event: Any) -> None:  # noqa: ANN401
 
 
 class MarkerSignal:
-    """Tells by a marker's event that the queue got so far."""
+    """A signal by the event of a marker in the queue."""
 
     __slots__ = ("_enqueue", "_flush", "event")
 
@@ -82,12 +79,12 @@ class MarkerSignal:
         self.event: Any = None
 
     def send(self) -> None:
-        """Enqueue the marker and start what is enqueued."""
+        """Enqueue the marker and flush the queue."""
         self.event = self._enqueue()
         self._flush()
 
     def seen(self) -> bool:
-        """Whether the queue got to the latest marker.
+        """Return whether the queue has reached the latest marker.
 
         Raises:
             KernelError: A kernel failed.
@@ -95,12 +92,12 @@ class MarkerSignal:
         return self.event is None or is_complete(self.event)
 
     def lost(self) -> bool:
-        """Whether the signal cannot come any more: never, as the event is the driver's own word."""
+        """Return False: the driver reports every event."""
         return False
 
 
 def opencl_flag(runtime: GpuRuntime, queue: cl.CommandQueue) -> FlagWord | None:
-    """Return a flag in memory of an OpenCL device; None where host and device have no memory for one.
+    """Return a flag in memory that host and device share; None if there is no such memory.
 
     Args:
         runtime: The device.
@@ -118,6 +115,8 @@ def opencl_flag(runtime: GpuRuntime, queue: cl.CommandQueue) -> FlagWord | None:
     flags = kinds.READ_WRITE | kinds.SVM_FINE_GRAIN_BUFFER | kinds.SVM_ATOMICS
     array = cl.svm_empty(context, flags, (FLAG_WORDS,), np.uint32)
     array[...] = 0
+    # On a CPU, host and kernels are threads of one processor, and the plain kernel passes the litmus test;
+    # PoCL 3.0 reports the atomics and does not compile them.
     promising = None if runtime.traits.is_cpu else _promising_kernel(context)
     kernel = runtime.kernel(SOURCES, "raise_flag") if promising is None else promising
     launch = runtime.launch(kernel, (cl.SVM(array),), (1,), (1,), "flag")
@@ -125,11 +124,7 @@ def opencl_flag(runtime: GpuRuntime, queue: cl.CommandQueue) -> FlagWord | None:
 
 
 def _promising_kernel(context: cl.Context) -> Any | None:  # noqa: ANN401
-    """Return the flag's kernel with atomics of OpenCL C 2.0; None where the compiler lacks them.
-
-    On a CPU, host and kernels are threads of one processor, and the plain form passes the litmus test; PoCL
-    3.0 reports the atomics and does not compile them.
-    """
+    """Return the flag's kernel with atomics of OpenCL C 2.0; None if the compiler lacks them."""
     for standard in ("CL3.0", "CL2.0"):
         try:
             program = cl.Program(context, read_sources(SOURCES))
@@ -141,7 +136,7 @@ def _promising_kernel(context: cl.Context) -> Any | None:  # noqa: ANN401
 
 
 class FlagSignal:
-    """Tells by the runtime's flag that the queue got so far."""
+    """A signal by the runtime's flag in shared memory."""
 
     __slots__ = ("_flag", "_runtime", "event", "number")
 
@@ -152,7 +147,7 @@ class FlagSignal:
         self.event: Any = None
 
     def send(self) -> None:
-        """Enqueue the kernel and start what is enqueued."""
+        """Enqueue the kernel and flush the queue."""
         self.event = self._flag.send()
         self.number = self._flag.sent
 
@@ -162,20 +157,20 @@ class FlagSignal:
         return self._flag.launch
 
     def sent(self) -> None:
-        """Note that the kernel was enqueued within another launch, of which no event is kept."""
+        """Note that the caller has enqueued the kernel within another launch, whose event is not kept."""
         self._flag.count()
         self.event = None
         self.number = self._flag.sent
 
     def seen(self) -> bool:
-        """Whether the flag was raised."""
+        """Return whether the flag was raised."""
         return self._flag.reached(self.number)
 
     def lost(self) -> bool:
-        """Whether the kernel is done, or has failed, and its flag is not there.
+        """Return whether the kernel has ended without a visible flag.
 
-        The flag alone cannot say that a kernel failed: after one has been seen, errors come up at the
-        ``finish`` that ends every pass, which costs 1 to 3 us then. A wait that takes long asks the event.
+        The flag alone does not report a failed kernel. Long waits therefore check the event; short ones rely
+        on the ``finish`` at the end of every pass, which costs 1 to 3 us.
         """
         if self.event is None or not is_complete(self.event) or self.seen():
             return False
@@ -190,7 +185,7 @@ class FlagSignal:
 
 
 class KernelTimes(NamedTuple):
-    """Moments of a kernel's life in nanoseconds of the device's clock.
+    """Times of a kernel in nanoseconds of the device's clock.
 
     Attributes:
         queued: When the host enqueued it.
@@ -204,37 +199,13 @@ class KernelTimes(NamedTuple):
 
 
 def kernel_times_ns(event: Any) -> KernelTimes:  # noqa: ANN401
-    """Return when a kernel that is done was queued, started and ended; its queue must stamp events.
+    """Return the times of a completed kernel; its queue must stamp events.
 
     Raises:
-        KernelError: It does not, or the kernel failed.
+        KernelError: The queue does not, or the kernel failed.
     """
     try:
         profile = event.profile
         return KernelTimes(int(profile.queued), int(profile.start), int(profile.end))
     except cl.Error as error:
         raise KernelError(f"The device keeps no times of its kernels: {error}.") from error
-
-
-def copy_to_device(runtime: GpuRuntime, buffer: Any, array: NDArray[Any]) -> None:  # noqa: ANN401
-    """Copy host memory into a buffer and wait for it.
-
-    Raises:
-        KernelError: The driver refuses.
-    """
-    try:
-        runtime.copy(buffer, array)
-    except cl.Error as error:
-        raise KernelError(f"Copying {array.nbytes} bytes to the device failed: {error}.") from error
-
-
-def copy_to_host(runtime: GpuRuntime, array: NDArray[Any], buffer: Any) -> None:  # noqa: ANN401
-    """Copy a buffer into host memory and wait for it.
-
-    Raises:
-        KernelError: The driver refuses.
-    """
-    try:
-        runtime.copy(array, buffer)
-    except cl.Error as error:
-        raise KernelError(f"Copying {array.nbytes} bytes from the device failed: {error}.") from error

@@ -1,4 +1,4 @@
-"""The sources of the kernels, and hashes of them: what was measured with others says nothing about them."""
+"""The kernels' sources and their hash, which is part of the key of measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_sources(files: Sequence[str]) -> str:
 def kernel_source_hash() -> str:
     """Return a short hash of all OpenCL C in ``heterollm.kernels.gpu.opencl``, names and contents.
 
-    It is part of the key of whatever depends on the kernels: tuned parameters and measured samples.
+    It is part of the key of tuned parameters and of measured samples.
     """
     return source_hash("heterollm.kernels.gpu.opencl", (".cl", ".h"))
 
@@ -29,8 +29,8 @@ def source_hash(package: str, endings: tuple[str, ...]) -> str:
     """Return a short hash of the files of a package, names and contents.
 
     Args:
-        package: Its dotted name.
-        endings: Of the names of the files that count.
+        package: Dotted name of the package.
+        endings: File name endings to include.
     """
     digest = hashlib.sha256()
     for entry in sorted(resources.files(package).iterdir(), key=lambda entry: entry.name):

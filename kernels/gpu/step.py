@@ -1,4 +1,4 @@
-"""The step buffer: the words that kernels read the position and the length of a pass from."""
+"""The step buffer, from which kernels read the position and the length of a pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["STEP_HEAD_ROW", "STEP_LENGTH", "STEP_POSITION", "STEP_WORDS"]
 STEP_POSITION: Final = 0
 """Index in the step buffer (int32) of the position of the pass's first token."""
 STEP_LENGTH: Final = 1
-"""Index of the tokens of the pass; what lies behind them is neither read nor written."""
+"""Index of the number of tokens of the pass; kernels neither read nor write rows behind them."""
 STEP_HEAD_ROW: Final = 2
 """Index of the first row that the head reads."""
 STEP_WORDS: Final = 16

@@ -1,4 +1,4 @@
-"""What a GPU device reports about itself."""
+"""Properties of a GPU as its driver reports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from heterollm.kernels.gpu.tuning import DeviceIdentity
 __all__ = ["DEFAULT_CACHE_BYTES", "DeviceTraits", "host_cache_bytes"]
 
 DEFAULT_CACHE_BYTES: Final = 32 * MIB
-"""Where nothing says: as much as laptops have; more than any phone's system-level cache."""
+"""Assumed size if unknown: that of laptops, more than any phone's system-level cache."""
 
 SYSFS: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS: Final = {"K": 1024, "M": MIB}
@@ -21,7 +21,7 @@ UNITS: Final = {"K": 1024, "M": MIB}
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What an OpenCL device reports about itself, and how large the last cache before memory is."""
+    """Properties of an OpenCL device, and the size of the last cache before memory."""
 
     name: str
     platform: str
@@ -41,7 +41,7 @@ class DeviceTraits:
     extensions: tuple[str, ...]
 
     def identity(self, target: str | None = None) -> DeviceIdentity:
-        """Return what tuned kernel parameters are filed under; ``target`` is what the compiler was told."""
+        """Return the key of tuned parameters; ``target`` is the processor that code is compiled for."""
         limits = self.compute_units, self.max_work_group, self.local_bytes
         driver = self.driver if target is None else f"{self.driver} for {target}"
         return DeviceIdentity(self.name, self.platform, *limits, driver)

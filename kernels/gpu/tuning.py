@@ -1,9 +1,9 @@
-"""The parameters that a search found best on a device, and those that must never be tried on it again.
+"""The tuned kernel parameters of a device, and the quarantined ones that must not be tried again.
 
-One JSON file a device, ``tuning/<device key>.json`` in the cache folder. Every change reads the file, changes
-what it holds and writes it whole, under the file's lock, so that two processes lose nothing of each other.
-What does not fit (damaged, another driver, other kernel sources) is refused with a reason; the kernels then
-run with their default parameters, and the next change starts the file anew.
+Each device has one JSON file, ``tuning/<device key>.json`` in the cache folder. A change reads, edits and
+rewrites the whole file under its lock, so that concurrent processes keep each other's changes. A file that is
+damaged, or of another driver or other kernel sources, is refused with a reason; the kernels then run with
+default parameters, and the next change replaces the file.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ Time = Annotated[float, Meta(gt=0, lt=1e12)]
 
 
 class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
-    """What tuned parameters depend on besides the shape class.
+    """Key of tuned parameters beside the shape class.
 
     Args:
-        device: Name that the device reports.
+        device: Name of the device.
         platform: Name of its OpenCL platform.
-        compute_units: Its compute units: the threads of a CPU.
-        max_work_group: Work-items that a work-group may have.
+        compute_units: Compute units; on a CPU its threads.
+        max_work_group: Most work-items of a work-group.
         local_bytes: Local memory of a work-group.
         driver: Version of the driver.
-        kernel_source_hash: Of the sources in use (:func:`heterollm.kernels.gpu.kernel_source_hash`).
+        kernel_source_hash: Hash of the sources in use (:func:`heterollm.kernels.gpu.kernel_source_hash`).
     """
 
     device: str
@@ -84,28 +84,28 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> str:
-        """Name of the device's file: a new driver finds what the old one left, and refuses it."""
+        """Name of the device's file. It does not depend on the driver: a new driver refuses the old file."""
         parts = [self.device, self.platform, self.compute_units]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
     def path(self) -> Path:
-        """Where the table lies."""
+        """Path of the device's file."""
         return cache_root() / "tuning" / f"{self.key}.json"
 
     def can_run(self, parameters: KernelParameters) -> bool:
-        """Whether a work-group of these parameters is within the device's limits."""
+        """Return whether a work-group of these parameters is within the device's limits."""
         fits = parameters.work_group() <= self.max_work_group
         return fits and parameters.local_bytes() <= self.local_bytes
 
 
 class Tuned(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a search chose for a shape class.
+    """Result of a search for a shape class.
 
     Args:
-        parameters: The winner, which may be the default.
-        tuned_us: Its median time in microseconds.
-        default_us: That of the default parameters, measured in turns with it.
+        parameters: The fastest parameters, possibly the default.
+        tuned_us: Their median time in microseconds.
+        default_us: Median time of the default parameters, measured in alternation.
     """
 
     parameters: KernelParameters
@@ -114,14 +114,14 @@ class Tuned(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quarantined(Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters that fail on a driver: never tried again with it and these kernel sources.
+    """Parameters that fail with a driver and kernel sources, and are not tried again with them.
 
     Args:
-        shape: Where they fail.
-        parameters: What fails.
-        reason: How.
+        shape: Shape class.
+        parameters: The failing parameters.
+        reason: The failure.
         driver: Version of the driver.
-        kernel_source_hash: Of the sources that failed.
+        kernel_source_hash: Hash of the kernel sources.
     """
 
     shape: ShapeClass
@@ -132,17 +132,17 @@ class Quarantined(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TunedShape(Tuned, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a search chose, as the file has it.
+    """Result of a search in the file.
 
     Args:
-        shape: For which shape class.
+        shape: Shape class.
     """
 
     shape: ShapeClass
 
 
 class TuningFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tuning table as its file has it."""
+    """Content of a tuning file."""
 
     schema: Literal[1]
     identity: dict[str, str | int]
@@ -152,12 +152,12 @@ class TuningFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class TuningTable:
-    """What is known about one device.
+    """The tuned and the quarantined parameters of one device.
 
     Args:
         identity: The device.
-        tuned: What a search chose, by shape class.
-        quarantined: What must not be tried.
+        tuned: Results of searches by shape class.
+        quarantined: Parameters that must not be tried.
     """
 
     identity: DeviceIdentity
@@ -165,7 +165,7 @@ class TuningTable:
     quarantined: list[Quarantined] = field(default_factory=list)
 
     def is_quarantined(self, shape: ShapeClass, parameters: KernelParameters) -> bool:
-        """Whether these parameters must not be tried for this shape class."""
+        """Return whether these parameters must not be tried for this shape class."""
         return any(
             (bad.shape, bad.parameters, bad.driver, bad.kernel_source_hash)
             == (shape, parameters, self.identity.driver, self.identity.kernel_source_hash)
@@ -173,10 +173,10 @@ class TuningTable:
         )
 
     def keep(self, shape: ShapeClass, tuned: Tuned) -> None:
-        """Use these parameters for a shape class, unless they are in quarantine.
+        """Use these parameters for a shape class, unless they are quarantined.
 
         Raises:
-            OptionError: They are not legal for the shape class or the device.
+            OptionError: The parameters are not legal for the shape class or the device.
         """
         tuned.parameters.check_for(shape)
         if not self.identity.can_run(tuned.parameters):
@@ -185,7 +185,7 @@ class TuningTable:
             self.tuned[shape] = tuned
 
     def quarantine(self, shape: ShapeClass, parameters: KernelParameters, reason: str) -> Quarantined:
-        """Never use these parameters for a shape class again; returns the record."""
+        """Quarantine parameters for a shape class, and return the record."""
         self.release(shape, parameters)
         own = self.identity.driver, self.identity.kernel_source_hash
         record = Quarantined(shape, parameters, reason[:LONGEST_REASON], *own)
@@ -201,7 +201,7 @@ class TuningTable:
         ]
 
     def to_json(self) -> str:
-        """Return the text of the file, the same for the same content."""
+        """Return the text of the file, identical for identical content."""
         tuned = [
             {"shape": shape, **msgspec.structs.asdict(chosen)}
             for shape, chosen in sorted(self.tuned.items(), key=lambda item: str(item[0]))
@@ -216,10 +216,10 @@ class TuningTable:
 
     @classmethod
     def from_json(cls, text: str | bytes, identity: DeviceIdentity) -> TuningTable:
-        """Return the table of a file's text.
+        """Decode the text of a file.
 
         Raises:
-            OptionError: It is damaged, or of another device, driver, schema or kernel source.
+            OptionError: The text is damaged, or of another device, driver, schema or kernel source.
         """
         content = decode_json(text, source="It", error=OptionError)
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -248,11 +248,11 @@ class TuningTable:
 
 
 class DeviceTuning:
-    """The tuned parameters of one opened device; the file is read at the first question.
+    """The tuned parameters of an opened device; the first access reads the file.
 
     Args:
         identity: The device.
-        enabled: Whether the table is used; by default unless ``$HETEROLLM_TUNING`` is ``off``.
+        enabled: Whether to use the table; by default unless ``$HETEROLLM_TUNING`` is ``off``.
     """
 
     def __init__(self, identity: DeviceIdentity, *, enabled: bool | None = None) -> None:
@@ -262,7 +262,7 @@ class DeviceTuning:
 
     @property
     def table(self) -> TuningTable:
-        """What the file held; empty where it is missing or refused, which the log tells."""
+        """The content of the file; empty if it is missing, or refused with a log message."""
         if self._table is None:
             try:
                 self._table = read_table(self.identity)
@@ -272,22 +272,22 @@ class DeviceTuning:
         return self._table
 
     def reload(self) -> None:
-        """Read the file again at the next question."""
+        """Read the file again at the next access."""
         self._table = None
 
     def parameters(self, shape: ShapeClass) -> KernelParameters | None:
-        """Return the tuned parameters of a shape class; None where the default serves."""
+        """Return the tuned parameters of a shape class, or None."""
         if not self.enabled:
             return None
         tuned = self.table.tuned.get(shape)
         return None if tuned is None else tuned.parameters
 
     def quarantine(self, shape: ShapeClass, parameters: KernelParameters, reason: str) -> None:
-        """Stop using parameters here and, if the cache can be written, everywhere on this device."""
+        """Quarantine parameters in this process and, if the cache is writable, in the file."""
         self.change(lambda table: table.quarantine(shape, parameters, reason))
 
     def change(self, change: Callable[[TuningTable], object]) -> None:
-        """Change the table here and in its file; where that cannot be written, a line in the log says so."""
+        """Change the table and its file; log a warning if the file cannot be written."""
         try:
             self._table = change_table(self.identity, change)
         except CacheError as error:
@@ -296,10 +296,10 @@ class DeviceTuning:
 
 
 def read_table(identity: DeviceIdentity) -> TuningTable:
-    """Return the table of a device from its file; an empty one where there is none.
+    """Return the table of a device from its file; an empty one if the file is missing.
 
     Raises:
-        CacheError: The file cannot be read or used; the message says why.
+        CacheError: The file cannot be read or used; the message gives the reason.
     """
     path = identity.path
     try:
@@ -318,14 +318,11 @@ def read_table(identity: DeviceIdentity) -> TuningTable:
 
 
 def change_table(identity: DeviceIdentity, change: Callable[[TuningTable], object]) -> TuningTable:
-    """Read the table of a device, change it and write it, all under its lock.
+    """Read, change and write the table of a device under its lock; return the new table.
 
     Args:
         identity: The device.
-        change: What to do with the table; an empty one where the file cannot be used.
-
-    Returns:
-        The table as written.
+        change: Function that edits the table; it gets an empty table if the file cannot be used.
 
     Raises:
         CacheError: The file cannot be written or locked.

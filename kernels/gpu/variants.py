@@ -1,8 +1,7 @@
-"""Which of several equivalent kernels a device gets: the first that builds and, if tried, computes rightly.
+"""Kernel variants: a device uses the first equivalent kernel that builds and passes its test.
 
-Drivers have refused programs that others build, and have computed wrongly what others compute rightly. Every
-kernel therefore comes in variants, from the one that suits the kind of device best to the plainest, and what
-was passed over is kept as a note for people.
+Drivers have refused valid programs and have computed wrong numbers. Every kernel therefore has variants, from
+the best for the type of device to the plainest. Rejected variants are kept as notes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ T = TypeVar("T")
 
 
 class BuildError(KernelError):
-    """A program does not build, or what it computes is wrong; another variant may do."""
+    """A program does not build or computes wrong numbers; another variant may work."""
 
 
 class Variant(NamedTuple):
-    """One way to write a kernel.
+    """One variant of a kernel.
 
     Args:
-        style: How the work is divided.
-        plain: Whether nothing is used that only some processors or drivers have (``-DPLAIN`` in common.h).
-        parameters: How the work of one linear kernel is divided; None for its default.
+        style: Kernel style.
+        plain: Whether it avoids all processor-specific and driver-specific features (``-DPLAIN`` in
+            common.h).
+        parameters: Tuning parameters of a linear kernel; None for the default.
     """
 
     style: KernelStyle
@@ -47,12 +47,12 @@ class Variant(NamedTuple):
 
     @property
     def defines(self) -> dict[str, str | int]:
-        """What tells the sources."""
+        """Defines of the variant."""
         return {"PLAIN": 1} if self.plain else {}
 
 
 def variants_for(*, is_cpu: bool, style: KernelStyle | Variant | None = None) -> tuple[Variant, ...]:
-    """Return the variants to try, best first; only the given one, if there is one."""
+    """Return the variants to try, best first; only ``style`` if it is given."""
     if style is not None:
         return (style if isinstance(style, Variant) else Variant(style),)
     styles: tuple[KernelStyle, KernelStyle] = ("vector", "simt") if is_cpu else ("simt", "vector")
@@ -61,13 +61,13 @@ def variants_for(*, is_cpu: bool, style: KernelStyle | Variant | None = None) ->
 
 
 class VariantRecord:
-    """What a device was found to build and compute; one for each opened device.
+    """The rejected and the tested variants of one opened device.
 
     Args:
-        device: Its name, for the notes.
+        device: Name of the device, for the notes.
 
     Attributes:
-        notes: What was passed over and why, a sentence each.
+        notes: One sentence for each rejected variant, with the reason.
     """
 
     def __init__(self, device: str) -> None:
@@ -77,8 +77,8 @@ class VariantRecord:
         self._tested: set[tuple[str, Variant]] = set()
 
     def reject(self, what: str, variant: Variant, error: BuildError) -> None:
-        """Never try a variant of a kernel again, and keep for people why."""
-        # The test of a variant asks here for its kernels, and has said so already.
+        """Record that a variant fails, and log the reason."""
+        # The test of a variant comes through here as well, and has logged it already.
         if (what, variant) in self._broken:
             return
         self._broken[what, variant] = error
@@ -93,16 +93,16 @@ class VariantRecord:
         build: Callable[[Variant], T],
         test: Callable[[Variant], None] | None = None,
     ) -> T:
-        """Return what ``build`` makes of the first variant that works.
+        """Return the result of ``build`` for the first variant that works.
 
         Args:
-            what: What to call the kernel; equal names share what was found out.
-            variants: Best first.
-            build: Builds one; raises :class:`BuildError` where it cannot.
-            test: Raises :class:`BuildError` where a variant computes wrongly; called once for each.
+            what: Name of the kernel; kernels with the same name share the record.
+            variants: Variants to try, best first.
+            build: Builds a variant; raises :class:`BuildError` if it fails.
+            test: Raises :class:`BuildError` if a variant computes wrong numbers; called once per variant.
 
         Raises:
-            BuildError: None is left; the error of the last one.
+            BuildError: No variant works; the error is that of the last one.
         """
         failure: BuildError | None = None
         for variant in variants:
@@ -118,5 +118,5 @@ class VariantRecord:
             except BuildError as error:
                 failure = error
                 self.reject(what, variant, error)
-        assert failure is not None  # there is at least one variant
+        assert failure is not None
         raise failure

@@ -1,7 +1,6 @@
-"""How the host waits without keeping the processor or the interpreter from others.
+"""The host's clock and sleeps, and the prediction of waits.
 
-Pure Python: a sleep, whose precision is a property of the platform and is measured, and polling that lets
-other threads of the interpreter run at every turn.
+The precision of a sleep is measured. Polling lets other threads of the interpreter run at every turn.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ __all__ = [
 ]
 
 Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"]
-"""How the host waits for the GPU: see :mod:`heterollm.kernels.sync.handover`."""
+"""Method by which the host waits for the GPU; see :mod:`heterollm.kernels.sync.fence`."""
 
 STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 
 SyncChoice: TypeAlias = Literal["operator"] | Strategy
-"""How passes wait: by a strategy, or ``operator``: the GPU's queue is finished after every operator, the
-baseline that fast waits are compared with."""
+"""Synchronisation of passes: a strategy, or ``operator``, which finishes the GPU's queue after every
+operator, the baseline of fast waits."""
 
 SYNC_CHOICES: Final[tuple[SyncChoice, ...]] = ("operator", *STRATEGIES)
 
@@ -49,7 +48,7 @@ PROBE_US: Final = 100.0
 
 LEAST_MARGIN_US: Final = 30.0
 MARGIN_DEVIATIONS: Final = 2.0
-"""The wait ends sleeping so much before the predicted end: of 2 deviations on, the end is seen at once."""
+"""Deviations by which a sleep ends before the predicted end; from 2 on the wait sees the end at once."""
 
 GAIN: Final = 0.25
 """Weight of a new observation in the averages."""
@@ -62,13 +61,13 @@ _slack = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class HostClock:
-    """What a wait asks of the host; tests put their own in its place.
+    """Clock and sleep of the host; tests replace it.
 
     Args:
-        now_ns: Nanoseconds from any fixed moment.
-        sleep_s: Sleeps for so many seconds.
+        now_ns: Returns nanoseconds since any fixed moment.
+        sleep_s: Sleeps for a number of seconds.
         yield_lock: Lets other threads of the interpreter run.
-        overshoot_us: By how much a sleep comes back late.
+        overshoot_us: Usual lateness of a sleep.
     """
 
     now_ns: Callable[[], int]
@@ -84,9 +83,9 @@ class HostClock:
 
 
 def lower_timer_slack() -> bool:
-    """Let the calling thread wake up on time, where the system can be told (Linux); returns whether it was.
+    """Lower the calling thread's timer slack on Linux; return whether that worked.
 
-    By default Linux wakes a thread up to 50 us late, to wake several at once.
+    The default lets a thread wake up to 50 us late.
     """
     if not hasattr(_slack, "lowered"):
         _slack.lowered = False
@@ -108,10 +107,10 @@ def _by_sleep() -> None:
 
 @functools.cache
 def yield_interpreter() -> Callable[[], None]:
-    """Return the cheapest call that gives up the interpreter lock for a moment.
+    """Return the cheapest call that releases the interpreter lock for a moment, measured once.
 
-    ``time.sleep(0)`` does everywhere, but goes through a timer: 40 to 80 us on one Linux machine, where an
-    empty ``select`` took 0.7 us. Measured once.
+    ``time.sleep(0)`` works everywhere, but uses a timer: 40 to 80 us on one Linux machine, where an empty
+    ``select`` took 0.7 us.
     """
     if os.name != "posix":
         return _by_sleep  # an empty select is an error on Windows
@@ -129,22 +128,17 @@ def _median_us(call: Callable[[], object], count: int) -> float:
 
 @functools.cache
 def sleep_overshoot_us() -> float:
-    """Return by how much a short sleep usually comes back late on this platform; measured once."""
+    """Return the usual lateness of a short sleep on this platform, measured once."""
     lower_timer_slack()
     return max(0.0, _median_us(lambda: time.sleep(PROBE_US / 1e6), PROBES) - PROBE_US)
 
 
 class WaitPrediction:
-    """Learns how long the waits at one place take: moving averages of duration and deviation.
-
-    A sleep that went past the end hides when the end was. The duration is then taken to be shorter than what
-    was seen, by more with each such wait in a row: a single late wake-up changes little, a load that has
-    become much shorter is followed within a few waits. An unusually long wait counts only so far, since a
-    prediction that is too long costs a late hand-over, and one that is too short only some polling.
+    """Predicts the waits at one place by moving averages of duration and deviation.
 
     Attributes:
         mean_us: Average duration; 0 before the first observation.
-        deviation_us: Average distance from it.
+        deviation_us: Average absolute deviation.
     """
 
     __slots__ = ("_overslept", "deviation_us", "mean_us")
@@ -158,9 +152,13 @@ class WaitPrediction:
         """Add a wait.
 
         Args:
-            duration_us: From the signal's sending until it was seen.
-            overslept: Whether it was there already when the sleep ended.
+            duration_us: Time from mark to signal.
+            overslept: Whether the signal came before the sleep ended.
         """
+        # An overslept wait hides its end, so its duration is reduced, more with each such wait in a row: one
+        # late wake-up changes little, and a much shorter load is followed within a few waits. A long wait is
+        # clipped: a prediction that is too long makes the fence late, one that is too short only costs
+        # polling.
         if overslept:
             share = OVERSLEPT_STEP * (1 << min(self._overslept, 8))
             duration_us *= 1.0 - min(OVERSLEPT_LIMIT, share)
@@ -176,7 +174,7 @@ class WaitPrediction:
         self.deviation_us += GAIN * (abs(error) - self.deviation_us)
 
     def sleep_us(self, overshoot_us: float) -> float:
-        """Return how long after the sending a sleep may last; 0 where it is not worth its imprecision."""
+        """Return the length of a sleep after the mark; 0 if it is too short for the sleep's precision."""
         margin_us = max(LEAST_MARGIN_US, MARGIN_DEVIATIONS * self.deviation_us) + overshoot_us
         length_us = self.mean_us - margin_us
         return length_us if length_us > overshoot_us else 0.0

@@ -1,7 +1,6 @@
-"""The work of GPU launches in numbers: what a simulated GPU takes its time from.
+"""Operations and memory traffic of GPU launches, from which a simulated GPU computes its times.
 
-A launch is made with a call of one of these functions that nobody makes but a simulated GPU
-(:meth:`heterollm.kernels.gpu.protocol.GpuRuntime.launch`).
+Only a simulated GPU calls these functions (:meth:`heterollm.kernels.gpu.protocol.GpuRuntime.launch`).
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
 KINDS: Final = get_args(GpuKind)
 
 BLOCK_BYTES: Final = 8
-"""Of a block's scale and the sum of its int8 codes, both float32."""
+"""Size of a scale and a sum of int8 codes, both float32, per scale block."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuWork:
-    """One kernel, or the two of a linear layer that unpacks first.
+    """The work of one kernel, or of both kernels of a linear layer that unpacks first.
 
     Args:
-        kind: What it computes.
-        flops: Operations, a multiply-add as two; of causal attention only those before the diagonal.
-        read_bytes: Read, each byte once.
-        written_bytes: Written.
+        kind: Type of the operator.
+        flops: Operations, two per multiply-add; causal attention counts only those before the diagonal.
+        read_bytes: Bytes read, each once.
+        written_bytes: Bytes written.
         tokens: Tokens ``m``.
-        weights: Weights of a linear layer; else 0.
-        bits: Of a weight: 4 or 8 for codes, 16 or 32 for floats; 0 where there are none.
+        weights: Weights of a linear layer, else 0.
+        bits: Bits of a weight: 4 or 8 for codes, 16 or 32 for floats, 0 without weights.
 
     Raises:
-        OptionError: A number is negative, or the kind is none.
+        OptionError: A number is negative, or the kind is unknown.
     """
 
     kind: GpuKind
@@ -77,23 +76,29 @@ def linear_work(
         rows: Output rows ``n``.
         columns: Inputs ``k``.
         tokens: Tokens ``m``.
-        input_bytes: Of one input.
-        output_bytes: Of one output.
+        input_bytes: Size of an input.
+        output_bytes: Size of an output.
     """
     weights = rows * columns
     read = weight.weight_bytes(rows, columns) + tokens * columns * input_bytes
     return GpuWork(
-        "linear", 2 * tokens * weights, read, tokens * rows * output_bytes, tokens, weights, weight.bits
+        "linear",
+        flops=2 * tokens * weights,
+        read_bytes=read,
+        written_bytes=tokens * rows * output_bytes,
+        tokens=tokens,
+        weights=weights,
+        bits=weight.bits,
     )
 
 
 def embedding_work(weight: WeightFormat, columns: int, tokens: int) -> GpuWork:
-    """Return the work of looking rows of a table up, as float32.
+    """Return the work of a lookup of table rows, as float32.
 
     Args:
         weight: Number format of the table.
-        columns: Width of a row.
-        tokens: Rows.
+        columns: Columns of the table.
+        tokens: Rows to look up.
     """
     elements = tokens * columns
     return GpuWork("embedding", elements, weight.weight_bytes(tokens, columns), 4 * elements, tokens)
@@ -102,14 +107,14 @@ def embedding_work(weight: WeightFormat, columns: int, tokens: int) -> GpuWork:
 def pointwise_work(
     elements: int, flops: int, read_bytes: int, written_bytes: int, code_block: int = 0
 ) -> GpuWork:
-    """Return the work of what computes each element of its output by itself, or from its row.
+    """Return the work of an elementwise operator or a norm.
 
     Args:
-        elements: Outputs.
-        flops: Operations for each.
-        read_bytes: Bytes read for each.
-        written_bytes: Bytes written for each.
-        code_block: Outputs that share a scale where they are rounded to int8 besides; 0 where they are not.
+        elements: Number of outputs.
+        flops: Operations per output.
+        read_bytes: Bytes read per output.
+        written_bytes: Bytes written per output.
+        code_block: Scale block of int8 codes that are written as well; 0 for no codes.
     """
     codes = elements + BLOCK_BYTES * elements // code_block if code_block else 0
     return GpuWork("elementwise", flops * elements, read_bytes * elements, written_bytes * elements + codes)
@@ -119,21 +124,21 @@ def rounding_work(elements: int, item_bytes: int, blocks: int) -> GpuWork:
     """Return the work of rounding to int8.
 
     Args:
-        elements: Numbers to round.
-        item_bytes: Of one.
-        blocks: Blocks that they make.
+        elements: Number of values.
+        item_bytes: Size of a value.
+        blocks: Number of scale blocks.
     """
     return GpuWork("elementwise", 4 * elements, item_bytes * elements, elements + BLOCK_BYTES * blocks)
 
 
 def rope_work(shape: HeadShape, tokens: int, item_bytes: int, kv_bytes: int) -> GpuWork:
-    """Return the work of turning queries and keys, and of writing keys and values to the cache.
+    """Return the work of RoPE and of the KV write.
 
     Args:
         shape: Sizes of the heads.
         tokens: Tokens of the pass.
-        item_bytes: Of an element in the linear's output.
-        kv_bytes: Of an element in the cache.
+        item_bytes: Size of an element of the linear's output.
+        kv_bytes: Size of an element of the cache.
     """
     queries, keys = tokens * shape.query_columns, 2 * tokens * shape.kv_heads * shape.head_dim
     return GpuWork("elementwise", 6 * queries, item_bytes * (queries + keys), 4 * queries + kv_bytes * keys)
@@ -155,15 +160,15 @@ def attention_work(
         step: The step buffer.
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
-        kv_bytes: Of an element of the cache.
-        output_bytes: Of an element of the result, or of what a part of the context leaves of it.
+        kv_bytes: Size of an element of the cache.
+        output_bytes: Size of an element of the output, or of a partial result.
     """
     position = int(step[STEP_POSITION])
     rows = min(tokens, int(step[STEP_LENGTH]))
     last = position + rows
     seen = rows * position + rows * (rows + 1) // 2
     if window and last > window:
-        # Tokens past the window see as many positions as it has.
+        # Tokens past the window see a whole window each.
         inside = max(0, window - position)
         seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
         last = min(last, window + rows - 1)

@@ -1,39 +1,39 @@
-"""An NPU backend without some forms of its graphs, to see what those bring."""
+"""An NPU backend without some of its graph forms, to measure their benefit."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from heterollm.kernels.npu.protocol import Form, NpuBackend
+from heterollm.kernels.npu.protocol import GraphForm, NpuBackend
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["FewerForms"]
 
 
 class FewerForms:
-    """Another backend in everything but the forms that it offers, and what its measurements are filed under.
+    """A backend with fewer forms and its own versions; everything else is delegated.
 
     Args:
-        npu: The other.
-        left_out: Forms that it does not offer here.
+        npu: The backend to wrap.
+        left_out: Forms to withhold.
     """
 
     def __init__(self, npu: NpuBackend, left_out: Collection[str]) -> None:
         self._npu = npu
         self._left_out = frozenset(left_out)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the other has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an attribute of the wrapped backend
         return getattr(self._npu, name)
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[Form, ...]:
-        """Return the forms that are left; see :class:`heterollm.kernels.npu.NpuBackend`."""
+    ) -> tuple[GraphForm, ...]:
+        """Return the remaining forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         found = self._npu.forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
         return tuple(form for form in found if form not in self._left_out)
 
-    def block_forms(
+    def ffn_forms(
         self,
         weight: WeightFormat,
         *,
@@ -42,9 +42,9 @@ class FewerForms:
         length: int,
         integer_inputs: bool,
         activation: Activation,
-    ) -> tuple[Form, ...]:
-        """Return the forms of a block that are left; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = self._npu.block_forms(
+    ) -> tuple[GraphForm, ...]:
+        """Return the remaining ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        found = self._npu.ffn_forms(
             weight,
             width=width,
             columns=columns,
@@ -55,5 +55,5 @@ class FewerForms:
         return tuple(form for form in found if form not in self._left_out)
 
     def versions(self) -> dict[str, str]:
-        """Return what determines times: the other's, and the forms that are left out."""
+        """Return the wrapped backend's versions and the withheld forms."""
         return {**self._npu.versions(), "left out": ", ".join(sorted(self._left_out))}

@@ -1,30 +1,26 @@
-"""Which forms a part can be written in, by its number format and shape: what backends offer from."""
+"""Legal graph forms of a shard by its number format and shape; backends choose among them.
+
+The parameters are those of :meth:`heterollm.kernels.npu.NpuBackend.forms` and ``ffn_forms``; ``floats`` are
+the plain forms of float weights, the default first.
+"""
 
 from __future__ import annotations
 
-from heterollm.kernels.npu.protocol import CHUNK_COLUMNS, TILE_TOKENS, Form
+from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_TOKENS, GraphForm
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["chunked_block_forms", "every_block_form", "every_form", "reshaped_forms"]
+__all__ = ["every_ffn_form", "every_form", "k_split_ffn_forms", "reshaped_forms"]
 
 
 def every_form(
     weight: WeightFormat,
-    floats: tuple[Form, ...],
+    floats: tuple[GraphForm, ...],
     *,
     columns: int,
     length: int,
     integer_inputs: bool = False,
-) -> tuple[Form, ...]:
-    """Return the forms of a slice for a backend that runs them all.
-
-    Args:
-        weight: Number format of the slice's weight.
-        floats: The plain forms of float weights, the one to take where nothing was measured first.
-        columns: Inputs ``k``.
-        length: Tokens of one run.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
-    """
+) -> tuple[GraphForm, ...]:
+    """Return the forms of a linear shard for a backend that runs them all."""
     plain = floats
     if weight.quantized:
         plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
@@ -33,59 +29,40 @@ def every_form(
     return plain + reshaped_forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
 
 
-def every_block_form(weight: WeightFormat, *, width: int, integer_inputs: bool) -> tuple[Form, ...]:
-    """Return the forms of a feed-forward block for a backend that runs them all.
-
-    Args:
-        weight: Number format of its weights.
-        width: Intermediate width ``c`` of the part.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
-    """
-    plain: tuple[Form, ...] = ("ffn", "ffn_weight_first")
+def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) -> tuple[GraphForm, ...]:
+    """Return the forms of an ffn shard for a backend that runs them all."""
+    plain: tuple[GraphForm, ...] = ("ffn", "ffn_weight_first")
     if weight.quantized:
         plain = ("ffn_int8",) if integer_inputs else ("ffn",)
     elif integer_inputs:
         return ()
-    return plain + chunked_block_forms(weight, width=width, integer_inputs=integer_inputs)
+    return plain + k_split_ffn_forms(weight, width=width, integer_inputs=integer_inputs)
 
 
 def reshaped_forms(
     weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-) -> tuple[Form, ...]:
-    """Return the forms beside the plain ones that a slice's shape allows, whatever the backend.
-
-    Args:
-        weight: Number format of the slice's weight.
-        columns: Inputs ``k``.
-        length: Tokens of one run.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
-    """
+) -> tuple[GraphForm, ...]:
+    """Return the forms of a linear shard beside the plain ones, for any backend."""
     if weight.quantized:
-        # Pieces are whole pairs of blocks: the 4-bit zero points of a pair share a byte.
-        if columns <= CHUNK_COLUMNS or 2 * weight.block > CHUNK_COLUMNS:
+        # A k-split takes whole pairs of blocks: the 4-bit zero points of a pair share a byte.
+        if columns <= K_SPLIT_COLUMNS or 2 * weight.block > K_SPLIT_COLUMNS:
             return ()
         return ("k_chunked_int8",) if integer_inputs else ("k_chunked",)
     if integer_inputs:
         return ()
-    forms: list[Form] = ["conv_1x1"]
+    forms: list[GraphForm] = ["conv_1x1"]
     if length >= 2 * TILE_TOKENS and length % TILE_TOKENS == 0:
         forms.append("token_tiles")
-    if columns > CHUNK_COLUMNS:
+    if columns > K_SPLIT_COLUMNS:
         forms.append("k_chunked")
     return tuple(forms)
 
 
-def chunked_block_forms(
+def k_split_ffn_forms(
     weight: WeightFormat, *, width: int, integer_inputs: bool = False
-) -> tuple[Form, ...]:
-    """Return the forms of a feed-forward block with its last linear in pieces, where there are any.
-
-    Args:
-        weight: Number format of its weights.
-        width: Inputs ``c`` of the last linear.
-        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
-    """
-    if width <= CHUNK_COLUMNS or 2 * weight.block > CHUNK_COLUMNS:
+) -> tuple[GraphForm, ...]:
+    """Return the legal ffn forms with a k-split of the last linear."""
+    if width <= K_SPLIT_COLUMNS or 2 * weight.block > K_SPLIT_COLUMNS:
         return ()
     if integer_inputs:
         return ("ffn_k_chunked_int8",) if weight.quantized else ()

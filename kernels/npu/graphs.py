@@ -1,7 +1,7 @@
-"""The one builder of NPU graphs: a part of a model as an ONNX model, its weights in a file beside it.
+"""Builds the ONNX model of a shard.
 
-Activations are ``[1, m, k]`` in and ``[1, m, r]`` out. Weights lie in a file of their own so that ONNX
-Runtime maps them instead of copying them into a parsed model.
+Activations are ``[1, m, k]`` in and ``[1, m, r]`` out. The weights lie in a separate file, which ONNX Runtime
+maps instead of copying.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from onnx import TensorProto, helper, numpy_helper
 
 from heterollm.base import PAGE_BYTES, GraphError
 from heterollm.kernels.formats import QuantizedTensor
-from heterollm.kernels.npu.block_graphs import build_block
-from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody, Tensors, build_slice
-from heterollm.kernels.npu.parts import NpuBlock, NpuPart
-from heterollm.kernels.npu.protocol import CHUNK_COLUMNS, Form
+from heterollm.kernels.npu.ffn_graphs import build_ffn
+from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody, Tensors, build_linear
+from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm
+from heterollm.kernels.npu.shards import FfnShard, NpuShard
 
-__all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "slice_digest", "write_graph"]
+__all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "shard_digest", "write_graph"]
 
 GRAPH_VERSION = 1
-"""Raise when a built graph changes: cached binaries and profile samples of the old one are then dropped."""
+"""Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
 
 IR_VERSION = 10
 OPSET = 21
 MICROSOFT_OPSET = 1
 SAMPLED_ROWS = 64
-FLOAT_FORMS: frozenset[Form] = frozenset(
+FLOAT_FORMS: frozenset[GraphForm] = frozenset(
     {"activation_first", "weight_first", "conv_1x1", "token_tiles", "k_chunked"}
 )
-QUANTIZED_FORMS: frozenset[Form] = frozenset(
+QUANTIZED_FORMS: frozenset[GraphForm] = frozenset(
     {"matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8"}
 )
-FLOAT_BLOCK_FORMS: frozenset[Form] = frozenset({"ffn", "ffn_weight_first", "ffn_k_chunked"})
-QUANTIZED_BLOCK_FORMS: frozenset[Form] = frozenset({"ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8"})
+FLOAT_FFN_FORMS: frozenset[GraphForm] = frozenset({"ffn", "ffn_weight_first", "ffn_k_chunked"})
+QUANTIZED_FFN_FORMS: frozenset[GraphForm] = frozenset(
+    {"ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8"}
+)
 
 ONNX_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): TensorProto.FLOAT,
@@ -47,71 +49,71 @@ ONNX_TYPES: dict[np.dtype[Any], int] = {
 }
 
 
-def slice_digest(part: NpuPart) -> str:
-    """Return a digest of what a part is and, from a sample of its rows, of the numbers in it.
+def shard_digest(shard: NpuShard) -> str:
+    """Return a digest of a shard's identity and of a sample of its numbers.
 
-    ``weights_key`` alone should tell contents apart; the sample catches a caller that breaks this at no cost.
+    ``weights_key`` should identify the numbers; the sample catches callers that reuse a key.
     """
-    identity: list[Any] = [part.weights_key, part.layer, part.group, part.row_ranges, str(part.format)]
-    if isinstance(part, NpuBlock):
-        identity.append(part.activation)
+    identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
+    if isinstance(shard, FfnShard):
+        identity.append(shard.activation)
     digest = hashlib.sha256(json.dumps(identity).encode())
-    for array in _sampled_arrays(part):
+    for array in _sampled_arrays(shard):
         rows = np.unique(np.linspace(0, len(array) - 1, min(len(array), SAMPLED_ROWS)).astype(np.int64))
         digest.update(array[rows].tobytes())
     return digest.hexdigest()
 
 
-def _sampled_arrays(part: NpuPart) -> list[NDArray[Any]]:
-    weights = (part.gate_up, part.down) if isinstance(part, NpuBlock) else (part.weight,)
+def _sampled_arrays(shard: NpuShard) -> list[NDArray[Any]]:
+    weights = (shard.gate_up, shard.down) if isinstance(shard, FfnShard) else (shard.weight,)
     arrays: list[NDArray[Any]] = []
     for weight in weights:
         arrays += [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
-    if isinstance(part, NpuBlock) and part.bias is not None:
-        arrays.append(part.bias)
+    if isinstance(shard, FfnShard) and shard.bias is not None:
+        arrays.append(shard.bias)
     return arrays
 
 
 def write_graph(
-    part: NpuPart,
-    form: Form,
+    shard: NpuShard,
+    form: GraphForm,
     dtype: np.dtype[Any],
     folder: Path,
     length: int | None = None,
     *,
-    chunk_columns: int = CHUNK_COLUMNS,
+    k_split_columns: int = K_SPLIT_COLUMNS,
 ) -> Path:
-    """Write a part's model and weights into ``folder`` and return the model's path.
+    """Write a shard's model and weights into ``folder`` and return the model's path.
 
     Args:
-        part: What it computes.
-        form: How to write it.
+        shard: The shard.
+        form: Graph form.
         dtype: float16 or float32 of activations, scales and float weights.
         folder: Existing folder; ``graph.onnx`` and ``graph.weights`` in it are overwritten.
         length: Tokens of a static graph; None leaves ``m`` symbolic.
-        chunk_columns: Most inputs of a piece of a chunked form.
+        k_split_columns: Most inputs of one range of a k-split.
 
     Raises:
         GraphError: The form does not suit the format or shape, or float32 weights would lose precision.
         OSError: The files cannot be written.
     """
-    if part.format.bits == 32 and dtype != np.float32:
-        raise GraphError(f"{part.label} has float32 weights, which a {dtype} graph would round.")
-    if form not in _forms(part):
-        raise GraphError(f"{part.label} with {part.format} weights cannot be written as {form}.")
+    if shard.format.bits == 32 and dtype != np.float32:
+        raise GraphError(f"{shard.label} has float32 weights, which a {dtype} graph would round.")
+    if form not in _forms(shard):
+        raise GraphError(f"{shard.label} with {shard.format} weights cannot be written as {form}.")
     body = GraphBody(dtype, length)
-    if isinstance(part, NpuBlock):
-        build_block(part, form, body, chunk_columns)
+    if isinstance(shard, FfnShard):
+        build_ffn(shard, form, body, k_split_columns)
     else:
-        build_slice(part, form, body, chunk_columns)
+        build_linear(shard, form, body, k_split_columns)
     weights = folder / "graph.weights"
     tokens: int | str = "m" if length is None else length
     element = ONNX_TYPES[dtype]
     graph = helper.make_graph(
         body.nodes,
-        f"{part.group}_{part.layer}_{part.rows}x{part.columns}_{tokens}_{slice_digest(part)[:16]}",
-        [helper.make_tensor_value_info(INPUT, element, [1, tokens, part.columns])],
-        [helper.make_tensor_value_info(OUTPUT, element, [1, tokens, part.rows])],
+        f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}_{tokens}_{shard_digest(shard)[:16]}",
+        [helper.make_tensor_value_info(INPUT, element, [1, tokens, shard.columns])],
+        [helper.make_tensor_value_info(OUTPUT, element, [1, tokens, shard.rows])],
         _write_tensors(body.tensors, weights),
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", MICROSOFT_OPSET)]
@@ -121,10 +123,10 @@ def write_graph(
     return path
 
 
-def _forms(part: NpuPart) -> frozenset[Form]:
-    if isinstance(part, NpuBlock):
-        return QUANTIZED_BLOCK_FORMS if part.format.quantized else FLOAT_BLOCK_FORMS
-    return QUANTIZED_FORMS if part.format.quantized else FLOAT_FORMS
+def _forms(shard: NpuShard) -> frozenset[GraphForm]:
+    if isinstance(shard, FfnShard):
+        return QUANTIZED_FFN_FORMS if shard.format.quantized else FLOAT_FFN_FORMS
+    return QUANTIZED_FORMS if shard.format.quantized else FLOAT_FORMS
 
 
 def _write_tensors(tensors: Tensors, path: Path) -> list[TensorProto]:

@@ -1,8 +1,8 @@
-"""The NPU part of the ``host`` device: ONNX Runtime's CPU provider on the same graphs, in float32.
+"""The NPU backend of the ``host`` device: ONNX Runtime's CPU provider on the same graphs, in float32.
 
-A session leaves ``m`` symbolic and serves all lengths of its slice; the backend still accepts standard
-lengths only. Measured with a 4-bit [8192, 2048] slice of 10 MB: a session keeps 8 MB in memory, the codes
-packed for the CPU, and 2 MB of scales mapped; loaded from bytes instead of a file it would keep 30 MB.
+A session leaves ``m`` symbolic and serves all lengths of its shard; the backend still accepts standard
+lengths only. Measured with a 4-bit [8192, 2048] shard of 10 MB: a session keeps 8 MB in memory (the codes
+packed for the CPU) and maps 2 MB of scales; a session loaded from bytes instead of a file keeps 30 MB.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import DeviceError, GraphError, OptionError
-from heterollm.kernels.npu.forms import every_block_form, every_form
+from heterollm.kernels.npu.forms import every_ffn_form, every_form
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.parts import NpuPart, PartKey
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, Form, TimeKind, check_form, check_prepare
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
 from heterollm.kernels.npu.session import SessionGraph, runtime_errors, session_options
+from heterollm.kernels.npu.shards import NpuShard, ShardKey
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["HostNpu"]
 
-FLOAT_FORMS: Final[tuple[Form, ...]] = ("activation_first", "weight_first")
+FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("activation_first", "weight_first")
 
 
 class HostNpu:
     """ONNX Runtime's CPU provider behind the NPU protocol.
 
     Args:
-        threads: Threads that compute one graph; with 1 the calling thread computes alone.
+        threads: Threads that compute one graph; 1 means the calling thread alone.
 
     Raises:
         OptionError: ``threads`` is not positive.
@@ -54,57 +54,51 @@ class HostNpu:
         _share_arena()
         self.threads = threads
         self.compiled_count = 0
-        self._sessions: dict[tuple[PartKey, Form], Any] = {}
+        self._sessions: dict[tuple[ShardKey, GraphForm], Any] = {}
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[Form, ...]:
+    ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         return every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
 
-    def block_forms(
+    def ffn_forms(
         self,
         weight: WeightFormat,
         *,
         width: int,
-        columns: int,  # noqa: ARG002 - any is legal here
+        columns: int,  # noqa: ARG002 - all values are legal here
         length: int,  # noqa: ARG002
         integer_inputs: bool,
         activation: Activation,  # noqa: ARG002
-    ) -> tuple[Form, ...]:
-        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return every_block_form(weight, width=width, integer_inputs=integer_inputs)
+    ) -> tuple[GraphForm, ...]:
+        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
 
-    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
-        """Return a graph of the part's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(part, length, check_prepare(self, part, length, form))
-
-    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
-        """Return a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(part, length, check_form(self, part, length, form))
-
-    def _prepare(self, part: NpuPart, length: int, chosen: Form) -> SessionGraph:
-        key = (part.key, chosen)
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> SessionGraph:
+        """Return a graph of the shard's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        chosen = check_form(self, shard, length, form, any_length=any_length)
+        key = (shard.key, chosen)
         if key not in self._sessions:
-            self._sessions[key] = self._open(part, chosen)
+            self._sessions[key] = self._open(shard, chosen)
             self.compiled_count += 1
-        return SessionGraph(
-            self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
-        )
+        return SessionGraph(self._sessions[key], shard, length, self.activation_dtype)
 
     def count_cycles(
         self,
-        part: NpuPart,
+        shard: NpuShard,
         length: int,
-        form: Form | None = None,
+        form: GraphForm | None = None,
         *,
         runs: int,
     ) -> None:
         """Return None: ONNX Runtime counts no cycles, and this backend's time is real."""
 
-    def release(self, part: NpuPart) -> None:
-        """Drop the sessions of a part; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        for key in [key for key in self._sessions if key[0] == part.key]:
+    def release(self, shard: NpuShard) -> None:
+        """Drop the sessions of a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        for key in [key for key in self._sessions if key[0] == shard.key]:
             del self._sessions[key]
 
     def versions(self) -> dict[str, str]:
@@ -117,7 +111,7 @@ class HostNpu:
         """Drop all sessions."""
         self._sessions.clear()
 
-    def _open(self, part: NpuPart, form: Form) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    def _open(self, shard: NpuShard, form: GraphForm) -> Any:  # noqa: ANN401 - onnxruntime ships no types
         """Open a session through a temporary file, which ONNX Runtime maps rather than copies."""
         import onnxruntime
 
@@ -127,27 +121,27 @@ class HostNpu:
         folder = None
         try:
             folder = Path(tempfile.mkdtemp(prefix="heterollm-graph-"))
-            model = write_graph(part, form, self.activation_dtype, folder)
+            model = write_graph(shard, form, self.activation_dtype, folder)
             return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         except OSError as error:
             reason = error.strerror or error
             raise GraphError(
-                f"Cannot write the graph of {part.label} into {tempfile.gettempdir()}: {reason}.",
+                f"Cannot write the graph of {shard.label} into {tempfile.gettempdir()}: {reason}.",
                 fix="Free some space there, or set TMPDIR to another folder.",
             ) from error
         except runtime_errors() as error:
-            raise GraphError(f"ONNX Runtime refused the graph of {part.label}: {error}") from error
+            raise GraphError(f"ONNX Runtime refused the graph of {shard.label}: {error}") from error
         finally:
             if folder is not None:
-                # Windows keeps files that are mapped; whatever it keeps lies in the temporary folder.
+                # Windows keeps mapped files; they stay in the temporary folder.
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
 def _share_arena() -> None:
-    """Let all sessions of the process take their scratch memory from one arena.
+    """Make all sessions of the process share one arena for scratch memory.
 
-    Each would otherwise keep its own: 48 MB more over six weight-first [8192, 2048] slices at 256 tokens.
+    Separate arenas took 48 MB more over six weight-first [8192, 2048] shards at 256 tokens.
     """
     try:
         import onnxruntime

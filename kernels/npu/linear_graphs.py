@@ -1,7 +1,7 @@
-"""Linear layers as nodes of an ONNX graph: a slice alone, and each linear of a larger graph by the same code.
+"""Linear layers as nodes of an ONNX graph, alone or within an ffn graph.
 
-Activations are ``[1, m, k]``, or ``[1, k, m]`` between transposes, in one element type throughout, because
-Hexagon takes MatMulNBits only at rank 3, without a bias, and rejects most casts.
+Activations are ``[1, m, k]``, or ``[1, k, m]`` between transposes, in one element type: Hexagon takes
+MatMulNBits only at rank 3 and without a bias, and rejects most casts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from onnx import helper
 
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, take_columns
-from heterollm.kernels.npu.parts import NpuSlice
-from heterollm.kernels.npu.protocol import TILE_TOKENS, Form
+from heterollm.kernels.npu.protocol import TILE_TOKENS, GraphForm
+from heterollm.kernels.npu.shards import LinearShard
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
     "add_linear",
     "add_transpose",
     "add_weight_first",
-    "build_slice",
-    "chunk_bounds",
+    "build_linear",
+    "k_split_bounds",
 ]
 
 INPUT, OUTPUT = "x", "y"
@@ -39,24 +39,24 @@ INPUT, OUTPUT = "x", "y"
 
 Tensors: TypeAlias = dict[str, NDArray[Any]]
 Bounds: TypeAlias = list[tuple[int, int]]
-"""Pieces ``[start, stop)`` of a linear's inputs, next to each other."""
+"""Adjacent ranges ``[start, stop)`` of a linear's inputs: a k-split."""
 
 INT8_ACCURACY = 4
 """MatMulNBits' ``accuracy_level`` at which inputs are rounded to int8."""
-FLOAT_CHUNK_UNIT = 32
-"""Pieces of a float weight are cut at multiples of Hexagon's tiles."""
+FLOAT_SPLIT_UNIT = 32
+"""A k-split of a float weight lies on multiples of Hexagon's tiles."""
 
 
 @dataclass(slots=True)
 class GraphBody:
-    """The nodes and tensors of a graph in the making.
+    """The nodes and tensors of a graph under construction.
 
     Args:
         dtype: float16 or float32 of activations, scales and float weights.
         length: Tokens of a static graph; None leaves ``m`` symbolic.
-        nodes: In an order that computes.
+        nodes: The nodes in topological order.
         tensors: The initializers by name.
-        block_sums: Names of the sums of an activation's blocks, by the activation and the block.
+        block_sums: Names of the block sums of an activation, by activation and block size.
     """
 
     dtype: np.dtype[Any]
@@ -70,22 +70,22 @@ class GraphBody:
         self.nodes.append(helper.make_node(operator, inputs, [target], **attributes))
 
 
-def build_slice(part: NpuSlice, form: Form, body: GraphBody, chunk_columns: int) -> None:
-    """Append the nodes of a slice from :data:`INPUT` to :data:`OUTPUT`.
+def build_linear(shard: LinearShard, form: GraphForm, body: GraphBody, k_split_columns: int) -> None:
+    """Append the nodes of a linear shard from :data:`INPUT` to :data:`OUTPUT`.
 
     Raises:
         GraphError: The form does not suit the shape.
     """
     if form in ("k_chunked", "k_chunked_int8"):
-        bounds = chunk_bounds(part.columns, part.format, chunk_columns, part.label)
-        if part.format.quantized:
-            add_linear(body, part.weight, INPUT, OUTPUT, bounds, integer_inputs=form == "k_chunked_int8")
+        bounds = k_split_bounds(shard.columns, shard.format, k_split_columns, shard.label)
+        if shard.format.quantized:
+            add_linear(body, shard.weight, INPUT, OUTPUT, bounds, integer_inputs=form == "k_chunked_int8")
         else:
-            _weight_first(part, body, bounds)
+            _weight_first(shard, body, bounds)
     elif form in PLAIN_FORMS:
-        add_linear(body, part.weight, INPUT, OUTPUT, integer_inputs=form == "matmul_nbits_int8")
+        add_linear(body, shard.weight, INPUT, OUTPUT, integer_inputs=form == "matmul_nbits_int8")
     else:
-        RESHAPED[form](part, body)
+        RESHAPED[form](shard, body)
 
 
 def add_linear(
@@ -101,12 +101,12 @@ def add_linear(
     """Append ``target = source · Wᵀ``, on packed codes or activation first.
 
     Args:
-        body: Where to.
+        body: The graph to append to.
         weight: ``W [n, k]``.
         source: Name of the activation ``[1, m, k]``.
         target: Name of the activation ``[1, m, n]``.
-        bounds: Pieces of the inputs, whose products are summed; for packed codes only.
-        prefix: Of the names of everything else, which are one linear's own.
+        bounds: Ranges of a k-split, for packed codes only; None for none.
+        prefix: Prefix of the names of all other nodes and tensors.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weight.
     """
     if not isinstance(weight, QuantizedTensor):
@@ -122,10 +122,10 @@ def add_linear(
     else:
         _add_split(body, source, 2, bounds, prefix)
         for index, (start, stop) in enumerate(bounds):
-            piece = take_columns(weight, start, stop)
-            assert isinstance(piece, QuantizedTensor)
+            columns = take_columns(weight, start, stop)
+            assert isinstance(columns, QuantizedTensor)
             inputs, product = f"{prefix}x_{index}", f"{prefix}y_{index}"
-            _add_nbits(body, piece, inputs, product, prefix, f"_{index}", level, corrected=corrected)
+            _add_nbits(body, columns, inputs, product, prefix, f"_{index}", level, corrected=corrected)
         _add_sum(body, len(bounds), symmetric, prefix)
     if corrected:
         _add_correction(body, weight, source, target, prefix)
@@ -143,12 +143,12 @@ def add_weight_first(
     """Append ``target = W · source`` on float weights.
 
     Args:
-        body: Where to.
+        body: The graph to append to.
         weight: ``W [n, k]``, not quantised.
         source: Name of the activation ``[1, k, m]``.
         target: Name of the activation ``[1, n, m]``.
-        bounds: Pieces of the inputs, whose products are summed.
-        prefix: Of the names of everything else.
+        bounds: Ranges of a k-split; None for none.
+        prefix: Prefix of the names of all other nodes and tensors.
     """
     assert not isinstance(weight, QuantizedTensor)
     floats = weight.astype(body.dtype, copy=False)
@@ -169,18 +169,18 @@ def add_transpose(body: GraphBody, source: str, target: str) -> None:
     body.add("Transpose", [source], target, perm=[0, 2, 1])
 
 
-def chunk_bounds(columns: int, weight: WeightFormat, chunk_columns: int, label: str) -> Bounds:
-    """Cut a linear's inputs into the fewest pieces of at most ``chunk_columns``, as equal as can be.
+def k_split_bounds(columns: int, weight: WeightFormat, k_split_columns: int, label: str) -> Bounds:
+    """Return the fewest ranges of at most ``k_split_columns`` inputs, of nearly equal size.
 
     Raises:
-        GraphError: There are none: too few inputs, or blocks that are too large.
+        GraphError: Too few inputs to split, or too large scale blocks.
     """
     # The zero points of two 4-bit blocks share a byte.
-    unit = 2 * weight.block if weight.quantized else FLOAT_CHUNK_UNIT
-    largest = chunk_columns // unit
-    if columns <= chunk_columns or largest == 0:
+    unit = 2 * weight.block if weight.quantized else FLOAT_SPLIT_UNIT
+    largest = k_split_columns // unit
+    if columns <= k_split_columns or largest == 0:
         raise GraphError(
-            f"{label} with {columns} inputs has no pieces of at most {chunk_columns} inputs "
+            f"{label} with {columns} inputs cannot be split into ranges of at most {k_split_columns} inputs "
             f"in steps of {unit}."
         )
     units = -(-columns // unit)
@@ -218,13 +218,12 @@ def _add_nbits(
 
 
 def _add_correction(body: GraphBody, weight: QuantizedTensor, source: str, target: str, prefix: str) -> None:
-    """Write an asymmetric weight as the symmetric one plus x's block sums times ``(middle - zero) * scale``.
+    """Add the zero points of an asymmetric weight to ``y_symmetric``, the product around the middle code.
 
-    ``y_symmetric`` is what the codes give around their middle.
-
-    Hexagon rounds asymmetric blocks to NMSE 8e-7 to 2.6e-6, mostly past the gate; this form gives 1.4e-7 to
-    9e-7 on the same weights (normal and Student-t with 3 degrees, blocks of 16 to 128; measured on the
-    emulator), with the weight still in its packed bits.
+    The correction is x's block sums times ``(middle - zero) * scale``.
+    Hexagon rounds asymmetric blocks to NMSE 8e-7 to 2.6e-6, mostly past the gate; this graph gives 1.4e-7 to
+    9e-7 on the same packed weights (normal and Student-t with 3 degrees, blocks of 16 to 128; measured on the
+    emulator).
     """
     offsets = (1 << (weight.bits - 1)) - weight.unpacked_zero_points().astype(np.float32)
     sums = _block_sums(body, source, weight, prefix)
@@ -234,7 +233,7 @@ def _add_correction(body: GraphBody, weight: QuantizedTensor, source: str, targe
 
 
 def _block_sums(body: GraphBody, source: str, weight: QuantizedTensor, prefix: str) -> str:
-    """Return the name of the sums of an activation's blocks, which linears of one input share."""
+    """Return the name of the block sums of an activation; linears with one input share them."""
     key = source, weight.block
     if key not in body.block_sums:
         names = [f"{prefix}{name}" for name in ("x_blocked", "blocked_shape", "block_axis", "block_sums")]
@@ -255,39 +254,39 @@ def _add_split(body: GraphBody, source: str, axis: int, bounds: Bounds, prefix: 
     body.nodes.append(helper.make_node("Split", [source, sizes], outputs, axis=axis))
 
 
-def _add_sum(body: GraphBody, pieces: int, target: str, prefix: str) -> None:
-    """Add ``y_0``, ``y_1`` … up."""
+def _add_sum(body: GraphBody, count: int, target: str, prefix: str) -> None:
+    """Append ``target = y_0 + y_1 + …``."""
     total = f"{prefix}y_0"
-    for index in range(1, pieces):
-        partial = target if index == pieces - 1 else f"{prefix}y_to_{index}"
+    for index in range(1, count):
+        partial = target if index == count - 1 else f"{prefix}y_to_{index}"
         body.add("Add", [total, f"{prefix}y_{index}"], partial)
         total = partial
 
 
-def _weight_first(part: NpuSlice, body: GraphBody, bounds: Bounds | None = None) -> None:
+def _weight_first(shard: LinearShard, body: GraphBody, bounds: Bounds | None = None) -> None:
     add_transpose(body, INPUT, "x_columns")
-    add_weight_first(body, part.weight, "x_columns", "y_columns", bounds)
+    add_weight_first(body, shard.weight, "x_columns", "y_columns", bounds)
     add_transpose(body, "y_columns", OUTPUT)
 
 
-def _conv_1x1(part: NpuSlice, body: GraphBody) -> None:
-    # Seen as one row of m pixels of k channels, x is in the channels-last order that QNN computes in: these
-    # transposes and those that the provider adds around the convolution cancel.
+def _conv_1x1(shard: LinearShard, body: GraphBody) -> None:
+    # x as one row of m pixels with k channels is in QNN's channels-last order, so these transposes cancel
+    # with those that the provider adds around the convolution.
     body.add("Unsqueeze", [INPUT, "height_axis"], "x_image")
     body.add("Transpose", ["x_image"], "x_channels", perm=[0, 3, 1, 2])
     body.add("Conv", ["x_channels", "weight"], "y_channels", kernel_shape=[1, 1])
     body.add("Transpose", ["y_channels"], "y_image", perm=[0, 2, 3, 1])
     body.add("Squeeze", ["y_image", "height_axis"], OUTPUT)
-    body.tensors["weight"] = _float_weight(part, body)[:, :, np.newaxis, np.newaxis]
+    body.tensors["weight"] = _float_weight(shard, body)[:, :, np.newaxis, np.newaxis]
     body.tensors["height_axis"] = np.array([1], np.int64)
 
 
-def _token_tiles(part: NpuSlice, body: GraphBody) -> None:
+def _token_tiles(shard: LinearShard, body: GraphBody) -> None:
     length = body.length
     if length is not None and length % TILE_TOKENS:
-        raise GraphError(f"{part.label} at {length} tokens has no tiles of {TILE_TOKENS} tokens.")
-    # Weights first: the emulator takes tiles in front of a rank-3 weight, or as the rows of an image under a
-    # convolution, too, at several times the cycles; in front of a rank-2 weight it flattens them again.
+        raise GraphError(f"{shard.label} at {length} tokens has no tiles of {TILE_TOKENS} tokens.")
+    # Weight first: with the tiles first, a rank-3 weight or a convolution over image rows takes several times
+    # the cycles on the emulator, and a rank-2 weight makes it flatten the tiles again.
     tiles, tokens = (-1, -1) if length is None else (length // TILE_TOKENS, length)
     body.add("Reshape", [INPUT, "tiled_shape"], "x_tiles")
     add_transpose(body, "x_tiles", "x_columns")
@@ -295,20 +294,20 @@ def _token_tiles(part: NpuSlice, body: GraphBody) -> None:
     add_transpose(body, "y_columns", "y_tiles")
     body.add("Reshape", ["y_tiles", "output_shape"], OUTPUT)
     body.tensors |= {
-        "weight": _float_weight(part, body),
-        "tiled_shape": np.array([tiles, TILE_TOKENS, part.columns], np.int64),
-        "output_shape": np.array([1, tokens, part.rows], np.int64),
+        "weight": _float_weight(shard, body),
+        "tiled_shape": np.array([tiles, TILE_TOKENS, shard.columns], np.int64),
+        "output_shape": np.array([1, tokens, shard.rows], np.int64),
     }
 
 
-def _float_weight(part: NpuSlice, body: GraphBody) -> NDArray[Any]:
-    assert not isinstance(part.weight, QuantizedTensor)
-    return part.weight.astype(body.dtype, copy=False)
+def _float_weight(shard: LinearShard, body: GraphBody) -> NDArray[Any]:
+    assert not isinstance(shard.weight, QuantizedTensor)
+    return shard.weight.astype(body.dtype, copy=False)
 
 
-PLAIN_FORMS: frozenset[Form] = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first"})
+PLAIN_FORMS: frozenset[GraphForm] = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first"})
 
-RESHAPED: dict[Form, Callable[[NpuSlice, GraphBody], None]] = {
+RESHAPED: dict[GraphForm, Callable[[LinearShard, GraphBody], None]] = {
     "weight_first": _weight_first,
     "conv_1x1": _conv_1x1,
     "token_tiles": _token_tiles,

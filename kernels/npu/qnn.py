@@ -1,8 +1,8 @@
-"""The NPU part of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
+"""The NPU backend of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
 
-One static graph per part and length: compiled, closed, then loaded from its cached context binary, because
-compiled sessions are heavy and loaded ones map their weights. Weights shared between lengths, the rpcmem
-allocator and power modes are not used.
+Each shard has one static graph per length. The backend compiles it, closes the compiled session, which is
+heavy, and loads the cached context binary, whose weights are mapped. It does not share weights between
+lengths and does not use the rpcmem allocator or power modes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 
 from heterollm.base import MIB, DeviceError, GraphError, OptionError, locked, see
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
-from heterollm.kernels.npu.forms import chunked_block_forms, reshaped_forms
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, slice_digest, write_graph
-from heterollm.kernels.npu.parts import NpuBlock, NpuPart, NpuSlice, PartKey
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, Form, TimeKind, check_form, check_prepare
+from heterollm.kernels.npu.forms import k_split_ffn_forms, reshaped_forms
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, shard_digest, write_graph
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_cycles import profiled_cycles
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session, qnn_available, qnn_versions
 from heterollm.kernels.npu.qnn_socs import this_soc
 from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard, ShardKey
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
@@ -45,17 +45,17 @@ INTEGER_ONLY_SOCS = frozenset({"37"})
 """HTP v68 without FP16 (8cx Gen 3): quantised activations only."""
 
 CHILD_WEIGHT_BYTES = 16 * MIB
-"""Slices of more weights are compiled in a child process by default."""
+"""Larger shards are compiled in a child process by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
-    """A graph in the cache, as :meth:`QnnNpu.build` left it.
+    """Result of :meth:`QnnNpu.build`.
 
     Args:
-        size_bytes: Of its files.
-        compiled: Whether it was compiled now; else it was there.
-        refusal: Why QNN does not load it on this machine; empty if it does.
+        size_bytes: Size of the graph's files in the cache.
+        compiled: Whether this call compiled the graph; otherwise the cache had it.
+        refusal: Reason why QNN does not load it on this machine; empty if it does.
     """
 
     size_bytes: int
@@ -68,11 +68,11 @@ class QnnNpu:
 
     Args:
         emulator: Whether to use the emulator in the x86-64 Linux wheel instead of a real Hexagon.
-        soc_model: Qualcomm's number of the SoC to emulate, or to compile for; None lets a real one say.
-        compile_in_child: Whether to compile in a child process; None does so for large slices.
+        soc_model: Qualcomm's number of the SoC to emulate or to compile for; None for this machine's SoC.
+        compile_in_child: Whether to compile in a child process; None does so for large shards.
 
     Raises:
-        DeviceError: The provider, the emulator or the NPU is not there.
+        DeviceError: The provider, the emulator or the NPU is missing.
     """
 
     standard_lengths = STANDARD_LENGTHS
@@ -97,20 +97,19 @@ class QnnNpu:
             options["soc_model"] = soc_model
         self.name = f"Hexagon {'emulator' if emulator else 'NPU'} (QNN HTP)"
         self.time_kind: TimeKind = "emulated" if emulator else "real"
-        # Graphs are filed under the chip and not under where they were compiled: those that another machine
-        # compiled for this chip are the same.
+        # The cache key names the chip, not the machine: graphs compiled elsewhere for this chip are the same.
         self.soc_model = soc_model or this_soc()
         self.compiled_count = 0
         self.loaded_count = 0
         self._target = QnnTarget(emulator, options)
         self._compile_in_child = compile_in_child
-        self._sessions: dict[tuple[PartKey, Form, int], Any] = {}
+        self._sessions: dict[tuple[ShardKey, GraphForm, int], Any] = {}
         self._temporary: Path | None = None
-        self._removable: dict[tuple[PartKey, Form, int], ContextBinary] = {}
+        self._removable: dict[tuple[ShardKey, GraphForm, int], ContextBinary] = {}
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[Form, ...]:
+    ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
         Weight first leads: by the emulator's cycle counts it is up to 7.7 times cheaper at 5 to 32 tokens.
@@ -118,14 +117,14 @@ class QnnNpu:
         # MatMulNBits on HTP has float activations only.
         if self.soc_model in INTEGER_ONLY_SOCS or weight.bits == 32 or integer_inputs:
             return ()
-        plain: tuple[Form, ...] = ("weight_first", "activation_first")
+        plain: tuple[GraphForm, ...] = ("weight_first", "activation_first")
         if weight.quantized:
             if self.soc_model in FLOAT_ONLY_SOCS:
                 return ()
             plain = ("matmul_nbits",)
         return plain + reshaped_forms(weight, columns=columns, length=length)
 
-    def block_forms(
+    def ffn_forms(
         self,
         weight: WeightFormat,
         *,
@@ -134,110 +133,104 @@ class QnnNpu:
         length: int,
         integer_inputs: bool,
         activation: Activation,
-    ) -> tuple[Form, ...]:
-        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`.
+    ) -> tuple[GraphForm, ...]:
+        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        A sigmoid right behind a product activation first is computed within it, at NMSE 1.4e-5 of the block
-        (measured on the emulator), far past the gate; so SiLU between float weights is weight first alone.
+        QNN fuses a sigmoid into an activation-first product before it, at NMSE 1.4e-5 (measured on the
+        emulator), far past the gate. SiLU between float weights therefore has weight-first forms only.
         """
         if not self.forms(weight, columns=columns, length=length, integer_inputs=integer_inputs):
             return ()
-        plain: tuple[Form, ...] = ("ffn_weight_first",)
+        plain: tuple[GraphForm, ...] = ("ffn_weight_first",)
         if weight.quantized:
             plain = ("ffn",)
         elif activation != "silu":
             plain = ("ffn_weight_first", "ffn")
-        return plain + chunked_block_forms(weight, width=width)
+        return plain + k_split_ffn_forms(weight, width=width)
 
-    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> SessionGraph:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(part, length, check_prepare(self, part, length, form))
-
-    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> SessionGraph:
-        """Load or build a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(part, length, check_form(self, part, length, form))
-
-    def _prepare(self, part: NpuPart, length: int, chosen: Form) -> SessionGraph:
-        key = (part.key, chosen, length)
+        chosen = check_form(self, shard, length, form, any_length=any_length)
+        key = (shard.key, chosen, length)
         if key not in self._sessions:
             if self._temporary is not None:
-                self._removable[key] = self._binary(part, chosen, length)
-            self._sessions[key] = self._open(part, chosen, length)
-        return SessionGraph(
-            self._sessions[key], part.label, length, part.rows, part.columns, self.activation_dtype
-        )
+                self._removable[key] = self._binary(shard, chosen, length)
+            self._sessions[key] = self._open(shard, chosen, length)
+        return SessionGraph(self._sessions[key], shard, length, self.activation_dtype)
 
-    def stored_bytes(self, part: NpuPart, length: int, form: Form | None = None) -> int:
-        """Return what a part's graph takes in the cache, sound or not; 0 if it is not there.
+    def stored_bytes(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> int:
+        """Return the bytes that a shard's graph takes in the cache, damaged or not; 0 if it is missing.
 
         Raises:
             GraphError: As :meth:`prepare`.
         """
-        return self._binary(part, check_prepare(self, part, length, form), length).size_bytes
+        return self._binary(shard, check_form(self, shard, length, form), length).size_bytes
 
-    def build(self, part: NpuPart, length: int, form: Form | None = None) -> BuiltGraph:
-        """Put a graph into the cache without keeping a session, and see whether it loads here.
+    def build(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
+        """Put a graph into the cache, check whether it loads on this machine, and keep no session.
 
-        A graph for a newer Hexagon than the emulator plays is sound and does not load.
+        A sound graph for a newer Hexagon than the emulated one does not load.
 
         Raises:
             GraphError: As :meth:`prepare`.
             CacheError: The cache folder cannot be written or locked.
         """
-        chosen = check_prepare(self, part, length, form)
-        stored = self._binary(part, chosen, length)
-        label = f"{part.label} ({chosen}, {length} tokens)"
+        chosen = check_form(self, shard, length, form)
+        stored = self._binary(shard, chosen, length)
+        label = f"{shard.label} ({chosen}, {length} tokens)"
         with locked(stored.model):
             compiled = stored.problem() is not None
             if compiled:
-                self._build(stored, part, chosen, length, label)
+                self._build(stored, shard, chosen, length, label)
         _, problem = self._load(stored, label)
         return BuiltGraph(stored.size_bytes, compiled, problem)
 
     def count_cycles(
-        self, part: NpuPart, length: int, form: Form | None = None, *, runs: int
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> tuple[int, ...] | None:
         """Return the cycles of each run on the emulator; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        None on a real Hexagon: its time is real, and whether it writes the same profile is not known.
+        A real Hexagon returns None: its time is real, and nobody has seen its profile.
         """
         if not self._target.emulator:
             return None
         if runs < 1:
             raise OptionError(f"Cycles are counted over at least one run, not {runs}.")
-        chosen = check_form(self, part, length, form)
-        label = f"{part.label} ({chosen}, {length} tokens)"
-        stored = self._binary(part, chosen, length)
+        chosen = check_form(self, shard, length, form, any_length=True)
+        label = f"{shard.label} ({chosen}, {length} tokens)"
+        stored = self._binary(shard, chosen, length)
         try:
             with tempfile.TemporaryDirectory(prefix="heterollm-cycles-", ignore_cleanup_errors=True) as name:
                 folder, model = Path(name), stored.model
                 if stored.problem() is not None:
                     model = folder / "compiled.onnx"
-                    self._compile(part, chosen, length, folder, model, label)
+                    self._compile(shard, chosen, length, folder, model, label)
                 dtype = self.activation_dtype
-                return profiled_cycles(model, self._target, part, length, dtype, runs, folder)
+                return profiled_cycles(model, self._target, shard, length, dtype, runs, folder)
         except OSError as error:
             raise GraphError(
                 f"Cannot write the graph of {label} into {tempfile.gettempdir()}: {error.strerror or error}.",
                 fix="Free some space there, or set TMPDIR to another folder.",
             ) from error
 
-    def release(self, part: NpuPart) -> None:
-        """Drop the sessions of a part; see :class:`heterollm.kernels.npu.NpuBackend`.
+    def release(self, shard: NpuShard) -> None:
+        """Drop the sessions of a shard; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        Within :meth:`temporary_graphs` its graphs are deleted, too.
+        Within :meth:`temporary_graphs` this deletes its graphs as well.
         """
-        for key in [key for key in self._sessions if key[0] == part.key]:
+        for key in [key for key in self._sessions if key[0] == shard.key]:
             del self._sessions[key]
-        for key in [key for key in self._removable if key[0] == part.key]:
+        for key in [key for key in self._removable if key[0] == shard.key]:
             self._removable.pop(key).remove()
 
     @contextlib.contextmanager
     def temporary_graphs(self) -> Iterator[None]:
-        """Keep none of the graphs that are made meanwhile: each is deleted with its release, or at the end.
+        """Delete each graph that is built within this context when its shard is released, or at the end.
 
-        At the end all sessions are dropped; their graphs must not run afterwards. For weights that nobody
-        needs again: the random ones of a profiling run would take gigabytes.
+        The end also drops all sessions; no graph may run afterwards. The random weights of a profiling run
+        would otherwise take gigabytes of the cache.
 
         Raises:
             CacheError: The cache folder cannot be written.
@@ -266,7 +259,7 @@ class QnnNpu:
         """Run one small graph against float64.
 
         Raises:
-            DeviceError: It does not compile, run, or give the right numbers.
+            DeviceError: The graph does not compile or run, or its numbers are wrong.
         """
         generator = np.random.default_rng(0)
         rows, columns, tokens, block = 64, 256, 32, 32
@@ -277,10 +270,10 @@ class QnnNpu:
             4,
             block,
         )
-        part = NpuSlice(weight, 0, "self_test", ((0, rows),), "self_test")
+        shard = LinearShard(weight, 0, "self_test", ((0, rows),), "self_test")
         x = generator.standard_normal((tokens, columns)).astype(self.activation_dtype)
         y = np.zeros((tokens, rows), self.activation_dtype)
-        self.prepare(part, tokens).bind(x, y)()
+        self.prepare(shard, tokens).bind(x, y)()
         errors = linear_errors(y, x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
         if not errors.within("fp16"):
             raise DeviceError(
@@ -288,10 +281,10 @@ class QnnNpu:
                 fix=f"Update the NPU driver and onnxruntime-qnn. {see('a-part-computes-wrong-numbers')}",
             )
 
-    def _open(self, part: NpuPart, form: Form, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
-        """Load the graph from the cache, building it first where the cache has no sound one."""
-        label = f"{part.label} ({form}, {length} tokens)"
-        stored = self._binary(part, form, length)
+    def _open(self, shard: NpuShard, form: GraphForm, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+        """Load the graph from the cache; build it first if the cache has no sound one."""
+        label = f"{shard.label} ({form}, {length} tokens)"
+        stored = self._binary(shard, form, length)
         session, problem = self._load(stored, label)
         if session is not None:
             return session
@@ -302,15 +295,17 @@ class QnnNpu:
                 return session
             if problem != "missing":
                 logger.warning("The cached NPU graph of %s is %s; building it again.", label, problem)
-            self._build(stored, part, form, length, label)
+            self._build(stored, shard, form, length, label)
         return open_session(stored.model, self._target, label)
 
-    def _build(self, stored: ContextBinary, part: NpuPart, form: Form, length: int, label: str) -> None:
-        stored.build(lambda folder, model: self._compile(part, form, length, folder, model, label))
+    def _build(
+        self, stored: ContextBinary, shard: NpuShard, form: GraphForm, length: int, label: str
+    ) -> None:
+        stored.build(lambda folder, model: self._compile(shard, form, length, folder, model, label))
         self.compiled_count += 1
 
     def _load(self, stored: ContextBinary, label: str) -> tuple[Any, str]:
-        """Return the session of a sound file, or None and what is wrong with it."""
+        """Return the session of a sound file, or None and the fault."""
         problem = stored.problem()
         if problem is not None:
             return None, problem
@@ -321,30 +316,36 @@ class QnnNpu:
         self.loaded_count += 1
         return session, ""
 
-    def _compile(self, part: NpuPart, form: Form, length: int, folder: Path, model: Path, label: str) -> None:
-        source = write_graph(part, form, self.activation_dtype, folder, length)
+    def _compile(
+        self, shard: NpuShard, form: GraphForm, length: int, folder: Path, model: Path, label: str
+    ) -> None:
+        source = write_graph(shard, form, self.activation_dtype, folder, length)
         in_child = self._compile_in_child
         if in_child is None:
-            in_child = part.weight_bytes > CHILD_WEIGHT_BYTES
+            in_child = shard.weight_bytes > CHILD_WEIGHT_BYTES
         compile_graph(source, model, self._target, label, in_child=in_child)
 
-    def _binary(self, part: NpuPart, form: Form, length: int) -> ContextBinary:
+    def _binary(self, shard: NpuShard, form: GraphForm, length: int) -> ContextBinary:
         identity: dict[str, Any] = {
-            "weights": part.weights_key,
-            "content": slice_digest(part),
-            "layer": part.layer,
-            "group": part.group,
-            "row_ranges": part.row_ranges,
-            "columns": part.columns,
-            "format": str(part.format),
+            "weights": shard.weights_key,
+            "content": shard_digest(shard),
+            "layer": shard.layer,
+            "group": shard.group,
+            "row_ranges": shard.row_ranges,
+            "columns": shard.columns,
+            "format": str(shard.format),
             "form": form,
             "length": length,
             "dtype": str(self.activation_dtype),
             "soc": self.soc_model,
             "options": {name: value for name, value in self._target.options.items() if name != "soc_model"},
         }
-        if isinstance(part, NpuBlock):
-            identity |= {"activation": part.activation, "outputs": part.rows, "bias": part.bias is not None}
+        if isinstance(shard, FfnShard):
+            identity |= {
+                "activation": shard.activation,
+                "outputs": shard.rows,
+                "bias": shard.bias is not None,
+            }
         versions = qnn_versions()
         made_by = {
             "graph_version": GRAPH_VERSION,

@@ -1,7 +1,7 @@
-"""The cache of compiled NPU graphs: what a context binary is known by, and how it is checked before use.
+"""The cache of compiled NPU graphs: keys of context binaries, and checks before use.
 
-A graph is three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the context
-binary, which it maps) and ``<name>.json`` (what made them, and their checksums), written last.
+A graph has three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the
+context binary, which it maps) and ``<name>.json`` (compiler versions and checksums), written last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from heterollm.base import GraphError, atomic_path, cache_error, cache_root, par
 __all__ = ["GRAPHS_FOLDER", "ContextBinary", "temporary_graphs"]
 
 GRAPHS_FOLDER = "graphs"
-"""Where compiled graphs lie in the cache folder."""
+"""Subfolder of the cache for compiled graphs."""
 
 TEMPORARY_SUFFIX = ".temporary"
 
@@ -33,9 +33,9 @@ class ContextBinary:
     """One compiled graph in the cache.
 
     Args:
-        identity: What the graph computes and for which target; names the files.
-        made_by: Versions of what compiled it; a file made by others is stale and is replaced.
-        folder: Where the files are; by default the graphs' folder of the cache.
+        identity: Graph and target; its hash names the files.
+        made_by: Versions of the compiler; files of other versions are stale and are replaced.
+        folder: Folder of the files; by default the graphs' folder of the cache.
     """
 
     identity: Mapping[str, Any]
@@ -61,11 +61,11 @@ class ContextBinary:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the files that there are."""
+        """Size of the existing files."""
         return sum(path.stat().st_size for path in (self.model, self.binary, self.manifest) if path.exists())
 
     def problem(self) -> str | None:
-        """Return why the files cannot be used, "missing" if there are none, or None if they are sound."""
+        """Return the fault of the files, "missing" if there are none, or None if they are sound."""
         try:
             stored = parse_json(self.manifest.read_bytes())
         except FileNotFoundError:
@@ -86,7 +86,7 @@ class ContextBinary:
         """Replace the files with newly compiled ones; the caller holds the lock of :attr:`model`.
 
         Args:
-            compile_into: Called with an empty folder for sources and with the wrapper's path to write.
+            compile_into: Compiler; takes an empty folder for sources and the path of the wrapper to write.
 
         Raises:
             GraphError: The compiler failed or wrote nothing.
@@ -116,7 +116,7 @@ class ContextBinary:
             shutil.rmtree(building, ignore_errors=True)
 
     def remove(self) -> None:
-        """Delete the files, as far as the system lets them go; no other process may be using them."""
+        """Delete the files as far as the system allows; no other process may use them."""
         for path in (self.manifest, self.model, self.binary, self.model.with_name(f"{self.model.name}.lock")):
             with contextlib.suppress(OSError):  # Windows keeps files that are mapped
                 path.unlink(missing_ok=True)
@@ -130,16 +130,15 @@ class ContextBinary:
 
     @staticmethod
     def _plain(mapping: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
-        """Return a mapping as it reads back from JSON."""
+        """Return a mapping after a round trip through JSON."""
         return json.loads(json.dumps(dict(mapping)))
 
 
 @contextlib.contextmanager
 def temporary_graphs() -> Iterator[Path]:
-    """Yield a new folder for graphs that nobody needs again, and delete it at the end.
+    """Yield a new folder in the cache for temporary graphs, and delete it at the end.
 
-    It lies in the cache, where there is room for graphs. Folders of processes that were killed are deleted
-    too: as long as a process lives, it holds the lock of its folder.
+    Folders of killed processes are deleted too: a live process holds the lock of its folder.
 
     Raises:
         CacheError: The cache folder cannot be written.

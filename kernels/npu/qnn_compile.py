@@ -1,7 +1,7 @@
-"""Compiling a graph to a context binary, in this process or in a child of its own.
+"""Compiles a graph to a context binary, in this process or in a child process.
 
-A compiled session keeps several times its weights in memory, and QNN's compiler can crash the process on
-graphs that it should refuse; both stay in the child.
+A compiled session keeps several times its weights in memory, and QNN's compiler can crash on graphs that it
+should refuse. A child process contains both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from heterollm.kernels.npu.qnn_runtime import UNPLACED, QnnTarget, open_session
 __all__ = ["compile_graph"]
 
 TIMEOUT_S = 1800.0
-"""Largest compile time: the largest slice measured took 36 s."""
+"""Longest compile time; the largest shard measured took 36 s."""
 
 
 def compile_graph(model: Path, context: Path, target: QnnTarget, label: str, *, in_child: bool) -> None:
@@ -29,7 +29,7 @@ def compile_graph(model: Path, context: Path, target: QnnTarget, label: str, *, 
 
     Raises:
         DeviceError: The provider or its device is missing.
-        GraphError: The graph does not compile, does not land on HTP as a whole, or crashed the child.
+        GraphError: The graph does not compile, does not run on HTP as a whole, or crashed the child.
     """
     try:
         if in_child:
@@ -50,7 +50,7 @@ def compile_graph(model: Path, context: Path, target: QnnTarget, label: str, *, 
 
 
 def _reasons(model: Path, target: QnnTarget, label: str) -> str:
-    """Return why the provider rejects nodes, which it tells only its verbose log."""
+    """Return why the provider rejects nodes, from its verbose log."""
     try:
         log = _run_child(model, None, target, label, log_severity=0)
     except _ChildError as error:
@@ -61,7 +61,7 @@ def _reasons(model: Path, target: QnnTarget, label: str) -> str:
 
 
 class _ChildError(GraphError):
-    """The child failed; ``log`` is what it wrote to stderr."""
+    """Failure of the child; ``log`` is its stderr."""
 
     def __init__(self, message: str, *, fix: str = "", log: str = "") -> None:
         super().__init__(message, fix=fix)
@@ -69,7 +69,7 @@ class _ChildError(GraphError):
 
 
 def _run_child(model: Path, context: Path | None, target: QnnTarget, label: str, *, log_severity: int) -> str:
-    """Open the session in a child and return what it wrote to stderr."""
+    """Open the session in a child and return its stderr."""
     answer = model.with_name(model.name + ".answer")
     answer.unlink(missing_ok=True)
     request = {
@@ -119,7 +119,7 @@ def _exit_text(code: int) -> str:
 
 
 def _return_memory() -> None:
-    """Give freed memory back to the system: after compiling, glibc would keep several times the weights."""
+    """Return freed memory to the system; glibc keeps several times the weights after a compilation."""
     if sys.platform == "linux":
         trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

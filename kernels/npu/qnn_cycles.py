@@ -1,10 +1,10 @@
-"""Cycles that QNN's own profile charges to one graph: what a linear costs on the emulator.
+"""Cycle counts of one graph on the emulator, from QNN's own profile.
 
-With ``profiling_level=detailed`` the provider writes a table of events, complete once the session is gone:
-https://onnxruntime.ai/docs/execution-providers/QNN-ExecutionProvider.html. On the emulator its cycles are
-those of the processor that emulates: proportional to the emulated tiles, so that stages and orders show, and
-inflated by whatever else that processor does meanwhile. The smallest of several runs is what repeats. No
-silicon takes these cycles, and no real Hexagon's table has been seen.
+With ``profiling_level=detailed`` the provider writes a table of events, complete once the session is closed:
+https://onnxruntime.ai/docs/execution-providers/QNN-ExecutionProvider.html. The emulator counts cycles of the
+host's processor. They are proportional to the emulated tiles, so stages and orders show, and other load on
+that processor inflates them; the minimum of several runs repeats. They are not the cycles of any silicon, and
+no table of a real Hexagon has been seen.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.parts import NpuPart
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.npu.shards import NpuShard
 
 __all__ = ["profiled_cycles", "read_cycles"]
 
@@ -34,7 +34,7 @@ SHOWN_NAMES = 8
 def profiled_cycles(
     model: Path,
     target: QnnTarget,
-    part: NpuPart,
+    shard: NpuShard,
     length: int,
     dtype: np.dtype[Any],
     runs: int,
@@ -42,35 +42,37 @@ def profiled_cycles(
 ) -> tuple[int, ...]:
     """Run a compiled graph on random data and return the accelerator's cycles of each run after the first.
 
-    The emulator skips zeros, so that only random data costs what real data would.
+    The emulator skips zeros, so the data must be random.
 
     Args:
-        model: The wrapper of the part's context binary, or its model.
+        model: The wrapper of the shard's context binary, or its model.
         target: Where to run.
-        part: What to run.
+        shard: The shard to run.
         length: Tokens of one run.
         dtype: Element type of the activations.
-        runs: Runs to count; one more comes before them.
+        runs: Runs to count, after one that is not counted.
         folder: Empty folder for the profile, which the caller removes.
 
     Raises:
-        GraphError: The graph does not load or run, or its profile is not what is expected.
+        GraphError: The graph does not load or run, or its profile is unexpected.
     """
     table = folder / "profile.csv"
     options = {**target.options, "profiling_level": "detailed", "profiling_file_path": str(table)}
-    _run(model, replace(target, options=options), part, length, dtype, runs + 1)
-    cycles = read_cycles(table, part.label)
+    _run(model, replace(target, options=options), shard, length, dtype, runs + 1)
+    cycles = read_cycles(table, shard.label)
     if len(cycles) != runs + 1:
-        raise GraphError(f"QNN's profile of {part.label} has {len(cycles)} runs instead of {runs + 1}.")
+        raise GraphError(f"QNN's profile of {shard.label} has {len(cycles)} runs instead of {runs + 1}.")
     return cycles[1:]
 
 
-def _run(model: Path, target: QnnTarget, part: NpuPart, length: int, dtype: np.dtype[Any], runs: int) -> None:
-    """Run the graph; its session, which completes the table when it goes, does not outlive the call."""
-    session = open_session(model, target, part.label)
-    x = np.random.default_rng(0).standard_normal((length, part.columns), np.float32).astype(dtype)
-    y = np.empty((length, part.rows), dtype)
-    call = SessionGraph(session, part.label, length, part.rows, part.columns, dtype).bind(x, y)
+def _run(
+    model: Path, target: QnnTarget, shard: NpuShard, length: int, dtype: np.dtype[Any], runs: int
+) -> None:
+    """Run the graph and drop its session, which completes the table."""
+    session = open_session(model, target, shard.label)
+    x = np.random.default_rng(0).standard_normal((length, shard.columns), np.float32).astype(dtype)
+    y = np.empty((length, shard.rows), dtype)
+    call = SessionGraph(session, shard, length, dtype).bind(x, y)
     for _ in range(runs):
         call()
 
@@ -80,7 +82,7 @@ def read_cycles(table: Path, label: str) -> tuple[int, ...]:
 
     Args:
         table: The file that QNN wrote.
-        label: What to call the graph in messages.
+        label: Name of the graph in messages.
 
     Raises:
         GraphError: The file is missing or unreadable, lacks columns or the event, or has a value that is not

@@ -1,7 +1,7 @@
-"""ONNX Runtime's QNN execution provider: whether it is there, opening sessions on it, and nothing else.
+"""ONNX Runtime's QNN execution provider: its availability, its versions, and sessions on it.
 
-Every session refuses CPU fallback, and its provider is checked: silent fallback is what users of this
-provider complain of most. Nothing heavy is imported before the first session.
+Every session refuses CPU fallback, the most frequent complaint of this provider's users, and its provider is
+checked. Nothing heavy is imported before the first session.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EMULATOR_PLATFORMS = {("Linux", "x86_64")}
 HEXAGON_PLATFORMS = {("Linux", "aarch64"), ("Windows", "ARM64")}
 
 UNPLACED = "assigned to the default CPU EP"
-"""Part of the message with which ONNX Runtime refuses a graph that the provider did not take whole."""
+"""Text in ONNX Runtime's refusal of a graph that the provider did not take as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class QnnTarget:
-    """Where sessions run: the emulator or a real Hexagon, and the provider's options.
+    """Target of sessions: the emulator or a real Hexagon, with the provider's options.
 
     Args:
         emulator: Whether to use the emulator in the x86-64 Linux wheel.
@@ -47,10 +47,9 @@ class QnnTarget:
 
 
 def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
-    """Return whether QNN is there, what was found or why not, and what to do about it.
+    """Return whether QNN is available, the version found or the reason, and a fix.
 
-    A real Hexagon can be seen only by loading the provider, so that question takes a moment where the
-    platform is right.
+    Only a loaded provider shows a real Hexagon, so that check takes a moment on supported platforms.
     """
     machine = (platform.system(), platform.machine())
     where = " ".join(machine)
@@ -75,7 +74,7 @@ def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
 
 @functools.cache
 def qnn_versions() -> dict[str, str]:
-    """Return the versions of ONNX Runtime, of the QNN provider and of the SDK that it was built with."""
+    """Return the versions of ONNX Runtime, of the QNN provider and of its SDK."""
     import onnxruntime
     from onnxruntime_qnn import build_and_package_info
 
@@ -93,14 +92,14 @@ def open_session(
 
     Args:
         model: A model with static shapes, or the wrapper of a context binary.
-        target: Where to run.
-        label: What to call the graph in messages.
-        context: Write the compiled graph there (``.onnx``, with ``_qnn.bin`` beside it).
-        log_severity: 4 is silent; 0 has the provider log to stderr why it rejects a node.
+        target: Target of the session.
+        label: Name of the graph in messages.
+        context: Path for the compiled graph (``.onnx``, with ``_qnn.bin`` beside it); None writes none.
+        log_severity: 4 is silent; 0 makes the provider log to stderr why it rejects a node.
 
     Raises:
         DeviceError: The provider or its device is missing.
-        GraphError: The graph does not compile, load, or land on HTP as a whole.
+        GraphError: The graph does not compile, load, or run on HTP as a whole.
     """
     import onnxruntime
 
@@ -137,7 +136,7 @@ def _session_error(label: str, text: str) -> GraphError:
 
 @functools.cache
 def _provider_device(*, emulator: bool) -> Any:  # noqa: ANN401 - onnxruntime ships no types
-    """Register the provider once per process and return the device to run on."""
+    """Register the provider once per process and return its device."""
     import onnxruntime
     import onnxruntime_qnn
 

@@ -1,4 +1,4 @@
-"""Snapdragons by Qualcomm's number, which compiled graphs are known by on any machine.
+"""Snapdragon SoCs by Qualcomm's number, which is part of the key of compiled graphs.
 
 The numbers are the ``QNN_SOC_MODEL_*`` values of the SDK's ``QnnTypes.h``.
 """
@@ -19,9 +19,9 @@ class Soc:
     """A Snapdragon with a Hexagon.
 
     Args:
-        model: Qualcomm's number, as text, since QNN's options are texts.
-        machine: What Linux calls it in ``/sys/devices/soc0/machine``.
-        name: What it is sold as.
+        model: Qualcomm's number, as text, as QNN's options want it.
+        machine: Linux's name for it in ``/sys/devices/soc0/machine``.
+        name: Product name.
         architecture: Version of the Hexagon.
     """
 
@@ -45,11 +45,11 @@ SOCS: Final[Mapping[str, Soc]] = {
         Soc("87", "SM8850", "Snapdragon 8 Elite Gen 5", 81),
     )
 }
-"""By number."""
+"""Known SoCs by number."""
 
 
 def this_soc() -> str:
-    """Return Qualcomm's number of the chip that this runs on, or what the system calls another one."""
+    """Return Qualcomm's number of this machine's SoC, or the system's name for an unknown one."""
     try:
         machine = Path("/sys/devices/soc0/machine").read_text().strip()
     except OSError:  # not Linux, or a kernel that does not say

@@ -1,4 +1,4 @@
-"""What every ONNX Runtime backend shares: opening a session on one provider and binding arrays in place."""
+"""Code that all ONNX Runtime backends share: session options, errors, and binding arrays in place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from heterollm.base import GraphError
 from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT
-from heterollm.kernels.npu.protocol import check_array
+from heterollm.kernels.npu.protocol import check_arrays
+from heterollm.kernels.npu.shards import NpuShard
 
 __all__ = ["SessionGraph", "runtime_errors", "session_options"]
 
 
 @functools.cache
 def runtime_errors() -> tuple[type[Exception], ...]:
-    """Return everything that ONNX Runtime raises: its exceptions share no base class of their own."""
+    """Return all exception types of ONNX Runtime, which share no base class of their own."""
     from onnxruntime.capi import onnxruntime_pybind11_state
 
     own = [value for value in vars(onnxruntime_pybind11_state).values() if isinstance(value, type)]
@@ -26,7 +27,7 @@ def runtime_errors() -> tuple[type[Exception], ...]:
 
 
 def session_options(threads: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
-    """Return quiet session options: errors come as exceptions, waiting threads sleep."""
+    """Return session options without log output; errors raise, waiting threads sleep."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -38,14 +39,12 @@ def session_options(threads: int) -> Any:  # noqa: ANN401 - onnxruntime ships no
 
 
 class SessionGraph:
-    """One slice at one length, run by an ONNX Runtime session.
+    """A shard's graph at one length, run by an ONNX Runtime session.
 
     Args:
         session: An ``InferenceSession`` of a graph from :mod:`heterollm.kernels.npu.graphs`.
-        label: What to call the slice in messages.
+        shard: The shard that the graph computes.
         length: Tokens of one run.
-        rows: Output rows ``r``.
-        columns: Inputs ``k``.
         dtype: Element type of the activations.
     """
 
@@ -54,25 +53,20 @@ class SessionGraph:
     def __init__(
         self,
         session: Any,  # noqa: ANN401 - onnxruntime ships no types
-        label: str,
+        shard: NpuShard,
         length: int,
-        rows: int,
-        columns: int,
         dtype: np.dtype[Any],
     ) -> None:
         self._session = session
-        self._label = label
+        self._label = shard.label
         self._dtype = dtype
         self.length = length
-        self.rows = rows
-        self.columns = columns
+        self.rows = shard.rows
+        self.columns = shard.columns
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that runs the graph in place; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        check_array(x, f"input of {self._label}", (self.length, self.columns), self._dtype)
-        check_array(y, f"output of {self._label}", (self.length, self.rows), self._dtype)
-        if np.may_share_memory(x, y):
-            raise GraphError(f"Input and output of {self._label} overlap.")
+        check_arrays(x, y, self, self._label, self._dtype)
         binding = self._session.io_binding()
         binding.bind_ortvalue_input(INPUT, self._shared(x, "input"))
         binding.bind_ortvalue_output(OUTPUT, self._shared(y, "output"))

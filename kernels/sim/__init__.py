@@ -1,4 +1,4 @@
-"""Simulates a SoC behind the protocols of real devices, on a virtual clock."""
+"""A simulated SoC behind the protocols of real devices, on a virtual clock."""
 
 from __future__ import annotations
 

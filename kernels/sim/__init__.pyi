@@ -1,6 +1,6 @@
 from .clock import SimulatedClock as SimulatedClock
-from .clock import Span as Span
-from .clock import Totals as Totals
+from .clock import SimulatedSpan as SimulatedSpan
+from .clock import SimulatedTotals as SimulatedTotals
 from .device import clock_of as clock_of
 from .device import open_simulated as open_simulated
 from .device import simulated_devices as simulated_devices

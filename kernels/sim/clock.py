@@ -1,11 +1,11 @@
-"""A virtual clock: the control thread, a GPU queue and an NPU that share memory, event by event.
+"""A virtual clock: discrete events of the control thread, a GPU queue and an NPU with shared memory.
 
-The control thread is the only one that moves time on: by what its calls cost, and by waiting. The GPU runs
-its queue in order, the NPU one graph at a time while the control thread waits for it, as the executor does.
-While both run, each goes on at the rate that the memory leaves it; rates are constant between events, so the
-times are exact and equal runs take equal times.
+Only the control thread advances time, by the costs of its calls and by waits. The GPU runs its queue in
+order. The NPU runs one graph at a time while the control thread waits for it, as in the engine. While both
+run, memory bandwidth limits their rates. Rates are constant between events, so times are exact and
+reproducible.
 
-A game beside the model takes the GPU for its frames, between kernels: none is left half done.
+A game can use the GPU for its frames, between kernels.
 """
 
 from __future__ import annotations
@@ -18,31 +18,39 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from heterollm.kernels.sim.game import Game, GpuLoad
 
-__all__ = ["ClockCosts", "GpuLoad", "Job", "Rates", "SimulatedClock", "Span", "SpanPart", "Totals"]
+__all__ = [
+    "ClockCosts",
+    "Rates",
+    "SimulatedClock",
+    "SimulatedJob",
+    "SimulatedProcessor",
+    "SimulatedSpan",
+    "SimulatedTotals",
+]
 
-SpanPart: TypeAlias = Literal["host", "gpu", "npu", "game"]
+SimulatedProcessor: TypeAlias = Literal["host", "gpu", "npu", "game"]
 
 Rates: TypeAlias = Callable[[float, float, bool, bool], tuple[float, float]]
-"""Takes the GB/s that GPU and NPU would take alone, and whether each computes all the time; returns how fast
-each goes on beside the other, as a fraction of its speed alone."""
+"""Maps the GB/s that GPU and NPU use alone, and whether each is compute-bound, to the speed of each beside
+the other, as a fraction of its speed alone."""
 
 NEVER: Final = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class ClockCosts:
-    """What the control thread's calls cost, in microseconds.
+    """Costs of the control thread's calls in microseconds.
 
     Args:
-        submit_us: Processor time of enqueueing a kernel.
-        refill_us: More until a kernel starts that is submitted to an empty queue.
-        gap_us: Between two kernels of a busy queue.
-        finish_us: The driver's blocking wait, after what it waits for is done.
+        submit_us: CPU time of an enqueue.
+        refill_us: Additional delay of a kernel that is enqueued to an empty queue.
+        gap_us: Gap between two kernels of a busy queue.
+        finish_us: Return of the driver's blocking wait after the event.
         write_us: A copy through the driver, of any size.
-        poll_us: One look at the state of an event.
-        sleep_us: By how much a sleep comes back late.
-        npu_start_share: Part of an NPU graph's fixed cost that is paid in any case. Behind a wait for the GPU
-            the rest is hidden as far as the NPU was free for so long: a graph is started ahead.
+        poll_us: One poll of an event.
+        sleep_us: Lateness of a sleep.
+        npu_start_share: Fraction of an NPU graph's fixed cost that is never hidden. After a wait for the GPU
+            the other fraction is hidden as far as the NPU was idle, since a graph is started ahead.
     """
 
     submit_us: float
@@ -55,18 +63,18 @@ class ClockCosts:
     npu_start_share: float
 
 
-class Span(NamedTuple):
-    """Something that a part did.
+class SimulatedSpan(NamedTuple):
+    """One activity of a simulated processor.
 
     Attributes:
-        part: Which part.
-        name: What.
-        begin_us: When it began.
-        end_us: When it ended.
-        dram_bytes: What it read and wrote in memory.
+        processor: The processor.
+        name: Name of the activity.
+        begin_us: Start.
+        end_us: End.
+        dram_bytes: Memory traffic.
     """
 
-    part: SpanPart
+    processor: SimulatedProcessor
     name: str
     begin_us: float
     end_us: float
@@ -74,15 +82,15 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedJob:
     """One kernel or one run of a graph.
 
     Args:
-        name: What to call it.
-        alone_us: Time that it takes with the memory to itself.
-        dram_bytes: What it reads and writes in memory, spread over that time but for ``fixed_us``.
-        fixed_us: At its begin, without any traffic.
-        arithmetic_bound: Whether it computes all the time, rather than wait for memory.
+        name: Name of the job.
+        alone_us: Time with the memory to itself, ``fixed_us`` included.
+        dram_bytes: Memory traffic, spread over the time after ``fixed_us``.
+        fixed_us: Time at the start without traffic.
+        arithmetic_bound: Whether it is compute-bound rather than memory-bound.
     """
 
     name: str
@@ -98,34 +106,34 @@ class Job:
     fixed_left_us: float = 0.0
 
     def start(self, at_us: float) -> None:
-        """Note that it starts."""
+        """Start the job."""
         self.begin_us = at_us
         self.fixed_left_us = min(self.fixed_us, self.alone_us)
         self.left_us = self.alone_us - self.fixed_left_us
 
     @property
     def demand_gbps(self) -> float:
-        """What it takes of the memory now, if it has it to itself."""
+        """Present memory traffic with the memory to itself."""
         if self.fixed_left_us > 0 or self.left_us <= 0:
             return 0.0
         return self.dram_bytes / (self.alone_us - self.fixed_us) / 1e3
 
 
 @dataclass(slots=True)
-class Totals:
-    """What was used so far, in microseconds and bytes.
+class SimulatedTotals:
+    """Resources used so far.
 
     Attributes:
-        busy_us: Time that each part worked; the control thread's polling counts as work.
-        dram_bytes: Traffic of GPU and NPU.
-        overhead_us: What handing over cost, by what it was: ``poll``, ``driver``, ``copy``, ``sleep`` of the
+        busy_us: Busy time of each processor; polling counts as busy.
+        dram_bytes: Memory traffic of GPU and NPU.
+        overhead_us: Synchronisation costs by type: ``poll``, ``driver``, ``copy`` and ``sleep`` of the
             control thread, and ``refill`` of the GPU.
-        peak_gbps: Highest traffic of both.
-        frame_us: How long each frame that the game drew took from when it was due.
-        frames_due: How many frames were drawn or dropped.
+        peak_gbps: Highest traffic of GPU and NPU together.
+        frame_us: Time of each frame of the game, from its due time to its end.
+        frames_due: Number of frames drawn or dropped.
     """
 
-    busy_us: dict[SpanPart, float] = field(
+    busy_us: dict[SimulatedProcessor, float] = field(
         default_factory=lambda: {"host": 0.0, "gpu": 0.0, "npu": 0.0, "game": 0.0}
     )
     dram_bytes: float = 0.0
@@ -134,8 +142,8 @@ class Totals:
     frame_us: list[float] = field(default_factory=list)
     frames_due: int = 0
 
-    def copy(self) -> Totals:
-        """Return these numbers as they are now."""
+    def copy(self) -> SimulatedTotals:
+        """Return a copy."""
         return replace(
             self,
             busy_us=dict(self.busy_us),
@@ -148,29 +156,29 @@ class SimulatedClock:
     """The time of one simulated SoC.
 
     Args:
-        costs: What calls cost.
-        rates: How the parts share the memory.
-        load: A game beside it.
+        costs: Costs of calls.
+        rates: Rates of GPU and NPU with shared memory.
+        load: A game beside the model.
 
     Attributes:
         now_us: The control thread's time.
         load: The game beside the model.
-        totals: What was used so far.
-        spans: What each part did, where :attr:`recording` is on.
+        totals: Resources used so far.
+        spans: Activities since :attr:`recording` is on.
         recording: Whether spans are kept.
     """
 
     def __init__(self, costs: ClockCosts, rates: Rates, load: GpuLoad | None = None) -> None:
         self.costs = costs
         self.now_us = 0.0
-        self.totals = Totals()
-        self.spans: list[Span] = []
+        self.totals = SimulatedTotals()
+        self.spans: list[SimulatedSpan] = []
         self.recording = False
         self._rates = rates
         self.load = load
         self._at_us = 0.0
-        self._queue: deque[Job] = deque()
-        self._npu: Job | None = None
+        self._queue: deque[SimulatedJob] = deque()
+        self._npu: SimulatedJob | None = None
         self._gpu_free_us = 0.0
         self._asked = False
         self._npu_free_us = 0.0
@@ -181,23 +189,23 @@ class SimulatedClock:
     # -- the control thread --------------------------------------------------------------------------
 
     def work(self, duration_us: float, name: str, overhead: str = "") -> None:
-        """Let the control thread compute for some time; ``overhead`` files it under that name too."""
+        """Let the control thread compute; a non-empty ``overhead`` adds the time to that overhead."""
         if duration_us <= 0:
             return
         begin_us = self.now_us
         self.now_us += duration_us
         self.totals.busy_us["host"] += duration_us
         self._count(overhead, duration_us)
-        self._keep(Span("host", name, begin_us, self.now_us))
+        self._keep("host", name, begin_us, self.now_us)
 
     def sleep(self, duration_us: float) -> None:
-        """Let the control thread sleep, and come back late."""
+        """Let the control thread sleep, and return late."""
         begin_us = self.now_us
         self.now_us += duration_us + self.costs.sleep_us
         self._asked = True
-        self._keep(Span("host", "sleep", begin_us, self.now_us))
+        self._keep("host", "sleep", begin_us, self.now_us)
 
-    def submit(self, job: Job) -> Job:
+    def submit(self, job: SimulatedJob) -> SimulatedJob:
         """Enqueue a kernel."""
         self._take_back()
         self._settle()
@@ -211,20 +219,20 @@ class SimulatedClock:
         self._queue.append(job)
         return job
 
-    def last_job(self) -> Job | None:
-        """Return the queue's last job that is not done; None where all is."""
+    def last_job(self) -> SimulatedJob | None:
+        """Return the last unfinished job of the queue, or None."""
         self._settle()
         return self._queue[-1] if self._queue else None
 
-    def is_done(self, job: Job | None) -> bool:
-        """Look whether a job is done, which takes the time of a poll; None stands for one that is."""
+    def is_done(self, job: SimulatedJob | None) -> bool:
+        """Poll whether a job is done; None counts as done."""
         self.work(self.costs.poll_us, "poll", "poll")
         self._settle()
         self._asked |= (done := job is None or job.end_us <= self.now_us)
         return done
 
     def poll_on(self) -> None:
-        """Look again and again until the GPU comes to the end of a job."""
+        """Poll until the GPU's present job ends."""
         self._settle()
         if self._queue:
             begin_us = self.now_us
@@ -232,9 +240,9 @@ class SimulatedClock:
             self.now_us = max(self.now_us, self._at_us)
             self._asked = True
             self.totals.busy_us["host"] += self.now_us - begin_us
-            self._keep(Span("host", "poll", begin_us, self.now_us))
+            self._keep("host", "poll", begin_us, self.now_us)
 
-    def wait_for(self, job: Job | None) -> None:
+    def wait_for(self, job: SimulatedJob | None) -> None:
         """Block in the driver until a job is done."""
         self._settle()
         if job is None or job.end_us <= self.now_us:
@@ -244,24 +252,24 @@ class SimulatedClock:
         self.work(self.costs.finish_us, "driver", "driver")
 
     def wait_idle(self) -> None:
-        """Block in the driver until the queue is done; where it is, this is a mere look."""
+        """Block in the driver until the queue is empty."""
         self._take_back()
         self.wait_for(self.last_job())
 
     def copy(self) -> None:
-        """Copy something through the driver, after all that is enqueued."""
+        """Copy through the driver, behind the queue."""
         last = self.last_job()
         if last is not None:
             self._block(last)
         self.work(self.costs.write_us, "copy", "copy")
 
     def hand_over_by_driver(self) -> None:
-        """Copy the NPU's input through the driver, and its output back before the next kernel."""
+        """Copy the NPU's input through the driver now, and its output back before the next kernel."""
         self.work(self.costs.write_us, "copy", "copy")
         self._by_driver = True
 
-    def run_npu(self, job: Job) -> None:
-        """Run a graph on the NPU and wait for it; the GPU goes on with its queue meanwhile."""
+    def run_npu(self, job: SimulatedJob) -> None:
+        """Run a graph on the NPU and wait for it, while the GPU runs its queue."""
         self._settle()
         free_us = self.now_us - self._npu_free_us if self._asked else 0.0
         hidden_us = min(free_us, job.fixed_us * (1.0 - self.costs.npu_start_share))
@@ -273,14 +281,14 @@ class SimulatedClock:
         self._run(NEVER, job)
         self.now_us = self._npu_free_us = job.end_us
         self._asked = False
-        self._keep(Span("host", "wait", job.begin_us, job.end_us))
+        self._keep("host", "wait", job.begin_us, job.end_us)
         self._copies_back |= self._by_driver
         self._by_driver = False
 
     # -- the devices ---------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Let the devices come up to the control thread's time."""
+        """Advance the devices to the control thread's time."""
         if self._at_us >= self.now_us:
             return
         if self._queue or self._npu is not None or self.load is not None:
@@ -289,7 +297,7 @@ class SimulatedClock:
             self._at_us = self.now_us
 
     def _take_back(self) -> None:
-        """Copy the NPU's output back, if it is owed: the queue is in order, so behind the GPU's own part."""
+        """Copy the NPU's output back if that is pending, behind the GPU's queue, which is in order."""
         if self._copies_back:
             self._copies_back = False
             last = self.last_job()
@@ -298,25 +306,25 @@ class SimulatedClock:
             self.work(self.costs.finish_us, "driver", "driver")
             self.work(self.costs.write_us, "copy", "copy")
 
-    def _block(self, job: Job) -> None:
+    def _block(self, job: SimulatedJob) -> None:
         begin_us = self.now_us
         self._run(NEVER, job)
         self.now_us = max(self.now_us, job.end_us)
         self._asked = True
-        self._keep(Span("host", "wait", begin_us, self.now_us))
+        self._keep("host", "wait", begin_us, self.now_us)
 
-    def _run(self, until_us: float, stop: Job | None) -> None:
-        """Let the devices run until a time, or until a job has ended."""
+    def _run(self, until_us: float, stop: SimulatedJob | None) -> None:
+        """Run the devices until a time, or until the end of a job."""
         while (stop.end_us > self._at_us) if stop is not None else (self._at_us < until_us):
             self._step(until_us)
 
     def _step(self, until_us: float) -> None:
-        """Go on to the next event; this is where a simulation spends its time."""
+        """Advance to the next event. A simulation spends most of its time here."""
         at_us, npu, game = self._at_us, self._npu, self._game
         next_us = until_us
         gpu = self._queue[0] if self._queue else None
         if game is not None and (gpu is None or gpu.begin_us == NEVER):
-            # No kernel runs: a frame that is due goes before the next one.
+            # No kernel runs, so a due frame takes precedence.
             next_us = min(next_us, game.next_us(at_us))
             if game.is_drawing:
                 gpu = None
@@ -349,36 +357,40 @@ class SimulatedClock:
             self._npu = None
             self._end(npu, "npu")
 
-    def _end(self, job: Job, part: SpanPart) -> None:
+    def _end(self, job: SimulatedJob, processor: SimulatedProcessor) -> None:
         job.end_us = self._at_us
         self.totals.dram_bytes += job.dram_bytes
-        self.totals.busy_us[part] += job.end_us - job.begin_us
-        self._keep(Span(part, job.name, job.begin_us, job.end_us, job.dram_bytes))
+        self.totals.busy_us[processor] += job.end_us - job.begin_us
+        self._keep(processor, job.name, job.begin_us, job.end_us, job.dram_bytes)
 
     def _draw(self, game: Game, elapsed_us: float) -> None:
-        """Note that the game has drawn for so long."""
+        """Advance the game's frame."""
         self.totals.busy_us["game"] += elapsed_us
         if self._at_us >= game.end_us:
             self.totals.frame_us.append(game.end_us - game.due_us)
-            self._keep(Span("game", "frame", game.begin_us, game.end_us))
+            self._keep("game", "frame", game.begin_us, game.end_us)
             self.totals.frames_due += game.end_frame()
 
     def _count(self, overhead: str, duration_us: float) -> None:
         if overhead:
             self.totals.overhead_us[overhead] = self.totals.overhead_us.get(overhead, 0.0) + duration_us
 
-    def _keep(self, span: Span) -> None:
-        if self.recording and span.end_us > span.begin_us:
-            self.spans.append(span)
+    def _keep(
+        self,
+        processor: SimulatedProcessor,
+        name: str,
+        begin_us: float,
+        end_us: float,
+        dram_bytes: float = 0.0,
+    ) -> None:
+        if self.recording and end_us > begin_us:
+            self.spans.append(SimulatedSpan(processor, name, begin_us, end_us, dram_bytes))
 
 
-def _go_on(job: Job, done_us: float, ended: bool) -> bool:
-    """Let a job go on by so much of its time alone; return whether it is done.
+def _go_on(job: SimulatedJob, done_us: float, ended: bool) -> bool:
+    """Advance a job by ``done_us`` of its time alone; return whether it is done.
 
-    Args:
-        job: The job.
-        done_us: Of its time alone.
-        ended: Whether this is the end of its fixed or of its other part; sums of times do not tell exactly.
+    ``ended`` marks the end of its fixed or of its other time, which rounded sums could miss.
     """
     if job.fixed_left_us > 0:
         job.fixed_left_us = 0.0 if ended else max(0.0, job.fixed_left_us - done_us)

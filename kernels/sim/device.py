@@ -1,4 +1,4 @@
-"""Opens a simulated SoC as a device: the classes that real parts have, on one virtual clock."""
+"""Opens a simulated SoC as a device on a virtual clock."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["clock_costs", "clock_of", "open_simulated", "simulated_devices", "so
 
 
 def simulated_devices() -> list[DeviceStatus]:
-    """Return the SoCs that can be simulated by name, everywhere; ``auto`` never picks one."""
+    """Return the status of the SoCs that can be simulated by name."""
     return [
         DeviceStatus(
-            f"{SIMULATED}{name}",
-            True,
-            "modelled",
-            "modelled",
-            "Its times are simulated, none is measured; auto never picks it.",
-            "",
-            "simulated",
+            name=f"{SIMULATED}{name}",
+            usable=True,
+            gpu="modelled",
+            npu="modelled",
+            reason="Its times are simulated, none is measured; auto never picks it.",
+            fix="",
+            time="simulated",
         )
         for name in soc_names()
     ]
@@ -48,13 +48,13 @@ def open_simulated(
 
     Args:
         name: ``sim:`` and the name of a SoC or the path of a YAML file.
-        simulation: How to simulate; None is without numerics.
-        with_npu: Whether it has an NPU.
-        compute_on: Opens the device that computes, for numerics.
+        simulation: Options of the simulation; None for the defaults.
+        with_npu: Whether the device has an NPU.
+        compute_on: Opens the device that computes the numerics.
 
     Raises:
         OptionError: There is no such SoC, or a parameter is not legal.
-        DeviceError: With numerics, what computes is missing or fails.
+        DeviceError: The device for the numerics is missing or fails.
     """
     how = simulation or Simulation()
     soc = load_soc(name.removeprefix(SIMULATED), dict(how.overrides))
@@ -68,13 +68,13 @@ def open_simulated(
         npu = SimulatedNpu(soc, clock, real_npu, gpu.settle_real, lengths=lengths, every_form=how.every_form)
     half = np.dtype(np.float16)
     return Device(
-        f"{SIMULATED}{soc.name}",
-        gpu,
-        npu,
-        ThreadSplit((), ()),
-        half if real is None else real.activation_dtype,
-        half if real is None else real.cache_dtype,
-        "simulated",
+        name=f"{SIMULATED}{soc.name}",
+        gpu=gpu,
+        npu=npu,
+        split=ThreadSplit((), ()),
+        activation_dtype=half if real is None else real.activation_dtype,
+        cache_dtype=half if real is None else real.cache_dtype,
+        time_kind="simulated",
     )
 
 
@@ -105,7 +105,7 @@ def _simulated(device: Device) -> SimulatedRuntime:
 
 
 def clock_costs(soc: SocParameters) -> ClockCosts:
-    """Return what the control thread's calls cost on a SoC."""
+    """Return the costs of the control thread's calls on a SoC."""
     return ClockCosts(
         submit_us=soc.cpu.submit_us,
         refill_us=soc.hand_over.refill_us,

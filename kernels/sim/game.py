@@ -1,7 +1,7 @@
-"""A game beside the model on a simulated GPU: when it wants the GPU for a frame, and when it gets it.
+"""A game beside the model on a simulated GPU.
 
-A GPU does not leave a kernel half done. A frame that is due waits until the kernel that runs has ended, and
-goes before those that are queued, as with a driver that gives the screen priority but preempts no kernel.
+A due frame waits for the running kernel and precedes all queued kernels, as with a driver that gives the
+screen priority but does not preempt kernels.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from heterollm.base import OptionError
 __all__ = ["Game", "GpuLoad"]
 
 GOLDEN: Final = (5**0.5 - 1) / 2
-"""Its multiples, without their whole parts, spread evenly however many are taken."""
+"""The fractional parts of its multiples spread evenly over [0, 1)."""
 
 MOST_FRAMES_PER_S: Final = 1000.0
-"""No screen shows more, and each frame takes a step of the simulation."""
+"""No screen shows more, and each frame costs a simulation step."""
 
 IRREGULAR_FRACTION: Final = 0.5
-"""Of the time that a frame leaves: within so much its beginning varies."""
+"""Jitter of a frame's start, as a fraction of the idle time of its period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class GpuLoad:
     """A game beside the model.
 
     Args:
-        frames_per_s: Frames that it draws in a second.
+        frames_per_s: Frames per second.
         frame_us: GPU time of a frame.
 
     Raises:
-        OptionError: The frames alone would fill the GPU, or are more than a screen shows.
+        OptionError: The frames fill the GPU, or are more than a screen shows.
     """
 
     frames_per_s: float
@@ -48,39 +48,35 @@ class GpuLoad:
             )
         if self.frames_per_s > MOST_FRAMES_PER_S:
             raise OptionError(
-                f"A game of {self.frames_per_s:g} frames a second is none.",
+                f"A game cannot draw {self.frames_per_s:g} frames a second.",
                 fix=f"Give at most {MOST_FRAMES_PER_S:g}.",
             )
 
     @property
     def period_us(self) -> float:
-        """From one frame to the next."""
+        """Time from one frame to the next."""
         return 1e6 / self.frames_per_s
 
     def begin_us(self, frame: int) -> float:
-        """Return when a frame wants the GPU, the first one being frame 0.
+        """Return the due time of a frame, counted from 0.
 
-        What a game computes before it draws differs from frame to frame. Without that its frames would fall
-        into step with the model's layers, which are as regular, and what they slow would depend on the
-        last microsecond of both.
-
-        Args:
-            frame: Number of the frame.
+        The jitter stands for the game's own computations. Without it the frames would lock to the model's
+        equally regular layers.
         """
         spread_us = IRREGULAR_FRACTION * (self.period_us - self.frame_us)
         return frame * self.period_us + spread_us * (frame * GOLDEN % 1.0)
 
 
 class Game:
-    """The frames of a game, drawn one at a time; one that is late is dropped once the next is due as well.
+    """The frames of a game; a late frame is dropped when the next one is due.
 
     Args:
-        load: When frames want the GPU, and for how long.
+        load: Due times and duration of the frames.
 
     Attributes:
-        due_us: When the frame that is drawn, waits or comes next wants the GPU.
-        begin_us: When the frame that is drawn began; infinite where none is.
-        end_us: When it will have ended; infinite where none is drawn.
+        due_us: Due time of the present or next frame.
+        begin_us: Start of the present frame; infinite if there is none.
+        end_us: End of the present frame; infinite if there is none.
     """
 
     __slots__ = ("_frame", "_load", "begin_us", "due_us", "end_us")
@@ -97,11 +93,7 @@ class Game:
         return self.end_us < math.inf
 
     def next_us(self, at_us: float) -> float:
-        """Begin the frame that is due, if one is; return when it ends, or when the next one is due.
-
-        Args:
-            at_us: The time; no kernel runs.
-        """
+        """Start a frame if one is due at ``at_us``; return its end, or else the next due time."""
         if self.is_drawing:
             return self.end_us
         if at_us < self.due_us:
@@ -110,7 +102,7 @@ class Game:
         return self.end_us
 
     def end_frame(self) -> int:
-        """End the frame that is drawn; return how many were due: it, and those dropped for it."""
+        """End the present frame; return the number of due frames: this one and the dropped ones."""
         first = self._frame
         self._frame += 1
         while self._load.begin_us(self._frame + 1) < self.end_us:

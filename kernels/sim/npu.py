@@ -1,7 +1,6 @@
-"""The NPU of a simulated SoC behind the backend protocol: graphs take modelled time on the virtual clock.
+"""The NPU of a simulated SoC: graphs take modelled time on the virtual clock.
 
-Without numerics a graph computes nothing; with numerics another backend computes it, in real time that nobody
-reads.
+Without numerics a graph computes nothing; with numerics another backend computes it, whose time is ignored.
 """
 
 from __future__ import annotations
@@ -12,46 +11,44 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import GraphError
 from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
-    Form,
+    FfnShard,
+    GraphForm,
     NpuBackend,
-    NpuBlock,
     NpuGraph,
-    NpuPart,
-    PartKey,
+    NpuShard,
+    ShardKey,
     TimeKind,
-    check_array,
+    check_arrays,
     check_form,
-    check_prepare,
-    every_block_form,
+    every_ffn_form,
     every_form,
 )
 from heterollm.kernels.ops import Activation, WeightFormat
-from heterollm.kernels.sim.clock import Job, SimulatedClock
+from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
 __all__ = ["SimulatedNpu", "npu_work"]
 
-FLOAT_FORMS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
+FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 
 BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
-"""The forms that HeteroLLM has; the others are this project's own."""
+"""The graph forms that HeteroLLM has."""
 
 
 class SimulatedNpu:
-    """The NPU part of a simulated SoC.
+    """The NPU of a simulated SoC.
 
     Args:
-        soc: Its parameters.
-        clock: Its clock, shared with the GPU part.
-        real: Computes what graphs are to compute; None computes nothing.
-        settle: Called before anything is computed: the GPU part must have computed its input.
+        soc: Parameters of the SoC.
+        clock: Its clock, shared with the GPU.
+        real: Backend that computes; None computes nothing.
+        settle: Waits until the GPU has computed the input; called before each computation.
         lengths: Lengths of its graphs, ascending.
-        every_form: Whether forms beside the baseline's are offered.
+        every_form: Whether to offer more forms than HeteroLLM's.
     """
 
     time_kind: TimeKind = "simulated"
@@ -78,110 +75,92 @@ class SimulatedNpu:
         self._real = real
         self._settle = settle
         self._every_form = every_form
-        self._built: dict[PartKey, set[tuple[int, Form]]] = {}
+        self._built: dict[ShardKey, set[tuple[int, GraphForm]]] = {}
         self._shapes: set[NpuWork] = set()
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[Form, ...]:
+    ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
         return self._offered(found)
 
-    def block_forms(
+    def ffn_forms(
         self,
         weight: WeightFormat,
         *,
         width: int,
-        columns: int,  # noqa: ARG002 - any is legal here
+        columns: int,  # noqa: ARG002 - all values are legal here
         length: int,  # noqa: ARG002
         integer_inputs: bool,
         activation: Activation,  # noqa: ARG002
-    ) -> tuple[Form, ...]:
-        """Return the legal forms of a block; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._offered(every_block_form(weight, width=width, integer_inputs=integer_inputs))
+    ) -> tuple[GraphForm, ...]:
+        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        return self._offered(every_ffn_form(weight, width=width, integer_inputs=integer_inputs))
 
-    def prepare(self, part: NpuPart, length: int, form: Form | None = None) -> SimulatedGraph:
-        """Return a part's graph; building one of a new shape takes virtual time.
+    def prepare(
+        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+    ) -> SimulatedGraph:
+        """Return a shard's graph; the build of a new shape takes virtual time.
 
-        Graphs of one shape serve all layers, as the papers' do, whose layers share four graphs: the weights
-        are theirs to bind.
+        As in the papers, layers share graphs of the same shape and bind their own weights.
         """
-        return self._prepare(part, length, check_prepare(self, part, length, form))
-
-    def prepare_any_length(self, part: NpuPart, length: int, form: Form | None = None) -> SimulatedGraph:
-        """Return a graph of any length; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._prepare(part, length, check_form(self, part, length, form))
-
-    def _prepare(self, part: NpuPart, length: int, chosen: Form) -> SimulatedGraph:
-        built = self._built.setdefault(part.key, set())
+        chosen = check_form(self, shard, length, form, any_length=any_length)
+        built = self._built.setdefault(shard.key, set())
         if (length, chosen) not in built:
             built.add((length, chosen))
             self.compiled_count += 1
-        work = npu_work(part, length, chosen)
+        work = npu_work(shard, length, chosen)
         if work not in self._shapes:
             self._shapes.add(work)
             self._clock.work(build_us(self._soc, length), "build")
-        real = None if self._real is None else self._real.prepare_any_length(part, length, chosen)
+        real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         return SimulatedGraph(
-            self._soc, self._clock, part.label, work, self.activation_dtype, real, self._settle
+            self._soc, self._clock, shard.label, work, self.activation_dtype, real, self._settle
         )
 
     def count_cycles(
         self,
-        part: NpuPart,
+        shard: NpuShard,
         length: int,
-        form: Form | None = None,
+        form: GraphForm | None = None,
         *,
         runs: int,
     ) -> None:
         """Return None: the model gives times, not cycles."""
 
-    def release(self, part: NpuPart) -> None:
-        """Forget a part; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        self._built.pop(part.key, None)
+    def release(self, shard: NpuShard) -> None:
+        """Forget a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        self._built.pop(shard.key, None)
         if self._real is not None:
-            self._real.release(part)
+            self._real.release(shard)
 
     def versions(self) -> dict[str, str]:
-        """Return what determines times: the parameters, and which forms are offered."""
+        """Return the parameters' digest and the offered forms, which determine times."""
         return {"soc": self._soc.digest(), "forms": "all" if self._every_form else "baseline"}
 
     def close(self) -> None:
-        """Forget everything."""
+        """Release all shards."""
         self._built.clear()
         if self._real is not None:
             self._real.close()
 
-    def _offered(self, forms: tuple[Form, ...]) -> tuple[Form, ...]:
+    def _offered(self, forms: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
         return tuple(form for form in forms if self._every_form or form in BASELINE_FORMS)
 
 
 class SimulatedGraph:
-    """One part at one length.
+    """The graph of one shard at one length.
 
     Args:
         soc: Parameters of the SoC.
         clock: Its clock.
-        label: What to call the part.
-        work: What a run computes.
+        label: Name of the shard.
+        work: Work of a run.
         dtype: Element type of input and output.
-        real: Computes it, if anything does.
-        settle: Called before it computes.
+        real: Graph that computes, or None.
+        settle: Waits until the GPU has computed the input.
     """
-
-    __slots__ = (
-        "_clock",
-        "_dtype",
-        "_label",
-        "_real",
-        "_settle",
-        "_time",
-        "columns",
-        "length",
-        "rows",
-        "work",
-    )
 
     def __init__(
         self,
@@ -205,11 +184,8 @@ class SimulatedGraph:
         self._time = npu_time(soc, work)
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
-        """Return a call that takes the run's time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        check_array(x, f"input of {self._label}", (self.length, self.columns), self._dtype)
-        check_array(y, f"output of {self._label}", (self.length, self.rows), self._dtype)
-        if np.may_share_memory(x, y):
-            raise GraphError(f"Input and output of {self._label} overlap.")
+        """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
+        check_arrays(x, y, self, self._label, self._dtype)
         compute = None if self._real is None else self._real.bind(x, y)
         clock, settle, time, label = self._clock, self._settle, self._time, self._label
         arithmetic_bound = time.arithmetic_bound
@@ -218,27 +194,29 @@ class SimulatedGraph:
             if compute is not None:
                 settle()
                 compute()
-            clock.run_npu(Job(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound))
+            clock.run_npu(
+                SimulatedJob(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound)
+            )
 
         return call
 
 
-def npu_work(part: NpuPart, length: int, form: Form) -> NpuWork:
-    """Return the work of a run of a part.
+def npu_work(shard: NpuShard, length: int, form: GraphForm) -> NpuWork:
+    """Return the work of a run of a shard.
 
     Args:
-        part: The part.
+        shard: The shard.
         length: Tokens, padding included.
-        form: How it is written.
+        form: Graph form.
     """
-    weight = part.format
+    weight = shard.format
     return NpuWork(
-        part.rows,
-        part.columns,
-        length,
-        weight.bits,
-        weight.block,
-        form,
-        part.integer_inputs,
-        part.width if isinstance(part, NpuBlock) else 0,
+        rows=shard.rows,
+        columns=shard.columns,
+        tokens=length,
+        bits=weight.bits,
+        block=weight.block,
+        form=form,
+        integer_inputs=shard.integer_inputs,
+        width=shard.width if isinstance(shard, FfnShard) else 0,
     )

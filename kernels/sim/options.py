@@ -1,4 +1,4 @@
-"""How a simulated SoC is opened."""
+"""Options of a simulated SoC."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from heterollm.kernels.sim.game import GpuLoad
 __all__ = ["SIMULATED", "Simulation", "is_simulated", "name_in_words"]
 
 SIMULATED: Final = "sim:"
-"""What the names of simulated devices begin with."""
+"""Prefix of the names of simulated devices."""
 
 
 def is_simulated(device: object) -> bool:
-    """Return whether this is the name of a simulated device."""
+    """Return whether a value is the name of a simulated device."""
     return isinstance(device, str) and device.startswith(SIMULATED)
 
 
 def name_in_words(device: str) -> str:
-    """Return a device's name; that of a simulated one says that it is in a word."""
+    """Return a device's name for messages; a simulated one is marked as such."""
     return f"simulated {device.removeprefix(SIMULATED)}" if is_simulated(device) else device
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """How to simulate.
+    """Options of a simulation.
 
     Args:
-        numerics: Whether what is asked for is computed as well, on this machine and in its own time.
-        overrides: Parameters of the SoC by dotted name, in place of its file's.
+        numerics: Whether this machine also computes the values, outside the simulated time.
+        overrides: Parameters of the SoC by dotted name, which replace those of its file.
         load: A game beside the model.
-        lengths: Lengths of NPU graphs beside the standard ones.
-        every_form: Whether the NPU offers forms of graphs that HeteroLLM does not have.
+        lengths: Additional lengths of NPU graphs.
+        every_form: Whether the NPU offers graph forms that HeteroLLM does not have.
     """
 
     numerics: bool = False

@@ -1,7 +1,7 @@
-"""The GPU of a simulated SoC behind the runtime's interface: launches become jobs of a virtual queue.
+"""The GPU of a simulated SoC: launches become jobs of a virtual queue.
 
-Without numerics nothing is computed and no weights are kept: a launch has its work, and memory its shape.
-With numerics each launch runs on a real OpenCL device as well, in real time that nobody reads.
+Without numerics it computes nothing and keeps no weights. With numerics each launch also runs on a real
+OpenCL device, whose time is ignored.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from heterollm.kernels.gpu import (
     GpuWork,
     HostClock,
     Kernel,
-    KernelKind,
+    KernelIdentity,
     Launch,
     SharedArray,
     VariantRecord,
     aligned_zeros,
 )
-from heterollm.kernels.sim.clock import Job, SimulatedClock
+from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
@@ -41,69 +41,69 @@ RUNNING: Final = 1
 """OpenCL's CL_COMPLETE and CL_RUNNING."""
 
 KEPT_TIMES: Final = 4096
-"""Works whose times are kept: the launches of a pass recur in every layer, and nearly all in every pass."""
+"""Size of the cache of times: the launches of a pass recur in every layer and nearly all in every pass."""
 
 NOTHING: Final = object()
-"""Stands for device memory and kernels that are not there; None would say that an argument is absent."""
+"""Placeholder of absent device memory and kernels; None would mean an absent argument."""
 
 
 class SimulatedEvent:
-    """What OpenCL's event of a launch is, on the virtual clock; also its own profile.
+    """The event of a launch on the virtual clock; it is its own profile.
 
     Args:
         clock: The clock.
-        job: What it stands for; None for what was done when it was enqueued.
+        job: The job; None if it was complete at the enqueue.
     """
 
     __slots__ = ("_clock", "_job", "_queued_us")
 
-    def __init__(self, clock: SimulatedClock, job: Job | None) -> None:
+    def __init__(self, clock: SimulatedClock, job: SimulatedJob | None) -> None:
         self._clock = clock
         self._job = job
         self._queued_us = clock.now_us
 
     @property
     def command_execution_status(self) -> int:
-        """Whether it is complete; looking takes the time of a poll."""
+        """Whether the job is complete; this costs a poll."""
         return COMPLETE if self._clock.is_done(self._job) else RUNNING
 
     def wait(self) -> None:
-        """Block in the driver until it is complete."""
+        """Block in the driver until the job is complete."""
         self._clock.wait_for(self._job)
 
     @property
     def profile(self) -> SimulatedEvent:
-        """The moments of its life, in nanoseconds."""
+        """The times of the job, in nanoseconds."""
         return self
 
     @property
     def queued(self) -> int:
-        """When it was enqueued."""
+        """Time of the enqueue."""
         return round(1e3 * (self._queued_us if self._job is None else self._job.queued_us))
 
     @property
     def start(self) -> int:
-        """When it began."""
+        """Start."""
         return round(1e3 * (self._queued_us if self._job is None else self._job.begin_us))
 
     @property
     def end(self) -> int:
-        """When it ended."""
+        """End."""
         return round(1e3 * (self._queued_us if self._job is None else self._job.end_us))
 
 
 class SimulatedLaunch(Launch):
-    """A launch that takes virtual time; with ``real`` it computes as well.
+    """A launch that takes virtual time.
 
     Args:
         runtime: The simulated GPU.
         kernel: The kernel.
-        arguments: Of the kernel; kept and named as those of a real launch.
+        arguments: Arguments of the kernel.
         label: Name for traces and errors.
-        work: Returns what it has to do, which may depend on the step: attention reads as many positions
-            as the session holds.
-        real: The launch that computes it, if anything does.
-        before: A launch to enqueue first.
+        work: Returns the work, which may depend on the step buffer: attention reads all positions of the
+            session.
+        real: The real launch that computes, or None.
+        before: Launch to enqueue first, or None.
     """
 
     __slots__ = ("_real", "_runtime", "before", "work")
@@ -125,37 +125,37 @@ class SimulatedLaunch(Launch):
         self._real = real
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Name other memory in place of ``old``."""
+        """Replace the argument ``old`` by other memory."""
         if self._real is not None:
             self._real.replace(old, new)
         self.arguments = tuple(new if argument is old else argument for argument in self.arguments)
 
     def __call__(self) -> SimulatedEvent:
-        """Enqueue it without waiting; returns its event."""
+        """Enqueue the launch without waiting; returns its event."""
         if self.before is not None:
             self.before()
         if self._real is not None:
             self._real()
         clock, time = self._runtime.clock, self._runtime.time_of(self.work())
-        job = Job(self.label, time.alone_us, time.dram_bytes, arithmetic_bound=time.arithmetic_bound)
+        job = SimulatedJob(self.label, time.alone_us, time.dram_bytes, arithmetic_bound=time.arithmetic_bound)
         return SimulatedEvent(clock, clock.submit(job))
 
 
 class SimulatedRuntime:
-    """The GPU part of a simulated SoC.
+    """The GPU of a simulated SoC.
 
     Args:
-        soc: Its parameters.
-        clock: Its clock, shared with the NPU part.
-        real: Computes what is launched; None computes nothing.
+        soc: Parameters of the SoC.
+        clock: Its clock, shared with the NPU.
+        real: Runtime that computes; None computes nothing.
     """
 
     target: str | None = None
-    flag = None  # a kernel writes at no simulated time
+    flag = None  # kernels have no simulated time of their writes
     tests_kernels = False
-    is_tunable = False  # the model knows no parameters of kernels
+    is_tunable = False  # the model does not depend on kernel parameters
     stamps_host_time = True
-    merges_launches = False  # a launch costs a GPU little, and the virtual queue knows each by itself
+    merges_launches = False  # a launch costs a GPU little
 
     def __init__(self, soc: SocParameters, clock: SimulatedClock, real: GpuRuntime | None = None) -> None:
         self.soc = soc
@@ -174,19 +174,19 @@ class SimulatedRuntime:
     def kernel(
         self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
     ) -> Kernel:
-        """Return the real device's kernel, or what stands for one."""
+        """Return the real device's kernel, or a placeholder."""
         return NOTHING if self.real is None else self.real.kernel(files, name, defines)
 
     def kernel_of_source(self, source: str, name: str) -> Kernel:
-        """Return the real device's kernel, or what stands for one."""
+        """Return the real device's kernel, or a placeholder."""
         return NOTHING if self.real is None else self.real.kernel_of_source(source, name)
 
-    def kind(self, kernel: Kernel) -> KernelKind:
-        """Return what a kernel was made from; nothing where nothing is computed."""
-        return ((), "", ()) if self.real is None else self.real.kind(kernel)
+    def kernel_identity(self, kernel: Kernel) -> KernelIdentity:
+        """Return the identity of the real device's kernel; empty without one."""
+        return ((), "", ()) if self.real is None else self.real.kernel_identity(kernel)
 
     def written_arguments(self, kernel: Kernel) -> tuple[bool, ...]:
-        """Return which arguments a kernel writes; none where nothing is computed."""
+        """Return which arguments the real device's kernel writes; empty without one."""
         return () if self.real is None else self.real.written_arguments(kernel)
 
     def launch(
@@ -200,7 +200,7 @@ class SimulatedRuntime:
         *,
         work: Callable[[], GpuWork] | None = None,
     ) -> Launch:
-        """Return the prepared call of a kernel; one that states no work takes next to no time."""
+        """Return a launch; one without ``work`` takes next to no time."""
         real = None
         if self.real is not None:
             real = self.real.launch(kernel, arguments, global_size, local_size, label)
@@ -209,26 +209,26 @@ class SimulatedRuntime:
     # -- memory --------------------------------------------------------------------------------------
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
-        """Return zeroed memory; pages count once they are used, so that what nothing writes costs nothing."""
+        """Return zeroed memory; unused pages take no memory."""
         if self.real is not None:
             return self.real.shared(shape, dtype)
         nothing: Any = NOTHING
         return SharedArray(aligned_zeros(shape, dtype), nothing, nothing, coherent=True)
 
     def upload(self, array: NDArray[Any]) -> Buffer:
-        """Return the real device's memory with the array's content, or what stands for it."""
+        """Return the real device's memory with an array's content, or a placeholder."""
         return NOTHING if self.real is None else self.real.upload(array)
 
     def scratch(self, size_bytes: int) -> Buffer:
-        """Return device memory that the host never reads, or what stands for it."""
+        """Return device memory that the host does not access, or a placeholder."""
         return NOTHING if self.real is None else self.real.scratch(size_bytes)
 
     def shared_scratch(self, name: str, size_bytes: int) -> Buffer:
-        """Return device memory that launches share by name, or what stands for it."""
+        """Return device memory that launches share by name, or a placeholder."""
         return NOTHING if self.real is None else self.real.shared_scratch(name, size_bytes)
 
     def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
-        """Copy between host and device memory, and wait for it."""
+        """Copy between host and device memory, and wait."""
         if self.real is not None:
             self.real.copy(target, source)
         self.clock.copy()
@@ -236,28 +236,28 @@ class SimulatedRuntime:
     # -- queue and time ------------------------------------------------------------------------------
 
     def profiling_twin(self) -> SimulatedRuntime:
-        """Return this object: its events carry timestamps."""
+        """Return this object: its events are stamped."""
         return self
 
     def enqueue_marker(self) -> SimulatedEvent:
-        """Return the event of what is enqueued so far."""
+        """Return the event of the last enqueued job."""
         return SimulatedEvent(self.clock, self.clock.last_job())
 
     def flush(self) -> None:
-        """Do nothing: what is enqueued starts by itself."""
+        """Do nothing: the virtual queue starts jobs by itself."""
 
     def finish(self) -> None:
-        """Wait until everything enqueued is done."""
+        """Wait until the queue is empty."""
         self.settle_real()
         self.clock.wait_idle()
 
     def hand_to_host(self) -> None:
-        """Wait for everything by the driver, and copy what the other part reads: the papers' baseline."""
+        """Wait in the driver until the queue is empty, and copy the NPU's input: the papers' baseline."""
         self.finish()
         self.clock.hand_over_by_driver()
 
     def settle_real(self) -> None:
-        """Let the real device compute all that it was given, in real time."""
+        """Wait until the real device has computed everything."""
         if self.real is not None:
             self.real.finish()
 
@@ -266,7 +266,7 @@ class SimulatedRuntime:
         return round(1e3 * self.clock.now_us)
 
     def host_clock(self) -> HostClock:
-        """Return the virtual clock: a turn of a poll ends when the GPU comes to the end of a kernel."""
+        """Return the virtual clock; a turn of polling lasts until the GPU's present kernel ends."""
 
         def turn() -> None:
             self.clock.poll_on()
@@ -277,7 +277,7 @@ class SimulatedRuntime:
         return HostClock(self.now_ns, sleep_s, turn, self.clock.costs.sleep_us)
 
     def processor_ns(self) -> tuple[int, int]:
-        """Return the control thread's processor time, twice: kernels take none of it."""
+        """Return the control thread's CPU time, twice: kernels take none of it."""
         busy_ns = round(1e3 * self.clock.totals.busy_us["host"])
         return busy_ns, busy_ns
 
@@ -292,7 +292,7 @@ def _no_work() -> GpuWork:
 
 
 def _traits(soc: SocParameters, real: GpuRuntime | None) -> DeviceTraits:
-    """Return what the simulated GPU reports; where something computes, how that must be programmed."""
+    """Return the traits of the simulated GPU; with numerics, kernels see the real device's limits."""
     name, platform, driver = f"simulated GPU of {soc.name}", "heterollm model", f"parameters {soc.digest()}"
     cache_bytes = soc.memory.cache_mib * MIB
     if real is not None:

@@ -1,4 +1,4 @@
-"""Hands work from the GPU to the host and the NPU, and proves that what is handed over is there."""
+"""Synchronisation of GPU, host and NPU: fences, the memory pool, the litmus test and fault injection."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 from .faults import LateWriter as LateWriter
-from .handover import HandOver as HandOver
-from .handover import WaitLimits as WaitLimits
-from .handover import prepare_hand_over as prepare_hand_over
-from .handover import refused_strategies as refused_strategies
-from .handover import resynchronise as resynchronise
-from .handover import strategies_for as strategies_for
+from .fence import Fence as Fence
+from .fence import WaitLimits as WaitLimits
+from .fence import prepare_fence as prepare_fence
+from .fence import refused_strategies as refused_strategies
+from .fence import resynchronise as resynchronise
+from .fence import strategies_for as strategies_for
 from .litmus import LITMUS_ROUNDS as LITMUS_ROUNDS
 from .litmus import flag_litmus as flag_litmus
 from .pool import Pool as Pool

@@ -1,36 +1,35 @@
-"""Kernels and graphs that take as long as is asked, and signals that never come.
+"""Kernels of a given duration, and signals that never come, for the profiler and for tests.
 
-For the profiler and for tests. Delays lie inside the kernel and the graph, since those in the Python around
-them would prove nothing about waits: the data must really come late.
+The delay lies inside the kernel, so that the data really comes late; a delay in Python would prove nothing
+about waits.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from heterollm.kernels.gpu import SOURCES, GpuRuntime, GpuWork, Launch, SharedArray
 
-__all__ = ["Gate", "LateWriter", "delay_graph"]
+__all__ = ["Gate", "LateWriter"]
 
 PROBE_TURNS: Final = 100_000
 PROBES: Final = 8
 TURN_FLOPS: Final = 1000
-"""What a simulated device counts for a turn of the loop: some nanoseconds."""
+"""Operations of one turn of the loop on a simulated device: some nanoseconds."""
 
 
 class LateWriter:
-    """Kernels that compute for about a given time and then fill ``data`` with the number of their run.
+    """Makes kernels that compute for about a given time and then fill ``data`` with the number of their run.
 
     Args:
         runtime: The device.
         words: Elements of ``data``.
 
     Attributes:
-        data: ``[words]`` uint32, complete only at the very end of a run.
+        data: ``[words]`` uint32, complete only at the end of a run.
     """
 
     def __init__(self, runtime: GpuRuntime, words: int = 64) -> None:
@@ -41,11 +40,11 @@ class LateWriter:
         self.turns_per_us = self._calibrate()
 
     def launch(self, duration_us: float) -> Launch:
-        """Return a prepared kernel that takes about so long, as the machine is fast now."""
+        """Return a kernel that takes about ``duration_us`` at the machine's present speed."""
         return self._launch(max(1, int(duration_us * self.turns_per_us)))
 
     def number(self) -> int:
-        """Return how many runs have ended; the queue must be finished."""
+        """Return the number of runs; the queue must be finished."""
         self._rounds.acquire_to_read()
         number = int(self._rounds.array[0])
         self._rounds.release()
@@ -59,10 +58,7 @@ class LateWriter:
         return self._runtime.launch(kernel, arguments, (1,), (1,), "late write", work=work)
 
     def _calibrate(self) -> float:
-        """Return loop turns in a microsecond: the difference of two lengths, free of what a launch costs.
-
-        Of the shortest times, which a machine that is busy otherwise delays least.
-        """
+        """Return loop turns per microsecond by the minimum times of two lengths: launch costs cancel."""
         times_us = []
         for turns in (PROBE_TURNS, 3 * PROBE_TURNS):
             launch = self._launch(turns)
@@ -81,14 +77,14 @@ def _late_work(turns: int, written_bytes: int) -> GpuWork:
 
 
 class Gate:
-    """A kernel that does not end until the host opens the gate: a signal that never comes.
+    """A kernel that runs until the host opens the gate: a signal that never comes.
 
-    For coherent devices only, on which a running kernel sees the host's writes. It ends by itself some time
-    later in any case, so that a failed test leaves no device busy.
+    The device must be coherent, so that a running kernel sees the host's writes. The kernel ends after some
+    seconds in any case, so that a failed test leaves no device busy.
 
     Args:
         runtime: The device.
-        turns: Looks at the gate after which the kernel gives up; some seconds.
+        turns: Polls of the gate after which the kernel ends.
     """
 
     def __init__(self, runtime: GpuRuntime, turns: int = 2_000_000_000) -> None:
@@ -97,81 +93,10 @@ class Gate:
         self._launch = runtime.launch(kernel, (self._word, np.int32(turns)), (1,), (1,), "gate")
 
     def close(self) -> None:
-        """Enqueue the kernel; what is enqueued behind it waits."""
+        """Enqueue the kernel; later launches wait."""
         self._word.array[0] = 0
         self._launch()
 
     def open(self) -> None:
         """Let the kernel end."""
         self._word.array[0] = 1
-
-
-def delay_graph(model: Path, turns: int) -> None:
-    """Rewrite an ONNX file so that its output comes after a loop of so many turns, each some microseconds.
-
-    The loop computes a zero that is added to the output, whose values stay the same. Runtimes do not fold
-    loops, and this one depends on the input's shape besides.
-
-    Args:
-        model: File with one output; weights beside it stay where they are.
-        turns: Turns of the loop.
-    """
-    import onnx
-    from onnx import TensorProto, helper
-
-    graph_model: Any = onnx.load(str(model), load_external_data=False)
-    graph = graph_model.graph
-    output = graph.output[0]
-    kind = output.type.tensor_type.elem_type
-    for node in graph.node:
-        for place, name in enumerate(node.output):
-            if name == output.name:
-                node.output[place] = "undelayed"
-    graph.initializer.extend(
-        [
-            helper.make_tensor("delay_turns", TensorProto.INT64, [], [turns]),
-            helper.make_tensor("delay_true", TensorProto.BOOL, [], [True]),
-            helper.make_tensor("delay_nothing", TensorProto.FLOAT, [1], [0.0]),
-            helper.make_tensor("delay_square", TensorProto.INT64, [2], [64, 64]),
-            helper.make_tensor("delay_first", TensorProto.INT64, [1], [0]),
-        ]
-    )
-    graph.node.extend(
-        [
-            helper.make_node("Shape", [graph.input[0].name], ["delay_shape"]),
-            helper.make_node("Gather", ["delay_shape", "delay_first"], ["delay_length"]),
-            helper.make_node("Cast", ["delay_length"], ["delay_float"], to=TensorProto.FLOAT),
-            helper.make_node("Mul", ["delay_float", "delay_nothing"], ["delay_zero"]),
-            helper.make_node("Expand", ["delay_zero", "delay_square"], ["delay_start"]),
-            helper.make_node(
-                "Loop", ["delay_turns", "delay_true", "delay_start"], ["delay_end"], body=_delay_body()
-            ),
-            helper.make_node("ReduceMax", ["delay_end"], ["delay_sum"], keepdims=0),
-            helper.make_node("Cast", ["delay_sum"], ["delay_added"], to=kind),
-            helper.make_node("Add", ["undelayed", "delay_added"], [output.name]),
-        ]
-    )
-    onnx.save(graph_model, str(model))
-
-
-def _delay_body() -> Any:  # noqa: ANN401 - an ONNX graph
-    """Return one turn of the loop: a product with zeros."""
-    from onnx import TensorProto, helper
-
-    return helper.make_graph(
-        [
-            helper.make_node("Identity", ["delay_condition_in"], ["delay_condition_out"]),
-            helper.make_node("MatMul", ["delay_in", "delay_zeros"], ["delay_out"]),
-        ],
-        "delay",
-        [
-            helper.make_tensor_value_info("delay_turn", TensorProto.INT64, []),
-            helper.make_tensor_value_info("delay_condition_in", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("delay_in", TensorProto.FLOAT, [64, 64]),
-        ],
-        [
-            helper.make_tensor_value_info("delay_condition_out", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("delay_out", TensorProto.FLOAT, [64, 64]),
-        ],
-        [helper.make_tensor("delay_zeros", TensorProto.FLOAT, [64, 64], np.zeros(64 * 64, np.float32))],
-    )

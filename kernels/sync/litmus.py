@@ -1,4 +1,4 @@
-"""Does a host that sees the flag see the data too? A test in many rounds, where OpenCL promises nothing."""
+"""Litmus test of the flag: whether a host that sees the flag also sees the data."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
 __all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus"]
 
 LITMUS_ROUNDS: Final = 100_000
-"""For ``doctor``, as the design asks (section 7): some seconds."""
+"""Rounds of ``doctor``: some seconds."""
 
 LITMUS_QUICK_ROUNDS: Final = 500
-"""Before a device's strategies are used or profiled."""
+"""Rounds before a device's flag is used or profiled."""
 
 WORDS: Final = 4096
-PATIENCE_S: Final = 1.0
-"""Kernels take microseconds; a machine that is busy otherwise may keep them waiting."""
+TIMEOUT_S: Final = 1.0
+"""Longest wait for a flag; a busy machine can delay a kernel of some microseconds."""
 
 MOST_UNSEEN: Final = 3
+"""Lost flags after which the test ends early."""
 
 
 class Litmus(NamedTuple):
-    """What a litmus test saw.
+    """Result of a litmus test.
 
     Attributes:
         rounds: Rounds run.
-        stale: Rounds in which the flag was not seen, or data written before it was old.
-        stale_bytes: Old data, in all rounds in which the flag was seen.
+        stale: Rounds with a lost flag or stale data.
+        stale_bytes: Bytes of stale data in the rounds with a flag.
     """
 
     rounds: int
@@ -42,15 +43,14 @@ class Litmus(NamedTuple):
 
 
 def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: float = math.inf) -> Litmus:
-    """Let a kernel write an array and another raise the flag, and read the array the moment it is seen.
+    """Run kernels that write an array and then raise the flag; read the array when the host sees the flag.
 
-    The data is read as a hand-over's is: mapped where memory is not coherent. A test that loses the flag
-    three times ends early.
+    The host reads as behind a fence: mapped where memory is not coherent.
 
     Args:
         runtime: The device.
         rounds: Rounds to run.
-        limit_s: Seconds after which no other round begins.
+        limit_s: Seconds after which no round begins.
 
     Raises:
         DeviceError: The device has no memory for a flag.
@@ -59,7 +59,7 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
     if flag is None:
         raise DeviceError(
             f"{runtime.traits.name!r} has no memory in which the host could see a flag.",
-            fix="Use another hand-over strategy.",
+            fix="Use another sync strategy.",
         )
     local = min(64, runtime.traits.max_work_group)
     data, counter = runtime.shared((WORDS,), np.uint32), runtime.shared((1,), np.uint32)
@@ -80,7 +80,7 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
         done += 1
         calls[0]()
         flag.send()
-        number, give_up = flag.sent, time.perf_counter() + PATIENCE_S
+        number, give_up = flag.sent, time.perf_counter() + TIMEOUT_S
         while not (seen := flag.reached(number)) and time.perf_counter() < give_up:
             pass
         data.acquire_to_read()
@@ -94,14 +94,14 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
             stale += 1
             stale_bytes += data.array.itemsize * int(np.count_nonzero(~fresh))
         data.release()
-        # Enqueued only now, as the data's kernel reads what this one writes.
+        # The data's kernel reads this counter, so the increment comes last.
         calls[1]()
     runtime.finish()
     return Litmus(done, stale, stale_bytes)
 
 
 def _acquired(memory: SharedArray) -> NDArray[Any]:
-    """Return a copy of what the device has written."""
+    """Return a copy of the memory after the device's writes."""
     memory.acquire_to_read()
     copy = memory.array.copy()
     memory.release()

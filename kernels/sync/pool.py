@@ -1,7 +1,7 @@
-"""The slots through which the parts hand activations to each other and from layer to layer.
+"""The pool of shared memory for activations between processors and layers.
 
-A few page-aligned slots serve all layers and are never reallocated, so that the addresses that NPU
-sessions and kernels were bound to stay valid (HeteroLLM, section 4.2: "a dedicated memory pool").
+A few page-aligned slots serve all layers. They are never reallocated, so that the addresses bound to NPU
+sessions and kernels stay valid (HeteroLLM, section 4.2: "a dedicated memory pool").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Pool:
     """Named, fixed slots of shared memory.
 
     Args:
-        runtime: The OpenCL part that addresses them.
+        runtime: The GPU that addresses them.
         sizes_bytes: Size of every slot.
     """
 

@@ -21,7 +21,7 @@ import numpy as np
 from heterollm.base import MIB, DeviceError, bandwidth_gbps
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, Launch, SharedArray, is_complete, kernel_times_ns
-from heterollm.kernels.npu import NpuBackend, NpuSlice
+from heterollm.kernels.npu import LinearShard, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import eviction_bytes, reading_bytes, reading_launch
@@ -80,7 +80,7 @@ class SharedLoad:
         self._jobs: dict[tuple[Part, Job], Any] = {}
         self._alone_us: dict[tuple[Part, Job], tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._kept: list[SharedArray] = []
-        self._slices: list[NpuSlice] = []
+        self._slices: list[LinearShard] = []
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -232,7 +232,7 @@ class SharedLoad:
         self, npu: NpuBackend, rows: int, columns: int, weight: WeightFormat, length: int
     ) -> Callable[[], None]:
         values = weight_for(self._timer.runtime, rows, columns, weight)
-        part = NpuSlice(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
+        part = LinearShard(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
         graph = npu.prepare(part, length)
         dtype = npu.activation_dtype
         x, y = self._filled((length, columns), dtype), self._timer.runtime.shared((length, rows), dtype)

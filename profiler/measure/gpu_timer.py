@@ -13,7 +13,6 @@ from typing import Final
 
 from heterollm.base import KernelError, ProfileError
 from heterollm.kernels.gpu import (
-    ChainedLaunch,
     GpuRuntime,
     Launch,
     OpenClError,
@@ -81,9 +80,7 @@ class GpuTimer:
 
 def _enqueue(launch: Launch) -> list[object]:
     """Enqueue a launch and return the events of all its kernels."""
-    if isinstance(launch, ChainedLaunch):
-        return [launch.before(), launch.alone()]
-    return [launch()]
+    return [part() for part in launch.parts]
 
 
 _timers: weakref.WeakKeyDictionary[GpuRuntime, GpuTimer] = weakref.WeakKeyDictionary()

@@ -23,7 +23,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -216,7 +216,7 @@ class _LayerBench:
         self._device = device
         self._timer = gpu_timer(device.gpu)
         self._runtime = self._timer.runtime
-        self._layers = GpuLayers(self._runtime, device.activation_dtype, device.cache_dtype)
+        self._layers = GpuGlue(self._runtime, device.activation_dtype, device.cache_dtype)
         self._slots: dict[str, SharedArray] = {}
         self._makers: dict[Operator, Callable[[_Case], Sequence[Launch]]] = {
             "embedding": self._embedding,

@@ -20,7 +20,15 @@ from heterollm.base import DeviceError, HeteroLLMError
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LinearWeight, concatenate_rows, take_rows
 from heterollm.kernels.gpu import GpuLinear, SharedArray, kernel_source_hash, scratch_codes
-from heterollm.kernels.npu import GRAPH_VERSION, Form, NpuBackend, NpuBlock, NpuGraph, NpuPart, NpuSlice
+from heterollm.kernels.npu import (
+    GRAPH_VERSION,
+    FfnShard,
+    GraphForm,
+    LinearShard,
+    NpuBackend,
+    NpuGraph,
+    NpuShard,
+)
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
@@ -71,7 +79,7 @@ class _Group:
     spec: OpSpec
     members: list[LinearWeight]
     linear: GpuLinear | None = None
-    slices: dict[tuple[int, ...], NpuPart] = field(default_factory=dict)
+    slices: dict[tuple[int, ...], NpuShard] = field(default_factory=dict)
     prepared: set[LinearPoint] = field(default_factory=set)
 
 
@@ -201,7 +209,7 @@ class LinearBench:
                 self._device.npu.release(part)
         self._group = None
 
-    def _slice(self, group: _Group, point: LinearPoint) -> NpuPart:
+    def _slice(self, group: _Group, point: LinearPoint) -> NpuShard:
         rows, spec = point.member_rows, group.spec
         if rows not in group.slices:
             parts = [
@@ -212,10 +220,10 @@ class LinearBench:
             name = f"random {spec.member_rows}"
             weight, layer, rounded = concatenate_rows(parts), spec.layer, spec.integer_inputs
             if spec.then is None:
-                group.slices[rows] = NpuSlice(weight, layer, spec.group, ranges, name, rounded)
+                group.slices[rows] = LinearShard(weight, layer, spec.group, ranges, name, rounded)
             else:
                 [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
-                group.slices[rows] = NpuBlock(
+                group.slices[rows] = FfnShard(
                     gate_up=weight,
                     down=down,
                     activation=BLOCK_ACTIVATION,
@@ -228,10 +236,10 @@ class LinearBench:
         return group.slices[rows]
 
     def _graph(
-        self, npu: NpuBackend, group: _Group, part: NpuPart, point: LinearPoint
+        self, npu: NpuBackend, group: _Group, part: NpuShard, point: LinearPoint
     ) -> tuple[NpuGraph, list[Record]]:
         """Return a graph and, where it was built or loaded just now, the record of that."""
-        form: Form = point.form  # type: ignore[assignment]
+        form: GraphForm = point.form  # type: ignore[assignment]
         if point in group.prepared:
             return npu.prepare(part, point.tokens, form), []
         values: dict[str, float] = {}
@@ -270,9 +278,9 @@ class LinearBench:
         return held
 
 
-def _cycles(npu: NpuBackend, part: NpuPart, point: LinearPoint) -> dict[str, float]:
+def _cycles(npu: NpuBackend, part: NpuShard, point: LinearPoint) -> dict[str, float]:
     """Return the cycles of a run, where the backend counts them."""
-    form: Form = point.form  # type: ignore[assignment]
+    form: GraphForm = point.form  # type: ignore[assignment]
     cycles = npu.count_cycles(part, point.tokens, form, runs=COUNTED_RUNS)
     return {} if cycles is None else {"cycles": float(min(cycles))}
 

@@ -25,13 +25,11 @@ from heterollm.kernels.gpu import (
     Launch,
     Strategy,
     aligned_empty,
-    copy_to_device,
-    copy_to_host,
     is_complete,
     kernel_times_ns,
 )
-from heterollm.kernels.npu import NpuBackend, NpuSlice
-from heterollm.kernels.sync import LateWriter, prepare_hand_over, strategies_for
+from heterollm.kernels.npu import LinearShard, NpuBackend
+from heterollm.kernels.sync import LateWriter, prepare_fence, strategies_for
 from heterollm.profiler.measure.timing import collect_interleaved, measure_interleaved
 from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey
 
@@ -210,7 +208,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     clock = DeviceClock(runtime)
     graph_us = statistics.median(_timed_us(runtime, graph) for _ in range(5))
     small, busy = _small_launch(runtime), LateWriter(runtime).launch(2 * graph_us + BUSY_US)
-    waiting = prepare_hand_over(runtime, "poll", "a graph behind a kernel")
+    waiting = prepare_fence(runtime, "poll", "a graph behind a kernel")
 
     def once(*, fed: bool) -> float:
         running = busy() if fed else None
@@ -244,8 +242,8 @@ def _small_graph(npu: NpuBackend) -> Callable[[], None]:
     """Return the run of a graph that takes as little time as any."""
     rows, length = max(64, npu.row_alignment), npu.standard_lengths[0]
     floats = np.random.default_rng(0).standard_normal((rows, NPU_COLUMNS)).astype(np.float32)
-    packed = NpuSlice(quantize(floats, bits=4, block=32), 0, "o", ((0, rows),), "links")
-    plain = NpuSlice(floats.astype(np.float16), 0, "o", ((0, rows),), "links")
+    packed = LinearShard(quantize(floats, bits=4, block=32), 0, "o", ((0, rows),), "links")
+    plain = LinearShard(floats.astype(np.float16), 0, "o", ((0, rows),), "links")
     offered = npu.forms(packed.format, columns=NPU_COLUMNS, length=length)
     part = packed if offered else plain
     x = aligned_empty((length, NPU_COLUMNS), npu.activation_dtype)
@@ -311,7 +309,7 @@ def hand_over_latencies(
 def _waiting(
     runtime: GpuRuntime, clock: DeviceClock, launch: Launch, strategy: Strategy
 ) -> Callable[[], _Wait]:
-    hand_over = prepare_hand_over(runtime, strategy, f"measuring {strategy}")
+    hand_over = prepare_fence(runtime, strategy, f"measuring {strategy}")
 
     def once() -> _Wait:
         event: Any = launch()
@@ -367,8 +365,8 @@ def copy_costs(
         host[...] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         buffer = runtime.scratch(size)
         copies: dict[str, Callable[[], None]] = {
-            "write": lambda buffer=buffer, host=host: copy_to_device(runtime, buffer, host),  # type: ignore[misc]
-            "read": lambda buffer=buffer, host=host: copy_to_host(runtime, host, buffer),  # type: ignore[misc]
+            "write": lambda buffer=buffer, host=host: runtime.copy(buffer, host),  # type: ignore[misc]
+            "read": lambda buffer=buffer, host=host: runtime.copy(host, buffer),  # type: ignore[misc]
         }
         for method, own in measure_interleaved(
             copies, warmup=2, repeats=repeats, timer=runtime.now_ns

@@ -9,8 +9,8 @@ from typing import Final
 from heterollm.kernels.device import Device
 from heterollm.kernels.sim import (
     SimulatedClock,
+    SimulatedTotals,
     SocParameters,
-    Totals,
     Usage,
     clock_of,
     energy,
@@ -49,7 +49,7 @@ class SimulatedMeter:
         usage = usage_between(before, self.clock.totals, self.clock.now_us - begin_us)
         return energy(self.soc, usage).middle_watts
 
-    def joules_since(self, before: Totals, begin_us: float) -> float:
+    def joules_since(self, before: SimulatedTotals, begin_us: float) -> float:
         """Return the energy since a moment of the clock at which so much had been used."""
         usage = usage_between(before, self.clock.totals, self.clock.now_us - begin_us)
         return energy(self.soc, usage).middle_joules
@@ -60,7 +60,7 @@ def simulated_meters(device: Device) -> list[SimulatedMeter]:
     return [SimulatedMeter(soc_of(device), clock_of(device))]
 
 
-def usage_between(before: Totals, after: Totals, elapsed_us: float) -> Usage:
+def usage_between(before: SimulatedTotals, after: SimulatedTotals, elapsed_us: float) -> Usage:
     """Return what the parts did between two moments; the GPU's work for a game counts as its work.
 
     Args:

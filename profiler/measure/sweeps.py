@@ -14,7 +14,7 @@ from typing import Final, cast
 
 from heterollm.base import HeteroLLMError
 from heterollm.kernels.device import Device
-from heterollm.kernels.npu import Form, NpuBackend, NpuSlice
+from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.gpu_timer import gpu_timer
@@ -28,9 +28,9 @@ __all__ = ["sweep_tasks"]
 
 STAGE: Final = "Stages, order and k"
 TOKENS: Final = (1, 4, 8, 16, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 97, 112, 128)
-ORDERS: Final[tuple[Form, ...]] = ("weight_first", "activation_first")
+ORDERS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 PACKED: Final = WeightFormat(4, 32)
-CHUNKED: Final[Form] = "k_chunked"
+CHUNKED: Final[GraphForm] = "k_chunked"
 
 SIZE: Final = 2048
 EMULATED_SIZE: Final = 256
@@ -76,7 +76,7 @@ def sweep_tasks(device: Device) -> list[Task]:
     return tasks
 
 
-def _key(rows: int, columns: int, tokens: int, weight: WeightFormat, form: Form) -> SweepKey:
+def _key(rows: int, columns: int, tokens: int, weight: WeightFormat, form: GraphForm) -> SweepKey:
     point = LinearPoint("o", (rows,), columns, tokens, weight.bits, weight.block, form=form, streamed=False)
     return SweepKey(point, code_of("npu"))
 
@@ -105,7 +105,7 @@ def _task(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Task:
 def _measure(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Iterator[Record]:
     point = keys[0].point
     values = weight_for(gpu_timer(device.gpu).runtime, point.rows, point.columns, point.weight)
-    part = NpuSlice(values, 0, "o", ((0, point.rows),), f"random {point.shape} {point.weight}")
+    part = LinearShard(values, 0, "o", ((0, point.rows),), f"random {point.shape} {point.weight}")
     try:
         for key in keys:
             if npu.time_kind == "emulated":
@@ -116,9 +116,9 @@ def _measure(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Itera
         npu.release(part)
 
 
-def _counted(npu: NpuBackend, part: NpuSlice, key: SweepKey) -> Record:
+def _counted(npu: NpuBackend, part: LinearShard, key: SweepKey) -> Record:
     """Count cycles, right after a graph of whole tiles: an emulator skips zeros in rows beyond the length."""
-    point, form = key.point, cast("Form", key.point.form)
+    point, form = key.point, cast("GraphForm", key.point.form)
     longest = -(-point.tokens // STAGE_ROWS) * STAGE_ROWS
     try:
         if longest != point.tokens:
@@ -131,11 +131,11 @@ def _counted(npu: NpuBackend, part: NpuSlice, key: SweepKey) -> Record:
     return Record(key, values={"cycles": float(min(cycles))})
 
 
-def _timed(device: Device, npu: NpuBackend, part: NpuSlice, key: SweepKey) -> Record:
-    point, form = key.point, cast("Form", key.point.form)
+def _timed(device: Device, npu: NpuBackend, part: LinearShard, key: SweepKey) -> Record:
+    point, form = key.point, cast("GraphForm", key.point.form)
     runtime, dtype = gpu_timer(device.gpu).runtime, npu.activation_dtype
     try:
-        graph = npu.prepare_any_length(part, point.tokens, form)
+        graph = npu.prepare(part, point.tokens, form, any_length=True)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
     x = runtime.shared((point.tokens, point.columns), dtype)

@@ -230,7 +230,7 @@ class HandOverKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     ``values["processor_fraction"]`` is the processor time that waiting took, as a share of the wait.
 
     Args:
-        strategy: How the host waits (:mod:`heterollm.kernels.sync.handover`).
+        strategy: How the host waits (:mod:`heterollm.kernels.sync.fence`).
         kernel_us: About how long the awaited kernel runs.
     """
 

@@ -255,7 +255,7 @@ def _block_points(spec: OpSpec, npu: NpuBackend, skipped: Skipped) -> Iterator[W
         first = length in NPU_FIRST_LENGTHS
         whole_tier: Tier = 0 if first else 1 if length <= LONGEST_DEFAULT_BLOCK else 2
         for rows, cut_tier in widths.items():
-            forms = npu.block_forms(
+            forms = npu.ffn_forms(
                 spec.weight,
                 width=rows[0],
                 columns=spec.columns,

@@ -4,7 +4,7 @@ import pytest
 from heterollm.base import DeviceError
 from heterollm.kernels.formats import QuantizedTensor, reference, reference_layers
 from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
-from heterollm.kernels.npu import NpuBlock, NpuSlice
+from heterollm.kernels.npu import FfnShard, LinearShard
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def random_slice(rows, columns, bits=4, block=32, symmetric=True, seed=0, member
         )
     each = rows // members
     ranges = ((0, rows - each * (members - 1)), *((8, 8 + each),) * (members - 1))
-    return NpuSlice(weight, 1, "gate_up", ranges, f"random {seed}")
+    return LinearShard(weight, 1, "gate_up", ranges, f"random {seed}")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def random_block(hidden, width, bits=4, block=32, symmetric=True, *, activation=
     gate_up = random_slice(2 * width, hidden, bits, block, symmetric, seed, dtype=dtype).weight
     down = random_slice(hidden, width, bits, block, symmetric, seed + 1, dtype=dtype).weight
     bias = np.random.default_rng(seed).standard_normal(2 * width).astype(np.float32) if biased else None
-    return NpuBlock(gate_up, down, activation, bias, 1, f"random {seed}", (0, width), integer)
+    return FfnShard(gate_up, down, activation, bias, 1, f"random {seed}", (0, width), integer)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import numpy as np
 from heterollm.base.errors import DeviceError
 from heterollm.kernels.open import open_device
 from heterollm.kernels.gpu.linear import GpuLinear
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.formats.quantisation import quantize
 from heterollm.kernels.formats.quantized_tensor import take_rows
 from heterollm.kernels.formats.tolerances import linear_errors
@@ -67,7 +67,7 @@ def measure(kind, eighths):
         launch = linear.launch(x, gpu_y, tokens=tokens, kept=((rows, SIZE),), label="gpu part")
     else:
         launch = linear.launch(x, npu_y, tokens=tokens - TOKENS, first_token=TOKENS, label="gpu part")
-    part = NpuSlice(take_rows(weight, [(0, rows)]), 0, "o", ((0, rows),), "concurrency")
+    part = LinearShard(take_rows(weight, [(0, rows)]), 0, "o", ((0, rows),), "concurrency")
     call = npu.prepare(part, TOKENS).bind(x.array[:TOKENS], npu_y.array[:TOKENS])
     call()
     offset = clock_offset_ns(launch)

@@ -222,7 +222,7 @@ def test_auto_takes_a_snapdragon_that_passes(host, monkeypatch):
     monkeypatch.setattr(open_module, "_open_snapdragon", lambda *_arguments, **_options: chosen)
     device = open_device("auto")
     assert device is chosen
-    assert device.reason == "both parts passed a self-test"
+    assert device.reason == "both processors passed a self-test"
     device.close()
 
 

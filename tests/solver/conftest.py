@@ -100,9 +100,9 @@ def make_model(layers=2, *, hidden=256, keys=64, wide=512, vocabulary=640):
     return (*specs, make_spec("head", (vocabulary,), hidden, -1))
 
 
-def make_limits(lengths=(1, 32, 64, 128), alignment=64, forms=("plain",), block_forms=None):
+def make_limits(lengths=(1, 32, 64, 128), alignment=64, forms=("plain",), ffn_forms=None):
     """Return limits with some forms of linears, and of blocks if others than those."""
-    of_blocks = forms if block_forms is None else block_forms
+    of_blocks = forms if ffn_forms is None else ffn_forms
 
     def legal(spec, length):
         return tuple(forms if spec.then is None else of_blocks)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from heterollm.base import PlanError
-from heterollm.kernels.ops import Phase, feed_forward_block, feed_forward_blocks
+from heterollm.kernels.ops import Phase, ffn_spec, ffn_specs
 from heterollm.solver import Budget, NpuLimits, Plan, Solver, check_plan
 from heterollm.solver.feed_forward import FeedForwardCosts
 from heterollm.solver.placements import BlockPlacement, RowsPlacement
@@ -36,7 +36,7 @@ class FakeNpu:
     def forms(self, weight, *, columns, length, integer_inputs=False):
         return ("plain",)
 
-    def block_forms(self, weight, *, width, columns, length, integer_inputs, activation):
+    def ffn_forms(self, weight, *, width, columns, length, integer_inputs, activation):
         return ("ffn",) if width <= self.widest_plain else ("pieces",)
 
 
@@ -44,7 +44,7 @@ def limits_of(npu):
     def forms(spec, length):
         if spec.then is None:
             return npu.forms(spec.weight, columns=spec.columns, length=length)
-        return npu.block_forms(
+        return npu.ffn_forms(
             spec.weight,
             width=spec.then.columns,
             columns=spec.columns,
@@ -100,7 +100,7 @@ def test_a_plan_covers_every_length_legally(made, seed):
 def test_without_forms_of_blocks_a_plan_is_level_tensors(made):
     for seed in range(4):
         costs = made.block_costs(seed)
-        limits = made.limits(block_forms=())
+        limits = made.limits(ffn_forms=())
         tensor, block = (
             Solver(made.model(), limits, costs, chunk_length=96, level=level).plan(
                 device="d", precision="fp16"
@@ -195,7 +195,7 @@ def small_tables(made, seed):
     margin, layers = draw.choice([0.0, 0.1]), draw.choice([1, 3])
     gate_up = made.spec("gate_up", (256, 256), 128)
     down = made.spec("down", (128,), 256)
-    block = feed_forward_block(gate_up, down)
+    block = ffn_spec(gate_up, down)
     groups = []
     for spec in (gate_up, down, block):
         costs = {}
@@ -327,7 +327,7 @@ def test_with_many_slices_it_is_near_the_best_and_never_worse_than_without_block
 def held_bytes(plan, specs, copies_by_length):
     """Bytes of all slices that some entry of a plan runs."""
     total = 0
-    for spec in (*specs, *feed_forward_blocks(specs)):
+    for spec in (*specs, *ffn_specs(specs)):
         used = {
             (entry.placement.npu_rows, length if copies_by_length else 0)
             for entry in plan.entries

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import OptionError, PlanError
-from heterollm.kernels.ops import WeightFormat, feed_forward_block
+from heterollm.kernels.ops import WeightFormat, ffn_spec
 from heterollm.solver import NpuLimits, Objective, Solver, describe
 from heterollm.solver.blocks import apart, cut_alignment, narrowed
 from heterollm.solver.candidates import aligned_cuts, candidates
@@ -29,7 +29,7 @@ def block_of(made, wide=512, hidden=256, weight=None):
     options = {} if weight is None else {"weight": weight}
     gate_up = made.spec("gate_up", (wide, wide), hidden, **options)
     down = made.spec("down", (hidden,), wide, **options)
-    return feed_forward_block(gate_up, down), gate_up, down
+    return ffn_spec(gate_up, down), gate_up, down
 
 
 # -- placements -------------------------------------------------------------------------------------------

@@ -3,19 +3,19 @@
 import pytest
 from msgspec.structs import replace
 
-from heterollm.kernels.npu import CHUNK_COLUMNS
-from heterollm.kernels.ops import feed_forward_block
+from heterollm.kernels.npu import K_SPLIT_COLUMNS
+from heterollm.kernels.ops import ffn_spec
 from heterollm.model.known import Size
 from heterollm.profiler.measure import layer_key
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver import ProfileCosts, limits_of
 from heterollm.solver.blocks import apart, gpu_part_us, narrowed
 
-WIDE = 2 * CHUNK_COLUMNS
+WIDE = 2 * K_SPLIT_COLUMNS
 SHAPE = Size(512, WIDE, 2, 8, 8, 1024, False, 64, 2048).shape("made")
 GATE_UP = next(spec for spec in SHAPE.layer if spec.group == "gate_up")
 DOWN = next(spec for spec in SHAPE.layer if spec.group == "down")
-BLOCK = feed_forward_block(GATE_UP, DOWN)
+BLOCK = ffn_spec(GATE_UP, DOWN)
 
 
 def made_profile(widths, forms=("ffn", "ffn_k_chunked")):
@@ -41,7 +41,7 @@ def made_profile(widths, forms=("ffn", "ffn_k_chunked")):
                 add("gpu", spec, tokens, 5.0 + work_us, member_rows=rows)
                 add("npu", spec, tokens, 9.0 + work_us / 2, member_rows=rows, form="matmul_nbits")
         for width in widths:
-            for form in forms if width > CHUNK_COLUMNS else forms[:1]:
+            for form in forms if width > K_SPLIT_COLUMNS else forms[:1]:
                 rows_us = 3 * width * 512 * (20 + tokens) / 2e6
                 add("npu", BLOCK, tokens, 9.0 + rows_us, member_rows=(width, width), form=form)
     for tokens in (1, 64):
@@ -65,8 +65,8 @@ def test_forms_are_those_of_measured_blocks_by_width(widths, narrow, wide):
     # Also at a length that was not measured.
     for length in (1, 64, 256):
         assert limits.forms(narrowed(BLOCK, 1024), length) == narrow
-        assert limits.forms(narrowed(BLOCK, CHUNK_COLUMNS), length) == narrow
-        assert limits.forms(narrowed(BLOCK, CHUNK_COLUMNS + 64), length) == wide
+        assert limits.forms(narrowed(BLOCK, K_SPLIT_COLUMNS), length) == narrow
+        assert limits.forms(narrowed(BLOCK, K_SPLIT_COLUMNS + 64), length) == wide
         assert limits.forms(BLOCK, length) == wide
         assert limits.forms(GATE_UP, length) == limits.forms(DOWN, length) == ("matmul_nbits",)
     assert limits.runs(BLOCK) == bool(widths)

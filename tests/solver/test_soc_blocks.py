@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import WeightFormat
 from heterollm.solver import NpuLimits, Objective, Solver
 from heterollm.solver.costs import Overheads, Slowdown
@@ -53,9 +53,9 @@ class Snapdragon:
         weights = rows * columns
         row_tiles, column_tiles, token_tiles = (math.ceil(size / 32) for size in (rows, columns, length))
         streamed_us = weights / UNPACKED
-        if columns > CHUNK_COLUMNS and form.endswith("k_chunked"):
-            streamed_us += (math.ceil(columns / CHUNK_COLUMNS) - 1) * 8 * rows * length / SPILLED
-        elif columns > CHUNK_COLUMNS:
+        if columns > K_SPLIT_COLUMNS and form.endswith("k_chunked"):
+            streamed_us += (math.ceil(columns / K_SPLIT_COLUMNS) - 1) * 8 * rows * length / SPILLED
+        elif columns > K_SPLIT_COLUMNS:
             streamed_us += 2 * weights / SPILLED * (1 + token_tiles)
         tiles_us = column_tiles * token_tiles * (32 * row_tiles + TILE_LOAD) * 2048 / OPERATIONS
         return max(streamed_us, tiles_us)
@@ -64,7 +64,7 @@ class Snapdragon:
         if tokens > 1:
             return Slowdown(1.06, 1.06)
         # What spills leaves the GPU little bandwidth; cuts of a block at one token have short rows.
-        spills = spec.columns > CHUNK_COLUMNS
+        spills = spec.columns > K_SPLIT_COLUMNS
         return Slowdown(gpu=GPU_BYTES / (DRAM_BYTES - SPILLED)) if spills else Slowdown()
 
     def between_us(self, spec, tokens):
@@ -78,7 +78,7 @@ def forms_of(*, chunked):
         plain = "plain" if spec.then is None else "ffn"
         columns = spec.columns if spec.then is None else spec.then.columns
         pieces = "k_chunked" if spec.then is None else "ffn_k_chunked"
-        return (plain, pieces) if chunked and columns > CHUNK_COLUMNS else (plain,)
+        return (plain, pieces) if chunked and columns > K_SPLIT_COLUMNS else (plain,)
 
     return forms
 
@@ -130,7 +130,7 @@ def test_a_block_wins_decode(made, model, low, high):
     chosen = chain.choices[-1]
     assert (chosen.spec.group, chosen.chosen.is_cut) == ("ffn", True)
     width = chosen.chosen.placement.npu_rows[0]
-    assert width <= CHUNK_COLUMNS
+    assert width <= K_SPLIT_COLUMNS
     assert 0.2 <= width / MODELS[model][1] <= 0.3
     # What it is better than: gate and up cut, and all of FFN-down on the GPU.
     gate_up, down = chain.passed_over

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from heterollm.kernels.ops import feed_forward_blocks
+from heterollm.kernels.ops import ffn_specs
 from heterollm.kernels.sim import SimulatedClock
 from heterollm.kernels.sim.clock import ClockCosts, Job
 from heterollm.solver import Objective, Solver
@@ -194,7 +194,7 @@ def test_a_plan_of_decode_is_no_slower_than_any_part_alone(made, seed):
 def test_a_block_and_its_groups_are_priced_so_that_the_better_way_is_the_cheaper(made, seed):
     costs = made.proportional_blocks(seed, overheads=BUSY)
     specs, limits = made.model(layers=1)[:-1], made.limits((1, 32))
-    block = feed_forward_blocks(specs)[0]
+    block = ffn_specs(specs)[0]
     found = {spec.group: priced_all(spec, 1, limits, costs, FREE, None, 1) for spec in (*specs, block)}
     priced_there = priced_in_chain(found, specs, block, costs, FREE)
     best = {group: min(item.cost for item in items) for group, items in priced_there.items()}

@@ -20,7 +20,7 @@ from heterollm.base import DeviceError, EngineError, OptionError, cache_root
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, Ids, Job
 from heterollm.benchmarks.work import Work, work_of
-from heterollm.kernels.gpu.pocl_target import TARGETS, chosen_target
+from heterollm.kernels.gpu.pocl.target import TARGETS, chosen_target
 from heterollm.model import ModelConfig, op_specs
 from heterollm_engines.common import SteppedEngine
 from heterollm_engines.gguf_file import write_gguf

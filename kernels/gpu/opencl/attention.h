@@ -1,23 +1,23 @@
-// What both attention kernels share; follows common.h, rounding.h and layers.h.
+// The common part of the attention kernels; follows common.h, rounding.h and glue.h.
 //
 // Causal attention with grouped heads over the KV cache, with an online softmax over blocks of keys
-// (FlashAttention: Dao et al. 2022), so that no score matrix is ever stored.
+// (FlashAttention: Dao et al. 2022), which stores no score matrix.
 //
 //   HEAD_DIM   elements of a head
 //   ROWS       query rows of a work-group. The query heads that share a key head are stacked with the tokens:
-//              row r of a key head is token r / group, head r % group, so that a key is read once for all.
+//              row r of a key head is token r / group, head r % group, so that all of them share one read of a key.
 //
 // A score is scale * (query . key), in units of log2; with a soft cap it is cap * tanh(scale * (query . key)),
 // and the cap holds those units. No cap is 0.
 //
-// Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With more
-// than one part every part writes sums, largest score and weight, which attention_join puts together.
+// Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With several parts
+// each one writes sums, largest score and total weight, which attention_join joins.
 //
-// With CODE_BITS the output is rounded to int8 as well, by whoever writes it:
-//   CODE_HEADS   the fewest heads that are whole blocks; divides what a work-group writes of a token
+// With CODE_BITS the kernel that writes the output also rounds it to int8:
+//   CODE_HEADS   smallest number of heads that holds whole blocks; divides the heads that a work-group writes
 
-// Below every score, and finite: a row that sees no key of a block has a weight of 1 for each of them, which
-// the first key that it does see wipes out.
+// Below every score, and finite: a row that sees no key of a block gives each of them a weight of 1, which the first
+// visible key makes vanish.
 #define NO_SCORE -1e30f
 #define PARTIAL_COLUMNS (HEAD_DIM + 2)
 
@@ -43,11 +43,11 @@ static inline attention_tile find_tile(__global const int *step, int number, int
 }
 
 #ifdef CODE_BITS
-// Of several parts it is attention_join that writes the output, so it rounds.
+// With several parts attention_join writes the output and rounds it.
 #define PARTS 1
 #define HEADS_BLOCKS (CODE_HEADS * HEAD_DIM / CODE_BLOCK)
 
-// Rounds what the work-group has written of a tile.
+// Rounds the work-group's output of a tile.
 static inline void round_tile(attention_tile tile, int group, int kv_head, int heads, __global const act_t *out,
                               __global uchar *codes, __global float2 *code_blocks) {
   wait_for_values();

@@ -1,5 +1,5 @@
-// Puts the parts of the context together, one work-group per token and head. Follows attention.h. With CODE_BITS
-// a work-group has CODE_HEADS heads, and rounds them to int8 as well.
+// Joins the parts of the context, one work-group per token and head. Follows attention.h. With CODE_BITS a work-group
+// has CODE_HEADS heads and also rounds them to int8.
 
 #ifndef CODE_HEADS
 #define CODE_HEADS 1

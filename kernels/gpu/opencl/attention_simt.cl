@@ -1,7 +1,7 @@
 // Attention for devices whose work-items run in lockstep groups (GPUs). Follows attention.h.
 //
-// A block has as many keys as the group has work-items. For the scores a work-item owns a key, for the
-// weighted sum a column of the head; what all need (queries, scores, row sums) lies in local memory.
+// Each pass takes as many keys as the group has work-items. A work-item computes the scores of one key and the weighted
+// sum of one column of the head; queries, scores and row sums lie in local memory.
 
 #define COLUMNS ((HEAD_DIM + WG - 1) / WG)
 #define TEAM (WG / ROWS < 8 ? WG / ROWS : 8)  // work-items that reduce one row

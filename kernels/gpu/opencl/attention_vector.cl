@@ -3,15 +3,15 @@
 //   MICRO      rows that one register tile holds; divides ROWS
 //   VECTORS    8-wide columns of a register tile
 //
-// Keys of a block are transposed into private memory once for all rows of the work-group, so that scores
-// come out 8 keys wide without horizontal sums.
+// The keys of a block are transposed into private memory once for all rows of the work-group, so that scores are
+// vectors of 8 keys without horizontal sums.
 
 #define KEYS 64
 #define KEY_VECTORS (KEYS / 8)
 #define WIDE ((HEAD_DIM + 15) / 16 * 2)  // vectors of a head, padded to whole register tiles
 #define TAIL (HEAD_DIM % 8)
 
-// What a register tile is made of. 32 registers of twice the width hold more rows and two vectors in each.
+// Vectors of a register tile. AVX-512 has 32 registers of twice the width: more rows, and two vectors in each.
 #ifdef __AVX512F__
 typedef float16 tile_float;
 #define TILE_VECTORS 2
@@ -34,7 +34,7 @@ typedef float8 tile_float;
 #define TILE (VECTORS / TILE_VECTORS)
 #define ALIGNED __attribute__((aligned(sizeof(tile_float))))
 
-// A page ahead is where a core's own prefetching stops; without this a third of the time is spent waiting.
+// A core's own prefetching stops at a page; without this prefetch a third of the time is waiting.
 #if defined(__clang__) && (defined(__x86_64__) || defined(__aarch64__))
 #define PREFETCH(p) __builtin_prefetch((const char *)(size_t)(p) + 4096)
 #else
@@ -117,7 +117,7 @@ static inline void score_tile(const float *queries, const float8 *keys, float8 *
 }
 
 // sums[row][d] = sums[row][d] * decay[row] + weights[row] . values[.][d] for MICRO rows, VECTORS * 8 columns.
-// The block is summed by itself first: over long contexts that rounds less.
+// The block is summed separately first, which rounds less over long contexts.
 static inline void value_tile(const float *weights, const float *decay, const float8 *values, int count,
                               float8 *sums) {
   tile_float tile[MICRO * TILE];

@@ -1,4 +1,4 @@
-// Shared by every kernel file: put it first in the list of sources.
+// The common part of all kernels, first in the list of sources.
 //
 // OpenCL C 1.2 without cl_khr_fp16: half is a storage type only, arithmetic is float.
 //   act_t                     element of an activation row: half with -DACT_HALF, else float
@@ -10,10 +10,9 @@
 //   ROUND8(v)                 int8    the nearest integers, halves to the even one
 //   BYTES8(v)                 uchar8  the lowest bits of integers
 //   FMA(a, b, c), UNROLL, sum8(v), max8(v)
-// With -DPLAIN no instruction of a certain processor is named (kernels/gpu/variants.py).
+// -DPLAIN avoids processor-specific instructions (kernels/gpu/variants.py).
 
 #ifdef PLAIN
-// Nothing that only some processors have: the compiler may be at fault where a faster program fails.
 #undef __AVX2__
 #undef __AVX512BW__
 #undef __AVX512F__
@@ -28,8 +27,8 @@
 #define UNROLL _Pragma("unroll")
 
 #if defined(__clang__) && defined(__x86_64__) && defined(__F16C__)
-// PoCL on x86: its vload and vstore are calls that are not inlined, so vectors are read through pointers
-// of element alignment, and half is converted by the processor's instruction.
+// PoCL on x86 does not inline vload and vstore, so vectors are accessed through pointers of element alignment, and half
+// is converted by the processor's instruction.
 typedef float8 loose_float8 __attribute__((aligned(4)));
 typedef uint8 loose_uint8 __attribute__((aligned(4)));
 typedef short8 loose_short8 __attribute__((aligned(2)));
@@ -48,7 +47,7 @@ static inline short8 float8_to_half8(float8 value) {
 #define load_half(p, i) half8_to_float8((short8)(((__global const short *)(p))[i])).s0
 #define store_half8(v, p, i) (*(__global loose_short8 *)((p) + (i)) = float8_to_half8(v))
 #define store_half(v, p, i) (((__global short *)(p))[i] = float8_to_half8((float8)(v)).s0)
-// As the processor is set up, its conversion rounds halves to the even integer.
+// The processor's conversion rounds halves to the even integer by default.
 #define ROUND8(v) __builtin_astype(__builtin_ia32_cvtps2dq256(__builtin_astype(v, half_values8)), int8)
 #define BYTES8(v) __builtin_convertvector(v, uchar8)
 #else

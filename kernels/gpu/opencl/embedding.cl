@@ -8,13 +8,13 @@ __kernel void embedding(
   const int first = get_global_id(0) * span, token = get_global_id(1);
   if (first >= columns) return;
   const int row = clamp(tokens[token], 0, table_rows - 1);
-  const size_t row_block = row / LANES;
+  const size_t row_tile = row / LANES;
   const int lane = row % LANES;
   y += (size_t)token * columns;
-  weights += row_block * (columns / WORD_INPUTS) * LANES + lane;
+  weights += row_tile * (columns / WORD_INPUTS) * LANES + lane;
 #if BITS <= 8
   for (int k = first; k < min(first + span, columns); k += WORD_INPUTS) {
-    const size_t group = (row_block * (columns / block) + k / block) * LANES + lane;
+    const size_t group = (row_tile * (columns / block) + k / block) * LANES + lane;
     const float zero = asymmetric ? (float)zeros[group] : (float)MIDDLE;
     const float scale = load_half(scales, group);
     const uint q = weights[(size_t)(k / WORD_INPUTS) * LANES];

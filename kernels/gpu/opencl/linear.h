@@ -1,15 +1,14 @@
-// What the linear-layer kernels share: the weight layout and the arguments. Comes after common.h.
+// The common part of the linear kernels: weight layout and arguments. Follows common.h.
 //
 // Defines: BITS = 4, 8, 16 or 32, the bits of a weight. OUT_FLOAT = 1 writes float where act_t is half.
 //
-// Weights: rows in blocks of 64. BITS 4 or 8: uint [row block][k / WORD_INPUTS][64], the first input in the
-// lowest bits. BITS 16 or 32: half or float [row block][k][64]. Scales half and zero points uchar
-// [row block][k / block][64].
+// Weights: row tiles of 64 rows. BITS 4 or 8: uint [row tile][k / WORD_INPUTS][64], the first input in the
+// lowest bits. BITS 16 or 32: half or float [row tile][k][64]. Scales half and zero points uchar
+// [row tile][k / block][64].
 //
-// tiles: one entry for each row block in use: (row block, its first output column, columns in use, 0).
+// tiles: one entry per row tile in use: (row tile, its first output column, columns in use, 0).
 //
-// A launch may take a range of inputs only: `columns` of them, which start at first_column of the
-// weight_columns that the layout is made for.
+// A launch may take a range of inputs: `columns` of the weight_columns of the layout, from first_column on.
 #define LANES 64
 
 #if BITS == 4
@@ -43,19 +42,18 @@ typedef half out_t;
 #define store_out8(v, p, i) store_half8(v, p, i)
 #endif
 
-// Where a row block's weights start, with the first input that the launch takes.
-static inline size_t first_weight(int row_block, int weight_columns, int first_column) {
-  return ((size_t)row_block * (weight_columns / WORD_INPUTS) + first_column / WORD_INPUTS) * LANES;
+// Offset of a row tile's weights at the first input of the launch.
+static inline size_t first_weight(int row_tile, int weight_columns, int first_column) {
+  return ((size_t)row_tile * (weight_columns / WORD_INPUTS) + first_column / WORD_INPUTS) * LANES;
 }
 
-// The same for its scales and zero points.
-static inline size_t first_group(int row_block, int weight_columns, int first_column, int block) {
-  return ((size_t)row_block * (weight_columns / block) + first_column / block) * LANES;
+// Offset of its scales and zero points there.
+static inline size_t first_group(int row_tile, int weight_columns, int first_column, int block) {
+  return ((size_t)row_tile * (weight_columns / block) + first_column / block) * LANES;
 }
 
-// x is [tokens][columns] and y [tokens][rows], both counted from first_token. block, scales and zeros mean
-// nothing with float weights; zeros is read when asymmetric is not 0. Second grid dimension: the token in
-// kernels for one token, else blocks of token_step tokens.
+// x is [tokens][columns] and y [tokens][rows], both from first_token on. Float weights use no block, scales or zeros;
+// zeros are read if asymmetric is not 0. Second grid dimension: steps of token_step tokens.
 #define LINEAR_ARGUMENTS                                                                                     \
   __global const weight_t *restrict weights, __global const half *restrict scales,                           \
       __global const uchar *restrict zeros, __global const act_t *restrict x, __global out_t *restrict y,    \

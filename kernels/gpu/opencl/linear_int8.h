@@ -1,8 +1,8 @@
-// What the linear-layer kernels with int8 activations share. Comes after linear.h; BITS is 4 or 8.
+// The common part of the linear kernels with int8 activations. Follows linear.h; BITS is 4 or 8.
 //
 // Inputs are rounded for each block of a row: scale = max|x| / 127, code = x * (127 / max|x|) to the nearest
 // integer, halves to the even one. Four codes make a word, the first in the lowest bits. With BITS = 4 the
-// even inputs of each eight come before the odd ones, as masking a word of weights leaves them.
+// even inputs of each eight precede the odd ones, the order that masking a word of weights gives.
 #define QUADS (WORD_INPUTS / 4)
 #if BITS == 4
 #define QUAD(q, h) (((q) >> (4 * (h))) & 0x0f0f0f0f)
@@ -11,8 +11,8 @@
 #endif
 
 // x_codes is [tokens][columns / 4] and x_blocks [tokens][columns / block], the scale and the sum of a block's
-// codes; both start with the first token to compute, and there is memory for seven after the last. The rest
-// is as in LINEAR_ARGUMENTS.
+// codes; both start with the first token to compute and have memory for seven tokens after the last. The other
+// arguments are those of LINEAR_ARGUMENTS.
 #define INT8_ARGUMENTS                                                                                       \
   __global const weight_t *restrict weights, __global const half *restrict scales,                           \
       __global const uchar *restrict zeros, __global const uint *restrict x_codes,                           \

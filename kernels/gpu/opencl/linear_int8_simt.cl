@@ -11,10 +11,6 @@ static inline int DOT4(uint codes, uint input) {
 }
 #endif
 
-static inline float zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
-  return asymmetric ? (float)zeros[index] : (float)MIDDLE;
-}
-
 // The product of a block: `sum` of codes times codes, less the zero point's share, times both scales. Exact
 // up to the scales, as no sum reaches 2^24.
 static inline float block_product(int sum, float zero, float scale, float2 input) {
@@ -23,13 +19,7 @@ static inline float block_product(int sum, float zero, float scale, float2 input
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
-// TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
-
-// Tuned: work-items that share a column, each with every SLICES-th block of inputs.
-#ifndef SLICES
-#define SLICES 4
-#endif
 
 __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
   __local float partial[SLICES][TOKENS][LANES];
@@ -61,33 +51,11 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
     UNROLL for (int t = 0; t < TOKENS; t++)
       totals[t] += block_product(sums[t], zero, scale, x_blocks[t * blocks + b]);
   }
-  UNROLL for (int t = 0; t < TOKENS; t++) partial[slice][t][lane] = totals[t];
-  barrier(CLK_LOCAL_MEM_FENCE);
-  if (lane < tile.z)
-    for (int t = slice; t < count; t += SLICES) {
-      float total = 0.0f;
-      for (int s = 0; s < SLICES; s++) total += partial[s][t][lane];
-      store_out(total, y + (size_t)(first_token + token + t) * rows + tile.y, lane);
-    }
+  STORE_SLICES
 }
 #else
 
 // ---- many tokens ----------------------------------------------------------------------------------------
-
-// A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of them. token_step is
-// TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time: every block is a
-// multiple of it.
-#ifndef TILE_TOKENS
-#define TILE_TOKENS 32
-#endif
-#ifndef ITEM_TOKENS
-#define ITEM_TOKENS 4
-#endif
-#ifndef DEPTH
-#define DEPTH 16
-#endif
-#define ITEMS_X (LANES / 4)
-#define ITEMS_Y (TILE_TOKENS / ITEM_TOKENS)
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(
     INT8_ARGUMENTS) {

@@ -78,16 +78,7 @@ static inline wide_int add_products(wide_int run, wide_uint codes, uint input) {
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
-// TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
-
-#ifdef PART_COLUMNS
-#define PART (PART_COLUMNS / WIDTH)
-#elif TOKENS * VECTORS <= WIDTH
-#define PART VECTORS
-#else
-#define PART (WIDTH / TOKENS)
-#endif
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_few(INT8_ARGUMENTS) {
   const int4 tile = tiles[get_group_id(0)];
@@ -146,24 +137,6 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-// ITEMS, DEPTH, MAX_TOKEN_STEP and STRIP are tuned and mean what they do in linear_vector.cl.
-#ifndef ITEMS
-#define ITEMS 2
-#endif
-#ifndef DEPTH
-#define DEPTH 128
-#endif
-#ifndef MAX_TOKEN_STEP
-#define MAX_TOKEN_STEP 128
-#endif
-#ifndef STRIP
-#define STRIP (WIDTH / 2)
-#endif
-// Columns of a work-item, and those computed at a time: two vectors.
-#define ITEM_COLUMNS (LANES / ITEMS)
-#define PAIR (2 * WIDTH)
-// The tokens of whole strips.
-#define WHOLE_STRIPS(count) (((count) + STRIP - 1) / STRIP * STRIP)
 // Smallest block.
 #define MIN_BLOCK 16
 

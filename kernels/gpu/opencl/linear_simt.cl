@@ -1,28 +1,20 @@
 // Linear layers for GPUs: a column for each work-item, inputs and weights staged in local memory.
 
 #if BITS <= 8
-static inline float zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
-  return asymmetric ? (float)zeros[index] : (float)MIDDLE;
-}
 #define CODE(q, i) ((float)(((q) >> (BITS * (i))) & CODE_MASK))
 #endif
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
-// TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
 
-// Tuned: work-items that share a column, each with every SLICES-th block of inputs.
-#ifndef SLICES
-#define SLICES 4
-#endif
 // Tuned: inputs held in local memory at a time; a multiple of every block.
-#ifndef CHUNK
-#define CHUNK (TOKENS == 1 ? 1024 : 512)
+#ifndef STAGED_INPUTS
+#define STAGED_INPUTS (TOKENS == 1 ? 1024 : 512)
 #endif
 
 __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_few(LINEAR_ARGUMENTS) {
-  __local float inputs[TOKENS][CHUNK];
+  __local float inputs[TOKENS][STAGED_INPUTS];
   __local float partial[SLICES][TOKENS][LANES];
   const int lane = get_local_id(0), slice = get_local_id(1);
   const int4 tile = tiles[get_group_id(0)];
@@ -40,8 +32,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 #endif
   float totals[TOKENS];
   UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
-  for (int start = 0; start < columns; start += CHUNK) {
-    const int depth = min(CHUNK, columns - start);
+  for (int start = 0; start < columns; start += STAGED_INPUTS) {
+    const int depth = min(STAGED_INPUTS, columns - start);
     barrier(CLK_LOCAL_MEM_FENCE);
     // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
     for (int t = 0; t < TOKENS; t++)
@@ -73,32 +65,11 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 #endif
     }
   }
-  UNROLL for (int t = 0; t < TOKENS; t++) partial[slice][t][lane] = totals[t];
-  barrier(CLK_LOCAL_MEM_FENCE);
-  if (lane < tile.z)
-    for (int t = slice; t < count; t += SLICES) {
-      float total = 0.0f;
-      for (int s = 0; s < SLICES; s++) total += partial[s][t][lane];
-      store_out(total, y + (size_t)(first_token + token + t) * rows + tile.y, lane);
-    }
+  STORE_SLICES
 }
 #else
 
 // ---- many tokens ----------------------------------------------------------------------------------------
-
-// A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of them. token_step is
-// TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time.
-#ifndef TILE_TOKENS
-#define TILE_TOKENS 32
-#endif
-#ifndef ITEM_TOKENS
-#define ITEM_TOKENS 4
-#endif
-#ifndef DEPTH
-#define DEPTH 16
-#endif
-#define ITEMS_X (LANES / 4)
-#define ITEMS_Y (TILE_TOKENS / ITEM_TOKENS)
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_simt_many(LINEAR_ARGUMENTS) {
   __local float4 inputs[DEPTH][TILE_TOKENS / 4];

@@ -2,19 +2,8 @@
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
-// TOKENS = 1, 2, 4 or 8: tokens that share one pass over the weights; token_step is the same.
 #ifdef TOKENS
 
-// A work-item computes a whole row block: its weights are one contiguous stream, which one core reads 1.7
-// times faster than two halves of 128 bytes each 256. PART vectors of it are computed at a time, so that
-// their sums stay in registers: there are 16, or 32 with 16-wide vectors.
-#ifdef PART_COLUMNS
-#define PART (PART_COLUMNS / WIDTH)
-#elif TOKENS * VECTORS <= WIDTH
-#define PART VECTORS
-#else
-#define PART (WIDTH / TOKENS)
-#endif
 // Inputs between two additions to the totals; quantised weights have a block instead.
 #define SPAN 128
 
@@ -115,32 +104,6 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
 #else
 
 // ---- many tokens ----------------------------------------------------------------------------------------
-
-// Tuned (kernels/gpu/parameters.py):
-//   ITEMS           work-items of a row block: 1 or 2
-//   DEPTH           inputs that are dequantised at a time; a multiple of every block
-//   MAX_TOKEN_STEP  largest token_step: weights are dequantised once for so many tokens, whose sums stay in a
-//                   near cache
-//   STRIP           tokens of the inner loop, an even number. By default twice as many sums hide the latency of
-//                   the additions and fit in 16 registers, four times as many in 32.
-#ifndef ITEMS
-#define ITEMS 2
-#endif
-#ifndef DEPTH
-#define DEPTH 128
-#endif
-#ifndef MAX_TOKEN_STEP
-#define MAX_TOKEN_STEP 128
-#endif
-#ifndef STRIP
-#define STRIP (WIDTH / 2)
-#endif
-// Columns of a work-item.
-#define ITEM_COLUMNS (LANES / ITEMS)
-// Columns computed at a time: two vectors.
-#define PAIR (2 * WIDTH)
-// The tokens of whole strips.
-#define WHOLE_STRIPS(count) (((count) + STRIP - 1) / STRIP * STRIP)
 
 // Dequantise `depth` inputs from `start` of PAIR columns.
 static inline void dequantize(

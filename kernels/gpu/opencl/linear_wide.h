@@ -1,4 +1,4 @@
-// Vectors of columns for the kernels for CPU devices. Comes after linear.h.
+// The common part of the linear kernels for CPU devices: vectors of columns. Follows linear.h.
 
 #ifdef __AVX512F__
 #define WIDTH 16
@@ -17,8 +17,8 @@ typedef uint8 wide_uint;
 #define load_wide(load8, p, i) load8(p, i)
 #endif
 
-// Weights are fetched PREFETCH_BYTES (tuned; 0 for not at all) ahead: by default a page, where a core's own
-// prefetching stops. One token is 1.6 times faster so.
+// Distance of the weights' prefetch (tuned; 0 for none): by default a page, where a core's own prefetching stops. It
+// makes one token 1.6 times faster.
 #ifndef PREFETCH_BYTES
 #define PREFETCH_BYTES 4096
 #endif
@@ -43,7 +43,7 @@ static inline void store_columns(wide_float value, __global out_t *y, int valid)
   }
 }
 
-// Vectors in a row block.
+// Vectors in a row tile.
 #define VECTORS (LANES / WIDTH)
 
 #if BITS <= 8
@@ -52,4 +52,45 @@ static inline void store_columns(wide_float value, __global out_t *y, int valid)
 static inline wide_float zero_points(__global const uchar *zeros, size_t index, int asymmetric) {
   return asymmetric ? load_wide(load_zero8, zeros, index) : (wide_float)(MIDDLE);
 }
+#endif
+
+#ifdef TOKENS
+// Kernels for a few tokens: TOKENS = 1, 2, 4 or 8 share one pass over the weights; token_step is the same.
+//
+// A work-item computes a whole row tile: its weights are one contiguous stream, which a core reads 1.7 times faster
+// than two halves of 128 bytes in every 256. It computes PART vectors at a time, whose sums stay in registers: there
+// are 16, or 32 with 16-wide vectors.
+#ifdef PART_COLUMNS
+#define PART (PART_COLUMNS / WIDTH)
+#elif TOKENS * VECTORS <= WIDTH
+#define PART VECTORS
+#else
+#define PART (WIDTH / TOKENS)
+#endif
+#else
+// Kernels for many tokens. Tuned (kernels/gpu/parameters.py):
+//   ITEMS           work-items of a row tile: 1 or 2
+//   DEPTH           inputs that are dequantised at a time; a multiple of every block
+//   MAX_TOKEN_STEP  largest token_step: weights are dequantised once for so many tokens, whose sums stay in a
+//                   near cache
+//   STRIP           tokens of the inner loop, an even number. By default twice as many sums hide the latency of
+//                   the additions and fit in 16 registers, four times as many in 32.
+#ifndef ITEMS
+#define ITEMS 2
+#endif
+#ifndef DEPTH
+#define DEPTH 128
+#endif
+#ifndef MAX_TOKEN_STEP
+#define MAX_TOKEN_STEP 128
+#endif
+#ifndef STRIP
+#define STRIP (WIDTH / 2)
+#endif
+// Columns of a work-item.
+#define ITEM_COLUMNS (LANES / ITEMS)
+// Columns computed at a time: two vectors.
+#define PAIR (2 * WIDTH)
+// Tokens, rounded up to whole strips.
+#define WHOLE_STRIPS(count) (((count) + STRIP - 1) / STRIP * STRIP)
 #endif

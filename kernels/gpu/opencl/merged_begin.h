@@ -1,5 +1,5 @@
-// First in the source of merged launches (kernels/gpu/merged.py), before the kernels' own files: every kernel becomes
-// a function of the work-group that it computes. Local sizes are one: a group's memory is private.
+// Start of the source of merged launches (kernels/gpu/pocl/merged.py): every following kernel becomes a function of its
+// work-group. Local sizes are one, so local memory is private.
 
 #define __kernel static
 #define reqd_work_group_size(x, y, z) always_inline

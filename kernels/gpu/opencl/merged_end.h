@@ -1,10 +1,10 @@
-// Runs the work-groups of several launches in order. Follows the kernels as functions and run_task, which calls
+// Runs the work-groups of several launches in order. Follows the kernels as functions, and run_task, which calls
 // them.
 //
-// Every worker waits until the launches before that of the next task are done, and then takes that task, a run of
-// work-groups. Tasks are taken in order and only by who can run them at once, so this ends however many workers
-// there are and whichever of them run: whoever waits holds nothing, and the last one never waits. A worker that
-// waits long leaves: the processor has taken another one's core away, and gives it back sooner if this one's idles.
+// A worker waits until all launches before that of the next task are done, and then takes the task, a run of
+// work-groups. Tasks are taken in order, and a waiting worker holds no task, so any number of running workers makes
+// progress. A worker that waits long leaves: the system has probably preempted another worker, and resumes it sooner
+// on an idle core.
 
 #undef __kernel
 #undef reqd_work_group_size
@@ -21,15 +21,15 @@
 #define RELAX
 #endif
 
-// One launch: kind, its first task, the task behind its last, work-groups of a task, work-groups in each of three
-// dimensions, and from ENTRY_ARGUMENTS on its arguments.
+// Entry of a launch: kind, first task, task behind the last, work-groups per task, work-groups in each of three
+// dimensions, and its arguments from ENTRY_ARGUMENTS on.
 #define ENTRY_WORDS 40
 #define ENTRY_ARGUMENTS 8
 
 // Turns to wait: some 100 us.
 #define PATIENCE 6000
 
-// Counters, far enough apart that each has its own cache line.
+// Counters, each in its own cache line.
 #define TAKEN 0
 #define DONE 32
 #define LEFT 64
@@ -48,7 +48,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void merged(__global con
       RELAX;
       continue;
     }
-    // This is a fence as well: nothing that the launches before have written is read earlier.
+    // This is also a memory barrier: reads of earlier launches' results stay behind it.
     if (atomic_cmpxchg(counters + TAKEN, task, task + 1) != task) continue;
     patience = PATIENCE;
     const uint groups[3] = {(uint)entry[4], (uint)entry[5], (uint)entry[6]};
@@ -60,7 +60,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void merged(__global con
     }
     atomic_inc(counters + DONE);
   }
-  // The last to leave makes the counters ready for the next time.
+  // The last worker resets the counters for the next launch.
   if (atomic_inc(counters + LEFT) == (int)get_num_groups(0) - 1) {
     counters[TAKEN] = 0;
     counters[DONE] = 0;

@@ -1,4 +1,4 @@
-// The gated activation, the join of the logits and their soft cap. Follows common.h, rounding.h and layers.h.
+// Gated activation, join of the logits, and soft cap. Follows common.h, rounding.h and glue.h.
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 
 #define SILU 0
@@ -6,7 +6,7 @@
 
 // out = activation(gate) * up of the two members gate and up, which may have a bias. Both activations are
 // gate * sigmoid(s): s is the gate itself, or for gelu 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since
-// (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the output is rounded to int8 as well.
+// (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the kernel also rounds its output to int8.
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
                                           __global act_t *out, __global const float *bias, int activation,
                                           int has_bias, int gate_split, int up_split, int columns, int span
@@ -38,7 +38,7 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
 #ifdef CODE_BITS
-  // What the work-group has written is whole blocks, as WG * span is a multiple of every block.
+  // The work-group has written whole blocks, as WG * span is a multiple of every block.
   wait_for_values();
   int first = get_group_id(0) * WG * span, stop = min(columns, first + WG * span);
   for (int block = first / CODE_BLOCK + get_local_id(0); block < stop / CODE_BLOCK; block += WG)
@@ -46,7 +46,7 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
 #endif
 }
 
-// Puts the two segments of the head's output together as float.
+// Joins the two segments of the head's output as float.
 GROUP_SIZE __kernel void join_logits(__global const act_t *a, __global const act_t *b, __global float *out,
                                      int split, int columns, int span) {
   size_t row = get_global_id(1);

@@ -1,7 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
-// The delta may be the sum of two parts, have a bias, and a norm of its own before it is added:
-// delta / rms(delta) * post.
-// With CODE_BITS the work-group rounds its row to int8 as well. Follows common.h, rounding.h and layers.h.
+// The delta may be the sum of two segments, and have a bias and a norm of its own: delta / rms(delta) * post.
+// With CODE_BITS the work-group also rounds its row to int8. Follows common.h, rounding.h and glue.h.
 
 #define NORM_ONLY 0       // no delta
 #define NORM_ADD 1        // delta is added and the sum stored back
@@ -9,7 +8,7 @@
 
 typedef struct {
   member_row row;
-  __global const act_t *other; // what is added to the row; null for nothing
+  __global const act_t *other; // segment to add to the row; null for none
   __global const float *bias;  // null for none
   __global const float *post;  // null for none
   float factor;                // 1 / rms of the delta
@@ -49,7 +48,7 @@ static inline float group_sum(float value, __local float *sums) {
   return value;
 }
 
-// split: where the delta is cut; below 0 it is the sum of a and b.
+// split: columns of the delta in a; below 0 the delta is the sum of a and b.
 GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
                                   __global const float *bias, __global const float *post,

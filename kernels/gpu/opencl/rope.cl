@@ -1,7 +1,7 @@
 // Adds the bias to q, k and v, norms each head of q and k (has_norm: head / rms(head) * norms, which holds one
 // head's weights for q, then one's for k), rotates q and k (Hugging Face's half-split convention: element i of
 // a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
-// Follows common.h and layers.h. Grid: work-items over 8-element pieces of heads, tokens.
+// Follows common.h and glue.h. Grid: work-items over runs of 8 elements of heads, tokens.
 
 // 1 / rms of one head, its bias (null for none) added.
 static inline float head_factor(member_row row, __global const float *bias, int first, int head_dim,

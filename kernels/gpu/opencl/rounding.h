@@ -1,13 +1,12 @@
-// Rounding of activations to int8, for the kernels that do it and those that write what is rounded. Follows
-// common.h.
+// Rounding of activations to int8, within the kernels that write them or in a kernel of its own. Follows common.h.
 //
-//   CODE_BITS    bits of the weights that meet the codes, 4 or 8; nothing is rounded without
-//   CODE_BLOCK   inputs that share a scale, in the kernels that round what they write
+//   CODE_BITS    bits of the linear's weights, 4 or 8; undefined for no rounding
+//   CODE_BLOCK   inputs that share a scale, in kernels that round their output
 //
 // The codes and their order are those of linear_int8.h.
 
 #ifdef CODE_BITS
-// What the kernels that round what they write take in addition, after their other arguments.
+// The last arguments of kernels that round their output.
 #define CODE_ARGUMENTS , __global uchar *codes, __global float2 *code_blocks
 
 // Write the codes of eight inputs.
@@ -20,10 +19,10 @@ static inline void store_codes(int8 code, __global uchar *codes) {
   *(__global uchar8 *)codes = BYTES8(ordered);
 }
 
-// A block whose largest value is below is all zeros: its factor would exceed the range of floats.
+// A block with a smaller maximum becomes zeros: its factor would exceed the range of floats.
 #define SMALLEST 0x1p-118f
 
-// Round the block that starts at x, and write its codes, and its scale with the sum of the codes.
+// Round the block at x, and write its codes, its scale and the sum of its codes.
 static inline void round_block(__global const act_t *x, __global uchar *codes, __global float2 *result,
                                int block) {
   float8 largest = 0.0f;
@@ -48,14 +47,14 @@ static inline void round_block(__global const act_t *x, __global uchar *codes, _
 }
 
 #ifdef CODE_BLOCK
-// Wait until the work-group has written its part of the values. Every work-item must come here.
+// Wait until the work-group has written its values. Every work-item must call this.
 static inline void wait_for_values(void) {
 #if WG > 1
   barrier(CLK_GLOBAL_MEM_FENCE);
 #endif
 }
 
-// Round block `number` of the values, counted through all rows.
+// Round block `number` of the values, counted over all rows.
 static inline void round_written(__global const act_t *values, __global uchar *codes,
                                  __global float2 *code_blocks, size_t number) {
   round_block(values + number * CODE_BLOCK, codes + number * CODE_BLOCK, code_blocks + number, CODE_BLOCK);

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from heterollm.base import OptionError
-from heterollm.kernels.npu import CHUNK_COLUMNS
+from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
 __all__ = ["NpuBound", "NpuTime", "NpuWork", "npu_time"]
@@ -55,7 +55,7 @@ class NpuWork:
         tokens: Tokens ``m`` that the graph computes, padding included.
         bits: Of a weight: 4 or 8 for codes, 16 or 32 for floats.
         block: Inputs that share an FP16 scale; 0 for floats.
-        form: As :data:`heterollm.kernels.npu.Form`.
+        form: As :data:`heterollm.kernels.npu.GraphForm`.
         integer_inputs: Whether inputs are int8.
         width: Rows of gate and of up each, for the forms of a block; else 0.
 
@@ -187,7 +187,7 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
 
 def _products(work: NpuWork) -> list[tuple[int, int, int]]:
     """Return output rows, inputs and longest piece of inputs of each product; 0 where it is not cut."""
-    chunk = CHUNK_COLUMNS if "k_chunked" in work.form else 0
+    chunk = K_SPLIT_COLUMNS if "k_chunked" in work.form else 0
     if not work.width:
         return [(work.rows, work.columns, chunk)]
     return [(2 * work.width, work.columns, 0), (work.rows, work.width, chunk)]

@@ -6,7 +6,7 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import Ceilings, Work, achieved, ceilings_of, passes_of, work_of
 from heterollm.data import bundled_model
-from heterollm.kernels.ops import feed_forward_blocks
+from heterollm.kernels.ops import ffn_specs
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.planning import ProfiledModel
 from heterollm.profiler.records import BandwidthKey, LinearKey, LinearPoint, Profile, Record
@@ -109,7 +109,7 @@ def test_cuts_count_by_rows_and_tokens():
 
 
 def test_a_block_counts_for_the_groups_that_it_stands_for():
-    block = feed_forward_blocks(SPECS)[0]
+    block = ffn_specs(SPECS)[0]
     quarter = tuple(rows // 4 for rows in block.member_rows)
     entries = [PlanEntry("prefill", (1, 64), (0, CONFIG.layers), "ffn", BlockPlacement(quarter[0], (64,)))]
     entries += [PlanEntry("prefill", (1, 64), (-1, 99), spec.group, GPU_ONLY) for spec in (*SPECS[:2], HEAD)]

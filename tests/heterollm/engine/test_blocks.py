@@ -10,7 +10,7 @@ import pytest
 
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.ops import GROUPS, OpSpec, feed_forward_blocks
+from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import NpuLimits, Placement, Plan, model_shape
 from heterollm.solver.candidates import candidates
@@ -38,7 +38,7 @@ def block_candidates(llm: LLM, block: OpSpec, tokens: int) -> list[Placement]:
     assert npu is not None
 
     def forms(part: OpSpec, length: int) -> tuple[str, ...]:
-        return npu.block_forms(
+        return npu.ffn_forms(
             part.weight,
             width=part.member_rows[0],
             columns=part.columns,
@@ -60,7 +60,7 @@ def block_plan(llm: LLM, choose: Callable[[OpSpec, int], Placement | None]) -> P
     specs = llm._weights.specs
     entries = [
         PlanEntry(phase, (tokens, tokens), (block.layer, block.layer), "ffn", placement)
-        for block in feed_forward_blocks(specs)
+        for block in ffn_specs(specs)
         for phase in ("prefill", "decode")
         for tokens in (*LENGTHS, DECODED)
         if (placement := choose(block, tokens)) is not None
@@ -200,7 +200,7 @@ def test_memory_counts_the_copies_of_blocks(
 
     plain = host_llm(checkpoint("llama"), plan="gpu")
     specs = plain._weights.specs
-    block = feed_forward_blocks(specs)[0]
+    block = ffn_specs(specs)[0]
     plan = block_plan(plain, lambda _, tokens: padded(tokens))
     need = memory_need(plain.config, specs, plan, 256, {}, np.dtype(np.float32))
     own = block.weight.weight_bytes(2 * 128, block.columns) + block.weight.weight_bytes(block.columns, 128)

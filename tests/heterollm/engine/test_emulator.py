@@ -14,7 +14,7 @@ import pytest
 
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.kernels.npu import qnn_available
-from heterollm.kernels.ops import OpSpec, feed_forward_blocks
+from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import LEVELS, Placement, Plan, model_shape
 from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
@@ -162,7 +162,7 @@ def test_cuts(
 
     entries = tuple(
         PlanEntry(phase, (tokens, tokens), (spec.layer, spec.layer), spec.group, place(spec, tokens))
-        for spec in (*specs, *(block for block in feed_forward_blocks(specs) if kind_of(block) == "blocks"))
+        for spec in (*specs, *(block for block in ffn_specs(specs) if kind_of(block) == "blocks"))
         for phase in ("prefill", "decode")
         for tokens in range(1, 65)
     )

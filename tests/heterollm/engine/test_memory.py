@@ -17,7 +17,7 @@ import heterollm.engine.memory
 from heterollm.base import GIB, MIB, DeviceError
 from heterollm.engine import available_bytes, check_memory, memory_need
 from heterollm.engine.memory import MemoryNeed
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs
 from heterollm.solver import level_plan
@@ -116,7 +116,7 @@ def test_slices_are_dropped_once_their_graphs_are_prepared(
     llm = host_llm(bundled_model, plan="layer")
     llm.session().prefill(list(range(40)))
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is NpuSlice]
+    assert not [thing for thing in gc.get_objects() if type(thing) is LinearShard]
 
 
 SHARED_MEMORY = """

@@ -6,8 +6,8 @@ import pytest
 from heterollm.engine import npu_part
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.formats.reference import weight_values
-from heterollm.kernels.npu import NpuBlock, NpuSlice
-from heterollm.kernels.ops import feed_forward_blocks
+from heterollm.kernels.npu import FfnShard, LinearShard
+from heterollm.kernels.ops import ffn_specs
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 
 
@@ -29,14 +29,14 @@ def folder(tmp_path_factory, write_model):
 )
 def test_a_block_holds_the_leading_width_of_each_weight(folder, options):
     weights = load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), **options)
-    blocks = feed_forward_blocks(weights.specs)
+    blocks = ffn_specs(weights.specs)
     assert len(blocks) == weights.config.layers
     for spec in blocks:
         gate, up = weights.linear(spec.layer, "gate_up")
         (down,) = weights.linear(spec.layer, "down")
         for width in (64, 128, 192):
             part = npu_part(weights, spec, (width, width))
-            assert isinstance(part, NpuBlock)
+            assert isinstance(part, FfnShard)
             assert (part.cut, part.layer, part.activation) == ((0, width), spec.layer, "silu")
             assert part.integer_inputs == (options.get("precision") == "w4a8")
             assert part.weights_key == weights.content_key
@@ -49,7 +49,7 @@ def test_a_block_holds_the_leading_width_of_each_weight(folder, options):
 
 def test_a_width_that_is_no_whole_block_is_refused(folder):
     weights = load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), group_size=64)
-    (spec, *_) = feed_forward_blocks(weights.specs)
+    (spec, *_) = ffn_specs(weights.specs)
     assert isinstance(weights.linear(spec.layer, "down")[0], QuantizedTensor)
     with pytest.raises(ValueError, match="whole"):
         npu_part(weights, spec, (96, 96))
@@ -59,6 +59,6 @@ def test_other_groups_are_slices(folder):
     weights = load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), group_size=32)
     for spec in weights.specs:
         part = npu_part(weights, spec, spec.member_rows)
-        assert isinstance(part, NpuSlice)
+        assert isinstance(part, LinearShard)
         values = np.concatenate([weight_values(member) for member in weights.linear(spec.layer, spec.group)])
         np.testing.assert_array_equal(weight_values(part.weight), values)

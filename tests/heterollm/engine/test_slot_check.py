@@ -14,7 +14,6 @@ from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
 from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.sync.faults import delay_graph
 from heterollm.llm import LLM
 from heterollm.solver import Placement, Plan, model_shape
 from heterollm.solver.placements import RowsPlacement
@@ -64,7 +63,9 @@ def load(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]) -> Calla
 
 
 @pytest.fixture
-def checking(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def checking(
+    monkeypatch: pytest.MonkeyPatch, delay_graph: Callable[[Path, int], None]
+) -> Callable[[int], None]:
     """Return a function that turns the mode on, and delays graphs as well, both by a seed."""
 
     def turn_on(seed: int) -> None:

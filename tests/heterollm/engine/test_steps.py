@@ -15,7 +15,7 @@ from heterollm.engine.runner import Engine
 from heterollm.engine.step import Buffer, LinearWork, Step
 from heterollm.kernels.gpu import SharedArray, SyncChoice
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import GROUPS, OpSpec, feed_forward_blocks
+from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime
 from heterollm.model import find_model, op_specs, shape_only_weights
@@ -211,7 +211,7 @@ def test_a_block_is_three_kernels_beside_one_graph() -> None:
 def test_the_shards_of_a_block_do_the_work_of_the_whole() -> None:
     engine = make_engine({"ffn": BlockPlacement(512, (64,))})
     whole = find_model("tinyllama-1.1b").config
-    (block, *_) = feed_forward_blocks(op_specs(whole, "w4a16", 128, True))
+    (block, *_) = ffn_specs(op_specs(whole, "w4a16", 128, True))
     works = {
         processor: [
             step.work
@@ -360,6 +360,6 @@ def test_an_observer_sees_every_step_of_every_pass_in_order() -> None:
 def test_every_kernel_has_a_category_in_traces() -> None:
     """Those of linears above all, which tables count by it."""
     specs: tuple[OpSpec, ...] = op_specs(find_model("tinyllama-1.1b").config, "w4a16", 128, True)
-    assert {KERNELS[spec.group] for spec in (*specs, *feed_forward_blocks(specs))} == {"linear"}
+    assert {KERNELS[spec.group] for spec in (*specs, *ffn_specs(specs))} == {"linear"}
     steps = make_engine({}).steps("prefill", 40)
     assert {step.operator for step in steps if step.action == "kernel"} <= set(KERNELS)

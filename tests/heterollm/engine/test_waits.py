@@ -178,7 +178,7 @@ def test_a_new_length_finds_nothing_out(load: Callable[..., LLM], monkeypatch: p
     def never(*_: object) -> None:
         raise AssertionError("measured after loading")
 
-    monkeypatch.setattr("heterollm.kernels.sync.handover.flag_litmus", never)
+    monkeypatch.setattr("heterollm.kernels.sync.fence.flag_litmus", never)
     monkeypatch.setattr("heterollm.kernels.gpu.waiting._median_us", never)
     for length in (3, 40, 77):
         llm.session().prefill(list(range(length)))
@@ -241,7 +241,7 @@ def test_a_strategy_that_the_device_does_not_offer_is_refused(
     load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "heterollm.kernels.sync.handover._flag_refusal", lambda _: "3 rounds of the litmus test were lost"
+        "heterollm.kernels.sync.fence._flag_refusal", lambda _: "3 rounds of the litmus test were lost"
     )
     with pytest.raises(OptionError, match=r"does not offer .*'flag'.*3 rounds"):
         load(sync="flag")

@@ -15,7 +15,7 @@ from heterollm.base import OptionError, ProfileError, list_cache
 from heterollm.cli import main
 from heterollm.data import bundled_model
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Member, OpSpec, Phase, Precision, WeightFormat, feed_forward_blocks
+from heterollm.kernels.ops import Member, OpSpec, Phase, Precision, WeightFormat, ffn_specs
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.planning import LoadOptions, ProfiledModel, Solved, solve_for
@@ -152,7 +152,7 @@ def test_no_length_costs_much_more_than_its_own_solution(profile, folder, level)
             for held in made.plan.slices
             if held.group == spec.group
         }
-        for spec in (*solver.layer, solver.head, *feed_forward_blocks(solver.layer))
+        for spec in (*solver.layer, solver.head, *ffn_specs(solver.layer))
     }
     for phase, tokens in itertools.product(
         get_args(Phase), (*range(1, 34), 50, 63, 65, 100, 127, 129, 200, 299)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterollm.kernels.npu import CHUNK_COLUMNS
+from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.profiler import summarize
 from heterollm.profiler.records import LinearPoint, Record, SweepKey
 from heterollm.report.page_profile import profile_page
@@ -56,7 +56,7 @@ def test_the_prior_of_k_stands_beside_where_cost_rises(sample_profile, risen_fro
     *_, section = npu_sections(swept(sample_profile, costs))
     [knee] = [note for note in section.notes if note.startswith("At 1 token")]
     assert verdict in knee
-    assert f"{CHUNK_COLUMNS} inputs, a prior" in knee
+    assert f"{K_SPLIT_COLUMNS} inputs, a prior" in knee
     assert ("3.0 times the least" in knee) == (risen_from < 99999)
 
 

@@ -37,7 +37,7 @@ def results():
 
 
 def parts_of(spans, part):
-    return sorted((span for span in spans if span.part == part), key=lambda span: span.begin_us)
+    return sorted((span for span in spans if span.processor == part), key=lambda span: span.begin_us)
 
 
 def test_every_level_runs_and_is_labelled(results):
@@ -128,7 +128,7 @@ def joules_of(spans, polling_us, elapsed_us):
     """Power times time by each split of the power, from what the parts did, least first."""
     power, busy_us = load_soc("snapdragon-8gen3").power, {"gpu": 0.0, "npu": 0.0, "host": 0.0}
     for span in spans:
-        busy_us[span.part] += span.end_us - span.begin_us
+        busy_us[span.processor] += span.end_us - span.begin_us
     moved_gbytes = sum(span.dram_bytes for span in spans) / 1e9
     return sorted(
         (

@@ -24,7 +24,7 @@ from heterollm.engine import SYNC_OPTIONS
 from heterollm.kernels.gpu import HostClock
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import GROUPS, feed_forward_blocks
+from heterollm.kernels.ops import GROUPS, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import Plan, model_shape
 from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
@@ -355,7 +355,7 @@ def test_cuts_of_every_kind_are_named(
         monkeypatch.setattr("heterollm.llm.open_device", opened)
     specs = gpu_only._weights.specs
     entries = []
-    for block in feed_forward_blocks(specs):
+    for block in ffn_specs(specs):
         entries += [
             PlanEntry(phase, lengths, (block.layer,) * 2, "ffn", BlockPlacement(256, (lengths[1],)))
             for phase, lengths in (("prefill", (33, 64)), ("decode", (1, 1)))

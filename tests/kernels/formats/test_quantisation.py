@@ -7,7 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from heterollm.base import CheckpointError, OptionError
 from heterollm.kernels.formats import effective_block, quantize
-from heterollm.kernels.formats.quantisation import CHUNK_BYTES
+from heterollm.kernels.formats.quantisation import BATCH_BYTES
 
 FORMATS = [
     (bits, symmetric, block) for bits in (4, 8) for symmetric in (True, False) for block in (16, 32, 64, 128)
@@ -249,7 +249,7 @@ def test_impossible_formats_are_refused():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_chunks_do_not_show(symmetric):
-    rows = 2 * CHUNK_BYTES // (4 * 96) + 11
+    rows = 2 * BATCH_BYTES // (4 * 96) + 11
     weight = np.random.default_rng(10).standard_normal((rows, 96)).astype(np.float32)
     whole = quantize(weight, bits=4, block=32, symmetric=symmetric)
     parts = [

@@ -3,19 +3,19 @@ import pytest
 
 from heterollm.kernels.cases import LayerCases
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
-from heterollm.kernels.gpu import GpuLayers
+from heterollm.kernels.gpu import GpuGlue
 
-LAYERS: dict[tuple, GpuLayers] = {}
+LAYERS: dict[tuple, GpuGlue] = {}
 
 
 @pytest.fixture
 def make(runtime):
-    """GpuLayers of a style and types, made once."""
+    """GpuGlue of a style and types, made once."""
 
     def get(style, activation=np.float32, kv=np.float32):
         key = (runtime, style, activation, kv)
         if key not in LAYERS:
-            LAYERS[key] = GpuLayers(runtime, activation, kv, style=style)
+            LAYERS[key] = GpuGlue(runtime, activation, kv, style=style)
         return LAYERS[key]
 
     return get

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from heterollm.base import KernelError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import (
-    ChainedLaunch,
     GpuLinear,
     RoundedInputs,
     Variant,
     code_bytes,
     target_for_this_machine,
 )
+from heterollm.kernels.gpu.launch import ChainedLaunch
 from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
 from heterollm.kernels.gpu.packing import BLOCKS
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.runtime import POCL_NAME
 

@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-import heterollm.kernels.gpu.merged
+import heterollm.kernels.gpu.pocl.merged
 from heterollm.base import KernelError
 from heterollm.kernels.formats import quantize
 from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     MergedLaunch,
     OpenClRuntime,
@@ -30,7 +30,7 @@ class Chain:
 
     def __init__(self, runtime, rounds=4, style=None, precision_bits=(4, 8)):
         generator = np.random.default_rng(rounds)
-        layers = GpuLayers(runtime, np.float32, np.float32, style=style)
+        layers = GpuGlue(runtime, np.float32, np.float32, style=style)
         self.runtime = runtime
         self.start = generator.standard_normal((1, HIDDEN)).astype(np.float32)
         self.residual, self.input, self.activated, self.output = (
@@ -167,9 +167,9 @@ def test_a_program_that_does_not_build_leaves_the_launches(runtime, monkeypatch,
 
 @pytest.mark.parametrize("patience", [1, 20])
 def test_workers_that_leave_early_change_nothing(runtime, monkeypatch, patience):
-    real = heterollm.kernels.gpu.merged.read_sources
+    real = heterollm.kernels.gpu.pocl.merged.read_sources
     monkeypatch.setattr(
-        heterollm.kernels.gpu.merged,
+        heterollm.kernels.gpu.pocl.merged,
         "read_sources",
         lambda files: real(files).replace("#define PATIENCE 6000", f"#define PATIENCE {patience}"),
     )

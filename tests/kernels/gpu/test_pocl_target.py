@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from heterollm.base import DeviceError
-from heterollm.kernels.gpu import OpenClRuntime, pocl_target, target_for_this_machine
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE, TARGETS, chosen_target, mend_target, target_for
+from heterollm.kernels.gpu import OpenClRuntime, target_for_this_machine
+from heterollm.kernels.gpu.pocl import target as pocl_target
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, TARGETS, chosen_target, mend_target, target_for
 from heterollm.kernels.gpu.runtime import POCL_NAME
 
 TWO_RUNTIMES = Path(__file__).with_name("two_runtimes.py")

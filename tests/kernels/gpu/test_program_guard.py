@@ -9,7 +9,7 @@ from collections import namedtuple
 import pytest
 
 from heterollm.base import DeviceError
-from heterollm.kernels.gpu import program_guard
+from heterollm.kernels.gpu.pocl import program_guard
 
 SCRIPT = """
 import logging

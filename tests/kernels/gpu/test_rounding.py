@@ -13,7 +13,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -34,13 +34,13 @@ BLOCKS = (32, 64, 128)
 GUARD = 0xA5
 HIDDEN = 384
 
-LAYERS: dict[tuple, GpuLayers] = {}
+LAYERS: dict[tuple, GpuGlue] = {}
 
 
 def layers_for(runtime, style, dtype=np.float32):
     key = (runtime, style, dtype)
     if key not in LAYERS:
-        LAYERS[key] = GpuLayers(runtime, dtype, dtype, style=style)
+        LAYERS[key] = GpuGlue(runtime, dtype, dtype, style=style)
     return LAYERS[key]
 
 

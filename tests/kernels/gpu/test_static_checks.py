@@ -24,7 +24,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -48,15 +48,15 @@ LINEAR_DEFINES = [
     f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
 ]
 INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
-LAYERS = ("common.h", "rounding.h", "layers.h")
+LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
 
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
     ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
-    ("common.h", "linear.h", "linear_simt.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): LINEAR_DEFINES,
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
-    ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl"): INT8_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): INT8_DEFINES,
     ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     (*LAYERS, "rms_norm.cl"): ["-DWG=1", "-DWG=64", "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32"],
@@ -130,7 +130,7 @@ def test_the_paths_for_x86_compile(clang, processor):
 
 
 def test_the_integer_dot_product_of_opencl_3_compiles(clang):
-    files = ("common.h", "linear.h", "linear_int8.h", "linear_int8_simt.cl")
+    files = ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl")
     # What a compiler defines for a device with cl_khr_integer_dot_product.
     device = ["-DINTEGER_DOT", "-D__opencl_c_integer_dot_product_input_4x8bit_packed=1"]
     for defines in PROGRAMS[files]:
@@ -250,7 +250,7 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         return Segments(slot((tokens, a_columns), dtype), b, members, splits)
 
     for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        layers = GpuGlue(runtime, dtype, dtype, style=style)
         gate = "fp32" if dtype == np.float32 else "fp16"
         residual, weight, out = (
             slot((tokens, 44), np.float32),
@@ -344,7 +344,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
         return memory
 
     for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers = GpuLayers(runtime, dtype, dtype, style=style)
+        layers = GpuGlue(runtime, dtype, dtype, style=style)
         residual, weight = slot((tokens, columns), np.float32), slot((columns,), np.float32)
         value, wide = slot((tokens, columns), dtype), slot((tokens, 2 * columns), dtype)
         query = slot((tokens, columns), np.float32)
@@ -379,7 +379,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
 
 
 def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """What hand-overs are made of, tested with and delayed by."""
+    """Kernels of fences, of their litmus test and of injected delays."""
     data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
     arguments = {
         "write_round": ((data, rounds), 70),

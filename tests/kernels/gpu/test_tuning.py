@@ -28,7 +28,7 @@ from heterollm.kernels.gpu import (
     kernel_source_hash,
     merge_launches,
 )
-from heterollm.kernels.gpu.pocl_target import TARGET_VARIABLE
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
 from heterollm.kernels.ops import WeightFormat
@@ -366,7 +366,7 @@ def test_the_runtime_uses_the_table(tuned_runtime):
     runtime.tuning.change(lambda table: table.keep(MANY, Tuned(OTHER, 90.0, 100.0)))
     tuned = small_launch(runtime, 70)
     assert tuned.global_size == (1 * 3, 2)
-    assert dict(runtime.kind(tuned.kernel)[2])["MAX_TOKEN_STEP"] == 64
+    assert dict(runtime.kernel_identity(tuned.kernel)[2])["MAX_TOKEN_STEP"] == 64
     assert small_launch(runtime, 1).global_size == (3, 1)
     assert small_launch(runtime, 70, style="vector").global_size == default.global_size
     runtime.tuning.enabled = False
@@ -412,11 +412,16 @@ def test_tuned_parameters_that_do_not_build_fall_to_the_default_for_good(tuned_r
     assert runtime.variants.notes[len(notes) :] == [note]
 
 
+def sources(style, integer_inputs):
+    common = "linear_wide.h" if style == "vector" else "linear_tiles.h"
+    return read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", common))
+
+
 def test_every_tuned_define_is_in_the_sources():
     for (style, many), names in LEGAL.items():
         for integer_inputs in (False, True):
             shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
-            text = read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", "linear_wide.h"))
+            text = sources(style, integer_inputs)
             last = all_parameters(style, shape)[-1]
             assert names
             for define in last.grid(300 if many else 5, 1).defines:
@@ -429,9 +434,9 @@ def test_the_sources_default_to_what_the_table_is_compared_with():
         for integer_inputs in (False, True):
             shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
             defines = default_parameters(style, shape).grid(300 if many else 5, 1).defines
-            text = read_sources((f"linear_{'int8_' if integer_inputs else ''}{style}.cl", "linear_wide.h"))
+            text = sources(style, integer_inputs)
             stated = dict(re.findall(r"#ifndef (\w+)\n#define \1 (\d+)\n", text))
-            for define in set(defines) - {"TOKENS", "CHUNK"}:
+            for define in set(defines) - {"TOKENS", "STAGED_INPUTS"}:
                 assert stated[define] == str(defines[define]), (style, many, define)
 
 

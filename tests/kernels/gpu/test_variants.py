@@ -7,7 +7,7 @@ from heterollm.kernels.formats import linear_errors, quantize, reference
 from heterollm.kernels.gpu import (
     STEP_WORDS,
     BuildError,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -134,7 +134,7 @@ class TestKernels:
     def test_attention_and_norms_are_right_whatever_is_broken(self, monkeypatch, runtime, broken):
         refuses, passed_over = BROKEN[broken]
         break_builds(monkeypatch, runtime, refuses)
-        layers = GpuLayers(runtime, np.float32, np.float32)
+        layers = GpuGlue(runtime, np.float32, np.float32)
         generator = np.random.default_rng(2)
         hidden, tokens = 64, 3
         residual, out = (
@@ -192,7 +192,7 @@ class TestKernels:
 
     def test_nothing_that_builds_is_an_error_of_ours(self, monkeypatch, runtime):
         break_builds(monkeypatch, runtime, lambda files, defines: True)
-        layers = GpuLayers(runtime, np.float32, np.float32)
+        layers = GpuGlue(runtime, np.float32, np.float32)
         slot = runtime.shared((1, 64), np.float32)
         segments = Segments(slot, slot, (32, 32), (0, 0))
         with pytest.raises(BuildError, match="refuses the program"):

@@ -7,7 +7,8 @@ import ctypes
 import json
 import sys
 
-from heterollm.kernels.gpu import is_cpu, kernel_source_hash, list_opencl_devices, pocl_target
+from heterollm.kernels.gpu import is_cpu, kernel_source_hash, list_opencl_devices
+from heterollm.kernels.gpu.pocl import target as pocl_target
 from heterollm.kernels.open import open_device
 
 

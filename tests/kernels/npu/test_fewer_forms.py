@@ -15,8 +15,8 @@ def test_what_is_left_out_is_not_offered_and_the_rest_is():
     assert npu.forms(INT4, **ask) == ("matmul_nbits", "k_chunked")
     assert fewer.forms(INT4, **ask) == ("matmul_nbits",)
     block = {"width": 8192, "columns": 4096, "length": 256, "integer_inputs": False, "activation": "silu"}
-    assert npu.block_forms(INT4, **block) == ("ffn", "ffn_k_chunked")
-    assert fewer.block_forms(INT4, **block) == ("ffn",)
+    assert npu.ffn_forms(INT4, **block) == ("ffn", "ffn_k_chunked")
+    assert fewer.ffn_forms(INT4, **block) == ("ffn",)
     assert fewer.standard_lengths == npu.standard_lengths
     assert fewer.time_kind == "simulated"
     # What is measured on it is filed apart from what is measured on the other.

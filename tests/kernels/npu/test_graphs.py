@@ -8,9 +8,9 @@ import pytest
 
 from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.npu.forms import reshaped_forms
-from heterollm.kernels.npu.graphs import slice_digest, write_graph
+from heterollm.kernels.npu.graphs import shard_digest, write_graph
 from heterollm.kernels.ops import WeightFormat
 
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -30,7 +30,7 @@ def test_graphs_keep_to_what_hexagon_takes(make_slice, tmp_path, form, bits, sym
     if form.endswith("int8") and dtype == FLOAT16:
         pytest.skip("Hexagon rounds no inputs")
     part = make_slice(80, 192, bits, symmetric=symmetric)
-    graph = read(write_graph(part, form, dtype, tmp_path, 32, chunk_columns=64)).graph
+    graph = read(write_graph(part, form, dtype, tmp_path, 32, k_split_columns=64)).graph
     onnx.checker.check_model(str(tmp_path / "graph.onnx"), full_check=True)
     assert not [node for node in graph.node if node.op_type in {"Cast", "DequantizeLinear"}]
     element = onnx.TensorProto.FLOAT16 if dtype == FLOAT16 else onnx.TensorProto.FLOAT
@@ -79,8 +79,8 @@ def test_every_slice_and_length_has_its_own_name(make_slice, tmp_path):
 
 def test_the_digest_sees_other_numbers_under_the_same_key(make_slice):
     part, other = make_slice(80, 192), make_slice(80, 192, seed=1)
-    assert slice_digest(part) == slice_digest(make_slice(80, 192))
-    assert slice_digest(part) != slice_digest(dataclasses.replace(other, weights_key=part.weights_key))
+    assert shard_digest(part) == shard_digest(make_slice(80, 192))
+    assert shard_digest(part) != shard_digest(dataclasses.replace(other, weights_key=part.weights_key))
 
 
 def chunks(path):
@@ -101,7 +101,7 @@ def test_pieces_of_any_width_add_up(make_slice, exact, tmp_path, kind, length):
         limit = 64 * int(generator.integers(1, 6))
         columns = limit + 32 * int(generator.integers(1, 30))
         part = make_slice(17, columns, **kind)
-        path = write_graph(part, "k_chunked", FLOAT32, tmp_path, length, chunk_columns=limit)
+        path = write_graph(part, "k_chunked", FLOAT32, tmp_path, length, k_split_columns=limit)
         bounds = chunks(path)
         assert bounds[-1][1] == columns
         assert all(start % 64 == 0 or part.format.bits == 16 for start, _ in bounds)
@@ -121,10 +121,10 @@ def test_published_widths_are_cut_evenly(make_slice, tmp_path):
 
 
 def test_a_form_must_suit_the_shape(make_slice, tmp_path):
-    with pytest.raises(GraphError, match="4096 inputs has no pieces of at most 4096"):
+    with pytest.raises(GraphError, match="4096 inputs cannot be split into ranges of at most 4096"):
         write_graph(make_slice(2, 4096, bits=16), "k_chunked", FLOAT16, tmp_path, 32)
     with pytest.raises(GraphError, match="at most 100 inputs in steps of 128"):
-        write_graph(make_slice(2, 192, block=64), "k_chunked", FLOAT16, tmp_path, 32, chunk_columns=100)
+        write_graph(make_slice(2, 192, block=64), "k_chunked", FLOAT16, tmp_path, 32, k_split_columns=100)
     with pytest.raises(GraphError, match="33 tokens has no tiles of 32"):
         write_graph(make_slice(2, 64, bits=16), "token_tiles", FLOAT16, tmp_path, 33)
 
@@ -149,7 +149,7 @@ def test_a_form_must_suit_the_format(make_slice, tmp_path, form):
         write_graph(make_slice(64, 64), form, FLOAT32, tmp_path)
     for other in ("matmul_nbits", "k_chunked_int8"):
         with pytest.raises(GraphError, match=rf"f16 .* as {other}"):
-            write_graph(make_slice(64, 64, bits=16), other, FLOAT32, tmp_path, chunk_columns=32)
+            write_graph(make_slice(64, 64, bits=16), other, FLOAT32, tmp_path, k_split_columns=32)
 
 
 def test_float32_weights_are_not_rounded_unsaid(make_slice, tmp_path):
@@ -160,9 +160,9 @@ def test_float32_weights_are_not_rounded_unsaid(make_slice, tmp_path):
 @pytest.mark.parametrize("ranges", [((0, 63),), ((0, 32), (0, 33)), ((64, 0),), ((-4, 60),)])
 def test_row_ranges_must_add_up(ranges):
     with pytest.raises(GraphError, match="ranges"):
-        NpuSlice(np.zeros((64, 8), np.float32), 0, "o", ranges, "key")
+        LinearShard(np.zeros((64, 8), np.float32), 0, "o", ranges, "key")
 
 
 def test_a_slice_without_rows_is_refused():
     with pytest.raises(GraphError, match="empty"):
-        NpuSlice(np.zeros((0, 8), np.float32), 0, "o", ((0, 0),), "key")
+        LinearShard(np.zeros((0, 8), np.float32), 0, "o", ((0, 0),), "key")

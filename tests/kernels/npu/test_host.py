@@ -9,8 +9,7 @@ import pytest
 from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, NpuSlice
-from heterollm.kernels.npu.protocol import standard_length
+from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShard
 from heterollm.kernels.ops import WeightFormat
 
 QUANTIZED = [
@@ -204,13 +203,6 @@ def test_it_counts_no_cycles(npu, make_slice):
     assert npu.compiled_count == 0
 
 
-def test_the_smallest_length_that_fits(npu):
-    assert [standard_length(npu, m) for m in (1, 2, 32, 33, 513, 1024)] == [1, 32, 32, 64, 1024, 1024]
-    for tokens in (0, -1, 1025):
-        with pytest.raises(GraphError, match="1 to 1024"):
-            standard_length(npu, tokens)
-
-
 def test_slices_with_other_numbers_have_other_sessions(npu, make_slice, exact):
     for part in (make_slice(64, 256), make_slice(64, 256, seed=1), make_slice(64, 512)):
         x, y = run(npu, part, 32)
@@ -265,7 +257,7 @@ def test_the_rounding_is_the_oracles(npu, bits, block):
     np.fill_diagonal(codes, middle + 1)
     packed = (codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes)[:, np.newaxis]
     weight = QuantizedTensor(packed, np.ones((block, 1), np.float16), None, bits, block)
-    part = NpuSlice(weight, 0, "o", ((0, block),), "one on the diagonal", integer_inputs=True)
+    part = LinearShard(weight, 0, "o", ((0, block),), "one on the diagonal", integer_inputs=True)
     rng = np.random.default_rng(0)
     halves = rng.integers(-252, 253, (64, block)) / 2
     halves[:, 0] = 127
@@ -302,7 +294,7 @@ def test_padding_rows_never_reach_rounded_ones(npu, make_slice):
 MEMORY_SCRIPT = """
 import ctypes, gc, sys
 import numpy as np
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.npu.host import HostNpu
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
 
@@ -316,7 +308,7 @@ def part(layer):
     generator = np.random.default_rng(layer)
     codes = generator.integers(0, 256, (8192, 64, 16), np.uint8)
     weight = QuantizedTensor(codes, generator.random((8192, 64)).astype(np.float16), None, 4, 32)
-    return NpuSlice(weight, layer, "down", ((0, 8192),), "key")
+    return LinearShard(weight, layer, "down", ((0, 8192),), "key")
 
 npu = HostNpu()
 npu.prepare(part(9), 1)

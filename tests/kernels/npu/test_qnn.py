@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from heterollm.base import CacheError, DeviceError, GraphError
 from heterollm.kernels.formats import linear_errors, quantize
-from heterollm.kernels.npu import NpuSlice, QnnNpu, qnn_available
+from heterollm.kernels.npu import LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.qnn_binaries import temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
@@ -114,7 +114,7 @@ class TestEmulator:
         # Hexagon's own asymmetric MatMulNBits gives NMSE 2.0e-6 on this weight.
         floats = np.random.default_rng(0).standard_t(3, (192, 896)).astype(np.float32)
         weight = quantize(floats, bits=4, block=128, symmetric=symmetric)
-        part = NpuSlice(weight, 0, "o", ((0, 192),), "tails")
+        part = LinearShard(weight, 0, "o", ((0, 192),), "tails")
         x, y = run(npu, part, 32)
         assert linear_errors(y, exact(part, x)).within("fp16")
 
@@ -184,13 +184,13 @@ class TestEmulator:
 SECOND_PROCESS = """
 import sys
 import numpy as np
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.npu.qnn import QnnNpu
 
 weight = np.load(sys.argv[1])
 npu = QnnNpu(emulator=True)
 x, y = np.ones((32, weight.shape[1]), np.float16), np.zeros((32, weight.shape[0]), np.float16)
-npu.prepare(NpuSlice(weight, 3, "o", ((0, weight.shape[0]),), "key"), 32).bind(x, y)()
+npu.prepare(LinearShard(weight, 3, "o", ((0, weight.shape[0]),), "key"), 32).bind(x, y)()
 assert np.abs(y).max() > 0
 print(npu.compiled_count, npu.loaded_count)
 """

@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import OptionError
 from heterollm.kernels.sim import GpuLoad, SimulatedClock
-from heterollm.kernels.sim.clock import ClockCosts, Job
+from heterollm.kernels.sim.clock import ClockCosts, SimulatedJob
 
 COSTS = ClockCosts(
     submit_us=15.0,
@@ -36,14 +36,14 @@ def make_clock(load=None):
 
 def test_a_kernel_of_an_empty_queue_pays_the_refill_and_one_behind_it_the_gap():
     clock = make_clock()
-    first = clock.submit(Job("first", 100.0))
-    second = clock.submit(Job("second", 50.0))
+    first = clock.submit(SimulatedJob("first", 100.0))
+    second = clock.submit(SimulatedJob("second", 50.0))
     clock.wait_for(second)
     assert first.begin_us == COSTS.submit_us + COSTS.refill_us
     assert second.begin_us == first.end_us + COSTS.gap_us
     assert clock.now_us == second.end_us + COSTS.finish_us
     # The queue has run empty.
-    third = clock.submit(Job("third", 1.0))
+    third = clock.submit(SimulatedJob("third", 1.0))
     clock.wait_idle()
     assert third.begin_us == second.end_us + COSTS.finish_us + COSTS.submit_us + COSTS.refill_us
     assert clock.totals.overhead_us == {"refill": 150.0, "driver": 800.0}
@@ -57,7 +57,7 @@ def test_waiting_for_what_is_done_is_a_mere_look():
 
 def test_polling_sees_the_end_one_look_later():
     clock = make_clock()
-    job = clock.submit(Job("kernel", 1000.0))
+    job = clock.submit(SimulatedJob("kernel", 1000.0))
     assert not clock.is_done(job)
     clock.poll_on()
     assert clock.now_us == job.end_us
@@ -67,32 +67,32 @@ def test_polling_sees_the_end_one_look_later():
 
 def test_a_graph_is_started_ahead_as_far_as_the_npu_is_free():
     clock = make_clock()
-    clock.run_npu(Job("alone", 500.0, fixed_us=100.0))
+    clock.run_npu(SimulatedJob("alone", 500.0, fixed_us=100.0))
     assert clock.now_us == 500.0
-    clock.run_npu(Job("again", 500.0, fixed_us=100.0))
+    clock.run_npu(SimulatedJob("again", 500.0, fixed_us=100.0))
     assert clock.now_us == 1000.0
-    job = clock.submit(Job("kernel", 300.0))
+    job = clock.submit(SimulatedJob("kernel", 300.0))
     clock.poll_on()
     assert clock.is_done(job)
     begin_us = clock.now_us
-    clock.run_npu(Job("behind a kernel", 500.0, fixed_us=100.0))
+    clock.run_npu(SimulatedJob("behind a kernel", 500.0, fixed_us=100.0))
     assert clock.now_us - begin_us == pytest.approx(425.0)
     # Of what was done long ago as well, but not for longer than the NPU was free.
     for pause_us, hidden_us in ((200.0, 75.0), (30.0, 30.0 + COSTS.poll_us)):
         clock.work(pause_us, "other things")
         assert clock.is_done(job)
         begin_us = clock.now_us
-        clock.run_npu(Job("behind a look", 500.0, fixed_us=100.0))
+        clock.run_npu(SimulatedJob("behind a look", 500.0, fixed_us=100.0))
         assert clock.now_us - begin_us == pytest.approx(500.0 - hidden_us)
 
 
 def test_both_parts_slow_each_other_only_while_both_run():
     clock = make_clock()
     # 40 GB/s each: together 80 of 60, so that both run at three quarters.
-    job = clock.submit(Job("kernel", 1000.0, 40e6))
+    job = clock.submit(SimulatedJob("kernel", 1000.0, 40e6))
     clock.sleep(job.ready_us - clock.now_us - COSTS.sleep_us)
     begin_us = clock.now_us
-    clock.run_npu(Job("graph", 300.0, 12e6))
+    clock.run_npu(SimulatedJob("graph", 300.0, 12e6))
     assert clock.now_us - begin_us == pytest.approx(400.0)
     clock.wait_for(job)
     assert job.end_us - job.begin_us == pytest.approx(1100.0)
@@ -102,31 +102,31 @@ def test_both_parts_slow_each_other_only_while_both_run():
 def test_the_driver_hands_over_with_copies_both_ways():
     clock = make_clock()
     clock.hand_over_by_driver()
-    clock.run_npu(Job("graph", 100.0))
-    clock.run_npu(Job("the rest of a pipe", 50.0))
+    clock.run_npu(SimulatedJob("graph", 100.0))
+    clock.run_npu(SimulatedJob("the rest of a pipe", 50.0))
     assert clock.now_us == pytest.approx(COSTS.write_us + 150.0)
     # The next kernel needs the output.
-    clock.submit(Job("kernel", 1.0))
+    clock.submit(SimulatedJob("kernel", 1.0))
     back_us = COSTS.finish_us + COSTS.write_us
     assert clock.now_us == pytest.approx(COSTS.write_us + 150.0 + back_us + COSTS.submit_us)
-    clock.run_npu(Job("graph", 100.0))
+    clock.run_npu(SimulatedJob("graph", 100.0))
     before_us = clock.now_us
-    clock.submit(Job("kernel", 1.0))
+    clock.submit(SimulatedJob("kernel", 1.0))
     assert clock.now_us == pytest.approx(before_us + COSTS.submit_us)
 
 
 def test_the_driver_copies_back_behind_the_gpus_own_part():
     clock = make_clock()
     clock.hand_over_by_driver()
-    own = clock.submit(Job("own part", 1000.0))
-    clock.run_npu(Job("graph", 200.0))
-    clock.submit(Job("kernel", 1.0))
+    own = clock.submit(SimulatedJob("own part", 1000.0))
+    clock.run_npu(SimulatedJob("graph", 200.0))
+    clock.submit(SimulatedJob("kernel", 1.0))
     assert clock.now_us == pytest.approx(own.end_us + COSTS.finish_us + COSTS.write_us + COSTS.submit_us)
 
 
 def test_a_game_draws_between_kernels():
     clock = make_clock(GpuLoad(100.0, 4000.0))
-    jobs = [clock.submit(Job("kernel", 300.0)) for _ in range(100)]
+    jobs = [clock.submit(SimulatedJob("kernel", 300.0)) for _ in range(100)]
     clock.wait_for(jobs[-1])
     # Four milliseconds of each ten are the game's, however irregularly they come.
     assert jobs[-1].end_us == pytest.approx(50_000.0, abs=4100.0)
@@ -141,12 +141,12 @@ def test_a_frame_waits_for_the_kernel_that_runs_and_goes_before_those_queued():
     load = GpuLoad(100.0, 4000.0)
     clock = make_clock(load)
     clock.sleep(5000.0)
-    long = clock.submit(Job("long", 25_000.0))
-    behind = clock.submit(Job("behind", 10.0))
+    long = clock.submit(SimulatedJob("long", 25_000.0))
+    behind = clock.submit(SimulatedJob("behind", 10.0))
     clock.wait_for(behind)
     assert long.begin_us < load.begin_us(1) < long.end_us
     assert long.end_us - long.begin_us == pytest.approx(25_000.0)
-    assert [span.name for span in clock.spans if span.part in ("gpu", "game")] == (
+    assert [span.name for span in clock.spans if span.processor in ("gpu", "game")] == (
         ["frame", "long", "frame", "frame", "behind"]
     )
     first, late, catching_up = in_order(clock, "game")
@@ -181,8 +181,8 @@ def test_a_game_that_fills_the_gpu_leaves_each_wait_an_end():
     load = GpuLoad(1000.0, 949.0)
     clock = make_clock(load)
     for _ in range(20):
-        job, last = clock.submit(Job("kernel", 10.0)), clock.submit(Job("kernel", 400.0))
-        clock.run_npu(Job("graph", 100.0))
+        job, last = clock.submit(SimulatedJob("kernel", 10.0)), clock.submit(SimulatedJob("kernel", 400.0))
+        clock.run_npu(SimulatedJob("graph", 100.0))
         while not clock.is_done(job):
             clock.poll_on()
         clock.wait_for(last)
@@ -196,7 +196,7 @@ def test_a_game_that_leaves_no_time_is_refused(rate, frame_us):
 
 
 def in_order(clock, part):
-    return sorted((span for span in clock.spans if span.part == part), key=lambda span: span.begin_us)
+    return sorted((span for span in clock.spans if span.processor == part), key=lambda span: span.begin_us)
 
 
 def random_run(seed, load=None):
@@ -208,12 +208,14 @@ def random_run(seed, load=None):
         kind = draw.random()
         if kind < 0.5:
             duration_us = draw.choice([0.0, draw.uniform(1, 20), draw.uniform(100, 5000)])
-            jobs.append(clock.submit(Job("kernel", duration_us, duration_us * draw.uniform(0, 45e3))))
+            jobs.append(
+                clock.submit(SimulatedJob("kernel", duration_us, duration_us * draw.uniform(0, 45e3)))
+            )
         elif kind < 0.7:
             duration_us = draw.uniform(20, 3000)
             fixed_us = draw.choice([0.0, 20.0])
             moved = (duration_us - fixed_us) * draw.uniform(0, 40e3)
-            clock.run_npu(Job("graph", duration_us, moved, fixed_us))
+            clock.run_npu(SimulatedJob("graph", duration_us, moved, fixed_us))
         elif kind < 0.8:
             clock.poll_on()
         elif kind < 0.9 and jobs:
@@ -229,7 +231,7 @@ def random_run(seed, load=None):
 def test_nothing_is_gained_or_lost(seed, load):
     clock, jobs = random_run(seed, load)
     # The game has the GPU to itself, and leaves no kernel half done.
-    drawn = [span for span in clock.spans if span.part in ("gpu", "game")]
+    drawn = [span for span in clock.spans if span.processor in ("gpu", "game")]
     for before, after in itertools.pairwise(sorted(drawn, key=lambda span: span.begin_us)):
         assert before.end_us <= after.begin_us + 1e-6, (before, after)
     assert all(job.begin_us <= job.end_us <= clock.now_us for job in jobs)
@@ -269,7 +271,7 @@ def test_long_runs_keep_going():
     clock = make_clock()
     clock.now_us = 3.3e9
     for _ in range(300):
-        clock.submit(Job("short", 1e-7, 1.0))
-        clock.run_npu(Job("short too", 3e-7, 1.0, 1e-7))
+        clock.submit(SimulatedJob("short", 1e-7, 1.0))
+        clock.run_npu(SimulatedJob("short too", 3e-7, 1.0, 1e-7))
     clock.wait_idle()
     assert clock.last_job() is None

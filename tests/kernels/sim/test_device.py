@@ -9,20 +9,20 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
     Scores,
 )
-from heterollm.kernels.npu import NpuSlice
+from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.sim import Simulation, clock_of, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time
 from heterollm.kernels.sim.soc.npu_model import npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
-from heterollm.kernels.sync import prepare_hand_over, refused_strategies, strategies_for
+from heterollm.kernels.sync import prepare_fence, refused_strategies, strategies_for
 
 NAME = "sim:snapdragon-8gen3"
 PACKED = WeightFormat(4, 128)
@@ -46,7 +46,7 @@ def launch_of(device, tokens, rows=4096, columns=4096):
 
 
 def graph_call(device, tokens, rows=4096, columns=4096):
-    part = NpuSlice(shape_only_weight(rows, columns, PACKED), 0, "o", ((0, rows),), "shapes")
+    part = LinearShard(shape_only_weight(rows, columns, PACKED), 0, "o", ((0, rows),), "shapes")
     graph = device.npu.prepare(part, tokens)
     x = device.gpu.shared((tokens, columns), np.float16)
     y = device.gpu.shared((tokens, rows), np.float16)
@@ -69,7 +69,7 @@ def test_a_launch_takes_the_modelled_time(simulated):
     launch = launch_of(simulated, 256)
     launch()
     simulated.gpu.finish()
-    [span] = [span for span in clock.spans if span.part == "gpu"]
+    [span] = [span for span in clock.spans if span.processor == "gpu"]
     work = launch.work()
     assert work.flops == 2 * 256 * 4096 * 4096
     assert work.read_bytes == PACKED.weight_bytes(4096, 4096) + 2 * 256 * 4096
@@ -78,7 +78,7 @@ def test_a_launch_takes_the_modelled_time(simulated):
 
 def test_attention_takes_longer_the_more_positions_there_are(simulated):
     runtime = simulated.gpu
-    layers = GpuLayers(runtime, np.float16, np.float16)
+    layers = GpuGlue(runtime, np.float16, np.float16)
     step = runtime.shared((STEP_WORDS,), np.int32)
     query, out = runtime.shared((1, 4096), np.float32), runtime.shared((1, 4096), np.float16)
     cache = runtime.shared((2 * 8 * 4096 * 128,), np.float16)
@@ -97,7 +97,7 @@ def test_attention_takes_longer_the_more_positions_there_are(simulated):
 
 
 def test_windows_bound_what_attention_reads(simulated):
-    layers = GpuLayers(simulated.gpu, np.float16, np.float16)
+    layers = GpuGlue(simulated.gpu, np.float16, np.float16)
     step = simulated.gpu.shared((STEP_WORDS,), np.int32)
     query, out = simulated.gpu.shared((64, 256), np.float32), simulated.gpu.shared((64, 256), np.float16)
     cache = simulated.gpu.shared((2 * 2 * 256 * 64,), np.float16)
@@ -125,7 +125,7 @@ def test_a_graph_takes_the_modelled_time_and_its_shape_is_built_once(simulated):
 
 
 def test_what_a_real_graph_refuses_is_refused(simulated):
-    part = NpuSlice(shape_only_weight(256, 256, WeightFormat(4, 32)), 0, "o", ((0, 256),), "shapes")
+    part = LinearShard(shape_only_weight(256, 256, WeightFormat(4, 32)), 0, "o", ((0, 256),), "shapes")
     with pytest.raises(GraphError, match="length"):
         simulated.npu.prepare(part, 100)
     graph = simulated.npu.prepare(part, 32)
@@ -153,7 +153,7 @@ def test_hand_overs_cost_what_the_parameters_say(simulated):
     launch = launch_of(simulated, 256)
     late = {}
     for strategy in strategies_for(simulated.gpu):
-        hand_over = prepare_hand_over(simulated.gpu, strategy, "test")
+        hand_over = prepare_fence(simulated.gpu, strategy, "test")
         for _ in range(20):
             event = launch()
             hand_over()
@@ -171,7 +171,7 @@ def test_hand_overs_cost_what_the_parameters_say(simulated):
 def test_sleeping_leaves_the_core_to_others(simulated):
     launch, busy = launch_of(simulated, 256), {}
     for strategy in ("poll", "sleep_poll"):
-        hand_over = prepare_hand_over(simulated.gpu, strategy, "test")
+        hand_over = prepare_fence(simulated.gpu, strategy, "test")
         for _ in range(20):
             launch()
             before_ns = simulated.gpu.processor_ns()[0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuLayers
+from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuGlue
 from heterollm.model.known import Size
 from heterollm.profiler.measure import gpu_timer as timer_module
 from heterollm.profiler.measure import layer_key, layer_tasks
@@ -65,14 +65,14 @@ def test_operators_that_two_models_share_are_measured_once(device):
 
 def test_attention_reads_the_context_that_the_step_buffer_states(device, monkeypatch):
     seen = []
-    attention = GpuLayers.attention
+    attention = GpuGlue.attention
 
     def watched(layers, q, cache, out, step, **sizes):
         words = step.array
         seen.append((int(words[STEP_POSITION]), int(words[STEP_LENGTH]), sizes["bucket"]))
         return attention(layers, q, cache, out, step, **sizes)
 
-    monkeypatch.setattr(GpuLayers, "attention", watched)
+    monkeypatch.setattr(GpuGlue, "attention", watched)
     tasks = layer_tasks(device, [SIZES.shape("tiny")])
     [decode] = [task for task in tasks if (task.keys[0].operator, task.keys[0].tokens) == ("attention", 1)]
     assert len(decode.run()) == len(seen) == len(POSITIONS)
@@ -84,7 +84,7 @@ def test_an_operator_that_fails_is_a_record_and_the_others_go_on(device, monkeyp
     def broken(*given, **named):
         raise KernelError("No such kernel.")
 
-    monkeypatch.setattr(GpuLayers, "rope_and_store", broken)
+    monkeypatch.setattr(GpuGlue, "rope_and_store", broken)
     for task in layer_tasks(device, [SIZES.shape("tiny")]):
         if task.keys[0].operator in ("rope_and_store", "embedding"):
             errors = {record.error for record in task.run()}

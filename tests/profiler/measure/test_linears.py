@@ -13,7 +13,7 @@ from heterollm.base import MIB, GraphError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear
 from heterollm.kernels.gpu.traits import host_cache_bytes
-from heterollm.kernels.npu import Form, NpuSlice
+from heterollm.kernels.npu import GraphForm, LinearShard
 from heterollm.kernels.npu.qnn import BuiltGraph
 from heterollm.model import ModelShape
 from heterollm.model.known import Size
@@ -50,7 +50,7 @@ class Clock:
 
 
 class FakeGraph:
-    def __init__(self, npu: FakeNpu, length: int, rows: int, columns: int, form: Form) -> None:
+    def __init__(self, npu: FakeNpu, length: int, rows: int, columns: int, form: GraphForm) -> None:
         self._npu = npu
         self.length, self.rows, self.columns = length, rows, columns
         self._form = form
@@ -80,31 +80,31 @@ class FakeNpu:
     activation_dtype = np.dtype(np.float32)
     loaded_count = 0
 
-    def __init__(self, clock: Clock, forms: tuple[Form, ...] = ("matmul_nbits",)) -> None:
+    def __init__(self, clock: Clock, forms: tuple[GraphForm, ...] = ("matmul_nbits",)) -> None:
         self.clock = clock
         self.calls = self.compiled_count = self.fails_at = 0
-        self.released: list[NpuSlice] = []
-        self.prepared: list[tuple[int, Form]] = []
-        self.cost_ns: Callable[[int, Form], int] = lambda length, _: 1000 * length
+        self.released: list[LinearShard] = []
+        self.prepared: list[tuple[int, GraphForm]] = []
+        self.cost_ns: Callable[[int, GraphForm], int] = lambda length, _: 1000 * length
         self.cycles: tuple[int, ...] | None = None
         self._forms = forms
-        self._block_forms: tuple[Form, ...] = ()
+        self._block_forms: tuple[GraphForm, ...] = ()
 
     def forms(self, weight: Any, *, columns: int, length: int, integer_inputs: bool = False):
         return self._forms
 
-    def block_forms(self, weight: Any, *, width: int, **_: Any) -> tuple[Form, ...]:
+    def ffn_forms(self, weight: Any, *, width: int, **_: Any) -> tuple[GraphForm, ...]:
         return self._block_forms
 
-    def prepare(self, part: NpuSlice, length: int, form: Form) -> FakeGraph:
+    def prepare(self, part: LinearShard, length: int, form: GraphForm) -> FakeGraph:
         self.prepared.append((length, form))
         self.compiled_count += 1
         return FakeGraph(self, length, part.rows, part.columns, form)
 
-    def count_cycles(self, part: NpuSlice, length: int, form: Form, *, runs: int):
+    def count_cycles(self, part: LinearShard, length: int, form: GraphForm, *, runs: int):
         return self.cycles
 
-    def release(self, part: NpuSlice) -> None:
+    def release(self, part: LinearShard) -> None:
         self.released.append(part)
 
 
@@ -292,16 +292,16 @@ class FilingNpu(FakeNpu):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
-        self.files: set[tuple[int, Form]] = set()
-        self.built: list[tuple[int, Form]] = []
+        self.files: set[tuple[int, GraphForm]] = set()
+        self.built: list[tuple[int, GraphForm]] = []
 
-    def build(self, part: NpuSlice, length: int, form: Form) -> BuiltGraph:
+    def build(self, part: LinearShard, length: int, form: GraphForm) -> BuiltGraph:
         self.built.append((length, form))
         self.compiled_count += (length, form) not in self.files
         self.files.add((length, form))
         return BuiltGraph(1234, True, "")
 
-    def prepare(self, part: NpuSlice, length: int, form: Form) -> FakeGraph:
+    def prepare(self, part: LinearShard, length: int, form: GraphForm) -> FakeGraph:
         assert (length, form) in self.files
         self.loaded_count += 1
         return FakeGraph(self, length, part.rows, part.columns, form)

@@ -10,8 +10,6 @@ from heterollm.base import DeviceError, KernelError, OptionError
 from heterollm.kernels.gpu import (
     STRATEGIES,
     OpenClRuntime,
-    copy_to_device,
-    copy_to_host,
     kernel_times_ns,
 )
 from heterollm.kernels.gpu.signals import KernelTimes
@@ -105,11 +103,11 @@ def test_copies_and_the_way_without_them(device, mapped, coherent):
 def test_copies_move_the_bytes(device, size):
     sent = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     received, buffer = np.zeros_like(sent), device.gpu.scratch(size)
-    copy_to_device(device.gpu, buffer, sent)
-    copy_to_host(device.gpu, received, buffer)
+    device.gpu.copy(buffer, sent)
+    device.gpu.copy(received, buffer)
     np.testing.assert_array_equal(received, sent)
     with pytest.raises(KernelError, match=f"{size + 4096} bytes"):
-        copy_to_device(device.gpu, buffer, np.zeros(size + 4096, np.uint8))
+        device.gpu.copy(buffer, np.zeros(size + 4096, np.uint8))
 
 
 def test_the_clocks_agree(twin):

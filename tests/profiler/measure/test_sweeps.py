@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, NpuSlice, QnnNpu, qnn_available
+from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.known import Size
@@ -132,9 +132,9 @@ def test_lengths_off_the_standard_ones_stay_refused_where_plans_prepare(device):
     from heterollm.base import GraphError
     from heterollm.kernels.formats import shape_only_weight
 
-    part = NpuSlice(shape_only_weight(64, 64, WeightFormat(32)), 0, "o", ((0, 64),), "x")
+    part = LinearShard(shape_only_weight(64, 64, WeightFormat(32)), 0, "o", ((0, 64),), "x")
     for npu in (device.npu, open_device(SIMULATED).npu):
         with pytest.raises(GraphError, match="no graphs of length 33"):
             npu.prepare(part, 33)
         with pytest.raises(GraphError, match="at least one token"):
-            npu.prepare_any_length(part, 0)
+            npu.prepare(part, 0, any_length=True)

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from heterollm.base import MIB, ProfileError
 from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
-from heterollm.kernels.npu import CHUNK_COLUMNS, STANDARD_LENGTHS, Form, NpuBlock
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS, FfnShard, GraphForm
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model import default_shapes
 from heterollm.model.known import Size
@@ -48,12 +48,12 @@ class BlockNpu:
     def __init__(self, row_alignment: int = 64) -> None:
         self.row_alignment = row_alignment
 
-    def forms(self, weight: WeightFormat, **_: object) -> tuple[Form, ...]:
+    def forms(self, weight: WeightFormat, **_: object) -> tuple[GraphForm, ...]:
         return ("matmul_nbits",) if weight.quantized else ("weight_first",)
 
-    def block_forms(self, weight: WeightFormat, *, width: int, activation: str, **_: object):
+    def ffn_forms(self, weight: WeightFormat, *, width: int, activation: str, **_: object):
         assert activation == "silu"
-        return ("ffn",) if width <= CHUNK_COLUMNS else ("ffn", "ffn_k_chunked")
+        return ("ffn",) if width <= K_SPLIT_COLUMNS else ("ffn", "ffn_k_chunked")
 
 
 def block_points(shapes, npu) -> list[WorkPoint]:
@@ -125,7 +125,7 @@ def test_widths_are_those_that_a_cut_can_use(alignment, block):
         step = block_alignment(work.spec.weight, alignment)
         assert width == whole or (width < whole and width % step == 0)
         assert work.point.form in ("ffn", "ffn_k_chunked")
-        assert (work.point.form == "ffn") or width > CHUNK_COLUMNS
+        assert (work.point.form == "ffn") or width > K_SPLIT_COLUMNS
     for shape in shapes:
         [spec] = shape.blocks
         widths = {work.point.member_rows[0] for work in points if work.spec == spec}
@@ -202,14 +202,14 @@ def small_caches(device, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["w4a16", "w4a8", "fp16"])
 def test_blocks_are_measured_under_the_keys_that_were_announced(device, precision, small_caches, monkeypatch):
-    made: list[NpuBlock] = []
+    made: list[FfnShard] = []
 
-    class Noted(NpuBlock):
+    class Noted(FfnShard):
         def __post_init__(self) -> None:
             super().__post_init__()
             made.append(self)
 
-    monkeypatch.setattr(linear_bench, "NpuBlock", Noted)
+    monkeypatch.setattr(linear_bench, "FfnShard", Noted)
     shape = TINY.shape("tiny", precision, float_bits=32)
     tasks, _ = linear_tasks(device, [shape], tier=0)
     blocks = [task for task in tasks if task.keys[0].point.is_block]

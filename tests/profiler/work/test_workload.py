@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import MIB, OptionError
-from heterollm.kernels.npu import STANDARD_LENGTHS, Form
+from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
 from heterollm.kernels.ops import GROUPS, WeightFormat
 from heterollm.model import ModelShape, default_shapes
 from heterollm.model.known import Size
@@ -25,16 +25,16 @@ class StatedNpu:
 
     standard_lengths = STANDARD_LENGTHS
 
-    def __init__(self, row_alignment: int, forms: tuple[Form, ...] = ("matmul_nbits",)) -> None:
+    def __init__(self, row_alignment: int, forms: tuple[GraphForm, ...] = ("matmul_nbits",)) -> None:
         self.row_alignment = row_alignment
         self._forms = forms
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[Form, ...]:
+    ) -> tuple[GraphForm, ...]:
         return self._forms
 
-    def block_forms(self, weight: WeightFormat, **_: object) -> tuple[Form, ...]:
+    def ffn_forms(self, weight: WeightFormat, **_: object) -> tuple[GraphForm, ...]:
         """None: blocks have tests of their own."""
         return ()
 

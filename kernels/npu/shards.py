@@ -1,4 +1,4 @@
-"""What one NPU graph computes of a layer: rows of a group of linears, or part of a feed-forward block."""
+"""The NPU's shards of a layer, one graph each: rows of a group of linears, or part of the ffn's width."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
-__all__ = ["NpuBlock", "NpuPart", "NpuSlice", "PartKey"]
+__all__ = ["FfnShard", "LinearShard", "NpuShard", "ShardKey"]
 
-PartKey: TypeAlias = tuple[str | int | WeightFormat | tuple[tuple[int, int], ...], ...]
-"""What tells the numbers of one part apart from any other's."""
+ShardKey: TypeAlias = tuple[str | int | WeightFormat | tuple[tuple[int, int], ...], ...]
+"""Identity of a shard: equal keys mean equal numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NpuSlice:
-    """The NPU's output rows of one group of linear layers.
+class LinearShard:
+    """The NPU's output rows of one group of linears.
 
     Args:
         weight: ``[r, k]``, the rows of all members stacked in member order.
         layer: Decoder layer; -1 for the head.
         group: Name of the group.
         row_ranges: Rows ``[start, stop)`` taken of each member.
-        weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
+        weights_key: Content hash of the model's weights.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
 
     Raises:
@@ -72,30 +72,30 @@ class NpuSlice:
 
     @property
     def label(self) -> str:
-        """What to call the slice in messages."""
+        """Name of the shard in messages."""
         return f"{self.group} of layer {self.layer}" if self.layer >= 0 else self.group
 
     @property
-    def key(self) -> PartKey:
-        """What tells this slice's numbers apart from any other's."""
+    def key(self) -> ShardKey:
+        """Identity of the shard."""
         return (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NpuBlock:
-    """The NPU's part of a feed-forward network, cut along its intermediate width.
+class FfnShard:
+    """The NPU's shard of a feed-forward network, split along its intermediate width.
 
     ``y = down @ (activation(gate @ x + gate bias) * (up @ x + up bias))`` over ``c`` rows of gate and up and
-    the same columns of down: a partial sum of every output, without the bias of down.
+    the matching columns of down: a partial sum of every output, without the bias of down.
 
     Args:
-        gate_up: ``[2c, h]``, the rows of the gate over those of up.
-        down: ``[h, c]``, the columns that meet them.
-        activation: Of the gate.
-        bias: float32 ``[2c]`` of gate and up one after the other, or None.
+        gate_up: ``[2c, h]``, the rows of gate, then those of up.
+        down: ``[h, c]``, the matching columns.
+        activation: Activation of the gate.
+        bias: float32 ``[2c]`` of gate, then of up; or None.
         layer: Decoder layer.
-        weights_key: Content hash of the model's weights, so that equal keys mean equal numbers.
-        cut: The part ``[start, stop)`` of the intermediate width that it is.
+        weights_key: Content hash of the model's weights.
+        cut: Range ``[start, stop)`` of the intermediate width.
         integer_inputs: Whether the inputs of each linear are rounded to int8 for each block of its weights.
 
     Raises:
@@ -146,7 +146,7 @@ class NpuBlock:
 
     @property
     def width(self) -> int:
-        """The part ``c`` of the intermediate width."""
+        """Rows ``c`` of the intermediate width."""
         return self.cut[1] - self.cut[0]
 
     @property
@@ -167,18 +167,18 @@ class NpuBlock:
 
     @property
     def label(self) -> str:
-        """What to call the part in messages."""
+        """Name of the shard in messages."""
         return f"{self.group} of layer {self.layer}"
 
     @property
-    def key(self) -> PartKey:
-        """What tells this part's numbers apart from any other's."""
+    def key(self) -> ShardKey:
+        """Identity of the shard."""
         identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
         return (*identity, self.activation, self.bias is not None)
 
 
-NpuPart: TypeAlias = NpuSlice | NpuBlock
-"""What a graph of an NPU backend computes."""
+NpuShard: TypeAlias = LinearShard | FfnShard
+"""The shard that one graph of an NPU backend computes."""
 
 
 def _shape(weight: LinearWeight) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Keeps damaged compiled programs of PoCL's cache away from PoCL, which they kill with SIGBUS or SIGABRT.
+"""Deletes damaged compiled programs from PoCL's cache, which would kill the process with SIGBUS or SIGABRT.
 
-Files that were in use when a process ended well have their checksum in a list; a program that differs is
-deleted before PoCL starts. A file of its own stands for each process that is loading programs: where one is
-left by a process that is gone, everything is deleted and compiled again, for nobody knows what killed it.
+A list holds the checksums of all programs at the last successful run; a program that differs is deleted
+before PoCL starts. Each process that loads programs has a marker file. A marker of a dead process means that
+some program may have killed it, so all programs are deleted and compiled again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["guard_programs", "programs_are_sound"]
 logger = logging.getLogger(__name__)
 
 ROOM_BYTES: Final = 32 << 20
-"""Free space for compiling: a whole profile of a machine leaves 2 MB of programs."""
+"""Free space that compiling needs; a whole profile of a machine leaves 2 MB of programs."""
 
 LIST: Final = ".checksums.json"
 MARKER: Final = ".loading-"
 
-# The folder in use and the lock on this process's marker, as long as programs are being loaded.
+# The folder in use and the lock on this process's marker, until the programs are known to be sound.
 _guarded: Path | None = None
 _marker: FileLock | None = None
 
 
 def guard_programs(folder: Path) -> None:
-    """Check PoCL's cache folder before PoCL opens it, and mark that this process loads programs from it.
+    """Check PoCL's cache folder before PoCL opens it, and create this process's marker.
 
     Raises:
-        DeviceError: The disk has too little room to compile; PoCL would end the process.
+        DeviceError: The disk has too little room to compile; PoCL would abort the process.
         OSError: The folder cannot be written.
     """
     global _guarded, _marker
@@ -72,9 +72,9 @@ def guard_programs(folder: Path) -> None:
 
 
 def programs_are_sound() -> None:
-    """Note that what is loaded runs: the checksums of all programs are listed and the marker goes.
+    """Write the checksums of all programs and delete this process's marker.
 
-    Called once a model has run, and at the end of a process that came so far.
+    Called after a model has run, and at a normal exit.
     """
     global _marker
     if _marker is None or _guarded is None:
@@ -96,7 +96,7 @@ def programs_are_sound() -> None:
 
 
 def _someone_died(folder: Path) -> bool:
-    """Whether a process that loaded programs is gone without having said that they are sound."""
+    """Return whether a process died while its marker existed."""
     died = False
     for path in folder.glob(f"{MARKER}*"):
         lock = FileLock(path, timeout=0)
@@ -110,7 +110,7 @@ def _someone_died(folder: Path) -> bool:
 
 
 def _programs(folder: Path) -> Iterator[Path]:
-    """Yield the folders of programs, two levels below, as PoCL makes them."""
+    """Yield PoCL's program folders, two levels below."""
     return (path for path in folder.glob("??/*") if path.is_dir())
 
 
@@ -127,7 +127,7 @@ def _known(folder: Path) -> dict[str, int]:
 
 
 def _checksum(file: Path) -> int | None:
-    """Return the CRC-32 of a file; None where it is no file any more."""
+    """Return the CRC-32 of a file, or None if it cannot be read."""
     try:
         return zlib.crc32(file.read_bytes())
     except OSError:

@@ -1,13 +1,12 @@
-"""Give PoCL a processor name when its LLVM is older than the processor.
+"""Sets the processor that PoCL compiles for, when its LLVM is older than the processor.
 
-The PyPI wheel carries PoCL 3.0 with LLVM 14. On a processor that this LLVM does not know,
-``getHostCPUName`` answers ``generic``, which its own compiler then refuses: every build fails with
-"unknown target CPU 'generic'" (https://github.com/pocl/pocl/issues/1049). PoCL reads no option for the
-name, but keeps it as a string pointer beside the target triple in its device structure. Where exactly
-that pair is found, the pointer is turned to the newest processor whose features this machine has.
+The PyPI wheel contains PoCL 3.0 with LLVM 14. On an unknown processor ``getHostCPUName`` returns ``generic``,
+which LLVM's own compiler refuses: every build fails with "unknown target CPU 'generic'"
+(https://github.com/pocl/pocl/issues/1049). PoCL has no option for the name. It keeps a string pointer beside
+the target triple in its device structure; if exactly that pair is found, the pointer is redirected to the
+newest processor whose features this machine has.
 
-The same way an older processor can be named on purpose (:data:`TARGET_VARIABLE`), to see or measure what the
-kernels do there.
+:data:`TARGET_VARIABLE` selects an older processor the same way, to test or measure the kernels for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["TARGET_VARIABLE", "chosen_target", "mend_target", "target_for", "tar
 logger = logging.getLogger(__name__)
 
 TARGET_VARIABLE: Final = "HETEROLLM_POCL_TARGET"
-"""Environment variable with the name in TARGETS of the processor that PoCL shall compile for."""
+"""Environment variable with a name in TARGETS: the processor that PoCL compiles for."""
 
 STRUCTURE_BYTES: Final = 2048
 UNKNOWN: Final = re.compile(rb"generic")
@@ -44,12 +43,12 @@ TARGETS: Final = (
 
 # PoCL keeps the pointer for the life of the process, so the bytes must live as long.
 _names: list[ctypes.Array[ctypes.c_char]] = []
-# By device: what was chosen and what was set when its first runtime was opened, for all later ones.
+# By device: the chosen and the set target when its first runtime was opened.
 _settled: dict[int, tuple[str | None, str | None]] = {}
 
 
 def target_for(flags: frozenset[str]) -> str | None:
-    """Return the LLVM processor name to use for ``/proc/cpuinfo`` flags, or None if there is none."""
+    """Return the LLVM name of the newest processor with these ``/proc/cpuinfo`` flags, or None."""
     return next((name for name, needed in TARGETS if needed <= flags), None)
 
 
@@ -57,7 +56,7 @@ def chosen_target() -> str | None:
     """Return the processor that :data:`TARGET_VARIABLE` names, or None if it is not set.
 
     Raises:
-        DeviceError: The name is not in TARGETS, or this machine lacks what that processor has.
+        DeviceError: The name is not in TARGETS, or this machine lacks features of that processor.
     """
     name = os.environ.get(TARGET_VARIABLE)
     if not name:
@@ -78,28 +77,28 @@ def chosen_target() -> str | None:
 
 
 def target_for_this_machine() -> str | None:
-    """Return the LLVM processor name that is chosen or fits this machine, or None if none of the list does.
+    """Return the LLVM name of the chosen processor or of one that fits this machine, or None.
 
     Raises:
-        DeviceError: The choice cannot be met (:func:`chosen_target`).
+        DeviceError: The choice is not possible (:func:`chosen_target`).
     """
     return chosen_target() or target_for(_processor_flags())
 
 
 def mend_target(device_pointer: int) -> str | None:
-    """Name the processor in PoCL's device structure if PoCL could not, or if one is chosen.
+    """Set the processor in PoCL's device structure if PoCL does not know it, or if one is chosen.
 
-    The first call of the process decides for a device; later ones return the same.
+    The first call for a device decides; later calls return its result.
 
     Args:
         device_pointer: The ``cl_device_id`` of a PoCL 3 CPU device on Linux x86-64.
 
     Returns:
-        The name that is set, or None if nothing had to or could be changed.
+        The processor's name, or None if nothing was changed.
 
     Raises:
-        DeviceError: The choice cannot be met (:func:`chosen_target`), not by this PoCL, or changed since the
-            first call.
+        DeviceError: The choice is not possible (:func:`chosen_target`), not with this PoCL, or has changed
+            since the first call.
     """
     chosen = chosen_target()
     if device_pointer not in _settled:
@@ -138,7 +137,7 @@ def _set_target(device_pointer: int, chosen: str | None) -> str | None:
 def _find_name_slot(
     device_pointer: int, readable: list[tuple[int, int]], name_pattern: re.Pattern[bytes]
 ) -> ctypes.c_uint64 | None:
-    """Find the pointer to a matching name that follows the pointer to the target triple, if it is there."""
+    """Find the pointer to a matching name behind the pointer to the target triple."""
     for offset in range(0, STRUCTURE_BYTES, 8):
         here = device_pointer + offset
         if not _is_readable(here, 16, readable):

@@ -19,7 +19,7 @@ from heterollm.kernels.formats import (
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
     STEP_WORDS,
-    GpuLayers,
+    GpuGlue,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -28,7 +28,7 @@ from heterollm.kernels.gpu import (
     Segments,
     code_bytes,
 )
-from heterollm.kernels.npu import HostNpu, NpuBlock, QnnNpu, qnn_available
+from heterollm.kernels.npu import FfnShard, HostNpu, QnnNpu, qnn_available
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 STYLES = ["vector", "simt"]
@@ -62,7 +62,7 @@ def sum_case(runtime, rng, tokens, hidden, dtype):
 @pytest.mark.parametrize("style", STYLES)
 def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
     rng = np.random.default_rng(1)
-    layers = GpuLayers(runtime, dtype, np.float32, style=style)
+    layers = GpuGlue(runtime, dtype, np.float32, style=style)
     gate = "fp16" if dtype == np.float16 else "fp32"
     for tokens, hidden in ((1, 96), (2, 7), (5, 100), (33, 256)):
         start, weight = rng.standard_normal((tokens, hidden)).astype(np.float32), rng.standard_normal(hidden)
@@ -96,7 +96,7 @@ def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
 @pytest.mark.parametrize("style", STYLES)
 def test_the_final_norm_adds_two_parts_of_the_head_rows(runtime, style):
     rng = np.random.default_rng(2)
-    layers = GpuLayers(runtime, np.float32, np.float32, style=style)
+    layers = GpuGlue(runtime, np.float32, np.float32, style=style)
     step = runtime.shared((STEP_WORDS,), np.int32)
     step.array[STEP_HEAD_ROW] = 3
     delta, total = sum_case(runtime, rng, 5, 128, np.float32)
@@ -116,7 +116,7 @@ def test_the_final_norm_adds_two_parts_of_the_head_rows(runtime, style):
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_rounded_is_the_norm_of_the_sum(runtime, style):
     rng = np.random.default_rng(3)
-    layers = GpuLayers(runtime, np.float32, np.float32, style=style)
+    layers = GpuGlue(runtime, np.float32, np.float32, style=style)
     delta, _ = sum_case(runtime, rng, 5, 256, np.float32)
     whole = upload(runtime, delta.a.array[:5] + delta.b.array)
     start, weight = rng.standard_normal((5, 256)).astype(np.float32), runtime.upload(np.ones(256, np.float32))
@@ -139,7 +139,7 @@ def test_only_a_norm_adds(runtime):
     memory = runtime.shared((1, 64), np.float32)
     with pytest.raises(KernelError, match="summed for one member"):
         Segments(memory, memory, (16, 16), (0, 0), join="sum")
-    layers = GpuLayers(runtime, np.float32, np.float32)
+    layers = GpuGlue(runtime, np.float32, np.float32)
     delta = Segments(memory, memory, (16,), (0,), join="sum")
     step = runtime.shared((STEP_WORDS,), np.int32)
     for call in (
@@ -210,13 +210,13 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     padded[:tokens] = x
     upper = concatenate_rows([take_rows(member, [(0, cut)]) for member in (network.gate, network.up)])
     bias = network.biases and np.concatenate([part[:cut] for part in network.biases[:2]])
-    part = NpuBlock(
+    part = FfnShard(
         upper, take_columns(network.down, 0, cut), network.activation, bias, 0, "cut", (0, cut), integer
     )
     npu.prepare(part, length, form).bind(padded, y_npu.array)()
     npu.release(part)
 
-    layers = GpuLayers(runtime, dtype, dtype, style=style)
+    layers = GpuGlue(runtime, dtype, dtype, style=style)
     options = {"activation_dtype": dtype, "integer_inputs": integer}
     gate_up = GpuLinear.pack(runtime, [network.gate, network.up], **options)
     down = GpuLinear.pack(runtime, [network.down], **options)

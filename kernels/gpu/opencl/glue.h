@@ -1,4 +1,4 @@
-// Shared by the kernels between the linear layers; follows common.h.
+// The common part of the glue kernels; follows common.h.
 //
 //   WG          work-items of a work-group: 1 where one explicit vector loop is fastest (a CPU), else 64..256
 //   KV_HALF     the KV cache stores half instead of float
@@ -24,7 +24,7 @@ typedef float kv_t;
 #define store_kv8(v, p, i) store_float8(v, p, i)
 #endif
 
-// The first `count` (at most 8) elements from i on as a float8, zero behind them; and the way back.
+// Load and store `count` (at most 8) elements from i on as a float8, padded with zeros.
 #define LOAD_PART(load8, load1, p, i, count, value)                            \
   float8 value;                                                                \
   if ((count) >= 8) {                                                          \
@@ -44,15 +44,15 @@ typedef float kv_t;
 #define load_float(p, i) ((p)[i])
 #define store_float(v, p, i) ((p)[i] = (v))
 
-// One row of one member of a linear group under a row cut: its columns below `split` lie in `a`, the rest
-// in `b`. Both point at the row's first element of that member.
+// One row of one member of a split linear group: its columns below `split` lie in `a`, the others in `b`. Both point
+// at the row's first element of that member.
 typedef struct {
   __global const act_t *a;
   __global const act_t *b;
   int split;
 } member_row;
 
-// The columns [column, column + count) of a row, count at most 8, zero behind them.
+// The columns [column, column + count) of a row, count at most 8, padded with zeros.
 static inline float8 load_member(member_row row, int column, int count) {
   if (count == 8 && column + 8 <= row.split)
     return load_act8(row.a, column);

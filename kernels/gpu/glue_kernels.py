@@ -1,8 +1,8 @@
-"""What the launches between the linear layers share: the step buffer, cut outputs, the choice of a kernel.
+"""The common part of the glue operators' launches: segments of a split output, and the choice of a kernel.
 
-Each kernel that reads a linear's output takes the two segments of a row cut (:class:`Segments`). Kernels
-read the position, the length and the head's first row of a pass from the step buffer, so that a launch
-serves every pass of its length.
+Each kernel that reads a linear's output takes the two segments of a split (:class:`Segments`). Kernels read
+the position, the length and the head's first row of a pass from the step buffer, so a launch serves every
+pass of its length.
 """
 
 from __future__ import annotations
@@ -22,33 +22,29 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.variants import Variant, variants_for
 from heterollm.kernels.ops import Join
 
-__all__ = [
-    "Defines",
-    "LayerKernels",
-    "Segments",
-]
+__all__ = ["Defines", "GlueKernels", "Segments"]
 
 Defines: TypeAlias = dict[str, str | int]
 """Preprocessor definitions of a kernel."""
 
-COMMON_FILES: Final = ("common.h", "rounding.h", "layers.h")
+COMMON_FILES: Final = ("common.h", "rounding.h", "glue.h")
 SIMT_ITEMS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The output of a linear group under a row cut, or of a block under a cut of its width.
+    """The output of a linear group under a row split, or of an ffn under a split of its width.
 
-    Of member ``j`` the first ``splits[j]`` rows (output columns of the activation) lie in ``a``, the rest in
-    ``b``; in each segment the members follow one another. A segment that no member uses may be any memory.
+    The first ``splits[j]`` rows of member ``j`` (output columns of the activation) lie in ``a``, the others
+    in ``b``; each segment holds the members in order. An unused segment may be any memory.
 
     Args:
         a: ``[m_padded, sum(splits)]`` in the activation type.
         b: ``[m, sum(rows) - sum(splits)]`` in the activation type.
         rows: Output rows of each member.
-        splits: How many of them lie in ``a``; nothing with ``sum``.
-        join: With ``sum`` there is one member, whose output is the sum of ``a`` and ``b``, each ``[m, rows]``
-            (``a`` may have more rows). Only the norms add.
+        splits: Rows of each member in ``a``; ignored with ``sum``.
+        join: ``sum`` for one member whose output is ``a + b``, each ``[m, rows]`` (``a`` may have more rows);
+            only norms accept it.
     """
 
     a: SharedArray
@@ -63,29 +59,29 @@ class Segments:
         ):
             raise KernelError(f"Splits {self.splits} do not lie inside members of {self.rows} rows.")
         if self.join == "sum" and len(self.rows) != 1:
-            raise KernelError(f"Two parts are summed for one member, not for {len(self.rows)}.")
+            raise KernelError(f"Two segments are summed for one member, not for {len(self.rows)}.")
 
     def require_concatenated(self, label: str) -> None:
-        """Refuse parts that must be added up first.
+        """Refuse segments that must be summed.
 
         Raises:
             KernelError: They must.
         """
         if self.join == "sum":
-            raise KernelError(f"{label}: two parts are to be summed, which only a norm does.")
+            raise KernelError(f"{label}: two segments are to be summed, which only a norm does.")
 
 
-class LayerKernels:
-    """Builds the kernels between the linear layers; what makes their launches extends it.
+class GlueKernels:
+    """Builds the kernels of the glue operators; subclasses make their launches.
 
     Args:
         runtime: The OpenCL device.
-        activation_dtype: float32 or float16, of what linears read and write.
-        kv_dtype: float32 or float16, of the KV cache.
-        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
+        activation_dtype: float32 or float16, type of the linears' inputs and outputs.
+        kv_dtype: float32 or float16, type of the KV cache.
+        style: Kernel style; by default the device's.
 
     Raises:
-        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
+        KernelError: All methods: a type, shape or slot that the kernels do not support.
     """
 
     def __init__(
@@ -113,14 +109,14 @@ class LayerKernels:
         rounded: RoundedInputs | None = None,
         rounds: Callable[[KernelStyle], bool] = lambda _: True,
     ) -> tuple[Any, KernelStyle, int]:
-        """Return a kernel of the first variant that builds, its style and its work-group's items.
+        """Return a kernel of the first variant that builds, its style and its work-items per work-group.
 
         Args:
-            files: Source files beside the common ones; ``{style}`` stands for the style.
+            files: Source files after the common ones; ``{style}`` stands for the style.
             name: Kernel function.
-            defines: What a style defines beside what all kernels do.
-            rounded: Where its output's codes go, if it rounds its output.
-            rounds: Whether a style of it does.
+            defines: Returns the additional defines of a style.
+            rounded: Target of the output's codes; None for no codes.
+            rounds: Returns whether the kernel of a style writes those codes.
         """
 
         def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
@@ -133,13 +129,6 @@ class LayerKernels:
 
         what = name.replace("_", " ") + (" with int8 codes" if rounded else "")
         return self._runtime.variants.first(what, self._variants, build)
-
-    @staticmethod
-    def _check(slot: SharedArray, elements: int, item_bytes: int, what: str) -> None:
-        if slot.array.nbytes < elements * item_bytes:
-            raise KernelError(
-                f"The {what} slot has {slot.array.nbytes} bytes, {elements * item_bytes} are needed."
-            )
 
 
 def _float_bytes(dtype: DTypeLike, what: str) -> int:

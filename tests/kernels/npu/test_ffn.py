@@ -11,8 +11,8 @@ from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors, quantize
 from heterollm.kernels.formats.reference import weight_values
 from heterollm.kernels.formats.reference_layers import gated_activation
-from heterollm.kernels.npu import CHUNK_COLUMNS, HostNpu, NpuBlock, NpuSlice, QnnNpu, qnn_available
-from heterollm.kernels.npu.graphs import slice_digest, write_graph
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, FfnShard, HostNpu, LinearShard, QnnNpu, qnn_available
+from heterollm.kernels.npu.graphs import shard_digest, write_graph
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
@@ -33,7 +33,7 @@ def npu():
 
 
 def forms_of(npu, part, length):
-    return npu.block_forms(
+    return npu.ffn_forms(
         part.format,
         width=part.width,
         columns=part.columns,
@@ -66,7 +66,7 @@ def test_graphs_keep_to_what_hexagon_takes(make_block, tmp_path, bits, block, sy
             continue
         for activation in ACTIVATIONS:
             part = make_block(128, 512, bits, block, symmetric, activation=activation, biased=biased)
-            graph = read(write_graph(part, form, dtype, tmp_path, 32, chunk_columns=256))
+            graph = read(write_graph(part, form, dtype, tmp_path, 32, k_split_columns=256))
             onnx.checker.check_model(str(tmp_path / "graph.onnx"), full_check=True)
             kinds = [node.op_type for node in graph.node]
             assert not {"Cast", "DequantizeLinear"} & set(kinds)
@@ -88,7 +88,7 @@ def test_graphs_keep_to_what_hexagon_takes(make_block, tmp_path, bits, block, sy
 def test_weight_first_is_transposed_at_the_ends_only(make_block, tmp_path):
     part = make_block(128, 512, 16)
     for form in ("ffn_weight_first", "ffn_k_chunked"):
-        graph = read(write_graph(part, form, FLOAT16, tmp_path, 32, chunk_columns=256))
+        graph = read(write_graph(part, form, FLOAT16, tmp_path, 32, k_split_columns=256))
         kinds = [node.op_type for node in graph.node]
         assert kinds.count("Transpose") == 2
         assert (kinds[0], kinds[-1]) == ("Transpose", "Transpose")
@@ -103,7 +103,7 @@ def test_only_the_last_linear_is_cut_into_pieces(make_block, exact_block, tmp_pa
         if kind.get("bits") == 16 and form.endswith("int8"):
             continue
         part = make_block(320, 448, integer=form.endswith("int8"), **kind)
-        path = write_graph(part, form, FLOAT32, tmp_path, None, chunk_columns=192)
+        path = write_graph(part, form, FLOAT32, tmp_path, None, k_split_columns=192)
         (sizes,) = (init for init in read(path).initializer if init.name.endswith("piece_sizes"))
         assert onnx.numpy_helper.to_array(sizes).tolist() in ([192, 192, 64], [160, 160, 128])
         session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
@@ -120,7 +120,7 @@ def test_a_form_must_suit_format_and_width(make_block, tmp_path):
     for form in ("ffn_int8", "weight_first"):
         with pytest.raises(GraphError, match=f"f16 .* as {form}"):
             write_graph(make_block(64, 64, 16), form, FLOAT32, tmp_path)
-    with pytest.raises(GraphError, match="no pieces of at most 4096"):
+    with pytest.raises(GraphError, match="cannot be split into ranges of at most 4096"):
         write_graph(make_block(64, 64), "ffn_k_chunked", FLOAT32, tmp_path)
     with pytest.raises(GraphError, match="round"):
         write_graph(make_block(64, 64, 32, dtype=np.float32), "ffn", FLOAT16, tmp_path, 32)
@@ -132,7 +132,7 @@ def test_parts_that_differ_have_other_keys_and_digests(make_block):
     assert part.label == "ffn of layer 1"
     assert part.weight_bytes == part.format.weight_bytes(512, 128) + part.format.weight_bytes(128, 256)
     same = make_block(128, 256, biased=True)
-    assert (part.key, slice_digest(part)) == (same.key, slice_digest(same))
+    assert (part.key, shard_digest(part)) == (same.key, shard_digest(same))
     others = [
         dataclasses.replace(part, layer=2),
         dataclasses.replace(part, activation="gelu_tanh"),
@@ -145,7 +145,7 @@ def test_parts_that_differ_have_other_keys_and_digests(make_block):
     assert len({other.key for other in (part, *others)}) == 1 + len(others)
     others.append(dataclasses.replace(part, down=make_block(128, 256, seed=7).down))
     others.append(dataclasses.replace(part, gate_up=make_block(128, 256, seed=7).gate_up))
-    assert len({slice_digest(other) for other in (part, *others)}) == 1 + len(others)
+    assert len({shard_digest(other) for other in (part, *others)}) == 1 + len(others)
 
 
 def test_a_part_whose_weights_do_not_fit_is_refused(make_block):
@@ -169,20 +169,20 @@ def test_a_part_whose_weights_do_not_fit_is_refused(make_block):
 def test_the_forms_on_host(npu):
     shape = {"columns": 512, "length": 32, "activation": "silu"}
     codes, floats = WeightFormat(4, 32), WeightFormat(16)
-    for width, more in ((CHUNK_COLUMNS, ()), (CHUNK_COLUMNS + 64, ("ffn_k_chunked",))):
+    for width, more in ((K_SPLIT_COLUMNS, ()), (K_SPLIT_COLUMNS + 64, ("ffn_k_chunked",))):
         options = {**shape, "width": width}
-        assert npu.block_forms(codes, integer_inputs=False, **options) == ("ffn", *more)
+        assert npu.ffn_forms(codes, integer_inputs=False, **options) == ("ffn", *more)
         rounded = tuple(f"{form}_int8" for form in ("ffn", *more))
-        assert npu.block_forms(codes, integer_inputs=True, **options) == rounded
+        assert npu.ffn_forms(codes, integer_inputs=True, **options) == rounded
         both = ("ffn", "ffn_weight_first", *more)
-        assert npu.block_forms(floats, integer_inputs=False, **options) == both
-        assert npu.block_forms(floats, integer_inputs=True, **options) == ()
+        assert npu.ffn_forms(floats, integer_inputs=False, **options) == both
+        assert npu.ffn_forms(floats, integer_inputs=True, **options) == ()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("bits", "block", "symmetric"), FORMATS)
 def test_every_form_matches_float64(npu, make_block, exact_block, bits, block, symmetric, activation):
-    for biased, width in ((False, 256), (True, CHUNK_COLUMNS + 256)):
+    for biased, width in ((False, 256), (True, K_SPLIT_COLUMNS + 256)):
         part = make_block(128, width, bits, block, symmetric, activation=activation, biased=biased)
         for length in (1, 32, 64):
             for form in forms_of(npu, part, length):
@@ -193,7 +193,7 @@ def test_every_form_matches_float64(npu, make_block, exact_block, bits, block, s
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("bits", "block", "symmetric"), FORMATS[:-1])
 def test_int8_rounds_each_linears_inputs(npu, make_block, exact_block, bits, block, symmetric, activation):
-    for width in (256, CHUNK_COLUMNS + 256):
+    for width in (256, K_SPLIT_COLUMNS + 256):
         part = make_block(128, width, bits, block, symmetric, activation=activation, integer=True)
         for length in (1, 32):
             for form in forms_of(npu, part, length):
@@ -254,7 +254,7 @@ class TestEmulator:
 
     def test_pieces_of_the_last_linear(self, hexagon, make_block, exact_block):
         for kind in ({}, {"symmetric": False}, {"bits": 16}):
-            part = make_block(64, CHUNK_COLUMNS + 256, **kind)
+            part = make_block(64, K_SPLIT_COLUMNS + 256, **kind)
             assert forms_of(hexagon, part, 32)[-1] == "ffn_k_chunked"
             x, y = run(hexagon, part, 32, "ffn_k_chunked")
             assert linear_errors(y, exact_block(part, x)).within("fp16"), kind
@@ -262,12 +262,12 @@ class TestEmulator:
     def test_the_forms(self, hexagon):
         options = {"width": 256, "columns": 128, "length": 32, "integer_inputs": False}
         floats, codes = WeightFormat(16), WeightFormat(4, 32)
-        assert hexagon.block_forms(codes, activation="silu", **options) == ("ffn",)
-        assert hexagon.block_forms(floats, activation="silu", **options) == ("ffn_weight_first",)
-        assert hexagon.block_forms(floats, activation="gelu_tanh", **options) == ("ffn_weight_first", "ffn")
-        assert hexagon.block_forms(WeightFormat(32), activation="silu", **options) == ()
+        assert hexagon.ffn_forms(codes, activation="silu", **options) == ("ffn",)
+        assert hexagon.ffn_forms(floats, activation="silu", **options) == ("ffn_weight_first",)
+        assert hexagon.ffn_forms(floats, activation="gelu_tanh", **options) == ("ffn_weight_first", "ffn")
+        assert hexagon.ffn_forms(WeightFormat(32), activation="silu", **options) == ()
         rounded = options | {"integer_inputs": True}
-        assert hexagon.block_forms(codes, activation="silu", **rounded) == ()
+        assert hexagon.ffn_forms(codes, activation="silu", **rounded) == ()
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_gates_beyond_a_square_in_float16_stay_finite(self, hexagon, exact_block, activation):
@@ -289,10 +289,10 @@ class TestEmulator:
         part = block_of(gate_up, down, "silu")
         x, y = run(hexagon, part, 32)
         products, whole = (np.full((32, rows), np.nan, np.float16) for rows in (512, 256))
-        upper = NpuSlice(gate_up, 1, "gate_up", ((0, 256), (0, 256)), "tails")
+        upper = LinearShard(gate_up, 1, "gate_up", ((0, 256), (0, 256)), "tails")
         hexagon.prepare(upper, 32).bind(x, products)()
         activated = gated_activation(products[:, :256], products[:, 256:]).astype(np.float16)
-        hexagon.prepare(NpuSlice(down, 1, "down", ((0, 256),), "tails"), 32).bind(activated, whole)()
+        hexagon.prepare(LinearShard(down, 1, "down", ((0, 256),), "tails"), 32).bind(activated, whole)()
         exact = exact_block(part, x)
         # What the block rounds itself: the sigmoid and two products more in float16.
         assert linear_errors(y, exact).nmse < linear_errors(whole, exact).nmse + 4e-7
@@ -321,7 +321,7 @@ class TestEmulator:
 
 
 def block_of(gate_up, down, activation):
-    return NpuBlock(gate_up, down, activation, None, 1, "tails", (0, weight_values(down).shape[1]))
+    return FfnShard(gate_up, down, activation, None, 1, "tails", (0, weight_values(down).shape[1]))
 
 
 def wide_gates(rng, activation, bits):

@@ -1,4 +1,4 @@
-"""How attention is cut into work-groups: tiles of query rows, and parts of the context."""
+"""The division of attention into work-groups: tiles of query rows and parts of the context."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from heterollm.kernels.gpu.glue_kernels import Defines
 from heterollm.kernels.gpu.heads import HeadShape
-from heterollm.kernels.gpu.layer_kernels import Defines
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs
 
-__all__ = ["AttentionCut"]
+__all__ = ["AttentionGrid"]
 
 PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 16}
 DECODE_ROWS: Final = 8
@@ -21,31 +21,29 @@ ONE_PART: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCut:
-    """The work-groups of one pass's attention, for every style of kernels.
+class AttentionGrid:
+    """The work-groups of one pass's attention.
 
     Args:
         shape: Sizes of the heads.
         tokens: Tokens of the pass.
-        bucket: Positions that the context has at most.
+        bucket: Largest context length.
         units: Compute units of the device.
-        asked_parts: Parts of the context; None leaves them to the device.
-        rounded: Where the int8 codes of the output go, or None.
+        fixed_parts: Parts of the context; None for a number that fits the device.
+        rounded: Target of the int8 codes of the output; None for no codes.
     """
 
     shape: HeadShape
     tokens: int
     bucket: int
     units: int
-    asked_parts: int | None
+    fixed_parts: int | None
     rounded: RoundedInputs | None
 
     def tile(self, style: KernelStyle) -> tuple[int, int, int]:
-        """Return the query rows of a work-group and, for vectors, the rows and vectors of a register tile.
-
-        Eight sums or more must be under way to keep two multiply-add units with a latency of four busy; how
-        the 16 registers are best shared was measured.
-        """
+        """Return the query rows of a work-group, and for vectors the rows and vectors of a register tile."""
+        # Two multiply-add units with a latency of four cycles need eight independent sums or more; the best
+        # use of the 16 registers was measured.
         if self.tokens > 1:
             return PREFILL_ROWS[style], 4, 2
         rows = min(self.shape.group, DECODE_ROWS)
@@ -57,12 +55,12 @@ class AttentionCut:
         return -(-self.tokens * self.shape.group // self.tile(style)[0])
 
     def parts(self, style: KernelStyle) -> int:
-        """Return the parts of the context: several where the heads alone leave the device idle."""
-        if self.asked_parts is not None or self.tokens > FEW_TOKENS:
-            return self.asked_parts or 1
+        """Return the parts of the context: several if the heads alone leave compute units idle."""
+        if self.fixed_parts is not None or self.tokens > FEW_TOKENS:
+            return self.fixed_parts or 1
         groups = self.tiles(style) * self.shape.kv_heads
         if style == "vector":
-            # A core is busy with one work-group; several for each even out what they have to do.
+            # One work-group keeps a core busy; several per core balance the load.
             wanted = 1 if groups % self.units == 0 else -(-4 * self.units // groups)
         else:
             wanted = -(-8 * self.units // groups)
@@ -75,22 +73,22 @@ class AttentionCut:
 
     @property
     def code_heads(self) -> int:
-        """The fewest heads that are whole blocks of codes."""
+        """Smallest number of heads that holds whole blocks of codes."""
         head_dim = self.shape.head_dim
         return math.lcm(head_dim, self.rounded.block) // head_dim if self.rounded else 1
 
     def rounds(self, style: KernelStyle) -> bool:
-        """Whether the kernel itself rounds: it writes the result, in whole blocks of codes.
+        """Return whether the attention kernel itself rounds its output.
 
-        It does with blocks that divide a head. Otherwise a block takes several heads; they must share a key
-        head and a row tile, since those of another key head are another work-group's.
+        Its work-group must write whole blocks of codes: blocks that divide a head, or several heads that
+        share a key head and a row tile.
         """
         if self.rounded is None or self.parts(style) > 1:
             return False
         return self.shape.group % self.code_heads == 0 and self.tile(style)[0] % self.code_heads == 0
 
     def defines(self, style: KernelStyle) -> Defines:
-        """Return what the kernel is built with."""
+        """Return the defines of the attention kernel."""
         rows, micro, vectors = self.tile(style)
         own: Defines = {"HEAD_DIM": self.shape.head_dim, "ROWS": rows}
         if style == "vector":

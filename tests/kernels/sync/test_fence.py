@@ -1,4 +1,4 @@
-"""Hand-overs from the GPU to the host: complete data, bounds, predictions, fairness, no growth.
+"""Fences between GPU and host: complete data, bounds, predictions, fairness, no growth.
 
 Delays are inside the kernel or the graph. Times of real waits are compared with generous bounds only: the
 machine may be busy.
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import heterollm.kernels
-from heterollm.base import DeviceError, EngineError, HandOverError, HeteroLLMError, KernelError, OptionError
+from heterollm.base import DeviceError, EngineError, FenceError, HeteroLLMError, KernelError, OptionError
 from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction
 from heterollm.kernels.gpu.waiting import sleep_overshoot_us
 from heterollm.kernels.npu import HostNpu
@@ -22,15 +22,15 @@ from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.sync import (
     LateWriter,
     WaitLimits,
+    fence,
     flag_litmus,
-    handover,
     litmus,
-    prepare_hand_over,
+    prepare_fence,
     refused_strategies,
     strategies_for,
 )
-from heterollm.kernels.sync.faults import Gate, delay_graph
-from heterollm.kernels.sync.handover import PollingHandOver
+from heterollm.kernels.sync.faults import Gate
+from heterollm.kernels.sync.fence import PollingFence
 from heterollm.kernels.sync.litmus import Litmus
 
 PACKAGE = Path(heterollm.kernels.__file__).parent
@@ -64,11 +64,11 @@ def strategy(request, runtime):
 
 
 def test_the_host_sees_all_that_a_late_kernel_wrote(device, writer, strategy):
-    hand_over = prepare_hand_over(device, strategy, "late")
-    assert (hand_over.strategy, hand_over.label) == (strategy, "late")
+    fence = prepare_fence(device, strategy, "late")
+    assert (fence.strategy, fence.label) == (strategy, "late")
     target = device.shared((16,), np.float32)
     # Mapped memory is taken once the wait is over; on coherent memory that does nothing.
-    calls = [hand_over, writer.data.acquire_to_read, target.acquire]
+    calls = [fence, writer.data.acquire_to_read, target.acquire]
     device.finish()
     number = writer.number()
     for launch in (writer.launch(20.0), writer.launch(3000.0)):
@@ -90,26 +90,26 @@ def test_a_wait_ends_at_its_mark(runtime, strategy):
     """What is enqueued behind the mark may still run: the GPU's part of a cut starts before the NPU's."""
     gate, data = Gate(runtime), runtime.shared((64,), np.uint32)
     counter = runtime.shared((1,), np.uint32)
-    kernel = runtime.kernel(("hand_over.cl",), "write_round")
+    kernel = runtime.kernel(("sync.cl",), "write_round")
     launch = runtime.launch(kernel, (data, counter), (64,), (1,), "before the mark")
-    hand_over = prepare_hand_over(runtime, strategy, "marked")
+    fence = prepare_fence(runtime, strategy, "marked")
     launch()
-    hand_over.mark()
+    fence.mark()
     if strategy != "finish":  # which waits for the gate, too
         gate.close()
         runtime.flush()
     try:
-        hand_over.wait()
+        fence.wait()
         np.testing.assert_array_equal(data.array, 1)
     finally:
         gate.open()
         runtime.finish()
-    hand_over.wait()
+    fence.wait()
 
 
 def test_hand_overs_come_in_the_order_of_the_queue(runtime, strategy):
     writer = LateWriter(runtime, words=8)
-    first, second = (prepare_hand_over(runtime, strategy, label) for label in ("first", "second"))
+    first, second = (prepare_fence(runtime, strategy, label) for label in ("first", "second"))
     launch, number = writer.launch(500.0), writer.number()
     for _ in range(3):
         launch()
@@ -122,8 +122,8 @@ def test_hand_overs_come_in_the_order_of_the_queue(runtime, strategy):
         np.testing.assert_array_equal(writer.data.array, number)
 
 
-def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, monkeypatch):
-    """The whole chain: a late kernel, a hand-over, a late graph, and a kernel behind it."""
+def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, monkeypatch, delay_graph):
+    """The whole chain: a late kernel, a fence, a late graph, and a kernel behind it."""
     write_graph = npu_host.write_graph
 
     def write_delayed(*arguments):
@@ -140,7 +140,7 @@ def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, 
     npu, writer = HostNpu(), LateWriter(runtime, words=64)
     y = np.full((1, 64), np.nan, np.float32)
     run = npu.prepare(part, 1).bind(x, y)
-    hand_over = prepare_hand_over(runtime, strategy, "chain")
+    fence = prepare_fence(runtime, strategy, "chain")
     launch, number = writer.launch(1000.0), writer.number()
     run()
     delays = [_seconds(run) - _seconds(run_plain) for _ in range(5)]
@@ -148,7 +148,7 @@ def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, 
     for _ in range(3):
         y.fill(np.nan)
         launch()
-        hand_over()
+        fence()
         number += 1
         np.testing.assert_array_equal(writer.data.array, number)
         run()
@@ -170,13 +170,13 @@ def _seconds(call):
 def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     gate = Gate(runtime)
     limits = WaitLimits(spin_us=2000.0, timeout_s=0.05)
-    hand_over = prepare_hand_over(runtime, name, "3.qkv", limits=limits)
-    hand_over()
+    fence = prepare_fence(runtime, name, "3.qkv", limits=limits)
+    fence()
     gate.close()
     begin = time.perf_counter()
     try:
-        with pytest.raises(HandOverError) as caught:
-            hand_over()
+        with pytest.raises(FenceError) as caught:
+            fence()
         waited_s = time.perf_counter() - begin
     finally:
         gate.open()
@@ -191,7 +191,7 @@ def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     writer = LateWriter(runtime)
     number = writer.number()
     writer.launch(2000.0)()
-    prepare_hand_over(runtime, name, "again")()
+    prepare_fence(runtime, name, "again")()
     np.testing.assert_array_equal(writer.data.array, number + 1)
 
 
@@ -201,20 +201,20 @@ def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
         pytest.skip("no flag here")
     flag = runtime.flag
     assert flag is not None
-    hand_over = prepare_hand_over(runtime, "flag", "lost", limits=WaitLimits(spin_us=500.0, timeout_s=60.0))
-    hand_over()
+    fence = prepare_fence(runtime, "flag", "lost", limits=WaitLimits(spin_us=500.0, timeout_s=60.0))
+    fence()
     elsewhere = runtime.shared((64,), np.uint32)
-    kernel = runtime.kernel(("hand_over.cl",), "raise_flag")
+    kernel = runtime.kernel(("sync.cl",), "raise_flag")
     right, flag.launch = flag.launch, runtime.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
     try:
         begin = time.perf_counter()
-        with pytest.raises(HandOverError, match="lost"):
-            hand_over()
+        with pytest.raises(FenceError, match="lost"):
+            fence()
         assert time.perf_counter() - begin < 30.0
         assert elsewhere.array[0] == 1
     finally:
         flag.launch = right
-    hand_over()
+    fence()
 
 
 def test_a_long_wait_sleeps_once_its_spin_budget_is_spent(runtime):
@@ -228,9 +228,9 @@ def test_a_long_wait_sleeps_once_its_spin_budget_is_spent(runtime):
         time.sleep(seconds)
 
     clock = HostClock(clock.now_ns, sleep, clock.yield_lock, clock.overshoot_us)
-    hand_over = prepare_hand_over(runtime, "poll", "long", limits=WaitLimits(spin_us=500.0), clock=clock)
+    fence = prepare_fence(runtime, "poll", "long", limits=WaitLimits(spin_us=500.0), clock=clock)
     launch()
-    hand_over()
+    fence()
     assert writer.number() == number + 1
     assert 0 < len(slept) < 2000
     assert max(slept) <= 0.005
@@ -250,14 +250,14 @@ class FailedEvent:
 def test_a_kernel_that_failed_is_an_error(runtime, name):
     if name not in strategies_for(runtime):
         pytest.skip("no flag here")
-    hand_over = prepare_hand_over(runtime, name, "failed", limits=WaitLimits(spin_us=0.0))
-    hand_over.mark()
+    fence = prepare_fence(runtime, name, "failed", limits=WaitLimits(spin_us=0.0))
+    fence.mark()
     runtime.finish()
-    hand_over._signal.event = FailedEvent()
+    fence._signal.event = FailedEvent()
     if name == "flag":
-        hand_over._signal.number += 1  # as if its kernel had not run
+        fence._signal.number += 1  # as if its kernel had not run
     with pytest.raises(KernelError, match="-5"):
-        hand_over.wait()
+        fence.wait()
 
 
 # -- what is offered ---------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
     assert set(refused_strategies(unmapped)) == {"flag", "sleep_flag"}
     for name in ("flag", "sleep_flag"):
         with pytest.raises(OptionError, match=f"does not offer .*'{name}'.*fine-grained SVM") as caught:
-            prepare_hand_over(unmapped, name, "x")
+            prepare_fence(unmapped, name, "x")
         assert "sleep_poll" in caught.value.fix
     with pytest.raises(DeviceError, match="no memory"):
         flag_litmus(unmapped, 1)
@@ -285,14 +285,14 @@ def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
 
 
 def test_stale_data_refuses_the_flag(fresh, monkeypatch):
-    monkeypatch.setattr(handover, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
+    monkeypatch.setattr(fence, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
     assert "flag" not in strategies_for(fresh)
     assert "2 of 500 rounds" in refused_strategies(fresh)["sleep_flag"]
 
 
 def test_unknown_strategies_are_refused_by_name(runtime):
     with pytest.raises(OptionError, match="'guess'") as caught:
-        prepare_hand_over(runtime, "guess", "x")
+        prepare_fence(runtime, "guess", "x")
     assert all(name in caught.value.fix for name in STRATEGIES)
 
 
@@ -321,11 +321,11 @@ def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
 
 
 def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
-    monkeypatch.setattr(litmus, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(litmus, "TIMEOUT_S", 0.05)
     flag = fresh.flag
     assert flag is not None
     elsewhere = fresh.shared((64,), np.uint32)
-    kernel = fresh.kernel(("hand_over.cl",), "raise_flag")
+    kernel = fresh.kernel(("sync.cl",), "raise_flag")
     flag.launch = fresh.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
     assert flag_litmus(fresh, 1000) == (3, 3, 0)
 
@@ -368,24 +368,24 @@ class FakeTime:
     def lost(self):
         return False
 
-    def run(self, durations_us, hand_over=None):
+    def run(self, durations_us, fence=None):
         """Return for each wait how late it ended and how long it did not sleep, in us."""
         self.durations = iter(durations_us)
-        hand_over = hand_over or PollingHandOver(
+        fence = fence or PollingFence(
             "sleep_flag", "fake", self, WaitLimits(), self.clock(), WaitPrediction()
         )
         results = []
         for _ in durations_us:
             begin, slept = self.now, len(self.slept_us)
-            hand_over()
+            fence()
             asleep = sum(self.slept_us[slept:])
             results.append(((self.now - self.end) / 1e3, (self.now - begin) / 1e3 - asleep))
-        return results, hand_over
+        return results, fence
 
 
 def test_a_prediction_converges_on_a_constant_duration():
-    results, hand_over = FakeTime().run([1000.0] * 60)
-    assert hand_over.prediction.mean_us == pytest.approx(1000.0, rel=0.01)
+    results, fence = FakeTime().run([1000.0] * 60)
+    assert fence.prediction.mean_us == pytest.approx(1000.0, rel=0.01)
     late, awake = zip(*results[20:], strict=True)
     # Seen at the next look, for the price of the margin.
     assert max(late) < 3.0
@@ -394,9 +394,9 @@ def test_a_prediction_converges_on_a_constant_duration():
 
 def test_a_prediction_leaves_room_for_jitter():
     durations = np.random.default_rng(0).normal(1000.0, 30.0, 400)
-    results, hand_over = FakeTime().run(durations.tolist())
+    results, fence = FakeTime().run(durations.tolist())
     late, awake = np.array(results[50:]).T
-    assert hand_over.prediction.deviation_us == pytest.approx(24.0, rel=0.6)
+    assert fence.prediction.deviation_us == pytest.approx(24.0, rel=0.6)
     assert np.median(late) < 3.0
     assert np.percentile(late, 90) < 25.0
     assert np.median(awake) < 150.0
@@ -404,9 +404,9 @@ def test_a_prediction_leaves_room_for_jitter():
 
 @pytest.mark.parametrize(("before", "after"), [(5000.0, 300.0), (300.0, 5000.0), (1000.0, 700.0)])
 def test_a_prediction_follows_a_changed_load(before, after):
-    results, hand_over = FakeTime().run([before] * 40 + [after] * 80)
+    results, fence = FakeTime().run([before] * 40 + [after] * 80)
     late, awake = np.array(results[-30:]).T
-    assert hand_over.prediction.mean_us == pytest.approx(after, rel=0.05)
+    assert fence.prediction.mean_us == pytest.approx(after, rel=0.05)
     assert late.max() < 3.0
     assert awake.max() < 0.25 * after + 60.0
     # Within twenty waits it is no longer late by more than a tenth.
@@ -430,23 +430,23 @@ def test_short_waits_and_coarse_timers_are_not_slept_through():
 
 def test_a_wait_that_was_over_anyway_teaches_nothing():
     fake = FakeTime()
-    results, hand_over = fake.run([1000.0] * 30)
-    before = hand_over.prediction.mean_us
+    results, fence = fake.run([1000.0] * 30)
+    before = fence.prediction.mean_us
     fake.durations = iter([1000.0])
-    hand_over.mark()
+    fence.mark()
     fake.pass_us(5000.0)
-    hand_over.wait()
-    assert hand_over.prediction.mean_us == before
+    fence.wait()
+    assert fence.prediction.mean_us == before
     assert results
 
 
 def test_a_sleep_counts_from_the_mark():
     fake = FakeTime()
-    _, hand_over = fake.run([1000.0] * 40)
+    _, fence = fake.run([1000.0] * 40)
     fake.durations = iter([1000.0])
-    hand_over.mark()
+    fence.mark()
     fake.pass_us(600.0)
-    hand_over.wait()
+    fence.wait()
     assert fake.slept_us[-1] < 400.0
     assert (fake.now - fake.end) / 1e3 < 3.0
 
@@ -454,11 +454,11 @@ def test_a_sleep_counts_from_the_mark():
 def test_sleeping_strategies_learn_from_real_waits(runtime):
     writer = LateWriter(runtime)
     launch = writer.launch(4000.0)
-    hand_over = prepare_hand_over(runtime, "sleep_poll", "real")
+    fence = prepare_fence(runtime, "sleep_poll", "real")
     for _ in range(12):
         launch()
-        hand_over()
-    assert hand_over.prediction.mean_us > 1000.0
+        fence()
+    assert fence.prediction.mean_us > 1000.0
     assert sleep_overshoot_us() >= 0.0
 
 
@@ -492,7 +492,7 @@ def test_another_thread_runs_while_this_one_polls(runtime, name):
     if name not in strategies_for(runtime):
         pytest.skip("no flag here")
     gate, seconds = Gate(runtime), 0.4
-    hand_over = prepare_hand_over(runtime, name, "fair", limits=WaitLimits(spin_us=10e6))
+    fence = prepare_fence(runtime, name, "fair", limits=WaitLimits(spin_us=10e6))
     opener = threading.Timer(seconds, gate.open)
     with Worker() as worker:
         time.sleep(seconds)
@@ -500,7 +500,7 @@ def test_another_thread_runs_while_this_one_polls(runtime, name):
         gate.close()
         try:
             opener.start()
-            hand_over()
+            fence()
             beside = worker.count - alone
         finally:
             gate.open()
@@ -513,12 +513,12 @@ def test_another_thread_runs_while_this_one_polls(runtime, name):
 def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
     writer = LateWriter(runtime)
     launch = writer.launch(5.0)
-    hand_over = prepare_hand_over(runtime, strategy, "many")
+    fence = prepare_fence(runtime, strategy, "many")
 
     def run(count):
         for _ in range(count):
             launch()
-            hand_over()
+            fence()
 
     run(50)
     gc.collect()
@@ -540,6 +540,6 @@ def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
 def test_the_error_keeps_its_parts_across_processes():
     import copy
 
-    error = copy.copy(HandOverError("What.", fix="Do."))
+    error = copy.copy(FenceError("What.", fix="Do."))
     assert (error.message, error.fix) == ("What.", "Do.")
     assert isinstance(error, HeteroLLMError)

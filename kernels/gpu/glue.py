@@ -1,8 +1,7 @@
-"""What lies between the linear layers, as prepared launches on the OpenCL device.
+"""Launches of the glue operators: norms, gated activation, join and soft cap of the logits.
 
-Norms, the gated activation, the join of the logits and their soft cap are here; rotary positions with the KV
-write and attention come from :mod:`heterollm.kernels.gpu.attention`. Each kernel that writes a linear's input
-writes the type that the linear reads on either part.
+RoPE with the KV write and attention come from :mod:`heterollm.kernels.gpu.attention`. Each kernel that writes
+a linear's input writes the type that both processors read.
 """
 
 from __future__ import annotations
@@ -15,33 +14,26 @@ import numpy as np
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention import GpuAttention
+from heterollm.kernels.gpu.glue_kernels import Segments
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.layer_kernels import Segments
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 from heterollm.kernels.ops import Activation
 
-__all__ = ["GpuLayers"]
+__all__ = ["GpuGlue"]
 
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
-"""In the order of pointwise.cl's numbers."""
+"""Activations in the order of their numbers in pointwise.cl."""
+
+NORM_ONLY, NORM_ADD, NORM_ADD_HEAD = range(3)
+"""Modes of rms_norm.cl."""
 
 VECTOR_COLUMNS: Final = 2048
 
 
-class GpuLayers(GpuAttention):
-    """Makes the launches between the linear layers.
-
-    Args:
-        runtime: The OpenCL device.
-        activation_dtype: float32 or float16, of what linears read and write.
-        kv_dtype: float32 or float16, of the KV cache.
-        style: Kernel family: explicit vectors (CPUs) or work-items in lockstep (GPUs); default by the device.
-
-    Raises:
-        KernelError: From here and from every method: a type, shape or slot that the kernels cannot take.
-    """
+class GpuGlue(GpuAttention):
+    """Makes the launches of the glue operators; see :class:`GlueKernels`."""
 
     # -- norms ---------------------------------------------------------------------------------------
 
@@ -61,25 +53,23 @@ class GpuLayers(GpuAttention):
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
-        With a bias the delta is ``delta + bias``; with ``post`` that, normed: ``delta / rms(delta) * post``.
+        The delta includes ``bias``; with ``post`` it is then normed: ``delta / rms(delta) * post``.
 
         Args:
-            residual: float32 ``[tokens, hidden]``, updated in place where there is a delta.
+            residual: float32 ``[tokens, hidden]``, updated in place if there is a delta.
             weight: float32 ``[hidden]``.
             out: ``[tokens, hidden]`` in the activation type.
             hidden: Width of the model.
             tokens: Rows.
             epsilon: Added to the mean square.
-            delta: Output of the linear before, one member, or two parts of it to sum; None at the start of
-                the model.
+            delta: Output of the preceding linear, one member; None at the start of the model.
             bias: float32 ``[hidden]`` of that linear, or None.
-            post: float32 ``[hidden]``, weight of the norm of the delta, or None.
-            rounded: Where the int8 codes of ``out`` go as well, or None.
+            post: float32 ``[hidden]``, weight of the delta's norm, or None.
+            rounded: Target of the int8 codes of ``out``; None for no codes.
         """
-        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, residual)
-        self._check(residual, tokens * hidden, 4, "norm residual")
-        flags = delta is not None, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, tokens, out, hidden, rounded, "norm")
+        residual.require(tokens * hidden * 4, "norm residual")
+        memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
+        return self._norm(mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded)
 
     def final_norm(
         self,
@@ -97,57 +87,47 @@ class GpuLayers(GpuAttention):
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
 
-        As :meth:`rms_norm`, but the sum is not stored back, so that it may run again for other rows of the
-        pass; output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
+        It differs from :meth:`rms_norm` in that the residual stays unchanged, so that it may run again for
+        other rows of the pass. Output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
         """
-        hidden = delta.rows[0]
-        arguments = self._norm_arguments(residual, weight, out, hidden, delta, bias, post, step)
-        flags = 2, bias is not None, post is not None
-        return self._norm(arguments, epsilon, flags, rows, out, hidden, rounded, "final norm")
+        memory, shape = (residual, weight, out, step), (rows, delta.rows[0])
+        return self._norm(NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded)
 
-    def _norm_arguments(
+    def _norm(
         self,
-        residual: SharedArray,
-        weight: Argument,
-        out: SharedArray,
-        hidden: int,
+        mode: int,
+        memory: tuple[SharedArray, Argument, SharedArray, SharedArray],
+        shape: tuple[int, int],
         delta: Segments | None,
-        bias: Argument,
-        post: Argument,
-        step: SharedArray,
-    ) -> tuple[Argument, ...]:
+        extras: tuple[Argument, Argument],
+        epsilon: float,
+        rounded: RoundedInputs | None,
+    ) -> Launch:
+        (residual, weight, out, step), (rows, hidden) = memory, shape
+        label = "final norm" if mode == NORM_ADD_HEAD else "norm"
         if delta is None:
             delta = Segments(out, out, (hidden,), (0,))
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
-        # What is not there is never read, but an argument must be some memory.
-        extra = (weight if memory is None else memory for memory in (bias, post))
-        split = -1 if delta.join == "sum" else delta.splits[0]
-        sizes = (np.int32(split), np.int32(hidden))
-        return (residual, weight, out, delta.a, delta.b, *extra, step, *sizes)
-
-    def _norm(
-        self,
-        arguments: tuple[Argument, ...],
-        epsilon: float,
-        flags: tuple[int, ...],
-        rows: int,
-        out: SharedArray,
-        hidden: int,
-        rounded: RoundedInputs | None,
-        label: str,
-    ) -> Launch:
-        self._check(out, rows * hidden, self._item_bytes, f"{label} output")
+        out.require(rows * hidden * self._item_bytes, f"{label} output")
         kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
-        codes = rounded.arguments(rows, hidden, label) if rounded else ()
-        values = (*arguments, np.float32(epsilon), *map(np.int32, flags), *codes)
+        arguments = (
+            *(residual, weight, out, delta.a, delta.b),
+            # Absent memory is never read, but OpenCL needs a valid argument.
+            *(weight if extra is None else extra for extra in extras),
+            step,
+            *map(np.int32, (-1 if delta.join == "sum" else delta.splits[0], hidden)),
+            np.float32(epsilon),
+            *map(np.int32, (mode, *(extra is not None for extra in extras))),
+            *(rounded.arguments(rows, hidden, label) if rounded else ()),
+        )
         item, block = self._item_bytes, rounded.block if rounded else 0
-        # Flag 1 is a delta whose sum is stored, 2 one whose sum is not.
-        read, written = 4 + (item if flags[0] else 0), item + (4 if flags[0] == 1 else 0)
+        read = 4 if mode == NORM_ONLY else 4 + item
+        written = item + 4 if mode == NORM_ADD else item
         work = functools.partial(pointwise_work, rows * hidden, 6, read, written, block)
-        return self._runtime.launch(kernel, values, (rows * items,), (items,), label, work=work)
+        return self._runtime.launch(kernel, arguments, (rows * items,), (items,), label, work=work)
 
-    # -- point by point ------------------------------------------------------------------------------
+    # -- elementwise ---------------------------------------------------------------------------------
 
     def gated_activation(
         self,
@@ -168,15 +148,15 @@ class GpuLayers(GpuAttention):
             out: ``[tokens, intermediate]`` in the activation type.
             tokens: Rows.
             intermediate: Width of the feed-forward network.
-            activation: Of the gate.
-            bias: float32 of gate and up one after the other, added first, or None.
-            rounded: Where the int8 codes of ``out`` go as well, or None.
+            activation: Activation of the gate.
+            bias: float32 of gate, then up, added first; or None.
+            rounded: Target of the int8 codes of ``out``; None for no codes.
             label: Name for traces and errors.
         """
         gate_up.require_concatenated(label)
         if gate_up.rows != (intermediate, intermediate):
             raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
-        self._check(out, tokens * intermediate, self._item_bytes, f"{label} output")
+        out.require(tokens * intermediate * self._item_bytes, f"{label} output")
         memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
         item, block = self._item_bytes, rounded.block if rounded else 0
@@ -184,11 +164,11 @@ class GpuLayers(GpuAttention):
         return self._pointwise("gated_activation", memory, sizes, tokens, label, work, rounded)
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
-        """Return the launch that puts the head's segments together as float32 ``[rows, vocabulary]``."""
+        """Return the launch that joins the head's segments as float32 ``[rows, vocabulary]``."""
         head.require_concatenated(label)
         if len(head.rows) != 1:
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
-        self._check(out, rows * head.rows[0], 4, f"{label} output")
+        out.require(rows * head.rows[0] * 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
         work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes, 4)
         return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, work)
@@ -200,12 +180,12 @@ class GpuLayers(GpuAttention):
 
         Args:
             logits: float32 ``[rows, vocabulary]``.
-            cap: Above every magnitude that comes out.
+            cap: Upper bound of the magnitude.
             rows: Rows.
             vocabulary: Columns.
             label: Name for traces and errors.
         """
-        self._check(logits, rows * vocabulary, 4, f"{label} logits")
+        logits.require(rows * vocabulary * 4, f"{label} logits")
         work = functools.partial(pointwise_work, rows * vocabulary, 10, 4, 4)
         return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, work)
 

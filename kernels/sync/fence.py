@@ -1,28 +1,26 @@
-"""Hand-overs from the GPU to the host, and so to the NPU: how to wait until the queue got somewhere.
+"""Fences: the host, and so the NPU, waits until the GPU's queue reaches a mark.
 
-A hand-over is a prepared call. It stands at one place of a pass and is called in the token loop after the
-launches that produce the data; it returns when everything enqueued before its signal is done and, on coherent
-memory, visible to the host. Mapped memory must be acquired afterwards as always: a strategy replaces the
-waiting and nothing else.
+A fence is a prepared call at one place of a pass. The token loop calls it after the launches that produce the
+data. It returns when everything enqueued before its mark is done and, in coherent memory, visible to the
+host. Mapped memory must be acquired afterwards with every strategy.
 
-How the strategies differ (HeteroLLM, section 4.3, "fast synchronization"; measured on PoCL: a
-blocking wait wakes up 10 to 20 us after the kernel, a poll within one):
+The strategies (HeteroLLM, section 4.3, "fast synchronization"; measured on PoCL: a blocking wait returns 10
+to 20 us after the kernel, a poll within 1 us):
 
 ``finish``
     The driver's blocking wait for the whole queue: the baseline.
 ``event``
-    Its blocking wait for a marker, behind which more may be enqueued.
+    The driver's blocking wait for a marker; later launches may follow the marker.
 ``poll``
-    Asks for the marker's state over and over.
+    Polls the marker's state.
 ``flag``
-    A tiny kernel at the end of the queue counts up a word in shared memory, which is polled.
+    Polls a word in shared memory, which a tiny kernel increments.
 ``sleep_poll``, ``sleep_flag``
-    Sleep for most of the predicted time, then as above.
+    Sleep for most of the predicted time, then poll as above.
 
-Polling lets other threads run at each turn, and is bounded: after the spin budget it sleeps between looks,
-for a hundredth of the time waited so far, and after the timeout it raises. It never ends in a blocking
-wait of the driver, since no timeout reaches into one; ``finish`` and ``event`` are such waits by definition,
-and come back from a lost device only when the driver gives up.
+A poll yields to other threads at each turn. After the spin budget it sleeps between polls for a hundredth of
+the time waited so far, and after the timeout it raises. It never falls back to a blocking wait of the driver,
+which has no timeout: ``finish`` and ``event`` return from a lost device only when the driver gives up.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from heterollm.base import HandOverError, KernelError, OptionError, see
+from heterollm.base import FenceError, KernelError, OptionError, see
 from heterollm.kernels.gpu import (
     STRATEGIES,
     FlagSignal,
@@ -48,22 +46,22 @@ from heterollm.kernels.sync.litmus import LITMUS_QUICK_ROUNDS, flag_litmus
 
 __all__ = [
     "STRATEGIES",
-    "HandOver",
+    "Fence",
     "Strategy",
     "WaitLimits",
-    "prepare_hand_over",
+    "prepare_fence",
     "refused_strategies",
     "resynchronise",
     "strategies_for",
 ]
 
-SLOW_LOOKS_FRACTION: Final = 0.01
-"""Of the time waited so far: how long to sleep between looks once the spin budget is spent."""
+SLOW_POLL_FRACTION: Final = 0.01
+"""Sleep between polls after the spin budget, as a fraction of the time waited so far."""
 
 LONGEST_SLEEP_NS: Final = 5_000_000
 
 STRONG_MEMORY_ORDER: Final = platform.machine().lower() in {"x86_64", "amd64", "i686", "x86"}
-"""Whether a thread's later reads never overtake an earlier one."""
+"""Whether the processor keeps a thread's reads in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,8 @@ class WaitLimits:
     """Bounds of one polling wait.
 
     Args:
-        spin_us: How long it may poll without sleeping.
-        timeout_s: When it raises; far above the longest pass.
+        spin_us: Longest polling without sleep.
+        timeout_s: Time after which it raises; far above the longest pass.
     """
 
     spin_us: float = 10_000.0
@@ -86,50 +84,43 @@ class WaitLimits:
             )
 
 
-class HandOver(Protocol):
-    """A prepared wait at one place of a pass; made by :func:`prepare_hand_over`."""
+class Fence(Protocol):
+    """A prepared wait at one place of a pass, from :func:`prepare_fence`."""
 
     @property
     def strategy(self) -> Strategy:
-        """How it waits."""
-        ...
+        """Method of the wait."""
 
     @property
     def label(self) -> str:
-        """What to call the place in messages."""
-        ...
+        """Name of the place in messages."""
 
     @property
     def launch(self) -> Launch | None:
-        """The kernel that sends the signal, where it is one and :meth:`sent` may replace :meth:`mark`."""
-        ...
+        """The kernel that sends the signal, or None; :meth:`sent` may replace :meth:`mark` for a kernel."""
 
     def mark(self) -> None:
-        """Send the signal: everything enqueued so far is what :meth:`wait` waits for."""
-        ...
+        """Send the signal behind everything enqueued so far."""
 
     def sent(self) -> None:
-        """Start what is enqueued and take note that :attr:`launch` is in it: the signal is on its way.
+        """Flush the queue and note that the caller has enqueued :attr:`launch`.
 
-        So the signal can be one of many kernels of a merged launch, with others behind it.
+        The signal can thus be one of the kernels of a merged launch.
         """
-        ...
 
     def wait(self) -> None:
-        """Wait for the signal; what was enqueued after :meth:`mark` may go on.
+        """Wait for the signal; later launches may still run.
 
         Raises:
-            HandOverError: The signal did not come.
+            FenceError: The signal did not come within the timeout.
             KernelError: A kernel failed.
         """
-        ...
 
     def __call__(self) -> None:
         """Mark and wait at once."""
-        ...
 
 
-# -- what a device offers ----------------------------------------------------------------------------
+# -- strategies of a device --------------------------------------------------------------------------
 
 _refusals: weakref.WeakKeyDictionary[GpuRuntime, dict[Strategy, str]] = weakref.WeakKeyDictionary()
 
@@ -137,14 +128,14 @@ _refusals: weakref.WeakKeyDictionary[GpuRuntime, dict[Strategy, str]] = weakref.
 def strategies_for(runtime: GpuRuntime) -> tuple[Strategy, ...]:
     """Return the strategies that a device offers, in the order of ``STRATEGIES``.
 
-    The flag is offered where OpenCL promises that the host sees it, or where a short litmus test did.
+    A device offers the flag if OpenCL guarantees that the host sees it, or if a short litmus test passes.
     """
     refused = refused_strategies(runtime)
     return tuple(strategy for strategy in STRATEGIES if strategy not in refused)
 
 
 def refused_strategies(runtime: GpuRuntime) -> dict[Strategy, str]:
-    """Return why a device does not offer the strategies that it does not; found out once."""
+    """Return the strategies that a device does not offer, with the reason; checked once a device."""
     if runtime not in _refusals:
         reason = _flag_refusal(runtime)
         _refusals[runtime] = {"flag": reason, "sleep_flag": reason} if reason else {}
@@ -152,12 +143,12 @@ def refused_strategies(runtime: GpuRuntime) -> dict[Strategy, str]:
 
 
 def _flag_refusal(runtime: GpuRuntime) -> str:
-    """Return why the host cannot rely on a flag; empty if it can."""
+    """Return why the host cannot rely on a flag, or an empty text."""
     try:
         flag = runtime.flag
         if flag is None:
             if runtime.traits.coherent:
-                return "a kernel's writes do not come at the time at which it is said to run"
+                return "a simulated kernel writes at no simulated time"
             return "memory must be mapped, and no fine-grained SVM with atomics is reported"
         if flag.promised:
             return ""
@@ -170,7 +161,7 @@ def _flag_refusal(runtime: GpuRuntime) -> str:
 
 
 def resynchronise(runtime: GpuRuntime) -> None:
-    """Forget signals that were sent and not waited for, after a failure; the queue must be finished."""
+    """Forget pending signals after a failure; the queue must be finished."""
     if runtime in _refusals and (flag := runtime.flag) is not None:
         flag.resynchronise()
 
@@ -178,51 +169,48 @@ def resynchronise(runtime: GpuRuntime) -> None:
 # -- prepared calls ----------------------------------------------------------------------------------
 
 
-def prepare_hand_over(
+def prepare_fence(
     runtime: GpuRuntime,
     strategy: Strategy,
     label: str,
     *,
     limits: WaitLimits | None = None,
     clock: HostClock | None = None,
-) -> HandOver:
-    """Return the prepared call of one place, on the thread that will call it.
+) -> Fence:
+    """Return the fence of one place; call this on the thread that will wait.
 
     Args:
         runtime: The device to wait for.
-        strategy: How to wait.
-        label: What to call the place in messages.
-        limits: Bounds of the polling; the default ones if None.
-        clock: The host's clock; its own if None.
+        strategy: Method of the wait.
+        label: Name of the place in messages.
+        limits: Bounds of the polling; None for the defaults.
+        clock: Clock of the host; None for the runtime's.
 
     Raises:
-        OptionError: The device does not offer the strategy; the message says why.
+        OptionError: The device does not offer the strategy; the message gives the reason.
     """
     if strategy not in STRATEGIES:
         raise OptionError(
-            f"There is no hand-over strategy {strategy!r}.", fix=f"Choose among {', '.join(STRATEGIES)}."
+            f"There is no sync strategy {strategy!r}.", fix=f"Choose among {', '.join(STRATEGIES)}."
         )
     # The baseline needs no litmus test.
     uses_flag = strategy.endswith("flag")
     if uses_flag and (reason := refused_strategies(runtime).get(strategy)):
         raise OptionError(
-            f"{runtime.traits.name!r} does not offer the hand-over strategy {strategy!r}: {reason}.",
+            f"{runtime.traits.name!r} does not offer the sync strategy {strategy!r}: {reason}.",
             fix=f"Choose among {', '.join(strategies_for(runtime))}.",
         )
     if strategy in ("finish", "event"):
-        return BlockingHandOver(runtime, strategy, label)
+        return BlockingFence(runtime, strategy, label)
     flag = runtime.flag if uses_flag else None
     signal = MarkerSignal(runtime) if flag is None else FlagSignal(runtime, flag)
     prediction = WaitPrediction() if strategy.startswith("sleep") else None
     clock = clock or runtime.host_clock()
-    return PollingHandOver(strategy, label, signal, limits or WaitLimits(), clock, prediction)
+    return PollingFence(strategy, label, signal, limits or WaitLimits(), clock, prediction)
 
 
-class BlockingHandOver:
-    """Waits inside the driver: ``finish`` for the whole queue, ``event`` for a marker.
-
-    Its wait has no timeout, and ``finish`` also waits for what was enqueued after the mark.
-    """
+class BlockingFence:
+    """A wait in the driver, without a timeout: ``finish`` for the whole queue, ``event`` for a marker."""
 
     __slots__ = ("_marker", "_runtime", "label", "strategy")
 
@@ -234,20 +222,20 @@ class BlockingHandOver:
 
     @property
     def launch(self) -> None:
-        """No kernel: the driver tells."""
+        """None: the driver signals."""
 
     def sent(self) -> None:
-        """See :meth:`HandOver.sent`; without a kernel there is nothing to note."""
+        """Do nothing: there is no kernel; see :meth:`Fence.sent`."""
 
     def mark(self) -> None:
-        """Send the signal; see :meth:`HandOver.mark`."""
+        """Send the signal; see :meth:`Fence.mark`."""
         if self._marker is None:
             self._runtime.flush()
         else:
             self._marker.send()
 
     def wait(self) -> None:
-        """Wait for it; see :meth:`HandOver.wait`."""
+        """Wait for it; see :meth:`Fence.wait`."""
         if self._marker is None:
             self._runtime.hand_to_host()
         elif self._marker.event is not None:
@@ -260,29 +248,17 @@ class BlockingHandOver:
         self.wait()
 
 
-class PollingHandOver:
-    """Looks for a signal over and over, after a predicted sleep if it has a prediction.
+class PollingFence:
+    """A wait that polls for a signal, after a predicted sleep if it has a prediction.
 
     Args:
-        strategy: Its name.
-        label: What to call the place in messages.
-        signal: What is sent and looked for.
+        strategy: Name of the strategy.
+        label: Name of the place in messages.
+        signal: Signal to send and to poll for.
         limits: Bounds of the polling.
-        clock: The host's clock.
-        prediction: Learns the time from mark to signal; None to poll at once.
+        clock: Clock of the host.
+        prediction: Predictor of the time from mark to signal; None polls at once.
     """
-
-    __slots__ = (
-        "_clock",
-        "_limits",
-        "_marked_ns",
-        "_seen",
-        "_signal",
-        "_spin_ns",
-        "label",
-        "prediction",
-        "strategy",
-    )
 
     def __init__(
         self,
@@ -309,12 +285,12 @@ class PollingHandOver:
         return self._signal.launch if isinstance(self._signal, FlagSignal) else None
 
     def mark(self) -> None:
-        """Send the signal; see :meth:`HandOver.mark`."""
+        """Send the signal; see :meth:`Fence.mark`."""
         self._signal.send()
         self._marked_ns = self._clock.now_ns()
 
     def sent(self) -> None:
-        """Take note that the kernel of the flag was enqueued; see :meth:`HandOver.sent`."""
+        """Note that the flag's kernel was enqueued; see :meth:`Fence.sent`."""
         if isinstance(self._signal, FlagSignal):
             self._signal.sent()
             self._marked_ns = self._clock.now_ns()
@@ -325,7 +301,7 @@ class PollingHandOver:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for it; see :meth:`HandOver.wait`."""
+        """Wait for it; see :meth:`Fence.wait`."""
         prediction = self.prediction
         slept = prediction is not None and self._sleep(prediction)
         first = self._seen()
@@ -336,7 +312,8 @@ class PollingHandOver:
             duration_us = (self._clock.now_ns() - self._marked_ns) / 1e3
             prediction.observe(duration_us, overslept=first)
         if not STRONG_MEMORY_ORDER:
-            # Giving up and taking the interpreter lock is a fence: the data is not read before the flag.
+            # Releasing and taking the interpreter lock is a memory barrier: data reads stay behind the
+            # flag's.
             self._clock.yield_lock()
 
     def _sleep(self, prediction: WaitPrediction) -> bool:
@@ -366,11 +343,11 @@ class PollingHandOver:
             waited_ns = now_ns() - begin_ns
             if waited_ns > timeout_ns or self._signal.lost():
                 self._raise(waited_ns)
-            self._clock.sleep_s(min(int(waited_ns * SLOW_LOOKS_FRACTION), LONGEST_SLEEP_NS) / 1e9)
+            self._clock.sleep_s(min(int(waited_ns * SLOW_POLL_FRACTION), LONGEST_SLEEP_NS) / 1e9)
 
     def _raise(self, waited_ns: int) -> None:
-        raise HandOverError(
-            f"The hand-over of {self.label!r} by {self.strategy!r} got no signal in {waited_ns / 1e9:.3g} s.",
+        raise FenceError(
+            f"The fence {self.label!r} ({self.strategy!r}) got no signal in {waited_ns / 1e9:.3g} s.",
             fix="Run `heterollm doctor`; the strategy 'finish' waits without a flag and without a limit. "
-            + see("a-hand-over-gets-no-signal"),
+            + see("a-fence-gets-no-signal"),
         )

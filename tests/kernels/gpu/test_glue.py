@@ -17,7 +17,7 @@ from heterollm.kernels.cases import (
 from heterollm.kernels.formats import reference_layers as reference
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
-    GpuLayers,
+    GpuGlue,
     HeadShape,
     KvLayer,
     Rotation,
@@ -418,7 +418,7 @@ def test_what_cannot_be_computed_is_refused(runtime, make):
     layers = make("vector")
     memory, step = runtime.shared((64,), np.float32), step_slot(runtime)
     with pytest.raises(KernelError, match="float32 or float16"):
-        GpuLayers(runtime, np.float64, np.float32)
+        GpuGlue(runtime, np.float64, np.float32)
     with pytest.raises(KernelError, match="do not lie inside"):
         Segments(memory, memory, (8,), (9,))
     with pytest.raises(KernelError, match="do not lie inside"):

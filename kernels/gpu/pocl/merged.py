@@ -1,12 +1,11 @@
-"""Many launches as one, on devices that are the host's processor.
+"""Merged launches: one launch that runs many kernels in order, on CPU devices.
 
-Between two kernels of a queue a CPU runtime puts its threads to sleep and wakes them again: 13 us on PoCL
-with two threads, beside kernels of 3 to 300 us of which a decoded token needs 200. Here one launch runs the
-work-groups of all of them: its workers take tasks in order and wait for those before by spinning
-(merged_end.h).
+Between two kernels a CPU runtime puts its threads to sleep and wakes them: 13 us on PoCL with two threads,
+beside 200 kernels of 3 to 300 us per decoded token. A merged launch runs the work-groups of all kernels: its
+workers take tasks in order and spin until earlier launches are done (merged_end.h).
 
-The kernels' sources stay as they are: the preprocessor turns each into a function of its work-group, and the
-arguments lie in a table. Pointers in a table are host pointers, so this is for CPU devices alone.
+The kernels' sources stay unchanged: the preprocessor turns each into a function of its work-group, and the
+arguments lie in a table. The table holds host pointers, which are valid on CPU devices only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.launch import ChainedLaunch, OpenClLaunch, host_address
 from heterollm.kernels.gpu.memory import SharedArray
-from heterollm.kernels.gpu.protocol import GpuRuntime, KernelKind
+from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.sources import read_sources
 
 __all__ = ["MergedLaunch", "merge_launches"]
@@ -35,7 +34,7 @@ ENTRY_ARGUMENTS: Final = 8
 COUNTERS: Final = 96
 
 LARGEST_MERGE: Final = 24
-"""Launches in one: a worker that has left comes back with the next."""
+"""Most launches in one; a worker that has left returns with the next merged launch."""
 
 MACRO: Final = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 TYPE: Final = re.compile(
@@ -46,17 +45,21 @@ FUNCTION: Final = re.compile(r"^static inline\b[^(;]*?\b(\w+)\(", re.MULTILINE)
 
 
 class MergedLaunch:
-    """Launches that run one after the other as a single one; made by :func:`merge_launches`.
+    """Several launches as a single one, run in order; made by :func:`merge_launches`.
 
     Attributes:
-        label: The first and the last of them.
-        labels: Those of all, in order, for traces.
+        label: Labels of the first and the last launch.
+        labels: Labels of all launches in order, for traces.
     """
 
     __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
 
     def __init__(
-        self, runtime: GpuRuntime, launches: Sequence[OpenClLaunch], kinds: Sequence[KernelKind], source: str
+        self,
+        runtime: GpuRuntime,
+        launches: Sequence[OpenClLaunch],
+        kinds: Sequence[KernelIdentity],
+        source: str,
     ) -> None:
         units = runtime.traits.compute_units
         self._table = runtime.shared((len(launches), ENTRY_WORDS), np.uint64)
@@ -67,11 +70,11 @@ class MergedLaunch:
         first = 0
         for row, launch in enumerate(launches):
             groups = _groups(launch)
-            # One run of neighbours for each worker: weights are then read as few long streams, which takes
-            # 15 ms a token where 16 runs for each take 20.
+            # One run of adjacent work-groups per worker reads the weights as few long streams: 15 ms a token,
+            # against 20 ms with 16 runs per worker.
             grain = -(-math.prod(groups) // units)
             tasks = -(-math.prod(groups) // grain)
-            kind = kinds.index(runtime.kind(launch.kernel))
+            kind = kinds.index(runtime.kernel_identity(launch.kernel))
             self._table.array[row, :7] = (kind, first, first + tasks, grain, *groups)
             first += tasks
             for column, argument in enumerate(launch.arguments, ENTRY_ARGUMENTS):
@@ -85,11 +88,11 @@ class MergedLaunch:
         self._launch = runtime.launch(kernel, arguments, (workers,), (1,), self.label)
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
-        """Enqueue all without waiting; returns the event."""
+        """Enqueue the launch without waiting; returns its event."""
         return self._launch()
 
     def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Name other memory in place of ``old`` wherever it is an argument; nothing may be running."""
+        """Replace ``old`` by other memory in all arguments; no launch may be running."""
         if old is None:
             return
         table = self._table.array
@@ -99,7 +102,7 @@ class MergedLaunch:
 
 
 def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Return a list of calls with each run of two or more launches in it merged, where the device allows.
+    """Return the calls with each run of two or more launches merged, if the device allows it.
 
     Args:
         runtime: The device.
@@ -124,9 +127,9 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
 
 
 def _kernels(call: Callable[[], Any]) -> tuple[OpenClLaunch, ...]:
-    """Return the launches of a call's kernels in order; nothing where it is no launch on a queue."""
+    """Return the launches of a call in order; none if it is no launch on a queue."""
     if isinstance(call, ChainedLaunch):
-        return (*_kernels(call.before), call)
+        return (*_kernels(call.before), *_kernels(call.last))
     return (call,) if isinstance(call, OpenClLaunch) else ()
 
 
@@ -142,7 +145,7 @@ def _mergeable(runtime: GpuRuntime, launches: Sequence[OpenClLaunch]) -> bool:
 def _merged(runtime: GpuRuntime, launches: list[OpenClLaunch]) -> list[Any]:
     if len(launches) < 2:
         return list(launches)
-    examples = {runtime.kind(launch.kernel): launch for launch in launches}
+    examples = {runtime.kernel_identity(launch.kernel): launch for launch in launches}
     kinds = list(examples)
     count = -(-len(launches) // LARGEST_MERGE)
     size = -(-len(launches) // count)
@@ -153,7 +156,6 @@ def _merged(runtime: GpuRuntime, launches: list[OpenClLaunch]) -> list[Any]:
             for first in range(0, len(launches), size)
         ]
     except KernelError as error:
-        # Slower, and right all the same.
         logger.warning("Launches are not merged: %s", error.message)
         return list(launches)
 
@@ -167,8 +169,8 @@ def _bits(value: Any) -> int:  # noqa: ANN401 - a NumPy scalar of any type
     return int.from_bytes(value.tobytes(), "little")
 
 
-def _source(kinds: Sequence[KernelKind], examples: Mapping[KernelKind, OpenClLaunch]) -> str:
-    """Return the program that has each kernel as a function and calls it by its number."""
+def _source(kinds: Sequence[KernelIdentity], examples: Mapping[KernelIdentity, OpenClLaunch]) -> str:
+    """Return a program with each kernel as a function, called by its number."""
     cases = []
     for number, kind in enumerate(kinds):
         arguments = ", ".join(
@@ -192,15 +194,15 @@ def _argument(value: Any, place: int) -> str:  # noqa: ANN401 - an argument of a
     return word if value.dtype.itemsize == 8 else f"(int){word}"
 
 
-def _as_function(number: int, kind: KernelKind) -> str:
-    """Return a kernel's source with every name in it made its own, and no macro left behind."""
+def _as_function(number: int, kind: KernelIdentity) -> str:
+    """Return a kernel's source with unique names, and with all its macros undefined at the end."""
     files, name, defines = kind
     text = read_sources(files)
     own = [first or second for first, second in TYPE.findall(text)] + FUNCTION.findall(text)
     kernels = KERNEL.findall(text)
     lines = [f"#define {key} {value}" for key, value in defines]
     lines += [f"#define {word} {word}_{number}" for word in dict.fromkeys(own)]
-    # Functions of their group; the file's other kernels stay unused.
+    # Kernels become functions of their work-group; other kernels of the file stay unused.
     lines += [
         f"#define {word}(...) {'kernel' if word == name else word}_{number}"
         "(const uint *task_group, const uint *task_groups, __VA_ARGS__)"
