@@ -3,7 +3,7 @@ from .cache import atomic_path as atomic_path
 from .cache import cache_error as cache_error
 from .cache import cache_name as cache_name
 from .cache import cache_root as cache_root
-from .cache import kept as kept
+from .cache import load_or_make as load_or_make
 from .cache import locked as locked
 from .cache_folder import CLEARED as CLEARED
 from .cache_folder import KINDS as KINDS
@@ -18,13 +18,13 @@ from .errors import CheckpointError as CheckpointError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
 from .errors import GraphError as GraphError
-from .errors import HandOverError as HandOverError
 from .errors import HeteroLLMError as HeteroLLMError
 from .errors import InputError as InputError
 from .errors import KernelError as KernelError
 from .errors import OptionError as OptionError
 from .errors import PlanError as PlanError
 from .errors import ProfileError as ProfileError
+from .errors import SyncError as SyncError
 from .errors import TraceError as TraceError
 from .errors import UnsupportedModelError as UnsupportedModelError
 from .errors import see as see

@@ -1,7 +1,6 @@
-"""Every error that heterollm raises on purpose.
+"""The errors that heterollm raises on purpose, all of them subclasses of :class:`HeteroLLMError`.
 
-All derive from :class:`HeteroLLMError`. A message says what failed, with which values, and what to do
-next; the command line shows it as one panel, without a traceback.
+A message names the failure, the values and the next step; the command line shows it without a traceback.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "GraphError",
-    "HandOverError",
     "HeteroLLMError",
     "InputError",
     "KernelError",
     "OptionError",
     "PlanError",
     "ProfileError",
+    "SyncError",
     "TraceError",
     "UnsupportedModelError",
     "see",
@@ -30,11 +29,10 @@ TROUBLESHOOTING: Final = "docs/troubleshooting.md"
 
 
 def see(section: str) -> str:
-    """Return the end of an advice: where the project's documents say more.
+    """Return a sentence that refers to a section of the troubleshooting page.
 
     Args:
-        section: A heading of the troubleshooting page as an anchor, such as ``the-emulator-is-slow``; a test
-            checks that each one that a message names is there.
+        section: The heading as an anchor, such as ``the-emulator-is-slow``; a test checks that it exists.
     """
     return f"See {TROUBLESHOOTING}#{section}."
 
@@ -43,8 +41,8 @@ class HeteroLLMError(Exception):
     """Base class of all errors raised on purpose.
 
     Args:
-        message: What failed, with the values that matter.
-        fix: What to do next, one sentence or command; empty when there is nothing to do.
+        message: The failure, with the values that matter.
+        fix: The next step, one sentence or command; empty when there is none.
     """
 
     def __init__(self, message: str, *, fix: str = "") -> None:
@@ -53,7 +51,7 @@ class HeteroLLMError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The keyword argument is lost by the default pickling, which worker processes rely on.
+        # Default pickling, which worker processes use, loses the keyword argument.
         return (_rebuild, (type(self), self.message, self.fix))
 
 
@@ -62,11 +60,11 @@ def _rebuild(kind: type[HeteroLLMError], message: str, fix: str) -> HeteroLLMErr
 
 
 class OptionError(HeteroLLMError):
-    """An option or argument has a value that is not legal."""
+    """An option or argument has an illegal value."""
 
 
 class InputError(HeteroLLMError):
-    """A prompt, token id or position is outside what the model takes."""
+    """The model does not accept a prompt, token id or position."""
 
 
 class CheckpointError(HeteroLLMError):
@@ -74,7 +72,7 @@ class CheckpointError(HeteroLLMError):
 
 
 class UnsupportedModelError(CheckpointError):
-    """The checkpoint is sound, but heterollm does not run its kind."""
+    """The checkpoint is sound, but heterollm does not support its architecture."""
 
 
 class CacheError(HeteroLLMError):
@@ -82,7 +80,7 @@ class CacheError(HeteroLLMError):
 
 
 class DeviceError(HeteroLLMError):
-    """A device or one of its parts is missing or unusable."""
+    """A device or one of its processors is missing or unusable."""
 
 
 class KernelError(DeviceError):
@@ -102,12 +100,12 @@ class ProfileError(HeteroLLMError):
 
 
 class TraceError(HeteroLLMError):
-    """The file of a trace is damaged, or is none."""
+    """A trace file is damaged, or not a trace."""
 
 
 class EngineError(HeteroLLMError):
     """The engine is closed, busy beyond recovery, or lost a signal."""
 
 
-class HandOverError(EngineError):
-    """One processor waited for another's signal, and it did not come."""
+class SyncError(EngineError):
+    """A processor's signal did not arrive in time."""
