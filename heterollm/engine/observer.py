@@ -11,9 +11,9 @@ from heterollm.kernels.ops import Phase
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock
 
-__all__ = ["Observer", "Section"]
+__all__ = ["EngineActivity", "Observer"]
 
-Section: TypeAlias = Literal["bind", "step", "build"]
+EngineActivity: TypeAlias = Literal["bind", "step", "build"]
 """Work of the engine within a pass beside its steps: finding the compiled pass and naming the session's
 memory, writing the step buffer, and compiling."""
 
@@ -31,8 +31,8 @@ class Observer(Protocol):
         """
         ...
 
-    def during(self, section: Section) -> AbstractContextManager[object]:
-        """Return what is entered when a section begins and left when it ends."""
+    def during(self, activity: EngineActivity) -> AbstractContextManager[object]:
+        """Return what is entered when a activity begins and left when it ends."""
         ...
 
     def call_of(self, step: Step) -> Call:

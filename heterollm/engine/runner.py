@@ -27,7 +27,7 @@ from heterollm.base import (
 )
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
-from heterollm.engine.observer import Observer, Section
+from heterollm.engine.observer import EngineActivity, Observer
 from heterollm.engine.passes import CompiledPass, PassError, compiling
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.step import Call, Step
@@ -260,8 +260,8 @@ class Engine:
         observer = self.observer
         return UNOBSERVED if observer is None else observer.during_pass(phase, tokens, position)
 
-    def _observed(self, section: Section) -> AbstractContextManager[object]:
-        return UNOBSERVED if self.observer is None else self.observer.during(section)
+    def _observed(self, activity: EngineActivity) -> AbstractContextManager[object]:
+        return UNOBSERVED if self.observer is None else self.observer.during(activity)
 
     def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
         self._call(self._head_pass(compiled, phase, rows).calls)
