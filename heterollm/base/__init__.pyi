@@ -17,6 +17,7 @@ from .errors import CacheError as CacheError
 from .errors import CheckpointError as CheckpointError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
+from .errors import FenceError as FenceError
 from .errors import GraphError as GraphError
 from .errors import HeteroLLMError as HeteroLLMError
 from .errors import InputError as InputError
@@ -24,7 +25,6 @@ from .errors import KernelError as KernelError
 from .errors import OptionError as OptionError
 from .errors import PlanError as PlanError
 from .errors import ProfileError as ProfileError
-from .errors import SyncError as SyncError
 from .errors import TraceError as TraceError
 from .errors import UnsupportedModelError as UnsupportedModelError
 from .errors import see as see

@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointError",
     "DeviceError",
     "EngineError",
+    "FenceError",
     "GraphError",
     "HeteroLLMError",
     "InputError",
@@ -19,7 +20,6 @@ __all__ = [
     "OptionError",
     "PlanError",
     "ProfileError",
-    "SyncError",
     "TraceError",
     "UnsupportedModelError",
     "see",
@@ -107,5 +107,5 @@ class EngineError(HeteroLLMError):
     """The engine is closed, busy beyond recovery, or lost a signal."""
 
 
-class SyncError(EngineError):
+class FenceError(EngineError):
     """A processor's signal did not arrive in time."""

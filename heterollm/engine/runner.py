@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from heterollm.base import (
     EngineError,
+    FenceError,
     GraphError,
     HeteroLLMError,
     KernelError,
     OptionError,
     Progress,
-    SyncError,
 )
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
@@ -53,7 +53,7 @@ DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
 
 
-NPU_FAILURES: Final = (GraphError, SyncError, PassError)
+NPU_FAILURES: Final = (GraphError, FenceError, PassError)
 """What the GPU alone may still do without: graphs, hand-overs, and the memory that they take."""
 
 
@@ -349,7 +349,7 @@ class Engine:
             resynchronise(gpu)
             for name in pool:
                 pool[name].release()
-        except SyncError as error:
+        except FenceError as error:
             self._lost = f"The GPU part does not come to an end. {error.message}"
             logger.warning("After a failed pass: %s", error)
         except (KernelError, OpenClError) as error:

@@ -32,7 +32,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from heterollm.base import KernelError, OptionError, SyncError, see
+from heterollm.base import FenceError, KernelError, OptionError, see
 from heterollm.kernels.gpu import (
     STRATEGIES,
     FlagSignal,
@@ -119,7 +119,7 @@ class HandOver(Protocol):
         """Wait for the signal; what was enqueued after :meth:`mark` may go on.
 
         Raises:
-            SyncError: The signal did not come.
+            FenceError: The signal did not come.
             KernelError: A kernel failed.
         """
         ...
@@ -369,7 +369,7 @@ class PollingHandOver:
             self._clock.sleep_s(min(int(waited_ns * SLOW_LOOKS_FRACTION), LONGEST_SLEEP_NS) / 1e9)
 
     def _raise(self, waited_ns: int) -> None:
-        raise SyncError(
+        raise FenceError(
             f"The hand-over of {self.label!r} by {self.strategy!r} got no signal in {waited_ns / 1e9:.3g} s.",
             fix="Run `heterollm doctor`; the strategy 'finish' waits without a flag and without a limit. "
             + see("a-hand-over-gets-no-signal"),

@@ -11,7 +11,7 @@ import pytest
 
 import heterollm.engine.runner
 import heterollm.engine.waits
-from heterollm.base import EngineError, GraphError, HeteroLLMError, SyncError
+from heterollm.base import EngineError, FenceError, GraphError, HeteroLLMError
 from heterollm.engine.splits import SplitEmitter
 from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.npu.session import SessionGraph
@@ -157,8 +157,8 @@ def test_a_second_failure_is_an_error(load: Callable[..., LLM], prompt: list[int
     llm = load(allow_fallback=True)
     npu.fails_at = npu.runs + 1
     llm.session().prefill(prompt)
-    with pytest.raises(SyncError, match="again"):
-        llm._thread.run(lambda: llm._engine._fall_back(SyncError("again"), 3))
+    with pytest.raises(FenceError, match="again"):
+        llm._thread.run(lambda: llm._engine._fall_back(FenceError("again"), 3))
 
 
 # -- graphs that do not build, memory that runs out ---------------------------------------------------------
@@ -265,7 +265,7 @@ def test_a_signal_that_does_not_come_is_an_error_and_not_a_hang(
         session.decode(prompt[100])
         assert "got no signal" in llm.failures[0]
     else:
-        with pytest.raises(SyncError, match="got no signal"):
+        with pytest.raises(FenceError, match="got no signal"):
             session.decode(prompt[100])
         assert session.position == 100
         session.decode(prompt[100])
@@ -288,7 +288,7 @@ def test_a_gpu_that_does_not_come_back_ends_the_model_but_not_the_program(
     session.prefill(prompt[:100])
     gate = close_gate(llm)
     try:
-        with pytest.raises(SyncError, match="got no signal"):
+        with pytest.raises(FenceError, match="got no signal"):
             session.decode(1)
         assert session.position == 100
         assert llm.failures == ()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import heterollm.kernels
-from heterollm.base import DeviceError, EngineError, HeteroLLMError, KernelError, OptionError, SyncError
+from heterollm.base import DeviceError, EngineError, FenceError, HeteroLLMError, KernelError, OptionError
 from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction
 from heterollm.kernels.gpu.waiting import sleep_overshoot_us
 from heterollm.kernels.npu import HostNpu
@@ -175,7 +175,7 @@ def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     gate.close()
     begin = time.perf_counter()
     try:
-        with pytest.raises(SyncError) as caught:
+        with pytest.raises(FenceError) as caught:
             hand_over()
         waited_s = time.perf_counter() - begin
     finally:
@@ -208,7 +208,7 @@ def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
     right, flag.launch = flag.launch, runtime.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
     try:
         begin = time.perf_counter()
-        with pytest.raises(SyncError, match="lost"):
+        with pytest.raises(FenceError, match="lost"):
             hand_over()
         assert time.perf_counter() - begin < 30.0
         assert elsewhere.array[0] == 1
@@ -540,6 +540,6 @@ def test_a_thousand_calls_leave_nothing_behind(runtime, strategy):
 def test_the_error_keeps_its_parts_across_processes():
     import copy
 
-    error = copy.copy(SyncError("What.", fix="Do."))
+    error = copy.copy(FenceError("What.", fix="Do."))
     assert (error.message, error.fix) == ("What.", "Do.")
     assert isinstance(error, HeteroLLMError)
