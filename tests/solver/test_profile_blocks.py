@@ -5,14 +5,14 @@ from msgspec.structs import replace
 
 from heterollm.kernels.npu import CHUNK_COLUMNS
 from heterollm.kernels.ops import feed_forward_block
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import layer_key
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver import ProfileCosts, limits_of
 from heterollm.solver.blocks import apart, gpu_part_us, narrowed
 
 WIDE = 2 * CHUNK_COLUMNS
-SHAPE = Size(512, WIDE, 2, 8, 8, 1024, False, 64, 2048).shape("made")
+SHAPE = ModelSize(512, WIDE, 2, 8, 8, 1024, False, 64, 2048).shape("made")
 GATE_UP = next(spec for spec in SHAPE.layer if spec.group == "gate_up")
 DOWN = next(spec for spec in SHAPE.layer if spec.group == "down")
 BLOCK = feed_forward_block(GATE_UP, DOWN)
