@@ -1,4 +1,4 @@
-"""Keys and values of one session, in memory that both parts can address."""
+"""Keys and values of one session, in memory that both processors can address."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ __all__ = ["KvCache"]
 
 
 class KvCache:
-    """``[layer][k|v][kv_head][position][head_dim]``, each head page-aligned.
-
-    Args:
-        runtime: The OpenCL part.
-        layers: Decoder layers.
-        kv_heads: Key/value heads of a layer.
-        head_dim: Elements of one head at one position.
-        capacity: Positions.
-        dtype: float16 or float32.
-    """
+    """``[layer][k|v][kv_head][position][head_dim]`` in float16 or float32, each head page-aligned."""
 
     __slots__ = ("__weakref__", "_heads", "capacity", "head_dim", "memory")
 
@@ -44,7 +35,7 @@ class KvCache:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held."""
+        """Size of the memory."""
         return int(self.memory.array.nbytes)
 
     def copy_from(self, other: KvCache, positions: int) -> None:

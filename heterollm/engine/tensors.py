@@ -1,4 +1,4 @@
-"""What a model has beside its linears, on the OpenCL device: norms, biases and tables of positions."""
+"""A model's norms, biases and RoPE tables on the OpenCL device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights, Norm, RopeConfig, rope_tables
 
-__all__ = ["SmallTensors"]
+__all__ = ["GlueTensors"]
 
 
-class SmallTensors:
-    """Uploads them once; layers with the same positions share their tables.
-
-    Args:
-        runtime: The OpenCL device.
-        weights: The model's weights.
-        context: Positions of a session.
-    """
+class GlueTensors:
+    """Uploads norms, biases and RoPE tables once; layers with the same RoPE share tables."""
 
     def __init__(self, runtime: GpuRuntime, weights: ModelWeights, context: int) -> None:
         config = weights.config
@@ -55,19 +49,19 @@ class SmallTensors:
                 self._biases[spec.layer, spec.group] = runtime.upload(np.concatenate(filled))
 
     def norm(self, layer: int, norm: Norm) -> Any:  # noqa: ANN401 - pyopencl is not typed
-        """Return float32 ``[hidden]``, ready to multiply; None where the model has no such norm."""
+        """Return a norm's factors, float32 ``[hidden]``; None without such a norm."""
         return self._norms.get((layer, norm))
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
-        """Return float32 ``[2 * head_dim]``, the weights for q and then for k; None without such norms."""
+        """Return the factors of q and then of k, float32 ``[2 * head_dim]``; None without such norms."""
         return self._head_norms.get(layer)
 
     def bias(self, layer: int, group: Group) -> Any:  # noqa: ANN401
-        """Return float32 of a group's members one after the other; None where there is none."""
+        """Return the float32 biases of a group's members in sequence; None without bias."""
         return self._biases.get((layer, group))
 
     def gate_up_bias(self, layer: int, start: int = 0) -> Any:  # noqa: ANN401
-        """Return the bias of gate and up, of the rows from ``start`` on of each; None where there is none."""
+        """Return the bias of gate and up from row ``start`` of each on; None without bias."""
         whole = self._biases.get((layer, "gate_up"))
         if whole is None or not start:
             return whole
@@ -80,7 +74,7 @@ class SmallTensors:
         return self._trailing[key]
 
     def rope(self, rope: RopeConfig | None) -> tuple[Any, Any]:
-        """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; any memory for None."""
+        """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders for None."""
         return self._ropes[rope]
 
 

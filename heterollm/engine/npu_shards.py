@@ -1,4 +1,4 @@
-"""The parts of a model's groups that an NPU computes, as what its backends take."""
+"""The NPU's shards of a model's operators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from heterollm.kernels.npu import NpuBlock, NpuPart, NpuSlice
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelWeights
 
-__all__ = ["npu_block", "npu_part", "npu_slice"]
+__all__ = ["ffn_shard", "linear_shard", "npu_shard"]
 
 
-def npu_slice(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuSlice:
-    """Return the leading ``npu_rows`` rows of each member of a group; one of them at least is above 0."""
+def linear_shard(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuSlice:
+    """Return the leading ``npu_rows`` rows of each member of a group, not all of them 0."""
     members = weights.linear(spec.layer, spec.group)
     ranges = tuple((0, rows) for rows in npu_rows)
     parts = [take_rows(member, [part]) for member, part in zip(members, ranges, strict=True) if part[1]]
@@ -22,7 +22,7 @@ def npu_slice(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) ->
     return NpuSlice(concatenate_rows(parts), spec.layer, spec.group, ranges, key, rounded)
 
 
-def npu_block(
+def ffn_shard(
     weights: ModelWeights,
     gate_up: OpSpec,
     down: OpSpec,
@@ -30,15 +30,15 @@ def npu_block(
     activation: Activation,
     bias: NDArray[np.float32] | None = None,
 ) -> NpuBlock:
-    """Return the leading ``width`` of a feed-forward block's intermediate width.
+    """Return the leading ``width`` of the intermediate width of an ffn operator.
 
     Args:
-        weights: Of the model.
-        gate_up: The group of gate and up, or the block, which has its layer and members.
-        down: The group that reads what they make.
-        width: A multiple of two blocks of the weights, or all.
-        activation: Of the gate.
-        bias: float32 ``[2 * width]`` of those rows of gate and then of up, or None.
+        weights: The model's weights.
+        gate_up: The group of gate and up, or the ffn operator, which has the same layer and members.
+        down: The group of the down projection.
+        width: A multiple of two scale blocks, or the whole width.
+        activation: Activation of the gate.
+        bias: float32 ``[2 * width]``, the bias of gate and then of up; None without one.
     """
     rows = [take_rows(member, [(0, width)]) for member in weights.linear(gate_up.layer, "gate_up")]
     (whole,) = weights.linear(down.layer, "down")
@@ -46,14 +46,14 @@ def npu_block(
     return NpuBlock(concatenate_rows(rows), take_columns(whole, 0, width), activation, bias, *identity)
 
 
-def npu_part(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuPart:
-    """Return what the NPU computes of a group: rows of each member, or so much of a block's width."""
+def npu_shard(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuPart:
+    """Return the NPU's shard of an operator: rows of each member, or the leading width of an ffn."""
     if spec.then is None:
-        return npu_slice(weights, spec, npu_rows)
+        return linear_shard(weights, spec, npu_rows)
     width = npu_rows[0]
     parts = weights.bias(spec.layer, "gate_up")
     bias = None
     if any(part is not None for part in parts):
         filled = (np.zeros(width, np.float32) if part is None else part[:width] for part in parts)
         bias = np.concatenate(list(filled))
-    return npu_block(weights, spec, spec.then, width, weights.config.activation, bias)
+    return ffn_shard(weights, spec, spec.then, width, weights.config.activation, bias)
