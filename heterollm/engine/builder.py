@@ -143,7 +143,7 @@ class PassBuilder:
         writes: Sequence[Memory],
     ) -> Step:
         """Return the step of a glue kernel without appending it."""
-        return self._kernel(operator, layer, launch, operator_name(operator, layer), reads, writes)
+        return self._step(operator, layer, "kernel", operator_name(operator, layer), launch, reads, writes)
 
     def shard(
         self,
@@ -167,22 +167,24 @@ class PassBuilder:
             rounded: Existing codes of the input, which the kernel reads instead.
         """
         source: tuple[Memory, ...] = (reads,)
+        operator: Operator = "rounding of inputs"
         steps = []
         *before, kernel = launch.parts
         for rounding in before:
-            name = f"{op.name} rounding of inputs"
             codes = (SCRATCH_CODES,)
-            steps.append(self._kernel("rounding of inputs", op.layer, rounding, name, source, codes))
+            name = f"{op.name} {operator}"
+            steps.append(self._step(operator, op.layer, "kernel", name, rounding, source, codes))
             source = codes
         if rounded is not None:
             source = codes_of(rounded)
-        steps.append(self._kernel(op.operator, op.layer, kernel, label, source, (writes,), work))
+        operator = op.operator
+        steps.append(self._step(operator, op.layer, "kernel", label, kernel, source, (writes,), work=work))
         return steps
 
     def flag(self, op: PlacedOp | None, launch: Launch) -> None:
         """Append the kernel that raises the flag."""
         layer = None if op is None else op.layer
-        self.steps.append(self._kernel("flag", layer, launch, f"flag before {_place(op)}", (), ()))
+        self.steps.append(self._step("flag", layer, "kernel", f"flag before {_place(op)}", launch))
 
     # -- NPU -----------------------------------------------------------------------------------------
 
@@ -190,20 +192,8 @@ class PassBuilder:
         self, op: PlacedOp, run: Call, label: str, reads: Buffer, writes: Buffer, work: LinearWork
     ) -> None:
         """Append a run of an NPU graph."""
-        self.steps.append(
-            Step(
-                operator=op.operator,
-                layer=op.layer,
-                tokens=work.tokens,
-                processor="npu",
-                action="graph",
-                label=label,
-                reads=(reads,),
-                writes=(writes,),
-                work=work,
-                run=run,
-            )
-        )
+        step = self._step(op.operator, op.layer, "graph", label, run, (reads,), (writes,), work=work)
+        self.steps.append(step)
 
     # -- host ----------------------------------------------------------------------------------------
 
@@ -250,17 +240,8 @@ class PassBuilder:
     def end_operator(self, operator: Operator, layer: int | None) -> None:
         """Append the end of an operator on the GPU, which is a step only in the baseline."""
         if self._after_every_operator:
-            self.steps.append(
-                Step(
-                    operator=operator,
-                    layer=layer,
-                    tokens=self.tokens,
-                    processor="host",
-                    action="finish",
-                    label=f"finish {operator_name(operator, layer)}",
-                    run=self._runtime.finish,
-                )
-            )
+            label = f"finish {operator_name(operator, layer)}"
+            self.steps.append(self._step(operator, layer, "finish", label, self._runtime.finish))
 
     # -- helpers -------------------------------------------------------------------------------------
 
@@ -268,27 +249,31 @@ class PassBuilder:
         """Return a range of bytes of a buffer."""
         return Buffer(self.names[memory].name, start, stop)
 
-    def _kernel(
+    def _step(
         self,
         operator: Operator,
         layer: int | None,
-        launch: Launch,
+        action: Action,
         label: str,
-        reads: Sequence[Memory],
-        writes: Sequence[Memory],
+        run: Call,
+        reads: Sequence[Memory] = (),
+        writes: Sequence[Memory] = (),
+        *,
         work: LinearWork | None = None,
+        wait: Wait | None = None,
     ) -> Step:
         return Step(
             operator=operator,
             layer=layer,
             tokens=self.tokens if work is None else work.tokens,
-            processor="gpu",
-            action="kernel",
+            processor="gpu" if action == "kernel" else "npu" if action == "graph" else "host",
+            action=action,
             label=label,
             reads=self._buffers(reads),
             writes=self._buffers(writes),
+            wait=wait,
             work=work,
-            run=launch,
+            run=run,
         )
 
     def _host(
@@ -301,20 +286,10 @@ class PassBuilder:
         writes: Sequence[Memory] = (),
         wait: Wait | None = None,
     ) -> None:
-        self.steps.append(
-            Step(
-                operator="end of pass" if op is None else op.operator,
-                layer=None if op is None else op.layer,
-                tokens=self.tokens,
-                processor="host",
-                action=action,
-                label=f"{action} before {_place(op)}",
-                reads=self._buffers(reads),
-                writes=self._buffers(writes),
-                wait=wait,
-                run=run,
-            )
-        )
+        operator: Operator = "end of pass" if op is None else op.operator
+        layer = None if op is None else op.layer
+        label = f"{action} before {_place(op)}"
+        self.steps.append(self._step(operator, layer, action, label, run, reads, writes, wait=wait))
 
     def _buffers(self, memories: Sequence[Memory]) -> tuple[Buffer, ...]:
         once = dict.fromkeys(memories)

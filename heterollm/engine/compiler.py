@@ -31,16 +31,7 @@ __all__ = ["Compiler"]
 
 
 class Compiler:
-    """Compiles passes of one model, plan and device; packs the weights for the GPU first.
-
-    Args:
-        device: The opened device.
-        weights: The model's weights.
-        plan: The plan.
-        context: Positions of a session.
-        progress: Called while weights are packed.
-        fences: Makes the waits of passes.
-    """
+    """Compiles passes of one model, plan and device; packs the weights for the GPU first."""
 
     def __init__(
         self,

@@ -32,17 +32,7 @@ PARTIAL = Buffer("attention_partial")
 
 
 class GlueEmitter:
-    """Emits the operators that the GPU always computes.
-
-    Args:
-        device: The opened device.
-        config: The model.
-        pool: The slots.
-        tensors: Norms, biases and RoPE tables.
-        tokens: Token ids of a pass.
-        step: The step buffer.
-        context: Positions of a session.
-    """
+    """Emits the operators that the GPU always computes; ``step`` is the step buffer, ``tokens`` holds ids."""
 
     def __init__(
         self,
@@ -179,7 +169,7 @@ class GlueEmitter:
             tokens=tokens,
             intermediate=gate_up.rows[0],
             activation=self._config.activation,
-            bias=self._tensors.gate_up_bias(layer, start),
+            bias=self._tensors.bias(layer, "gate_up", start),
             rounded=rounded,
         )
 

@@ -127,15 +127,7 @@ class Engine:
         for compiled in self._passes.values():
             if id(compiled.bound_cache) not in live:
                 compiled.bind_cache(self._no_cache)
-        config = self._config
-        cache = KvCache(
-            self.device.gpu,
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            capacity=self.context,
-            dtype=self.device.cache_dtype,
-        )
+        cache = KvCache(self.device, self._config, self.context)
         self._caches.add(cache)
         return cache
 

@@ -94,11 +94,10 @@ class ModelWeights:
         tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
         return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
 
-    def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32] | None, ...]:
-        """Return the biases ``[n]`` of a group's members, in order; None where there is none."""
+    def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
+        """Return the biases ``[n]`` of a group's members, in order; empty for a group without bias."""
         names = bias_names(self.config, layer).get(group, {})
-        members = linear_names(self.config, layer)[group]
-        return tuple(self.floats[names[member]] if names else None for member in members)
+        return tuple(self.floats[name] for name in names.values())
 
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""

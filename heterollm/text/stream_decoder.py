@@ -62,6 +62,12 @@ class StreamDecoder:
         self._backend = backend
         self._special_ids = special_ids
         self._byte_ids = byte_ids
+        # Tokens of the last piece, tokens after it, and the number of those that the stream has.
+        self._settled: list[int] = []
+        self._held: list[int] = []
+        self._given = 0
+        # Characters of the next piece that were returned before the restart.
+        self._skipped = 0
         self._restart()
 
     def push(self, token_id: int) -> str:
@@ -107,10 +113,7 @@ class StreamDecoder:
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._settled: list[int] = []  # tokens of the last piece
-        self._held: list[int] = []  # tokens after it
-        self._given = 0  # tokens of _held that the stream has
-        self._skipped = 0  # characters of the next piece that were returned before the restart
+        self._settled, self._held, self._given, self._skipped = [], [], 0, 0
 
 
 class NoText:

@@ -200,9 +200,12 @@ def summarise(trace: Trace) -> TraceSummary:
 
 def summarise_phases(trace: Trace) -> dict[str, TraceSummary]:
     """Return the summary of each phase that has passes."""
-    present = {one.phase for one in trace.passes}
-    phases = (phase for phase in get_args(Phase) if phase in present)
-    return {phase: summarise(trace.select(lambda one, phase=phase: one.phase == phase)) for phase in phases}
+    found: dict[str, TraceSummary] = {}
+    for phase in get_args(Phase):
+        passes = {one for one in trace.passes if one.phase == phase}
+        if passes:
+            found[phase] = summarise(trace.select(passes.__contains__))
+    return found
 
 
 # -- helpers -----------------------------------------------------------------------------------------

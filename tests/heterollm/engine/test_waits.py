@@ -158,9 +158,7 @@ def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(
     llm = load(sync="sleep_poll")
     waits: list[Any] = []
     prepare = Fences.prepare
-    monkeypatch.setattr(
-        Fences, "prepare", lambda *arguments: waits.append(prepare(*arguments)) or waits[-1]
-    )
+    monkeypatch.setattr(Fences, "prepare", lambda *arguments: waits.append(prepare(*arguments)) or waits[-1])
     assert len([step for step in steps_of(llm, "prefill", 20) if step.wait]) == 8
     # The first layer comes after none: what the others take says nothing of it. The head has one as well.
     own = [wait for wait in waits if wait.label.endswith("prefill of 20")]
