@@ -26,13 +26,13 @@ from conditions import conditions
 from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, Solver
 from heterollm.solver.costs import Costs, Overheads, Slowdown
 from heterollm.solver.request import SolvedLevel
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
-SIZES: Final = Size(4096, 14336, 32, 32, 8, 128256, False, 128, 8192)
+SIZES: Final = ModelSize(4096, 14336, 32, 32, 8, 128256, False, 128, 8192)
 LENGTHS: Final = (2, 45, 135, 193, 300, 525, 600, 777, 1000, 1023)
 PLAN_AIM_MS: Final = 1000.0
 LENGTH_AIM_MS: Final = 5.0

@@ -110,7 +110,7 @@ def rows_of(
         row = {
             "plan": plan,
             "sync": sync,
-            "decode_strategy": models[sync]._engine.hand_overs.strategies.decode,
+            "decode_strategy": models[sync]._engine.fences.strategies.decode,
             "tokens": len(found["all"]),
             "quiet_tokens": len(found["quiet"]),
             "median_us": quartiles[1],

@@ -1,4 +1,7 @@
-"""The model as a user holds it. Start reading here: load opens, profiles nothing, plans and compiles."""
+"""The public API: loads a model, plans and compiles it for a device, and generates answers.
+
+Start reading the code here.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A loaded model on an opened device. Made by :meth:`load`; use as a context manager or close it."""
+    """A loaded model on an opened device, made by :meth:`load`: use it as a context manager, or close it."""
 
     def __init__(
         self,
@@ -81,17 +84,17 @@ class LLM:
     def load(
         cls, model: str | Path, *, progress: Progress | None = None, **options: Unpack[LoadKeywords]
     ) -> Self:
-        """Load a checkpoint and make it ready to answer.
+        """Load a checkpoint and prepare it for answers.
 
         Args:
             model: A local folder or a hub name.
-            progress: Called with a stage's name, steps done and steps in all.
+            progress: Called with the name of a stage, the steps done and the total number of steps.
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``context``, ``gpu_threads``, ``npu_threads``,
                 ``allow_slow``, ``sync``, ``length_policy``, ``allow_fallback`` and ``trace``.
 
         Raises:
-            HeteroLLMError: The checkpoint, device, plan or an option is not usable.
+            HeteroLLMError: The checkpoint, device, plan or an option is unusable.
         """
         stopped = threading.Event()
 
@@ -108,11 +111,11 @@ class LLM:
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
         thread = EngineThread()
         try:
-            opened = thread.run(lambda: _opened(asked))
+            opened = thread.run(lambda: _open(asked))
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
             plan, notes = thread.run(lambda: plan_for(asked, opened, config, specs, context))
-            # Before anything is read: quantising a model that cannot run would take its time in vain.
+            # Before weights are read: quantising a model that cannot run would waste time.
             _check_fit(config, specs, plan, context, opened)
             weights = load_weights(
                 checkpoint,
@@ -137,7 +140,7 @@ class LLM:
                 )
             )
         except BaseException:
-            # Ctrl-C arrives here while the engine thread works on; it ends at its next step.
+            # Ctrl-C interrupts this thread; the engine thread ends at its next report of progress.
             stopped.set()
             thread.close()
             raise
@@ -146,7 +149,7 @@ class LLM:
     # -- answers -------------------------------------------------------------------------------------
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> GenerationResult:
-        """Return the whole answer to a prompt; :meth:`stream` describes options and errors."""
+        """Return the whole answer to a prompt; options and errors are those of :meth:`stream`."""
         stream = self.stream(prompt, **options)
         try:
             return stream.result
@@ -159,11 +162,11 @@ class LLM:
 
         Args:
             messages: Role and content of each message, oldest first: ``{"role": "user", "content": "Hi"}``.
-            options: As of :meth:`stream`. What the session holds of the dialogue is not computed again.
+            options: Those of :meth:`stream`. The session reuses the part of the dialogue that it holds.
 
         Raises:
-            OptionError: An option is not legal.
-            InputError: A message is none, the dialogue is empty or too long, or the template refuses it.
+            OptionError: An option is illegal.
+            InputError: A message is malformed, the dialogue is empty or too long, or the template refuses it.
             CheckpointError: The checkpoint has no tokenizer, or its template is damaged.
         """
         for message in messages:
@@ -177,31 +180,31 @@ class LLM:
         return self.generate(self.tokenizer.apply_chat_template(messages), **options)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> Stream:
-        """Start an answer and return its steps as they are made.
+        """Start an answer and return an iterator of its steps.
 
         Args:
-            prompt: Text, or token ids as they are. Text, here and in ``stop``, needs the checkpoint's
-                tokenizer; without one the text of an answer is empty.
-            session: Where to put the prompt. What the session holds of it is not computed again, what it
-                holds beyond is forgotten. A session of the model's own by default.
+            prompt: Text or token ids. Text, here and in ``stop``, needs the checkpoint's tokenizer; without
+                one the text of an answer is empty.
+            session: The session of the prompt, by default one of the model's own. It reuses the tokens that
+                it shares with the prompt, and forgets its others.
             max_new_tokens: Upper limit; None for as many as the context holds.
             temperature: 0 takes the likeliest token every time.
-            top_k: Sample among so many of the likeliest tokens; 0 among all.
-            top_p: Sample among the likeliest tokens that hold this much probability.
-            min_p: Leave out tokens less likely than this fraction of the likeliest.
-            repetition_penalty: Above 1 makes tokens that were seen less likely.
+            top_k: Sample among this many of the likeliest tokens; 0 among all.
+            top_p: Sample among the fewest likeliest tokens that reach this probability.
+            min_p: Exclude tokens less likely than this fraction of the likeliest.
+            repetition_penalty: Above 1 makes earlier tokens less likely.
             seed: Makes sampling repeatable.
             stop: Texts that end the answer.
-            ignore_eos: Go on past end tokens.
+            ignore_eos: Continue after end tokens.
             log_probabilities: Report every token's log-probability.
 
         Raises:
-            OptionError: An option is not legal.
+            OptionError: An option is illegal.
             InputError: The prompt is empty, longer than the context, or not token ids of this model.
-            CheckpointError: There is text, and the checkpoint has no tokenizer.
+            CheckpointError: The call has text, and the checkpoint has no tokenizer.
         """
         asked = _generation_options(options)
-        # A stop string can only be found in text.
+        # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
@@ -212,7 +215,7 @@ class LLM:
             )
         target = options.get("session")
         if target is None:
-            target = self._session_of_its_own()
+            target = self._own_session = self._own_session or self.session()
         if not target.belongs_to(self._engine):
             raise OptionError("The session was made by another model.", fix="Use this model's session().")
 
@@ -229,14 +232,14 @@ class LLM:
         """Return a new, empty session."""
         return Session(self._engine, self._thread, self.config.vocab_size)
 
-    # -- what it is ----------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. A folder without one is looked at again each time.
+        """The checkpoint's tokenizer; each access looks again for missing files.
 
         Raises:
-            CheckpointError: Its files are missing; the message names one.
+            CheckpointError: The files are missing; the message has the name of one.
         """
         if isinstance(self._tokenizer, NoTokenizer):
             self._tokenizer = Tokenizer.from_folder(self._tokenizer.folder)
@@ -244,7 +247,7 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs."""
+        """The plan in use."""
         return self._engine.plan
 
     @property
@@ -254,12 +257,12 @@ class LLM:
 
     @property
     def context(self) -> int:
-        """Positions of a session."""
+        """Number of positions of a session."""
         return self._engine.context
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided differently from what was asked, why ``auto`` chose a device, and what failed."""
+        """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
         return (
@@ -272,18 +275,18 @@ class LLM:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What failed, and since which token the GPU computes alone; empty unless it was allowed to."""
+        """Failures of the NPU after which the GPU continued alone, if ``allow_fallback`` allows it."""
         return self._engine.notes
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the tensors that the runtime computes with, float32, under their Hugging Face names.
+        """Yield the runtime's tensors, as float32, by their Hugging Face names.
 
-        One at a time, so that anyone can compare the runtime with transformers without holding two models.
+        One tensor at a time, so that a comparison with transformers needs no memory for two models.
         """
         return self._weights.reference_state_dict()
 
     def on_engine_thread(self, call: Callable[[], T]) -> T:
-        """Run a call on the engine thread, where the in-place methods of sessions belong.
+        """Run a call on the engine thread, which the in-place methods of sessions need.
 
         Raises:
             EngineError: The model is closed.
@@ -291,31 +294,31 @@ class LLM:
         return self._thread.run(call)
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
-        """Return the steps of a pass as it runs in an empty session, with those of its head.
+        """Return the steps of a pass and its head in an empty session.
 
-        Steps of the same pass compare equal, so that what two plans do at a length can be compared.
+        Equal passes have equal steps, so that the work of two plans can be compared.
 
         Args:
-            phase: ``prefill``, which computes the logits of the last token, or ``decode``, of every one.
+            phase: ``prefill`` computes the logits of the last token, ``decode`` those of every token.
             tokens: Tokens of the pass.
 
         Raises:
-            OptionError: There is no such pass.
+            OptionError: No pass has this number of tokens.
         """
         return self._thread.run(lambda: self._engine.steps(phase, tokens))
 
     def take_trace(self) -> Trace:
-        """Return what was recorded since the model was loaded or since the last call, and forget it.
+        """Return the trace since the model was loaded or since the last call, and forget it.
 
         Raises:
             OptionError: The model was not loaded with ``trace=True``.
         """
         return self._thread.run(lambda: take_trace(self._engine))
 
-    # -- the end -------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the model. Calls that are queued finish first; later ones raise. May be called twice."""
+        """Finish the queued calls and free the model; later calls raise. May be called twice."""
         self._thread.close(self._engine.close)
 
     def __enter__(self) -> Self:
@@ -324,14 +327,9 @@ class LLM:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _session_of_its_own(self) -> Session:
-        if self._own_session is None:
-            self._own_session = self.session()
-        return self._own_session
 
-
-def _opened(options: LoadOptions) -> Device:
-    # A simulated device gives answers only where they are computed.
+def _open(options: LoadOptions) -> Device:
+    # A simulated device gives answers only if it computes them.
     return open_device(
         options.device,
         gpu_threads=options.gpu_threads,
@@ -369,7 +367,7 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 def _check_fit(
     config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, context: int, device: Device
 ) -> None:
-    # Imported only now, as the engine is.
+    # A late import, as that of the engine.
     from heterollm.engine import HEAD_ROWS, pool_sizes
 
     check_plan(

@@ -3,7 +3,7 @@ from .cache import atomic_path as atomic_path
 from .cache import cache_error as cache_error
 from .cache import cache_name as cache_name
 from .cache import cache_root as cache_root
-from .cache import kept as kept
+from .cache import load_or_make as load_or_make
 from .cache import locked as locked
 from .cache_folder import CLEARED as CLEARED
 from .cache_folder import KINDS as KINDS

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from heterollm.base.errors import CacheError, HeteroLLMError, see
 
-__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_name", "cache_root", "kept", "locked"]
+__all__ = ["CACHE_VARIABLE", "atomic_path", "cache_name", "cache_root", "load_or_make", "locked"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,29 +25,28 @@ CACHE_VARIABLE = "HETEROLLM_CACHE"
 """Environment variable that moves the cache folder."""
 
 LOCK_TIMEOUT_S = 1800.0
-"""How long to wait for another process that builds the same file: a large model's graphs take minutes."""
-
+"""Longest wait for another process that builds the same file: a large model's graphs take minutes."""
 
 LONGEST_WORDS: Final = 60
-"""Characters of a file's name that people read; Windows gives whole paths 260 by default."""
+"""Longest readable part of a file name; Windows allows 260 characters for a whole path by default."""
 
 LONGEST_PREFIX: Final = 100
-"""Characters of a file's name that are in the name of the one beside it that becomes it."""
+"""Characters of a file's name that the name of its temporary file repeats."""
 
 
 def cache_name(words: str, key: str) -> str:
     """Return the name of a cache file without its ending, legal and distinct on every system.
 
-    Windows allows neither ``:`` nor most other punctuation, no dot or blank at the end, no ``con``, ``nul``
-    or ``com1``, and does not tell capitals from small letters. So the words keep their letters and digits of
-    ASCII, small, and the key, which tells files apart, ends the name.
+    Windows forbids most punctuation, a dot or blank at the end, and names such as ``con``, ``nul`` or
+    ``com1``, and ignores case. So the words are reduced to lower-case ASCII letters and digits, and the key,
+    which distinguishes files, ends the name.
 
     Args:
-        words: What people recognise the file by, such as the name of a device; may be anything.
-        key: A hash in small hexadecimal digits.
+        words: Any text that people recognise the file by, such as the name of a device.
+        key: A hash in lower-case hexadecimal digits.
 
     Raises:
-        ValueError: The key is none.
+        ValueError: The key is not such a hash.
     """
     if not re.fullmatch(r"[0-9a-f]{8,64}", key):
         raise ValueError(f"{key!r:.80} is no key of a file name")
@@ -56,7 +55,7 @@ def cache_name(words: str, key: str) -> str:
 
 
 def cache_root() -> Path:
-    """Return the cache folder (not created): ``$HETEROLLM_CACHE`` or the platform's user cache."""
+    """Return the cache folder, ``$HETEROLLM_CACHE`` or the platform's user cache, without creating it."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("heterollm", False))
 
@@ -67,15 +66,15 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
     Raises:
         CacheError: The folder cannot be written, the disk is full, or ``target`` is a folder or a device;
-            it keeps its old content.
+            ``target`` keeps its old content.
     """
     temporary: Path | None = None
     try:
-        if target.exists() and not target.is_file():  # whoever may replace /dev/null must not do so
+        if target.exists() and not target.is_file():  # root could replace /dev/null
             raise OSError(errno.EINVAL, "it is no plain file")
         target.parent.mkdir(parents=True, exist_ok=True)
         name = f".{target.name[:LONGEST_PREFIX]}.{secrets.token_hex(8)}.partial"
-        # With the rights that the user's files have: pages and plans are for others to read, too.
+        # With the user's default permissions: other users read pages and plans too.
         os.close(os.open(target.with_name(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         temporary = target.with_name(name)
         yield temporary
@@ -89,10 +88,10 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Hold the per-file lock ``<target>.lock``, so that a second process waits and then reuses the file.
+    """Hold the lock file ``<target>.lock``, so that a second process waits and then reuses the file.
 
     Raises:
-        CacheError: The lock cannot be made, or its holder did not let go within half an hour.
+        CacheError: The lock cannot be created, or its holder did not release it within half an hour.
     """
     lock_path = target.with_name(target.name + ".lock")
     try:
@@ -116,19 +115,19 @@ def locked(target: Path) -> Iterator[None]:
 T = TypeVar("T")
 
 
-def kept(
+def load_or_make(
     path: Path, again: str, *, read: Callable[[bytes], T], make: Callable[[], T], text: Callable[[T], str]
 ) -> T:
-    """Return what a file keeps; what is missing or damaged is made anew, and then kept.
+    """Return the value of a cache file; if the file is missing or damaged, make the value and store it.
 
     A cache that cannot be read or written costs time and is no error.
 
     Args:
         path: The file.
-        again: What making it anew is, for the log, such as ``solving again``.
-        read: Returns it from the file's content, or raises an error of this package.
-        make: Returns a new one.
-        text: Returns the content of its file.
+        again: Name of the repeated work for the log, such as ``solving again``.
+        read: Returns the value from the file's content, or raises an error of this package.
+        make: Returns a new value.
+        text: Returns the file's content from a value.
     """
     try:
         return read(path.read_bytes())
@@ -136,17 +135,17 @@ def kept(
         pass
     except (OSError, HeteroLLMError) as error:
         logger.warning("The kept file %s is not used (%s); %s", path, error, again)
-    made = make()
+    value = make()
     try:
         with atomic_path(path) as temporary:
-            temporary.write_text(text(made), "utf-8")
+            temporary.write_text(text(value), "utf-8")
     except CacheError as error:
-        logger.warning("What was made is not kept: %s", error)
-    return made
+        logger.warning("The new value is not kept: %s", error)
+    return value
 
 
 def cache_error(target: Path, error: OSError) -> CacheError:
-    """Return the error to raise when a file of the cache cannot be written or read."""
+    """Return the error for a cache file that cannot be read or written."""
     reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
     return CacheError(
         f"Cannot write {target}: {reason}.",

@@ -1,13 +1,13 @@
-"""What lies in the cache folder, by kind, and how to clear it."""
+"""Lists and clears the subfolders of the cache folder."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from heterollm.base.cache import cache_root
 from heterollm.base.errors import CacheError, OptionError
@@ -24,20 +24,20 @@ KINDS: Final = {
     "plans": "solved plans",
     "tuning": "tuned kernel parameters",
 }
-"""Subfolders of the cache folder and what is in them."""
+"""Subfolders of the cache folder and their content."""
 
 CLEARED: Final = tuple(kind for kind in KINDS if kind != "profiles")
-"""What is cleared where no kind is named: profiles take minutes of measuring."""
+"""Subfolders that are cleared by default: profiles take minutes of measuring."""
 
 OWN_NAME: Final = re.compile(
     r"\.?[0-9a-f]{32}([0-9a-f]{32})?(?![0-9a-f]).*|pocl-[\w.-]+|\.?([a-z0-9][\w-]*-)?([0-9a-f]{16}){1,2}\.json.*"
 )
-"""Names that heterollm gives: the variable may point at a folder with files of somebody else."""
+"""File names that heterollm gives: ``$HETEROLLM_CACHE`` may name a folder that holds other files."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """One subfolder of the cache."""
+    """A subfolder of the cache, with the number and size of heterollm's files in it."""
 
     name: str
     content: str
@@ -45,13 +45,9 @@ class CacheKind:
     files: int
     size_bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return asdict(self) | {"path": str(self.path)}
-
 
 def list_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
-    """Return some kinds, or all, with what they take; only files that heterollm made are counted.
+    """Return some subfolders, or all, with their size; only files that heterollm made count.
 
     Raises:
         OptionError: There is no such kind.
@@ -63,10 +59,9 @@ def list_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
 
 
 def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
-    """Delete heterollm's files of some kinds, or of all but profiles, and return what was deleted.
+    """Delete heterollm's files in some subfolders, or in all but profiles, and return their old sizes.
 
-    Nothing outside of the known subfolders is touched, nor what heterollm did not name, nor what a
-    symbolic link leads to.
+    Files outside the known subfolders, files with other names and the targets of symbolic links stay.
 
     Raises:
         OptionError: There is no such kind.
@@ -95,15 +90,15 @@ def _measured(name: str) -> CacheKind:
 
 
 def _own_entries(folder: Path) -> list[Path]:
-    """Return heterollm's files and folders of a kind; profiles of simulations lie one folder below."""
-    folders = [one for one in (folder, folder / LABEL) if one.is_dir() and not one.is_symlink()]
+    """Return heterollm's files and folders in a subfolder; simulated profiles lie one folder deeper."""
+    folders = [path for path in (folder, folder / LABEL) if path.is_dir() and not path.is_symlink()]
     if folder not in folders:
         return []
-    return sorted(entry for one in folders for entry in one.iterdir() if OWN_NAME.fullmatch(entry.name))
+    return sorted(entry for path in folders for entry in path.iterdir() if OWN_NAME.fullmatch(entry.name))
 
 
 def _sizes(entry: Path) -> Iterator[int]:
-    """Yield the size of every file under an entry; what another process just removed is left out."""
+    """Yield the size of every file under an entry; another process may remove files meanwhile."""
     paths = entry.rglob("*") if entry.is_dir() and not entry.is_symlink() else [entry]
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Times as people read and write them: ``90s``, ``5m``, ``1h30m``, and moments."""
+"""Durations such as ``90s``, ``5m`` or ``1h30m``, and moments, as people read and write them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def parse_duration(text: str, option: str) -> float | None:
     """Return seconds; None for ``none``.
 
     Args:
-        text: Such as ``90s``, ``5m``, ``1h30m``, ``2.5m`` or ``none``.
-        option: What to call it in an error.
+        text: A duration such as ``90s``, ``5m``, ``1h30m`` or ``2.5m``, or ``none``.
+        option: Name of the option in errors.
 
     Raises:
-        OptionError: It is something else, nothing, or more than a week.
+        OptionError: The text is no duration, or one of zero or more than a week.
     """
     plain = text.strip().lower()
     if plain == "none":
@@ -38,7 +38,7 @@ def parse_duration(text: str, option: str) -> float | None:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time for people: ``45 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    """Return a readable duration: ``45 s``, ``3 min 20 s``, ``2 h 5 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

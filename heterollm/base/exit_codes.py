@@ -1,4 +1,4 @@
-"""What the command ends with, once for the program, its help and the docs."""
+"""The exit codes of the command, for the program, its help and the docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAILED: Final = 1
 USAGE: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
-"""The last two as shells report a process that a signal ended: 128 and its number."""
+"""As shells report SIGINT and SIGPIPE: 128 plus the signal's number."""
 
 EXIT_CODES: Final = {
     DONE: "it worked",
@@ -20,4 +20,4 @@ EXIT_CODES: Final = {
     INTERRUPTED: "Ctrl-C; 143 where the system ended it",
     BROKEN_PIPE: "nobody read the output to its end",
 }
-"""Every exit code of the command, and what it means."""
+"""Meaning of every exit code."""

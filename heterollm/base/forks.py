@@ -1,4 +1,4 @@
-"""Refuses work in a forked child of a process that had opened a device."""
+"""Refuses work in a child that was forked after its parent had opened a device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _opened = _lost = False
 
 
 def mark_device_opened() -> None:
-    """Note that this process has threads of its own for a device, which a forked child will lack."""
+    """Note that this process has device threads, which a forked child will lack."""
     global _opened
     _opened = True
 
 
 def check_process() -> None:
-    """Refuse a process that was forked after its parent had opened a device; it would wait for ever.
+    """Refuse a process that would wait for its parent's device threads for ever.
 
     Raises:
-        EngineError: It was.
+        EngineError: The process was forked after its parent had opened a device.
     """
     if _lost:
         raise EngineError(

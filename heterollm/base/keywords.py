@@ -1,4 +1,4 @@
-"""Refuses keyword arguments that a function does not have, with the nearest one that it has."""
+"""Refuses unknown keyword arguments and suggests the nearest known one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ __all__ = ["check_keywords"]
 
 
 def check_keywords(given: Collection[str], known: Collection[str]) -> None:
-    """Refuse names that are not known.
-
-    Args:
-        given: Names of the arguments of a call.
-        known: Names that the function takes.
+    """Refuse the names of a call's arguments that the function does not take.
 
     Raises:
-        OptionError: A name is not known; the message names the nearest that is.
+        OptionError: A name is not known; the message has the nearest known one.
     """
     for name in given:
         if name not in known:

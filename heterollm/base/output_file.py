@@ -1,4 +1,4 @@
-"""Files that a user asks for by name: refused before the work where they cannot be, and written whole."""
+"""Output files that the user names: checked before the work begins, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from heterollm.base.errors import CacheError, OptionError
 __all__ = ["LABEL", "check_folder", "check_target", "labelled", "save_file"]
 
 LABEL: Final = "simulated"
-"""In the name of every file of simulated times."""
+"""Part of the name of every file that holds simulated times."""
 
 
 def labelled(path: Path, *, simulated: bool = True) -> Path:
-    """Return the path under which a file that a user named is written.
-
-    Files of simulated times say so in their names: ``game.json`` is written as ``game.simulated.json``.
+    """Return the path of an output file; with simulated times ``game.json`` becomes ``game.simulated.json``.
 
     Args:
-        path: What the user named.
-        simulated: Whether its times are.
+        path: The path that the user named.
+        simulated: Whether the file holds simulated times.
     """
     if not simulated or LABEL in path.name.lower() or not path.name or os.path.isdir(path):  # noqa: PTH112 - no error
-        return path  # a folder is refused under its own name
+        return path  # an error about a folder has the folder's own name
     return path.with_name(f"{path.stem}.{LABEL}{path.suffix}")
 
 
 def check_folder(path: Path, what: str) -> None:
-    """Check that a file has a folder to be written into, before anything is measured for it.
+    """Check, before the work begins, that a file can be written into an existing folder.
 
     Args:
         path: The file.
-        what: What it is to be, such as ``page``.
+        what: Its content for errors, such as ``page``.
 
     Raises:
-        OptionError: The path is a folder, or in none.
+        OptionError: The path is a folder, or its folder does not exist.
     """
     if os.path.isdir(path) or not os.path.isdir(path.parent):  # noqa: PTH112 - these raise nothing
         raise OptionError(
@@ -50,14 +48,14 @@ def check_folder(path: Path, what: str) -> None:
 
 
 def check_target(path: Path, what: str = "trace") -> None:
-    """Check that a file can be written, before anything is computed for it; its folder is made.
+    """Check, before the work begins, that a file can be written, and create its folder.
 
     Args:
         path: The file.
-        what: What it is to be.
+        what: Its content for errors, such as ``trace``.
 
     Raises:
-        OptionError: It cannot; the message says why.
+        OptionError: The file cannot be written; the message has the reason.
     """
     try:
         if path.is_dir():
@@ -77,10 +75,10 @@ def check_target(path: Path, what: str = "trace") -> None:
 
 
 def save_file(path: Path, content: bytes) -> None:
-    """Write a file; it is replaced once it is whole.
+    """Write a file atomically.
 
     Raises:
-        OptionError: It cannot be written.
+        OptionError: The file cannot be written.
     """
     try:
         with atomic_path(path) as temporary:

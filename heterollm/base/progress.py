@@ -1,4 +1,4 @@
-"""How long-running steps tell their caller where they are."""
+"""The callback by which long work reports its progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 __all__ = ["Progress", "silent"]
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps done and the steps in all."""
+"""Called with the name of a stage, the steps done and the total number of steps."""
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:

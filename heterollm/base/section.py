@@ -1,4 +1,4 @@
-"""Titled tables as plain data, which a terminal, a page and a document show alike."""
+"""Titled tables as plain data, for the terminal, pages and documents."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Section:
     """A heading with a table.
 
     Args:
-        title: What it is about.
-        columns: Heads; those that begin with ``>`` are right-aligned. Without heads, rows are pairs.
+        title: The heading.
+        columns: Column heads; a leading ``>`` aligns the column to the right. Without heads, rows are pairs.
         rows: Cells.
-        notes: Remarks under it, a sentence or two each.
+        notes: Remarks below the table, a sentence or two each.
     """
 
     title: str
@@ -29,15 +29,11 @@ class Section:
     notes: tuple[str, ...] = ()
 
     def to_markdown(self, level: int = 2) -> str:
-        """Return it as Markdown under a heading; its heads must all be different.
-
-        Args:
-            level: Of the heading.
-        """
+        """Return Markdown with a heading of some level; the column heads must all differ."""
         names = [name.lstrip(">") for name in self.columns]
         right = [name.lstrip(">") for name in self.columns if name.startswith(">")]
         parts = [f"{'#' * level} {self.title}\n", markdown_table(names, self.rows, right=right)]
-        # No hyphen ends a line: it would be read as one between words.
+        # A hyphen at the end of a line would become part of a word.
         parts += [f"{fill(note, LINE, break_on_hyphens=False)}\n" for note in self.notes]
         return "\n".join(parts)
 
@@ -48,8 +44,8 @@ def markdown_table(
     """Return a table in Markdown.
 
     Args:
-        columns: Their names.
-        lines: Their cells, which must hold no line's end.
+        columns: Names of the columns.
+        lines: Cells of each row, without line breaks.
         right: Names of the columns that are aligned to the right.
     """
     rows = [columns, ["---:" if name in right else "---" for name in columns]]

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: one reading or none."""
+"""A JSON reader that refuses ambiguous texts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ __all__ = ["parse_json"]
 
 
 def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value of a JSON text.
-
-    Of an object that names a field twice, readers keep one or the other in silence; here it is refused.
+    """Return the value of a JSON text in which no object repeats a field.
 
     Raises:
-        ValueError: The text is not JSON, not UTF-8, nested too deeply, names a field twice, or holds half of
-            a surrogate pair, which no file could be written with.
+        ValueError: The text is not JSON, not UTF-8, nested too deeply, repeats a field (most readers keep one
+            value silently), or holds half of a surrogate pair, which UTF-8 cannot encode.
     """
     text = text if isinstance(text, str) else text.decode()
     try:

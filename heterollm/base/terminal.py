@@ -1,4 +1,4 @@
-"""How the command line keeps its streams clean: results on stdout, all else on stderr."""
+"""Keeps the command line's streams clean: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 from heterollm.base.errors import HeteroLLMError
@@ -20,11 +22,11 @@ STDOUT: Final = 1
 
 
 def write(text: str) -> None:
-    """Write a piece of the result now.
+    """Write a piece of the result and flush it.
 
     Raises:
-        HeteroLLMError: It cannot be written, since the disk is full for example.
-        BrokenPipeError: Nobody reads it any more.
+        HeteroLLMError: It cannot be written, for example to a full disk.
+        BrokenPipeError: The reader has closed the pipe.
     """
     try:
         try:
@@ -43,24 +45,27 @@ def write(text: str) -> None:
         ) from error
 
 
-def write_json(value: Any) -> None:  # noqa: ANN401 - anything that JSON can hold
-    """Write one JSON value as the whole result."""
-    write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Write one JSON value, in which dataclasses and paths may occur, as the whole result."""
+    write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=_json_value) + "\n")
+
+
+def _json_value(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    return str(value) if isinstance(value, Path) else asdict(value)
 
 
 @contextlib.contextmanager
 def private_stdout() -> Iterator[None]:
-    """Keep what native libraries print out of a result that goes into a file or a pipe.
+    """Discard the output of native libraries while the result goes into a file or a pipe.
 
-    They write to file descriptor 1 whatever Python does, so that for the time of the block it leads
-    nowhere, and ``sys.stdout`` writes to a copy of the old one. Terminals are left alone: line editing
-    needs them.
+    Native code writes to file descriptor 1. In this block the descriptor leads to the null device, and
+    ``sys.stdout`` writes to a copy of the old one. A terminal stays as it is, since line editing needs it.
     """
     stream = sys.stdout
     try:
         ours = stream.fileno() == STDOUT and not stream.isatty()
     except (AttributeError, OSError, ValueError):
-        ours = False  # there is none, or it was replaced by an object without a file
+        ours = False  # stdout is missing, or an object without a file
     if not ours:
         yield
         return
@@ -82,7 +87,7 @@ def private_stdout() -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Drop what is still to be written: nobody reads the pipe any more."""
+    """Discard all further output, since the reader has closed the pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, STDOUT)
     os.close(nowhere)
@@ -90,7 +95,7 @@ def discard_output() -> None:
 
 
 class _Notes(logging.Handler):
-    """Hands heterollm's own warnings to a function, each once."""
+    """Passes each distinct warning of heterollm to a function once."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -106,7 +111,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def quiet_libraries(show: Callable[[str], None], *, debug: bool) -> Iterator[None]:
-    """Show heterollm's own warnings as notes, and those of other libraries only for debugging."""
+    """Show heterollm's warnings as notes, and warnings of other libraries only for debugging."""
     logger = logging.getLogger("heterollm")
     handler = _Notes(show)
     logger.addHandler(handler)

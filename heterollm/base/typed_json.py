@@ -1,4 +1,4 @@
-"""Typed records of files: plain data, as a strict reader returned it, becomes frozen records or an error."""
+"""Typed records of files: decodes plain JSON data into frozen records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 LONGEST_PROBLEM: Final = 300
 LARGEST: Final = sys.float_info.max
 MOST: Final = 2**53 - 1
-"""Largest whole number that every reader of JSON keeps exactly."""
+"""Largest integer that every JSON reader represents exactly."""
 
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
@@ -31,16 +31,16 @@ Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 
 
 def decode_json(text: str | bytes, *, source: str, error: type[HeteroLLMError], fix: str = "") -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value of a JSON text that names no field twice.
+    """Return the value of a JSON text in which no object repeats a field.
 
     Args:
         text: The text.
-        source: What to call the file in messages.
-        error: Kind of error to raise.
-        fix: What to do about it.
+        source: Name of the file in messages.
+        error: Type of the error to raise.
+        fix: The error's next step.
 
     Raises:
-        HeteroLLMError: Of the kind ``error``: the text is not JSON, or names a field twice.
+        HeteroLLMError: Of type ``error``: the text is not JSON, or repeats a field.
     """
     try:
         return parse_json(text)
@@ -52,14 +52,14 @@ def decode(data: object, kind: type[T], *, source: str, error: type[HeteroLLMErr
     """Return plain data as a record.
 
     Args:
-        data: What :func:`parse_json` returned.
+        data: The value that :func:`parse_json` returned.
         kind: Type of the record.
-        source: What to call the data in messages, such as ``plan.json is not a plan``.
-        error: Kind of error to raise.
-        fix: What to do about it.
+        source: Beginning of the message, such as ``plan.json is not a plan``.
+        error: Type of the error to raise.
+        fix: The error's next step.
 
     Raises:
-        HeteroLLMError: Of the kind ``error``: a field is missing, unknown, of the wrong type or out of range;
+        HeteroLLMError: Of type ``error``: a field is missing, unknown, of the wrong type or out of range;
             the message has the path of the field.
     """
     try:
@@ -69,12 +69,12 @@ def decode(data: object, kind: type[T], *, source: str, error: type[HeteroLLMErr
 
 
 def missing_field(data: Mapping[str, object], kind: type[msgspec.Struct]) -> str | None:
-    """Return the first field of a record that its file does not state, though Python gives it a default."""
+    """Return the first field of a record that a file omits, whether or not it has a default."""
     return next((name for name in kind.__struct_fields__ if name not in data), None)
 
 
 def _problem(text: str) -> str:
-    """Return the words of a validation error, path first, short and printable."""
+    """Return the text of a validation error, path first, short and printable."""
     what, _, where = text.rpartition(" - at `")
     if what:
         where = where.removesuffix("`").replace("key` in `$", "$")

@@ -1,4 +1,4 @@
-"""Unit conversions: names elsewhere end in ``_us``, ``_bytes``, ``_gbps`` or ``_fraction``."""
+"""Unit conversions; names of quantities end in ``_us``, ``_bytes``, ``_gbps`` or ``_fraction``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ __all__ = ["GIB", "MIB", "PAGE_BYTES", "bandwidth_gbps", "format_bytes", "round_
 MIB = 1024**2
 GIB = 1024**3
 PAGE_BYTES = 4096
-"""Alignment of everything that both parts address."""
+"""Alignment of memory that both processors address."""
 
 
 def bandwidth_gbps(size_bytes: float, time_us: float) -> float:
-    """Return 10⁹ bytes a second from bytes and microseconds."""
+    """Return the bandwidth in 10⁹ bytes a second from bytes and microseconds."""
     return size_bytes / (time_us * 1e3)
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size for people, such as ``7.3 MiB``."""
+    """Return a readable size, such as ``7.3 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024 or unit == "GiB":
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"

@@ -24,7 +24,7 @@ def cache_list(as_json: JsonOption = False) -> None:
 
     kinds = list_cache()
     if as_json:
-        write_json([kind.to_dict() for kind in kinds])
+        write_json(kinds)
         return
     write(report.render(report.cache_table(kinds), like=sys.stdout))
 

@@ -164,7 +164,7 @@ def profile_list(as_json: JsonOption = False) -> None:
 
     stored = list_profiles()
     if as_json:
-        write_json([entry.to_dict() for entry in stored])
+        write_json(stored)
         return
     write(report.render(report_profile.profiles_table(stored), like=sys.stdout))
 

@@ -1,4 +1,4 @@
-"""Runs a plan: compiles passes into prepared calls, owns slots and KV caches, and calls the lists."""
+"""Runs a plan: compiles passes to steps, owns slots and KV caches, and runs the steps' calls."""
 
 from __future__ import annotations
 

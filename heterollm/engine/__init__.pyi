@@ -1,8 +1,8 @@
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need
-from .npu_slices import npu_part as npu_part
-from .observer import Section as Section
+from .npu_shards import npu_shard as npu_shard
+from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine
 from .session import Session as Session

@@ -1,9 +1,9 @@
-"""Builds a pass step by step: appends kernels, graph runs and waits with the buffers that they touch."""
+"""Builds a pass: appends kernels, graph runs and waits, each with the buffers that it reads and writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from heterollm.engine.step import (
@@ -17,7 +17,7 @@ from heterollm.engine.step import (
     Wait,
     operator_name,
 )
-from heterollm.engine.waits import PassHandOvers
+from heterollm.engine.waits import PassFences
 from heterollm.kernels.gpu import (
     GpuRuntime,
     Launch,
@@ -31,26 +31,26 @@ from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
 
-__all__ = ["Memory", "PassBuilder", "PlacedOperator", "merge_steps"]
+__all__ = ["Memory", "PassBuilder", "PlacedOp", "merge_steps"]
 
 Memory: TypeAlias = "SharedArray | Buffer"
-"""A buffer by its memory, or by its name."""
+"""A buffer, or the memory of one."""
 
 SCRATCH_CODES = Buffer("scratch_codes")
-"""Memory of the GPU's own, through which a kernel that rounds hands int8 codes to the linear behind it."""
+"""GPU memory for int8 codes between a rounding kernel and the linear that follows it."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedOperator:
-    """An operator of a pass: who computes it, and in which buffers.
+class PlacedOp:
+    """An operator of a pass with its placement and buffers.
 
     Args:
-        spec: The group of linears, or the block.
-        placement: Who computes what.
+        spec: The group of linears, or the ffn operator.
+        placement: The placement.
         source: Slot of the input.
         npu_output: Slot that the NPU writes.
         gpu_output: Slot that the GPU writes.
-        rounded: Where the kernel that writes the input leaves its int8 codes; None if it leaves none.
+        rounded: Buffers for the input's int8 codes; None without codes.
     """
 
     spec: OpSpec
@@ -62,12 +62,12 @@ class PlacedOperator:
 
     @property
     def operator(self) -> Operator:
-        """Its name."""
+        """The operator's name."""
         return self.spec.group
 
     @property
     def layer(self) -> int | None:
-        """Its decoder layer; None for the head."""
+        """The decoder layer; None for the head."""
         return None if self.spec.layer < 0 else self.spec.layer
 
     @property
@@ -80,20 +80,18 @@ class PassBuilder:
     """Appends the steps of one pass.
 
     Args:
-        phase: Which placements of the plan the pass uses.
+        phase: Phase of the pass.
         tokens: Tokens of the pass, or rows of the head.
-        placements: By layer and group, each operator and who computes it.
-        hand_overs: The waits of the pass.
+        placements: Operator and placement by layer and group.
+        fences: The waits of the pass.
         names: The buffers of all memory that host and device share.
         runtime: The GPU.
-        after_every_operator: Whether the queue is finished after every operator.
-        builds_graphs: Whether the NPU's graphs are built; steps of others can be read, and not run.
+        after_every_operator: Whether to finish the queue after every operator.
+        builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.
 
     Attributes:
-        builds_graphs: As given.
-        names: As given.
-        steps: Those so far.
-        merges: Whether launches that follow each other become one at the end.
+        steps: The steps so far.
+        merges: Whether consecutive launches will be merged.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class PassBuilder:
         phase: Phase,
         tokens: int,
         placements: Mapping[tuple[int, Group], tuple[OpSpec, Placement]],
-        hand_overs: PassHandOvers,
+        fences: PassFences,
         names: Mapping[SharedArray, Buffer],
         runtime: GpuRuntime,
         *,
@@ -114,12 +112,12 @@ class PassBuilder:
         self.placements = placements
         self.steps: list[Step] = []
         self.merges = tokens == 1 and runtime.merges_launches and not after_every_operator
-        self._hand_overs = hand_overs
+        self._fences = fences
         self.names = names
         self._runtime = runtime
         self._after_every_operator = after_every_operator
 
-    # -- the GPU -------------------------------------------------------------------------------------
+    # -- GPU -----------------------------------------------------------------------------------------
 
     def kernel(
         self,
@@ -131,7 +129,7 @@ class PassBuilder:
         writes: Sequence[Memory] = (),
         ends: bool = True,
     ) -> None:
-        """Append a kernel between the linears, and the end of its operator unless more of it follows."""
+        """Append a glue kernel, and the end of its operator unless more kernels of it follow."""
         self.steps.append(self.prepared(operator, layer, launch, reads, writes))
         if ends:
             self.end_operator(operator, layer)
@@ -144,12 +142,12 @@ class PassBuilder:
         reads: Sequence[Memory],
         writes: Sequence[Memory],
     ) -> Step:
-        """Return the step of a kernel between the linears, not appended."""
-        return self._kernel(operator, layer, launch, operator_name(operator, layer), reads, writes)
+        """Return the step of a glue kernel without appending it."""
+        return self._step(operator, layer, "kernel", operator_name(operator, layer), launch, reads, writes)
 
     def shard(
         self,
-        here: PlacedOperator,
+        op: PlacedOp,
         launch: Launch,
         label: str,
         reads: Memory,
@@ -157,145 +155,130 @@ class PassBuilder:
         work: LinearWork,
         rounded: RoundedInputs | None = None,
     ) -> list[Step]:
-        """Return the steps of a linear's kernel, not appended: rounding of its input first where it needs it.
+        """Return the steps of a linear's kernel, with rounding of its input if necessary, without appending.
 
         Args:
-            here: The operator that it is a part of.
+            op: The operator.
             launch: The kernel.
             label: Name of the shard.
             reads: The input.
             writes: The output.
-            work: What it computes.
-            rounded: Codes of the input that are there already; the kernel reads them alone.
+            work: The work of the kernel.
+            rounded: Existing codes of the input, which the kernel reads instead.
         """
         source: tuple[Memory, ...] = (reads,)
+        operator: Operator = "rounding of inputs"
         steps = []
         *before, kernel = launch.parts
         for rounding in before:
-            name = f"{here.name} rounding of inputs"
             codes = (SCRATCH_CODES,)
-            steps.append(self._kernel("rounding of inputs", here.layer, rounding, name, source, codes))
+            name = f"{op.name} {operator}"
+            steps.append(self._step(operator, op.layer, "kernel", name, rounding, source, codes))
             source = codes
         if rounded is not None:
             source = codes_of(rounded)
-        steps.append(self._kernel(here.operator, here.layer, kernel, label, source, (writes,), work))
+        operator = op.operator
+        steps.append(self._step(operator, op.layer, "kernel", label, kernel, source, (writes,), work=work))
         return steps
 
-    def flag(self, here: PlacedOperator | None, launch: Launch) -> None:
+    def flag(self, op: PlacedOp | None, launch: Launch) -> None:
         """Append the kernel that raises the flag."""
-        layer = None if here is None else here.layer
-        self.steps.append(self._kernel("flag", layer, launch, f"flag before {_place(here)}", (), ()))
+        layer = None if op is None else op.layer
+        self.steps.append(self._step("flag", layer, "kernel", f"flag before {_place(op)}", launch))
 
-    # -- the NPU -------------------------------------------------------------------------------------
+    # -- NPU -----------------------------------------------------------------------------------------
 
     def graph(
-        self, here: PlacedOperator, run: Call, label: str, reads: Buffer, writes: Buffer, work: LinearWork
+        self, op: PlacedOp, run: Call, label: str, reads: Buffer, writes: Buffer, work: LinearWork
     ) -> None:
         """Append a run of an NPU graph."""
-        self.steps.append(
-            Step(
-                operator=here.operator,
-                layer=here.layer,
-                tokens=work.tokens,
-                processor="npu",
-                action="graph",
-                label=label,
-                reads=(reads,),
-                writes=(writes,),
-                work=work,
-                run=run,
-            )
-        )
+        step = self._step(op.operator, op.layer, "graph", label, run, (reads,), (writes,), work=work)
+        self.steps.append(step)
 
-    # -- the host ------------------------------------------------------------------------------------
+    # -- host ----------------------------------------------------------------------------------------
 
-    def hand_over(self, here: PlacedOperator | None) -> Fence:
-        """Return the wait for the input of an operator's NPU graphs; without one, for the end of the pass."""
-        if here is None:
-            return self._hand_overs.before("end")
-        return self._hand_overs.before(here.spec.group, here.spec.layer)
+    def fence(self, op: PlacedOp | None) -> Fence:
+        """Return the fence before an operator's NPU graphs, or for None at the end of the pass."""
+        if op is None:
+            return self._fences.before("end")
+        return self._fences.before(op.spec.group, op.spec.layer)
 
-    def mark(self, here: PlacedOperator | None) -> None:
-        """Append the signal that :meth:`wait` waits for; ``finish`` needs none."""
-        wait = self.hand_over(here)
-        if wait.strategy != "finish":
-            self._host(here, "mark", wait.mark)
+    def mark(self, op: PlacedOp | None) -> None:
+        """Append the mark of a fence; strategy ``finish`` needs none."""
+        fence = self.fence(op)
+        if fence.strategy != "finish":
+            self._host(op, "mark", fence.mark)
 
-    def sent(self, here: PlacedOperator | None) -> None:
-        """Append the note that the signal is among the kernels that were launched."""
-        self._host(here, "sent", self.hand_over(here).sent)
+    def sent(self, op: PlacedOp | None) -> None:
+        """Append the note that a launched kernel is the mark of a fence."""
+        self._host(op, "sent", self.fence(op).sent)
 
-    def wait(self, here: PlacedOperator | None) -> None:
-        """Append the wait for the input of an operator's NPU graphs, or for the end of the pass."""
-        wait = self.hand_over(here)
-        buffer = "logits" if here is None else self.names[here.source].name
-        self._host(here, "wait", wait.wait, wait=Wait(buffer, wait.strategy))
+    def wait(self, op: PlacedOp | None) -> None:
+        """Append the wait of a fence."""
+        fence = self.fence(op)
+        buffer = "logits" if op is None else self.names[op.source].name
+        self._host(op, "wait", fence.wait, wait=Wait(buffer, fence.strategy))
 
-    def flush(self, here: PlacedOperator) -> None:
-        """Append the start of what is enqueued."""
-        self._host(here, "flush", self._runtime.flush)
+    def flush(self, op: PlacedOp) -> None:
+        """Append a flush of the queue."""
+        self._host(op, "flush", self._runtime.flush)
 
-    def acquire(self, here: PlacedOperator) -> None:
-        """Append the host's taking of mapped memory: the input to read, the output to write."""
-        self._host(here, "acquire_to_read", here.source.acquire_to_read, reads=(here.source,))
-        self._host(here, "acquire", here.npu_output.acquire, writes=(here.npu_output,))
+    def acquire(self, op: PlacedOp) -> None:
+        """Append the mapping of the input for reading and of the output for writing."""
+        self._host(op, "acquire_to_read", op.source.acquire_to_read, reads=(op.source,))
+        self._host(op, "acquire", op.npu_output.acquire, writes=(op.npu_output,))
 
-    def release(self, here: PlacedOperator) -> None:
-        """Append the giving back of mapped memory."""
-        self._host(here, "release", here.source.release, reads=(here.source,))
-        self._host(here, "release", here.npu_output.release, writes=(here.npu_output,))
+    def release(self, op: PlacedOp) -> None:
+        """Append the unmapping of input and output."""
+        self._host(op, "release", op.source.release, reads=(op.source,))
+        self._host(op, "release", op.npu_output.release, writes=(op.npu_output,))
 
     def finish(self) -> None:
         """Append the wait for the whole queue at the end of the pass."""
         self._host(None, "finish", self._runtime.finish)
 
     def end_operator(self, operator: Operator, layer: int | None) -> None:
-        """Append the end of an operator that the GPU computes: nothing, but in the baseline."""
+        """Append the end of an operator on the GPU, which is a step only in the baseline."""
         if self._after_every_operator:
-            self.steps.append(
-                Step(
-                    operator=operator,
-                    layer=layer,
-                    tokens=self.tokens,
-                    processor="host",
-                    action="finish",
-                    label=f"finish {operator_name(operator, layer)}",
-                    run=self._runtime.finish,
-                )
-            )
+            label = f"finish {operator_name(operator, layer)}"
+            self.steps.append(self._step(operator, layer, "finish", label, self._runtime.finish))
 
-    # -- pieces --------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------
 
-    def part_of(self, memory: SharedArray, start: int, stop: int) -> Buffer:
+    def byte_range(self, memory: SharedArray, start: int, stop: int) -> Buffer:
         """Return a range of bytes of a buffer."""
         return Buffer(self.names[memory].name, start, stop)
 
-    def _kernel(
+    def _step(
         self,
         operator: Operator,
         layer: int | None,
-        launch: Launch,
+        action: Action,
         label: str,
-        reads: Sequence[Memory],
-        writes: Sequence[Memory],
+        run: Call,
+        reads: Sequence[Memory] = (),
+        writes: Sequence[Memory] = (),
+        *,
         work: LinearWork | None = None,
+        wait: Wait | None = None,
     ) -> Step:
         return Step(
             operator=operator,
             layer=layer,
             tokens=self.tokens if work is None else work.tokens,
-            processor="gpu",
-            action="kernel",
+            processor="gpu" if action == "kernel" else "npu" if action == "graph" else "host",
+            action=action,
             label=label,
             reads=self._buffers(reads),
             writes=self._buffers(writes),
+            wait=wait,
             work=work,
-            run=launch,
+            run=run,
         )
 
     def _host(
         self,
-        here: PlacedOperator | None,
+        op: PlacedOp | None,
         action: Action,
         run: Call,
         *,
@@ -303,20 +286,10 @@ class PassBuilder:
         writes: Sequence[Memory] = (),
         wait: Wait | None = None,
     ) -> None:
-        self.steps.append(
-            Step(
-                operator="end of pass" if here is None else here.operator,
-                layer=None if here is None else here.layer,
-                tokens=self.tokens,
-                processor="host",
-                action=action,
-                label=f"{action} before {_place(here)}",
-                reads=self._buffers(reads),
-                writes=self._buffers(writes),
-                wait=wait,
-                run=run,
-            )
-        )
+        operator: Operator = "end of pass" if op is None else op.operator
+        layer = None if op is None else op.layer
+        label = f"{action} before {_place(op)}"
+        self.steps.append(self._step(operator, layer, action, label, run, reads, writes, wait=wait))
 
     def _buffers(self, memories: Sequence[Memory]) -> tuple[Buffer, ...]:
         once = dict.fromkeys(memories)
@@ -324,18 +297,18 @@ class PassBuilder:
 
 
 def codes_of(rounded: RoundedInputs | None) -> tuple[SharedArray, ...]:
-    """Return the slots of int8 codes; none without them."""
+    """Return the slots of int8 codes, if there are any."""
     memories = () if rounded is None else (rounded.codes, rounded.blocks)
     return tuple(memory for memory in memories if isinstance(memory, SharedArray))
 
 
 def segments_of(value: Segments | None) -> tuple[SharedArray, ...]:
-    """Return the slots in which a linear's output lies; none without one."""
+    """Return the slots of a linear's output, if there is one."""
     return () if value is None else (value.a, value.b)
 
 
 def merge_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
-    """Return steps in which those that follow each other are one launch, where the device gains by it."""
+    """Return the steps with consecutive launches merged, if the device benefits from it."""
     left = iter(steps)
     found = []
     for call in merge_launches(runtime, [step.run for step in steps]):
@@ -359,24 +332,9 @@ def _joined(steps: Sequence[Step], launch: MergedLaunch) -> Step:
         reads=_all_of(step.reads for step in steps),
         writes=_all_of(step.writes for step in steps),
         work=sum(works[1:], works[0]) if works else None,
-        merged=tuple(_within(step) for step in steps),
+        # Without their calls, which would keep kernels that never run alone.
+        merged=tuple(replace(step, run=NOT_RUN) for step in steps),
         run=launch,
-    )
-
-
-def _within(step: Step) -> Step:
-    """Return a step without its own call, which would keep a kernel that never runs by itself."""
-    return Step(
-        operator=step.operator,
-        layer=step.layer,
-        tokens=step.tokens,
-        processor=step.processor,
-        action=step.action,
-        label=step.label,
-        reads=step.reads,
-        writes=step.writes,
-        work=step.work,
-        run=NOT_RUN,
     )
 
 
@@ -384,5 +342,5 @@ def _all_of(buffers: Iterable[tuple[Buffer, ...]]) -> tuple[Buffer, ...]:
     return tuple(dict.fromkeys(buffer for some in buffers for buffer in some))
 
 
-def _place(here: PlacedOperator | None) -> str:
-    return "the end of the pass" if here is None else here.name
+def _place(op: PlacedOp | None) -> str:
+    return "the end of the pass" if op is None else op.name

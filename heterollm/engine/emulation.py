@@ -1,4 +1,4 @@
-"""An estimate of what a run on an emulated NPU takes, so that nobody starts an hour's wait unawares."""
+"""Estimates the time of an emulated NPU, and refuses runs that would take minutes or hours."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ SECONDS_PER_WEIGHT: Final = 1.3e-7
 """Measured on the HTP emulator: 0.5 s for one token through 3.7 million MatMulNBits weights."""
 
 LIMIT_S: Final = 3.0
-"""One pass may take this long without a flag."""
+"""Longest estimated pass without ``--allow-slow``."""
 
 
 def step_seconds(steps: Iterable[Step]) -> float:
-    """Return the estimated seconds of the graph runs among steps.
-
-    A lower bound: the emulator's time grows with the tokens beyond about a hundred.
-    """
+    """Return a lower bound of the graph runs' time, which grows with more than about a hundred tokens."""
     works = (step.work for step in steps if step.processor == "npu" and step.work is not None)
     return SECONDS_PER_WEIGHT * sum(work.flops // (2 * work.tokens) for work in works)
 
 
 def check_emulation(engine: Engine) -> None:
-    """Refuse a model that an emulated NPU would take long for, before any of its graphs is built.
+    """Refuse a model that is slow on an emulated NPU, before any graph is built.
 
     Raises:
-        OptionError: A decoded token or a short prompt is estimated above :data:`LIMIT_S`.
+        OptionError: The estimate of a decoded token or a short prompt is above :data:`LIMIT_S`.
     """
     if engine.device.time_kind != "emulated":
         return

@@ -1,55 +1,28 @@
-"""Keys and values of one session, in memory that both parts can address."""
+"""Keys and values of one session, in memory that both processors can address."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from heterollm.kernels.gpu import GpuRuntime, SharedArray, head_stride
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import SharedArray, head_stride
+from heterollm.model import ModelConfig
 
 __all__ = ["KvCache"]
 
 
 class KvCache:
-    """``[layer][k|v][kv_head][position][head_dim]``, each head page-aligned.
+    """``[layer][k|v][kv_head][position][head_dim]`` of the device's cache type, each head page-aligned."""
 
-    Args:
-        runtime: The OpenCL part.
-        layers: Decoder layers.
-        kv_heads: Key/value heads of a layer.
-        head_dim: Elements of one head at one position.
-        capacity: Positions.
-        dtype: float16 or float32.
-    """
+    __slots__ = ("__weakref__", "_head_dim", "_heads", "memory")
 
-    __slots__ = ("__weakref__", "_heads", "capacity", "head_dim", "memory")
-
-    def __init__(
-        self,
-        runtime: GpuRuntime,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-    ) -> None:
-        self._heads = layers * 2 * kv_heads
-        self.capacity = capacity
-        self.head_dim = head_dim
-        self.memory: SharedArray = runtime.shared(
-            (self._heads * head_stride(capacity, head_dim, dtype),), dtype
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes held."""
-        return int(self.memory.array.nbytes)
+    def __init__(self, device: Device, config: ModelConfig, context: int) -> None:
+        self._heads = config.layers * 2 * config.kv_heads
+        self._head_dim = config.head_dim
+        stride = head_stride(context, config.head_dim, device.cache_dtype)
+        self.memory: SharedArray = device.gpu.shared((self._heads * stride,), device.cache_dtype)
 
     def copy_from(self, other: KvCache, positions: int) -> None:
         """Copy the first ``positions`` positions of a cache of the same shape."""
-        used = positions * self.head_dim
+        used = positions * self._head_dim
         other.memory.acquire()
         self.memory.acquire()
         source = other.memory.array.reshape(self._heads, -1)

@@ -1,7 +1,6 @@
-"""What a loaded model takes in memory, counted before it is loaded, and what the machine has.
+"""Compares the memory that a model needs with the available memory before loading.
 
-A model that does not fit is refused with the sum: a machine that swaps its weights is slower by orders of
-magnitude than one that says no.
+A model that does not fit is refused: swapping weights would be slower by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ if TYPE_CHECKING:
 __all__ = ["MemoryNeed", "available_bytes", "check_memory", "memory_need", "return_freed_memory"]
 
 USABLE_FRACTION: Final = 0.95
-"""Fraction of the memory at hand that a model may take; the rest is for the libraries and the system."""
+"""Fraction of the available memory that a model may take; the rest is for libraries and the system."""
 
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that a model takes while it is loaded.
+    """Bytes that a loaded model needs.
 
     Args:
-        gpu_weights: Packed weights of the GPU part, which holds every row, and the embedding.
-        npu_weights: The NPU part's copies of the rows that the plan gives it.
-        kv_cache: One session's keys and values.
-        slots: What the parts exchange.
+        gpu_weights: Packed weights of the GPU, which holds every row, and the embedding.
+        npu_weights: The NPU's copies of its shards.
+        kv_cache: Keys and values of one session.
+        slots: Buffers that the processors exchange.
     """
 
     gpu_weights: int
@@ -49,13 +48,13 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum."""
         return self.gpu_weights + self.npu_weights + self.kv_cache + self.slots
 
     def __str__(self) -> str:
         named = {
-            "weights on the GPU part": self.gpu_weights,
-            "copies on the NPU part": self.npu_weights,
+            "weights on the GPU": self.gpu_weights,
+            "copies on the NPU": self.npu_weights,
             "KV cache": self.kv_cache,
             "activations": self.slots,
         }
@@ -70,16 +69,7 @@ def memory_need(
     slots: Mapping[str, int],
     cache_dtype: np.dtype[Any],
 ) -> MemoryNeed:
-    """Count the bytes of a model under a plan.
-
-    Args:
-        config: The model.
-        specs: Its groups.
-        plan: Says which rows the NPU part holds too.
-        context: Positions of a session.
-        slots: Bytes of each slot.
-        cache_dtype: Element type of the KV cache.
-    """
+    """Return the bytes that a model needs with a plan, a context, slots of some bytes and a cache type."""
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
@@ -96,11 +86,11 @@ def check_memory(need: MemoryNeed, available: int | None = None) -> None:
     """Refuse a model that the machine cannot hold.
 
     Args:
-        need: What it takes.
-        available: Bytes that are free; default what the system says. Nothing is refused where it is silent.
+        need: The bytes that the model needs.
+        available: Available bytes; by default the system's, and no check if the system does not report them.
 
     Raises:
-        DeviceError: The model takes more; the message has the sum.
+        DeviceError: The model needs more; the message has the sum.
     """
     free = available_bytes() if available is None else available
     if free is not None and need.total > USABLE_FRACTION * free:
@@ -113,16 +103,16 @@ def check_memory(need: MemoryNeed, available: int | None = None) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library would keep it for later."""
+    """Return freed memory to the system, which the C library would keep."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)
         except AttributeError:
-            return  # only glibc keeps so much, and only it has the function
+            return  # only glibc keeps much, and only glibc has the function
 
 
 def available_bytes() -> int | None:
-    """Return the memory that this process can take without swapping; None where the system does not say."""
+    """Return the memory that this process can take without swapping; None if the system has no figure."""
     try:
         available = psutil.virtual_memory().available
     except (OSError, psutil.Error):
@@ -132,12 +122,12 @@ def available_bytes() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """Return what a container's limit leaves; its page cache counts as free."""
+    """Return the bytes that a container's limit leaves; its page cache counts as free."""
     try:
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
         counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         return limit - used + int(counts["inactive_file"]) + int(counts["active_file"])
     except (OSError, KeyError, ValueError):
-        # No such limit: the root group has no file, an unlimited one says "max".
+        # No limit: the root group has no such file, and an unlimited group's file reads "max".
         return None

@@ -1,4 +1,4 @@
-"""An observer of an engine: sees the steps of passes, and when passes begin and end."""
+"""The protocol of observers, which follow an engine's passes and steps."""
 
 from __future__ import annotations
 
@@ -11,34 +11,28 @@ from heterollm.kernels.ops import Phase
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock
 
-__all__ = ["Observer", "Section"]
+__all__ = ["EngineActivity", "Observer"]
 
-Section: TypeAlias = Literal["bind", "step", "build"]
-"""Work of the engine within a pass beside its steps: finding the compiled pass and naming the session's
-memory, writing the step buffer, and compiling."""
+EngineActivity: TypeAlias = Literal["bind", "step", "build"]
+"""The engine's work beside the steps of a pass: finding the compiled pass and binding the session's memory,
+writing the step buffer, and compiling."""
 
 
 class Observer(Protocol):
-    """Given to an engine to follow what it does; all methods are called on the engine thread."""
+    """Follows an engine; the engine calls all methods on its thread."""
 
     def during_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
-        """Return what is entered when a pass begins and left when it ends or fails.
-
-        Args:
-            phase: Which placements it uses.
-            tokens: How many tokens it takes.
-            position: Position of the first.
-        """
+        """Return the context of a pass of ``tokens`` tokens from ``position`` on."""
         ...
 
-    def during(self, section: Section) -> AbstractContextManager[object]:
-        """Return what is entered when a section begins and left when it ends."""
+    def during(self, activity: EngineActivity) -> AbstractContextManager[object]:
+        """Return the context of an activity."""
         ...
 
     def call_of(self, step: Step) -> Call:
-        """Return the call that the engine makes in place of a step's own; it must do the same."""
+        """Return the call that replaces a step's own and must do the same."""
         ...
 
     def watch(self, clock: HostClock) -> HostClock:
-        """Return the clock that waits use in place of the host's."""
+        """Return the clock that replaces the host's in waits."""
         ...

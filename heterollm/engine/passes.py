@@ -16,14 +16,14 @@ __all__ = ["CompiledPass", "PassError", "compiling"]
 
 @dataclass(slots=True)
 class CompiledPass:
-    """One pass or head, ready to run.
+    """A pass through the layers or the head, ready to run.
 
     Args:
-        steps: Its steps in order.
-        calls: What the engine runs: the calls of the steps.
-        cache_launches: The kernels that name a session's KV cache.
-        output: Where the last layer's output lies, of a pass.
-        bound_cache: The session's KV cache that kernels name, of a pass.
+        steps: The steps in order.
+        calls: The calls of the steps, which the engine runs.
+        cache_launches: The kernels that use a session's KV cache.
+        output: The output of the last layer; None for a head.
+        bound_cache: The KV cache that is bound to the kernels; None for a head.
     """
 
     steps: tuple[Step, ...]
@@ -36,7 +36,7 @@ class CompiledPass:
     def of(
         cls, steps: tuple[Step, ...], output: Segments | None = None, cache: SharedArray | None = None
     ) -> CompiledPass:
-        """Return the pass of some steps."""
+        """Return the pass with these steps."""
         calls = tuple(step.run for step in steps)
         launches = tuple(
             step.run
@@ -46,7 +46,7 @@ class CompiledPass:
         return cls(steps, calls, launches, output, cache)
 
     def bind_cache(self, cache: SharedArray) -> None:
-        """Point the launches at a session's cache, if they are not there yet."""
+        """Bind a session's cache to the kernels, unless it is bound already."""
         if self.bound_cache is not cache:
             for launch in self.cache_launches:
                 launch.replace(self.bound_cache, cache)
@@ -54,12 +54,12 @@ class CompiledPass:
 
 
 class PassError(EngineError):
-    """A pass cannot be prepared, as memory runs out."""
+    """The memory does not suffice to compile a pass."""
 
 
 @contextlib.contextmanager
 def compiling(phase: Phase, tokens: int) -> Iterator[None]:
-    """Turn what running out of memory raises into an error that says when it happened."""
+    """Convert errors about memory to :class:`PassError`, which names the pass."""
     try:
         yield
     except (MemoryError, OpenClError) as error:

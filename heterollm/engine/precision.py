@@ -1,4 +1,4 @@
-"""Whether a device can compute at a precision: none is ever exchanged for another."""
+"""Checks that a device supports a precision; the runtime never substitutes another one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["check_precision"]
 
 
 def check_precision(device: Device, precision: Precision, specs: Iterable[OpSpec]) -> None:
-    """Refuse a device whose NPU rounds no activations where the precision asks for it.
+    """Refuse a device whose NPU does not support the precision's int8 activations.
 
-    Whatever the plan: one that uses the GPU alone would run there with numbers that no cut of it could give.
+    Plans for the GPU alone are refused too, since no split of such a plan could give the same numbers.
 
     Raises:
-        DeviceError: It has no form of a group with int8 activations.
+        DeviceError: The NPU has no graph form with int8 activations for a group.
     """
     npu = device.npu
     if npu is None:

@@ -1,6 +1,6 @@
-"""Runs passes: writes the step buffer, calls the steps, leaves logits in their slot.
+"""Runs compiled passes on the engine thread: writes the step buffer, calls the steps, leaves the logits.
 
-Lives on the engine thread. It decides nothing (the plan did) and allocates nothing once a pass is compiled.
+The plan makes all decisions. Running a compiled pass allocates nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from heterollm.base import (
 )
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
-from heterollm.engine.observer import Observer, Section
+from heterollm.engine.observer import EngineActivity, Observer
 from heterollm.engine.passes import CompiledPass, PassError, compiling
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.step import Call, Step
-from heterollm.engine.waits import HandOvers
+from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
 from heterollm.kernels.ops import Join, Phase
-from heterollm.kernels.sync import WaitLimits, prepare_fence, resynchronise
+from heterollm.kernels.sync import Pool, WaitLimits, prepare_fence, resynchronise
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
 
@@ -47,31 +47,29 @@ KEPT_PASSES: Final = 32
 SMALLEST_BUCKET: Final = 256
 
 UNOBSERVED: Final = contextlib.nullcontext()
-"""In place of what an observer would return; shared, so that the token loop makes no object."""
+"""The context without an observer; shared, so that the token loop creates no object."""
 
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
-"""How long what a failed pass has enqueued may take to run out, before the GPU is given up."""
-
+"""Limits of the wait for the queue after a failed pass."""
 
 NPU_FAILURES: Final = (GraphError, FenceError, PassError)
-"""What the GPU alone may still do without: graphs, hand-overs, and the memory that they take."""
+"""Errors after which the GPU may continue alone: without graphs, fences, and their memory."""
 
 
 class Engine:
     """A model compiled for a device.
 
     Args:
-        device: The opened device; closed with the engine.
+        device: The opened device; :meth:`close` closes it.
         weights: The model's weights.
-        plan: Who computes what.
+        plan: The plan.
         context: Positions of every session.
-        progress: Called with a stage's name, steps done and steps in all.
-        allow_fallback: Whether the GPU goes on alone, from the same KV cache, when the NPU part fails.
-        observer: Follows what the engine does, such as to trace it.
+        progress: Called while weights are packed.
+        allow_fallback: Whether the GPU continues alone, with the same KV cache, after a failure of the NPU.
+        observer: Follows the engine, for example to trace it.
 
     Attributes:
-        observer: As given.
-        notes: What failed, and since when the GPU computes alone.
+        notes: The failure and the position since which the GPU computes alone.
     """
 
     def __init__(
@@ -90,13 +88,13 @@ class Engine:
         self.context = context
         self._config = weights.config
         self.notes: tuple[str, ...] = ()
-        self.hand_overs = HandOvers(device, plan.sync)
+        self.fences = Fences(device, plan.sync)
         self.observer = observer
         if observer is not None:
-            self.hand_overs.watch(observer.watch)
+            self.fences.watch(observer.watch)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
-        self._compiler = Compiler(device, weights, plan, context, progress, self.hand_overs)
+        self._compiler = Compiler(device, weights, plan, context, progress, self.fences)
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache = device.gpu.shared((1,), device.cache_dtype)
@@ -109,30 +107,27 @@ class Engine:
         self.last_logits: NDArray[np.float32] = self._logits[0]
 
     @property
+    def pool(self) -> Pool:
+        """The slots that both processors share."""
+        return self._compiler.pool
+
+    @property
     def kept_passes(self) -> tuple[tuple[Phase, int, int], ...]:
-        """Phase, tokens and bucket of context of the compiled passes that are kept, the latest used last."""
+        """Phase, tokens and context bucket of the compiled passes in memory, the latest used last."""
         return tuple(self._passes)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the GPU was given up: nothing may be asked of its queue any more."""
+        """Whether the GPU's queue hangs and cannot be used any more."""
         return bool(self._lost)
 
     def new_cache(self) -> KvCache:
-        """Return an empty KV cache for one session; those of sessions that are gone are freed first."""
+        """Return an empty KV cache for a session; the caches of dropped sessions are freed first."""
         live = {id(cache.memory) for cache in self._caches}
         for compiled in self._passes.values():
             if id(compiled.bound_cache) not in live:
                 compiled.bind_cache(self._no_cache)
-        config = self._config
-        cache = KvCache(
-            self.device.gpu,
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            capacity=self.context,
-            dtype=self.device.cache_dtype,
-        )
+        cache = KvCache(self.device, self._config, self.context)
         self._caches.add(cache)
         return cache
 
@@ -145,12 +140,12 @@ class Engine:
             cache: The session's cache; written from ``position`` on.
             position: Position of the first token.
             ids: int32 ``[m]``.
-            phase: Which placements to use.
-            target: float32 ``[m, vocab]`` that receives the logits of every position; None leaves those of
-                the last position in :attr:`last_logits`.
+            phase: Phase whose placements to use.
+            target: float32 ``[m, vocab]`` for the logits of every position; None leaves those of the last
+                position in :attr:`last_logits`.
 
         Raises:
-            HeteroLLMError: A kernel, a graph or a hand-over failed. The positions before stay as they were.
+            HeteroLLMError: A kernel, a graph or a fence failed. Earlier positions stay valid.
         """
         for first, length in self.plan.chunks(len(ids)):
             tokens = ids[first : first + length]
@@ -163,11 +158,7 @@ class Engine:
                 self._chunk(cache, position + first, tokens, phase, rows, last)
 
     def decode(self, cache: KvCache, position: int, token: int) -> None:
-        """Run one token; its logits are left in :attr:`last_logits`.
-
-        Raises:
-            HeteroLLMError: As for :meth:`prefill`.
-        """
+        """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""
         try:
             self._one_token(cache, position, token)
         except NPU_FAILURES as error:
@@ -187,14 +178,14 @@ class Engine:
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
-        """Return the steps of a pass in an empty session, with those of its head.
+        """Return the steps of a pass and its head in an empty session.
 
         Args:
-            phase: Prefill computes the logits of the last token, decode those of every one.
+            phase: Prefill computes the logits of the last token, decode those of every token.
             tokens: Tokens of the pass.
 
         Raises:
-            OptionError: No pass has so many tokens.
+            OptionError: No pass has this number of tokens.
         """
         longest = min(self.plan.chunk_length, self.context)
         if not 1 <= tokens <= longest:
@@ -206,7 +197,7 @@ class Engine:
         return compiled.steps + self._head_pass(compiled, phase, _head_rows(phase, tokens)).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
-        """As :meth:`steps`, but no graph is built, and the steps cannot run."""
+        """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
         bucket, cache = self._bucket(tokens), self.new_cache().memory
         compiled = self._compiler.compile_pass(phase, tokens, bucket, cache, builds_graphs=False)
         assert compiled.output is not None
@@ -221,7 +212,7 @@ class Engine:
         self._compiler.close()
         self.device.close()
 
-    # -- pieces --------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------
 
     def _chunk(
         self,
@@ -260,8 +251,8 @@ class Engine:
         observer = self.observer
         return UNOBSERVED if observer is None else observer.during_pass(phase, tokens, position)
 
-    def _observed(self, section: Section) -> AbstractContextManager[object]:
-        return UNOBSERVED if self.observer is None else self.observer.during(section)
+    def _observed(self, activity: EngineActivity) -> AbstractContextManager[object]:
+        return UNOBSERVED if self.observer is None else self.observer.during(activity)
 
     def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
         self._call(self._head_pass(compiled, phase, rows).calls)
@@ -270,7 +261,7 @@ class Engine:
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
         for row in range(0, len(target), HEAD_ROWS):
             if row:
-                # The head's last call waits for the queue, so the step may be changed.
+                # The head's last call waits for the queue, so that the step buffer is free.
                 self._logits_slot.release()
                 self._step.acquire()
                 self._step.array[STEP_HEAD_ROW] = row
@@ -308,13 +299,13 @@ class Engine:
         return head
 
     def _observable(self, compiled: CompiledPass) -> CompiledPass:
-        """Let the observer, if there is one, put its calls in the place of the steps' own."""
+        """Replace the calls of the steps by those of the observer, if there is one."""
         if self.observer is not None:
             compiled.calls = tuple(map(self.observer.call_of, compiled.steps))
         return compiled
 
     def _bucket(self, positions: int) -> int:
-        """Return the smallest power of two from 256 on that covers the positions, within the context."""
+        """Return the smallest power of two, at least 256, that covers the positions, within the context."""
         bucket = SMALLEST_BUCKET
         while bucket < positions:
             bucket *= 2
@@ -341,7 +332,7 @@ class Engine:
             raise
 
     def _drain(self) -> None:
-        """Let what a failed pass has enqueued run out, since it must not see the next pass's step."""
+        """Wait for the kernels of a failed pass, which must not read the next pass's step buffer."""
         pool, gpu = self._compiler.pool, self.device.gpu
         try:
             prepare_fence(gpu, "poll", "a failed pass", limits=DRAIN_LIMITS)()
@@ -350,24 +341,24 @@ class Engine:
             for name in pool:
                 pool[name].release()
         except FenceError as error:
-            self._lost = f"The GPU part does not come to an end. {error.message}"
+            self._lost = f"The GPU does not finish. {error.message}"
             logger.warning("After a failed pass: %s", error)
         except (KernelError, OpenClError) as error:
             logger.warning("After a failed pass: %s", error)
 
     def _fall_back(self, error: HeteroLLMError, position: int) -> None:
-        """Leave everything to the GPU from now on, or raise the error where that is not wanted or in vain."""
+        """Compute on the GPU alone from now on, or raise the error if that is not allowed or impossible."""
         if not self._may_fall_back or self._lost:
             raise error
         self._may_fall_back = False
         self._passes.clear()
         self._heads.clear()
         self._compiler.leave_npu()
-        note = f"The GPU computes alone since token {position}, as the NPU part failed: {error.message}"
+        note = f"The GPU computes alone since token {position}, as the NPU failed: {error.message}"
         self.notes = (*self.notes, note)
         logger.warning("%s", note)
 
 
 def _head_rows(phase: Phase, tokens: int) -> int:
-    """Return how many positions of a pass have logits, as many as the head takes at once."""
+    """Return the number of positions with logits in the head of a pass."""
     return min(tokens, HEAD_ROWS) if phase == "decode" else 1

@@ -1,4 +1,4 @@
-"""A session: one conversation's KV cache and position."""
+"""A session: KV cache and position of one conversation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.
     """Return token ids as int32 ``[m]``.
 
     Raises:
-        InputError: There are none, they are not whole numbers, or one is outside the vocabulary.
+        InputError: There is no id, they are not whole numbers, or one is outside the vocabulary.
     """
     try:
         array = np.asarray(ids)
@@ -40,10 +40,9 @@ def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.
 
 
 class Session:
-    """Tokens seen so far, and what follows them.
+    """The tokens of one conversation and their KV cache; made by :meth:`heterollm.LLM.session`.
 
-    Sessions of one model share its engine: calls from several threads run one after the other. Made by
-    :meth:`heterollm.LLM.session`.
+    Sessions of one model share its engine: calls from several threads run one after the other.
     """
 
     def __init__(self, engine: Engine, thread: EngineThread, vocab_size: int) -> None:
@@ -59,17 +58,17 @@ class Session:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """A copy of the tokens seen so far."""
+        """A copy of the tokens so far."""
         return self._ids[: self._position].copy()
 
     @property
     def position(self) -> int:
-        """Tokens seen so far; the next one goes here."""
+        """Number of tokens so far, which is the position of the next one."""
         return self._position
 
     @property
     def context(self) -> int:
-        """Positions in all."""
+        """Number of positions."""
         return self._engine.context
 
     @property
@@ -78,17 +77,17 @@ class Session:
         return self._vocab_size
 
     def prefill(self, ids: Sequence[int] | NDArray[Any], all_logits: bool = False) -> NDArray[np.float32]:
-        """Append tokens and return what follows.
+        """Append tokens and return their logits.
 
         Args:
             ids: Token ids, at least one.
-            all_logits: Whether to return the logits of every position and not only of the last.
+            all_logits: Whether to return the logits of every position or only of the last one.
 
         Returns:
             float32 ``[vocab]``, or ``[m, vocab]`` with ``all_logits``.
 
         Raises:
-            InputError: No ids, an id outside the vocabulary, or more than the context holds.
+            InputError: There is no id, an id is outside the vocabulary, or the context is too small.
         """
         checked = self._check(ids)
         return self._thread.run(lambda: self._run(checked, "prefill", all_logits))
@@ -103,14 +102,14 @@ class Session:
             InputError: As for :meth:`prefill`.
         """
         if isinstance(ids, int | np.integer):
-            # As an array, so that True is refused and not taken for 1.
+            # In an array, so that True is refused instead of becoming 1.
             token = int(self._check(np.array([ids]))[0])
             return self._thread.run(lambda: self._run_one(token))
         several = self._check(ids)
         return self._thread.run(lambda: self._run(several, "decode", True))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all tokens."""
         self.truncate(0)
 
     def truncate(self, position: int) -> None:
@@ -136,7 +135,7 @@ class Session:
         return self._engine is engine
 
     def fork(self) -> Session:
-        """Return a second session that has seen the same tokens; only the used positions are copied."""
+        """Return a second session with the same tokens; only the used positions are copied."""
         other = Session(self._engine, self._thread, self._vocab_size)
 
         def copy() -> None:
@@ -148,13 +147,13 @@ class Session:
         return other
 
     def prefill_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Like :meth:`prefill` on the engine thread; the row returned is overwritten by the next call."""
+        """Prefill on the engine thread; the next call overwrites the returned row."""
         self._engine.prefill(self._cache, self._position, ids, "prefill", None)
         self._append(ids)
         return self._engine.last_logits
 
     def decode_in_place(self, token: int) -> NDArray[np.float32]:
-        """Like :meth:`decode` on the engine thread; the row returned is overwritten by the next call."""
+        """Decode on the engine thread; the next call overwrites the returned row."""
         self._engine.decode(self._cache, self._position, token)
         self._ids[self._position] = token
         self._position += 1
@@ -165,7 +164,7 @@ class Session:
         return self.decode_in_place(token).copy()
 
     def _run(self, ids: NDArray[np.int32], phase: Phase, all_logits: bool) -> NDArray[np.float32]:
-        # The position may have moved since the check, by a call from another thread.
+        # A call from another thread may have changed the position since the check.
         self._check_room(len(ids))
         target = np.empty((len(ids), self._vocab_size), np.float32) if all_logits else None
         self._engine.prefill(self._cache, self._position, ids, phase, target)

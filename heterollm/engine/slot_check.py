@@ -1,13 +1,16 @@
-"""The debug mode of the slots: proves of each compiled pass that no slot is touched too early, and delays it.
+"""Debug mode that proves the order of buffer accesses in each compiled pass, and inserts random delays.
 
-``HETEROLLM_CHECK_SLOTS=1`` (any whole number, the seed of the delays) turns it on for models that are loaded
-afterwards. The steps of each pass are followed as they will run: what the queue does in order, what the host
-knows to be done after each wait, which buffers every kernel and every graph touches. What a step says of its
-kernel is compared with the kernel's arguments first. A pass is refused in which the NPU reads what a kernel
-may not have written yet, or writes what a kernel may still read or write, or in which anything reads a slot
-that nothing has written. Kernels of random length are then put before the kernels of the pass, so that an
-order which the proof does not see shows in the answers.
+``HETEROLLM_CHECK_SLOTS=1`` (or another whole number, the seed of the delays) enables it for models that are
+loaded afterwards.
 """
+
+# The check simulates the steps of a pass: the order of the queue, the host's knowledge of finished kernels
+# after each wait, and the buffers of every kernel and graph. It refuses a pass in which
+#   - a step's buffers differ from the arguments of its kernel,
+#   - the NPU reads a buffer that a kernel may not have written yet,
+#   - the NPU writes a buffer that a kernel may still read or write, or
+#   - a step reads a buffer that no step has written.
+# Kernels of random duration before the kernels of the pass then expose errors that this proof does not cover.
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ __all__ = ["CHECK_VARIABLE", "SlotCheck"]
 
 CHECK_VARIABLE: Final = "HETEROLLM_CHECK_SLOTS"
 DELAYED_FRACTION: Final = 0.25
-"""Of the kernels, so many come late."""
+"""Fraction of the kernels that a delay precedes."""
 LONGEST_DELAY_US: Final = 400.0
 LENGTHS: Final = 16
-"""Different delays: every one is a prepared launch."""
+"""Number of different delays, each of which is a prepared launch."""
 ALWAYS_WRITTEN: Final = ("tokens", "step", "kv_cache")
-"""What the host or an earlier pass has written when a pass begins."""
+"""Buffers that the host or an earlier pass has written before a pass begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """A kernel's access to a buffer, with its number in the queue's order."""
+    """A kernel's access to a buffer, with the kernel's number in the queue."""
 
     number: int
     step: Step
@@ -46,7 +49,7 @@ class _Access:
 
 @dataclass
 class _Course:
-    """How far a pass has come, in the queue and in what the host knows of it."""
+    """The progress of a simulated pass, in the queue and in the host's knowledge of it."""
 
     where: str
     enqueued: int = 0
@@ -69,12 +72,7 @@ class _Course:
 
 
 class SlotCheck:
-    """Follows the steps of passes; made once for a model.
-
-    Args:
-        runtime: The device.
-        seed: Of the delays.
-    """
+    """Checks the passes of a model; ``seed`` determines the delays."""
 
     def __init__(self, runtime: GpuRuntime, seed: int) -> None:
         self._runtime = runtime
@@ -85,10 +83,10 @@ class SlotCheck:
 
     @classmethod
     def from_environment(cls, runtime: GpuRuntime) -> SlotCheck | None:
-        """Return the check that the environment asks for; None where it asks for none.
+        """Return the check that the environment requests; None without a request.
 
         Raises:
-            OptionError: The variable is no whole number.
+            OptionError: The variable is not a whole number.
         """
         text = os.environ.get(CHECK_VARIABLE, "")
         if not text or text == "0":
@@ -109,19 +107,19 @@ class SlotCheck:
         *,
         merged: bool = False,
     ) -> list[Step]:
-        """Return the steps with delays among them, once it is shown that their order is right.
+        """Check the order of steps and return them with delays among them.
 
         Args:
-            steps: In the order in which they run.
+            steps: The steps in order.
             names: The buffers of all memory that host and device share.
-            where: What to call the pass in messages.
-            written: Slots that were written before.
-            merged: Whether launches are merged afterwards. Delays then come only where a merged one begins,
-                or each pass would be a program of its own to build.
+            where: Name of the pass in messages.
+            written: Slots that were written before the pass.
+            merged: Whether launches are merged afterwards. Delays then come only before a merged launch, or
+                each pass would be another program to build.
 
         Raises:
-            EngineError: A slot is read or written too early, or before anything was written to it, or a step
-                says another thing of its kernel than the kernel does.
+            EngineError: A step reads or writes a slot too early, or before the first write, or its buffers
+                differ from its kernel's.
         """
         before = [*(names[memory] for memory in written), *map(Buffer, ALWAYS_WRITTEN)]
         course = _Course(where, written=before)
@@ -140,7 +138,7 @@ class SlotCheck:
     def _compare(
         self, course: _Course, step: Step, launch: Launch, names: Mapping[SharedArray, Buffer]
     ) -> None:
-        """Refuse a step that says another thing of its buffers than the arguments of its kernel do."""
+        """Refuse a step whose buffers differ from the arguments of its kernel."""
         reads = {buffer.name for buffer in step.reads}
         writes = {buffer.name for buffer in step.writes}
         shared = {buffer.name for buffer in names.values()}
@@ -183,7 +181,7 @@ def _follow(course: _Course, step: Step) -> None:
 
 
 def _run(course: _Course, step: Step) -> None:
-    """Follow a graph's run: it begins now, whatever of the queue is not known to be done."""
+    """Follow a graph's run, which begins at once, although kernels in the queue may not have finished."""
     course.need_written(step)
     for access in course.accesses:
         if access.number <= course.known:

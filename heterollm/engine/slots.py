@@ -1,4 +1,4 @@
-"""The slots of the pool: which groups of linears read which, and how large each must be."""
+"""The slots of the pool: their readers and sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from heterollm.solver import Plan
 __all__ = ["HEAD_ROWS", "INPUT_SLOTS", "pool_sizes"]
 
 HEAD_ROWS: Final = 32
-"""Logits of a whole prompt are computed this many positions at a time."""
+"""Positions whose logits are computed at once."""
 
 INPUT_SLOTS: Final[dict[Group, str]] = {
     "qkv": "linear_input",
@@ -23,19 +23,12 @@ INPUT_SLOTS: Final[dict[Group, str]] = {
     "head": "head_input",
     "ffn": "linear_input",
 }
-"""Slot that each group reads. Where inputs are rounded, ``_codes`` and ``_blocks`` of that name hold what
-:class:`heterollm.kernels.gpu.RoundedInputs` says."""
+"""Input slot of each group. The slots ``<name>_codes`` and ``<name>_blocks`` hold rounded inputs, see
+:class:`heterollm.kernels.gpu.RoundedInputs`."""
 
 
 def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
-    """Return the size in bytes of every slot.
-
-    Args:
-        config: The model.
-        specs: Its groups.
-        plan: Gives the longest pass, and the longest that it is padded to.
-        item_bytes: Bytes of one activation element.
-    """
+    """Return the size of every slot for activation elements of ``item_bytes`` bytes."""
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
     head_npu = _npu_tokens(plan, head=True)
@@ -73,7 +66,7 @@ def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int
 
 
 def _npu_tokens(plan: Plan, *, head: bool) -> int:
-    """Return the most rows that the NPU's graphs run over, padding included; 0 without any."""
+    """Return the most rows of the NPU's graphs, padding included; 0 without graphs."""
     return max(
         (
             sum(entry.placement.npu_lengths)

@@ -1,11 +1,11 @@
-"""Emits the steps of an operator: the shards of both processors, and the wait between them."""
+"""Emits the steps of an operator: the shards of both processors, and the fence between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heterollm.engine.builder import PassBuilder, PlacedOperator
-from heterollm.engine.npu_slices import npu_part
+from heterollm.engine.builder import PassBuilder, PlacedOp
+from heterollm.engine.npu_shards import npu_shard
 from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, shard_name
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, Launch, Segments, SharedArray
@@ -18,16 +18,12 @@ __all__ = ["SplitEmitter"]
 
 
 class SplitEmitter:
-    """Emits each operator as its placement says.
+    """Emits each operator according to its placement.
 
-    The order of an operator's steps on coherent memory: the kernels that write its input, the signal, the
-    GPU's shard, the wait for the signal, the NPU's graphs. So the GPU goes from the input's kernels to its
+    The order of an operator's steps on coherent memory is: the kernels that write its input, the mark, the
+    GPU's shard, the wait for the mark, the NPU's graphs. So the GPU continues from the input's kernels to its
     shard without waiting for the host. No wait follows, since the kernels that read the output are enqueued
     after the NPU has returned. Mapped memory must be acquired before the GPU's shard is enqueued.
-
-    Args:
-        device: The opened device.
-        weights: The model's weights.
     """
 
     def __init__(self, device: Device, weights: ModelWeights) -> None:
@@ -36,204 +32,192 @@ class SplitEmitter:
         self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
 
     def clear(self) -> None:
-        """Drop the graphs; nothing compiled may run afterwards."""
+        """Drop the graphs; no compiled pass may run afterwards."""
         self._graphs.clear()
 
-    def linear(self, steps: PassBuilder, here: PlacedOperator, linear: GpuLinear) -> Segments:
-        """Append the steps of one group of linears and return where its output lies.
-
-        Args:
-            steps: Those of the pass so far.
-            here: The group.
-            linear: Its weights on the GPU.
-        """
-        spec, placement, tokens = here.spec, here.placement, steps.tokens
+    def linear(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> Segments:
+        """Append the steps of a group of linears, whose GPU weights are ``linear``, and return the output."""
+        spec, placement, tokens = op.spec, op.placement, builder.tokens
         rows = spec.member_rows
         if not placement.npu_lengths:
-            launch = linear.launch(
-                here.source, here.gpu_output, tokens=tokens, rounded=here.rounded, label=here.name
-            )
-            steps.steps += self._rows(steps, here, launch, here.gpu_output, (0,) * len(rows))
-            steps.end_operator(here.operator, here.layer)
-            return Segments(here.gpu_output, here.gpu_output, rows, (0,) * len(rows))
+            launch = linear.launch(op.source, op.gpu_output, tokens=tokens, rounded=op.rounded, label=op.name)
+            builder.steps += self._rows(builder, op, launch, op.gpu_output, (0,) * len(rows))
+            builder.end_operator(op.operator, op.layer)
+            return Segments(op.gpu_output, op.gpu_output, rows, (0,) * len(rows))
         if placement.npu_rows != rows:
-            kept = tuple(zip(placement.npu_rows, rows, strict=True))
             launch = linear.launch(
-                here.source,
-                here.gpu_output,
+                op.source,
+                op.gpu_output,
                 tokens=tokens,
-                kept=kept,
-                rounded=here.rounded,
-                label=here.name,
+                kept=tuple(zip(placement.npu_rows, rows, strict=True)),
+                rounded=op.rounded,
+                label=op.name,
             )
-            own = self._rows(steps, here, launch, here.gpu_output, placement.npu_rows)
-            self._split(steps, here, own)
-            return Segments(here.npu_output, here.gpu_output, rows, placement.npu_rows)
-        # A sequence cut leaves one segment: the GPU writes the rows below those of the NPU.
-        self._split(steps, here, self._tokens_left(steps, here, linear), one_output=True)
-        return Segments(here.npu_output, here.npu_output, rows, placement.npu_rows)
+            own = self._rows(builder, op, launch, op.gpu_output, placement.npu_rows)
+            self._split(builder, op, own)
+            return Segments(op.npu_output, op.gpu_output, rows, placement.npu_rows)
+        # A sequence split has one segment: the GPU writes the rows after those of the NPU.
+        self._split(builder, op, self._tokens_left(builder, op, linear), one_output=True)
+        return Segments(op.npu_output, op.npu_output, rows, placement.npu_rows)
 
-    def block(self, steps: PassBuilder, here: PlacedOperator, gpu: Sequence[Step]) -> Segments:
-        """Append the steps of a block of groups that the NPU computes, or a share of it.
+    def ffn(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> Segments:
+        """Append the steps of an ffn operator and return the output: one array, or two that are to be added.
 
         Args:
-            steps: Those of the pass so far.
-            here: The block.
-            gpu: Steps of the GPU's share, in order; without any the NPU computes all of it.
-
-        Returns:
-            Where the output lies: two sums to be added, or one.
+            builder: The pass so far.
+            op: The operator.
+            gpu: Steps of the GPU's shard in order; without them the NPU computes the whole operator.
         """
-        self._split(steps, here, gpu)
-        assert here.spec.then is not None
-        rows = here.spec.then.member_rows
+        self._split(builder, op, gpu)
+        assert op.spec.then is not None
+        rows = op.spec.then.member_rows
         if gpu:
-            return Segments(here.npu_output, here.gpu_output, rows, (0,), join="sum")
-        return Segments(here.npu_output, here.npu_output, rows, rows)
+            return Segments(op.npu_output, op.gpu_output, rows, (0,), join="sum")
+        return Segments(op.npu_output, op.npu_output, rows, rows)
 
-    def end(self, steps: PassBuilder, *, waits: bool) -> None:
+    def end(self, builder: PassBuilder, *, waits: bool) -> None:
         """Append the steps that wait for the end of a pass.
 
-        The queue is finished in any case, which costs little once all is done: a flag does not tell that a
-        kernel failed.
+        The last step finishes the queue, which costs little by then, because a flag does not report the
+        failure of a kernel.
 
         Args:
-            steps: Those of the pass so far.
-            waits: Whether to wait by the strategy of the pass before.
+            builder: The pass so far.
+            waits: Whether a fence with the pass's strategy comes first.
         """
-        hand_over = steps.hand_over(None) if waits else None
-        if hand_over is not None and hand_over.strategy not in ("finish", "event"):
-            if hand_over.launch is not None and steps.merges:
-                steps.flag(None, hand_over.launch)
-                steps.sent(None)
+        fence = builder.fence(None) if waits else None
+        if fence is not None and fence.strategy not in ("finish", "event"):
+            if fence.launch is not None and builder.merges:
+                builder.flag(None, fence.launch)
+                builder.sent(None)
             else:
-                steps.mark(None)
-            steps.wait(None)
-        steps.finish()
+                builder.mark(None)
+            builder.wait(None)
+        builder.finish()
 
-    # -- pieces --------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------
 
     def _split(
-        self, steps: PassBuilder, here: PlacedOperator, gpu: Sequence[Step], *, one_output: bool = False
+        self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step], *, one_output: bool = False
     ) -> None:
         """Append the steps of both processors.
 
         Args:
-            steps: Those of the pass so far.
-            here: The operator.
+            builder: The pass so far.
+            op: The operator.
             gpu: Steps of the GPU's shard, if it has one.
-            one_output: Whether both processors write one slot. Mapped memory must not be written by a kernel,
-                so where the memory is not coherent they take turns.
+            one_output: Whether both processors write one slot. A kernel must not write mapped memory, so the
+                processors take turns if the memory is not coherent.
         """
-        mapped = not here.source.coherent
+        mapped = not op.source.coherent
         if mapped:
-            self._start_mapped(steps, here, gpu, one_output=one_output)
+            self._start_mapped(builder, op, gpu, one_output=one_output)
         else:
-            self._start(steps, here, gpu)
-        self._graph_runs(steps, here)
+            self._start(builder, op, gpu)
+        self._graph_runs(builder, op)
         if mapped:
-            steps.release(here)
+            builder.release(op)
         if gpu:
-            steps.end_operator(here.operator, here.layer)
+            builder.end_operator(op.operator, op.layer)
 
-    def _start(self, steps: PassBuilder, here: PlacedOperator, gpu: Sequence[Step]) -> None:
-        """Append what starts the GPU's shard and lets the NPU at its input."""
-        hand_over = steps.hand_over(here)
-        if hand_over.strategy == "finish":
-            # It waits for all that is enqueued, so that the GPU's shard comes after it.
-            steps.wait(here)
-            _enqueue(steps, here, gpu)
-        elif hand_over.launch is not None and steps.merges:
-            # The signal and the GPU's shard go into the launch of the kernels that write the input.
-            steps.flag(here, hand_over.launch)
-            steps.steps += gpu
-            steps.sent(here)
-            steps.wait(here)
+    def _start(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
+        """Append the GPU's shard and the fence before the NPU's."""
+        fence = builder.fence(op)
+        if fence.strategy == "finish":
+            # The wait covers the whole queue, so that the GPU's shard must follow it.
+            builder.wait(op)
+            _enqueue(builder, op, gpu)
+        elif fence.launch is not None and builder.merges:
+            # The mark and the GPU's shard join the launch of the kernels that write the input.
+            builder.flag(op, fence.launch)
+            builder.steps += gpu
+            builder.sent(op)
+            builder.wait(op)
         else:
-            steps.mark(here)
-            _enqueue(steps, here, gpu)
-            steps.wait(here)
+            builder.mark(op)
+            _enqueue(builder, op, gpu)
+            builder.wait(op)
 
     def _start_mapped(
-        self, steps: PassBuilder, here: PlacedOperator, gpu: Sequence[Step], *, one_output: bool
+        self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step], *, one_output: bool
     ) -> None:
         if one_output:
-            steps.steps += gpu
-        # Nothing may be enqueued between the mark and the acquiring: mapping waits for the whole queue.
-        steps.mark(here)
-        steps.wait(here)
-        steps.acquire(here)
+            builder.steps += gpu
+        # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
+        builder.mark(op)
+        builder.wait(op)
+        builder.acquire(op)
         if not one_output:
-            _enqueue(steps, here, gpu)
+            _enqueue(builder, op, gpu)
 
     def _rows(
         self,
-        steps: PassBuilder,
-        here: PlacedOperator,
+        builder: PassBuilder,
+        op: PlacedOp,
         launch: Launch,
         output: SharedArray,
         npu_rows: tuple[int, ...],
     ) -> list[Step]:
         """Return the steps of the rows of each member from ``npu_rows`` on."""
-        spec = here.spec
-        label = shard_name(here.name, spec, tuple(zip(npu_rows, spec.member_rows, strict=True)))
-        work = LinearWork.of_rows(spec, steps.tokens, spec.rows - sum(npu_rows))
-        return steps.shard(here, launch, label, here.source, output, work, here.rounded)
+        spec = op.spec
+        label = shard_name(op.name, spec, tuple(zip(npu_rows, spec.member_rows, strict=True)))
+        work = LinearWork.of_rows(spec, builder.tokens, spec.rows - sum(npu_rows))
+        return builder.shard(op, launch, label, op.source, output, work, op.rounded)
 
-    def _tokens_left(self, steps: PassBuilder, here: PlacedOperator, linear: GpuLinear) -> list[Step]:
-        """Return the steps of the tokens behind those of the NPU, in its slot; none if it has all."""
-        spec, first = here.spec, sum(here.placement.npu_lengths)
-        count = steps.tokens - first
+    def _tokens_left(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> list[Step]:
+        """Return the steps of the tokens after those of the NPU, in its slot, if there are any."""
+        spec, first = op.spec, sum(op.placement.npu_lengths)
+        count = builder.tokens - first
         if count <= 0:
             return []
-        launch = linear.launch(here.source, here.npu_output, tokens=count, first_token=first, label=here.name)
+        launch = linear.launch(op.source, op.npu_output, tokens=count, first_token=first, label=op.name)
         item = self._device.activation_dtype.itemsize
-        reads = self._token_bytes(steps, here.source, spec.columns * item, first, count)
-        writes = self._token_bytes(steps, here.npu_output, spec.rows * item, first, count)
-        label = f"{here.name} tokens {first}:{steps.tokens}"
-        return steps.shard(here, launch, label, reads, writes, LinearWork.of_rows(spec, count, spec.rows))
+        reads = _tokens_of(builder, op.source, spec.columns * item, first, count)
+        writes = _tokens_of(builder, op.npu_output, spec.rows * item, first, count)
+        label = f"{op.name} tokens {first}:{builder.tokens}"
+        return builder.shard(op, launch, label, reads, writes, LinearWork.of_rows(spec, count, spec.rows))
 
-    def _graph_runs(self, steps: PassBuilder, here: PlacedOperator) -> None:
-        spec, placement = here.spec, here.placement
+    def _graph_runs(self, builder: PassBuilder, op: PlacedOp) -> None:
+        spec, placement = op.spec, op.placement
         dtype, total = self._device.activation_dtype, sum(placement.npu_lengths)
         rows = sum(placement.npu_rows) if spec.then is None else spec.then.rows
-        x = here.source.view(dtype, (total, spec.columns))
-        y = here.npu_output.view(dtype, (total, rows))
-        shard = shard_name(here.name, spec, tuple((0, own) for own in placement.npu_rows))
+        x = op.source.view(dtype, (total, spec.columns))
+        y = op.npu_output.view(dtype, (total, rows))
+        shard = shard_name(op.name, spec, tuple((0, own) for own in placement.npu_rows))
         form = "" if placement.form is None else f" as {placement.form}"
         first = 0
         for length in placement.npu_lengths:
             if spec.then is None:
                 work = LinearWork.of_rows(spec, length, rows)
             else:
-                work = LinearWork.of_block(spec, length, placement.npu_rows[0])
+                work = LinearWork.of_ffn(spec, length, placement.npu_rows[0])
             tokens = slice(first, first + length)
-            reads = self._token_bytes(steps, here.source, spec.columns * dtype.itemsize, first, length)
-            writes = self._token_bytes(steps, here.npu_output, rows * dtype.itemsize, first, length)
+            reads = _tokens_of(builder, op.source, spec.columns * dtype.itemsize, first, length)
+            writes = _tokens_of(builder, op.npu_output, rows * dtype.itemsize, first, length)
             label = f"{shard} tokens {first}:{first + length}{form}"
             run: Call = NOT_RUN
-            if steps.builds_graphs:
+            if builder.builds_graphs:
                 run = self._graph(spec, placement, length).bind(x[tokens], y[tokens])
-            steps.graph(here, run, label, reads, writes, work)
+            builder.graph(op, run, label, reads, writes, work)
             first += length
-
-    @staticmethod
-    def _token_bytes(steps: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:
-        return steps.part_of(slot, first * row_bytes, (first + count) * row_bytes)
 
     def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
         npu = self._device.npu
         assert npu is not None  # loading has checked the plan
         key = (spec.layer, spec.group, placement.npu_rows, placement.form, length)
         if key not in self._graphs:
-            # The slice is dropped: its stacked members would hold the weights once more.
-            part = npu_part(self._weights, spec, placement.npu_rows)
-            self._graphs[key] = npu.prepare(part, length, placement.form)  # type: ignore[arg-type]
+            # The shard is not kept: its stacked members are a second copy of the weights.
+            shard = npu_shard(self._weights, spec, placement.npu_rows)
+            self._graphs[key] = npu.prepare(shard, length, placement.form)  # type: ignore[arg-type]
         return self._graphs[key]
 
 
-def _enqueue(steps: PassBuilder, here: PlacedOperator, gpu: Sequence[Step]) -> None:
-    """Append the GPU's shard and its start."""
+def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:
+    return builder.byte_range(slot, first * row_bytes, (first + count) * row_bytes)
+
+
+def _enqueue(builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
+    """Append the GPU's shard and flush the queue."""
     if gpu:
-        steps.steps += gpu
-        steps.flush(here)
+        builder.steps += gpu
+        builder.flush(op)

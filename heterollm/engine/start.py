@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["start_engine"]
 
 WARM_TOKENS: Final = (2, 5, 16)
-"""Of prompts that run at load: kernels differ between few tokens, some and many."""
+"""Lengths of prompts that run at load: kernels differ between few, some and many tokens."""
 
 
 def start_engine(
@@ -34,24 +34,24 @@ def start_engine(
     allow_slow: bool = False,
     **options: Any,  # noqa: ANN401 - those of the engine
 ) -> Engine:
-    """Return an engine with decode and one prefill length compiled.
+    """Return an :class:`Engine` with decode and one prefill length compiled.
 
     Args:
         device: The opened device.
         weights: The model's weights.
-        plan: Who computes what.
+        plan: The plan.
         context: Positions of every session.
-        progress: Called with a stage's name, steps done and steps in all.
-        allow_slow: Whether a model may take an emulated NPU more than a few seconds a pass.
-        options: The engine's others.
+        progress: Called with the name of a stage, the steps done and the total number of steps.
+        allow_slow: Whether a pass on an emulated NPU may take more than a few seconds.
+        options: Further arguments of the engine.
 
     Raises:
-        OptionError: It would, and may not.
+        OptionError: A pass would be too slow.
     """
-    # Imported only now: without an OpenCL binding, opening the device has said what to install.
+    # A late import: without an OpenCL binding, opening the device has raised the error that says so.
     from heterollm.engine.runner import Engine
 
-    # The OpenCL context exists by now: its workers keep their own cores (kernels.device).
+    # The OpenCL context exists by now, and its workers keep their own cores (kernels.device).
     device.pin()
     engine = Engine(device, weights, plan, context, progress, **options)
     if not allow_slow:
@@ -67,9 +67,9 @@ def start_engine(
 
 
 def _run_once(engine: Engine, lengths: Sequence[int]) -> None:
-    """Run prompts and a token: drivers finish compiling and load programs when kernels first run.
+    """Run prompts and a token, since drivers compile and load programs when kernels run first.
 
-    The first answer's rates would otherwise hold a second of that.
+    Otherwise this second would count in the rates of the first answer.
     """
     cache = engine.new_cache()
     for length in lengths:

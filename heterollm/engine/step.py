@@ -1,7 +1,7 @@
-"""A step of a pass: a prepared call that knows its operator, its layer, its processor and its buffers.
+"""The steps of a pass: prepared calls with operator, layer, processor and buffers.
 
-The compiler emits a pass as a list of steps; the engine runs the calls of that list. Whoever asks what a pass
-does (the trace, the check of the buffers, ``heterollm plan --steps``) reads the steps.
+The compiler emits a pass as a list of steps, and the engine runs their calls. The trace, the check of buffers
+and ``heterollm plan --steps`` read the steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = [
     "Call",
     "LinearWork",
     "Operator",
-    "Processor",
     "Step",
+    "StepProcessor",
     "Wait",
     "operator_name",
     "shard_name",
@@ -27,7 +27,7 @@ __all__ = [
 
 Call: TypeAlias = Callable[[], Any]
 
-Processor: TypeAlias = Literal["gpu", "npu", "host"]
+StepProcessor: TypeAlias = Literal["gpu", "npu", "host"]
 
 Operator: TypeAlias = Literal[
     "embedding",
@@ -51,9 +51,9 @@ Operator: TypeAlias = Literal[
     "merged",
     "end of pass",
 ]
-"""Groups of linears as a plan names them, and the operators between them. ``flag`` is the kernel that tells
-the host how far the queue is; ``late write`` a delay of the check of the buffers; ``merged`` one launch of
-several kernels, which :attr:`Step.merged` lists."""
+"""Groups of linears as in a plan, and glue operators. ``flag`` is a kernel that signals the progress of the
+queue to the host; ``late write`` a delay from the check of buffers; ``merged`` one launch of the kernels that
+:attr:`Step.merged` lists."""
 
 Action: TypeAlias = Literal[
     "kernel",
@@ -67,9 +67,9 @@ Action: TypeAlias = Literal[
     "acquire_to_read",
     "release",
 ]
-"""How a step is carried out. The GPU runs kernels, the NPU graphs. The host marks the place in the queue that
-a later ``wait`` waits for (``sent``: the mark is a kernel that was launched before), flushes the queue, waits
-for all of it (``finish``), and takes mapped memory and gives it back."""
+"""Actions of steps. The GPU runs kernels, the NPU graphs. The host marks the place in the queue that a later
+``wait`` waits for (``sent``: a kernel that was launched before is the mark), flushes the queue, waits for the
+whole queue (``finish``), and maps (``acquire``) and unmaps (``release``) memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Buffer:
     """A buffer that a step reads or writes, or a range of its bytes.
 
     Args:
-        name: Its name: a slot of the pool, ``tokens``, ``step``, ``kv_cache``, or memory of the GPU's own.
+        name: Name of a slot of the pool, ``tokens``, ``step``, ``kv_cache``, or of GPU memory.
         start: First byte.
         stop: Byte after the last; None for the end of the buffer.
     """
@@ -97,8 +97,8 @@ class Wait:
     """A wait of the host for the GPU.
 
     Args:
-        buffer: Name of the buffer that has been written when it ends.
-        strategy: How it waits, as :mod:`heterollm.kernels.sync.fence` says.
+        buffer: Name of the buffer whose writing ends the wait.
+        strategy: The fence's strategy.
     """
 
     buffer: str
@@ -107,14 +107,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class LinearWork:
-    """What a kernel or graph run of a linear layer computes: ``[m, k]`` times ``[n, k]`` transposed.
+    """The work of a kernel or graph run of a linear layer: ``[m, k]`` times ``[n, k]`` transposed.
 
     Args:
         tokens: Tokens ``m``, padding included.
-        columns: Inputs ``k``; of several linears, those of the first.
-        rows: Output rows ``n`` that are computed.
-        flops: Multiply-adds, counted as two each.
-        weight_bytes: Bytes of weights that are read.
+        columns: Inputs ``k``; those of the first of several linears.
+        rows: Output rows ``n``.
+        flops: Operations; a multiply-add counts as two.
+        weight_bytes: Bytes of weights to read.
     """
 
     tokens: int
@@ -125,20 +125,20 @@ class LinearWork:
 
     @classmethod
     def of_rows(cls, spec: OpSpec, tokens: int, rows: int) -> LinearWork:
-        """Return the work of so many rows of a group of linears."""
+        """Return the work of some rows of a group of linears."""
         columns = spec.columns
         size = spec.weight.weight_bytes(rows, columns)
         return cls(tokens, columns, rows, 2 * tokens * columns * rows, size)
 
     @classmethod
     def of_columns(cls, spec: OpSpec, tokens: int, columns: int) -> LinearWork:
-        """Return the work of all rows of a group of linears along so many of their inputs."""
+        """Return the work of all rows of a group of linears along some of their inputs."""
         size = spec.weight.weight_bytes(spec.rows, columns)
         return cls(tokens, columns, spec.rows, 2 * tokens * columns * spec.rows, size)
 
     @classmethod
-    def of_block(cls, spec: OpSpec, tokens: int, width: int) -> LinearWork:
-        """Return the work of a feed-forward block along so much of its intermediate width."""
+    def of_ffn(cls, spec: OpSpec, tokens: int, width: int) -> LinearWork:
+        """Return the work of an ffn operator along a part of its intermediate width."""
         assert spec.then is not None
         first = cls.of_rows(spec, tokens, width * len(spec.members))
         second = cls.of_columns(spec.then, tokens, width)
@@ -151,32 +151,32 @@ class LinearWork:
 
 
 def _not_run() -> None:
-    raise AssertionError("the step is there to be read")
+    raise AssertionError("the step cannot run")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of a pass. Steps of the same pass compare equal, whoever compiled it.
+    """A step of a pass; the comparison ignores the call, so that two compilations of a pass are equal.
 
     Args:
-        operator: What it computes, or of a host's step, what it is done for.
+        operator: The operator that the step computes, or that a step of the host belongs to.
         layer: Decoder layer; None outside of layers.
-        tokens: Tokens, or of the head rows, that it is done for, padding included.
-        processor: Where it runs.
-        action: How it is carried out.
-        label: What to call it in tables and errors, with the rows and tokens of a shard.
-        reads: The buffers that it reads.
-        writes: The buffers that it writes.
-        wait: What it waits for; None where it does not wait for the GPU, or for all of the queue.
-        work: What it computes of linear layers.
-        merged: The steps that are one launch here; empty for all others.
-        run: The prepared call. It is no part of the comparison.
+        tokens: Tokens, or rows of the head, padding included.
+        processor: GPU, NPU or host.
+        action: The action.
+        label: Name in tables and errors, with the rows and tokens of a shard.
+        reads: Buffers that the step reads.
+        writes: Buffers that the step writes.
+        wait: The wait, if the step waits for a part of the GPU's queue.
+        work: The work of linear layers.
+        merged: The steps of a merged launch; empty for all others.
+        run: The prepared call.
     """
 
     operator: Operator
     layer: int | None
     tokens: int
-    processor: Processor
+    processor: StepProcessor
     action: Action
     label: str
     reads: tuple[Buffer, ...] = ()
@@ -197,21 +197,18 @@ class Step:
 
 
 NOT_RUN: Final[Call] = _not_run
-"""The call of a step that runs within a merged launch, or whose graph was not built."""
+"""The call of a step in a merged launch, or of one whose graph was not built."""
 
 
 def operator_name(operator: str, layer: int | None) -> str:
-    """Return the name of an operator with its layer, such as ``3.qkv``; without it outside of layers."""
+    """Return the name of an operator, inside layers with its layer, such as ``3.qkv``."""
     return operator if layer is None else f"{layer}.{operator}"
 
 
 def shard_name(name: str, spec: OpSpec, ranges: tuple[tuple[int, int], ...]) -> str:
-    """Return the name of rows of a group: ``0.qkv`` for all of them, else with a range of each member."""
-    if all(span == (0, member.rows) for span, member in zip(ranges, spec.members, strict=True)):
+    """Return the name of rows of a group: ``0.qkv`` for all rows, else with a range of each member."""
+    pairs = list(zip(ranges, spec.members, strict=True))
+    if all(rows == (0, member.rows) for rows, member in pairs):
         return name
-    cuts = [
-        f"{member.name}[{start}:{stop}]"
-        for (start, stop), member in zip(ranges, spec.members, strict=True)
-        if start < stop
-    ]
-    return f"{name} {' '.join(cuts)}"
+    shards = [f"{member.name}[{start}:{stop}]" for (start, stop), member in pairs if start < stop]
+    return f"{name} {' '.join(shards)}"

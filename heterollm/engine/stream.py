@@ -1,4 +1,4 @@
-"""An answer as it is made: the token loop on the engine thread, its steps on the caller's."""
+"""Streams an answer: the token loop runs on the engine thread, and the caller's thread receives its steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item: TypeAlias = GenerationStep | GenerationResult | BaseException
 
 
 class AnswerKeywords(TypedDict, total=False):
-    """The options of an answer as keywords; :meth:`heterollm.LLM.stream` says what each does."""
+    """The options of an answer as keywords; :meth:`heterollm.LLM.stream` describes them."""
 
     session: Session | None
     max_new_tokens: int | None
@@ -36,7 +36,7 @@ class AnswerKeywords(TypedDict, total=False):
 
 
 class SessionSource:
-    """A session as the token loop sees it; used on the engine thread only."""
+    """The token source of a session, for use on the engine thread only."""
 
     __slots__ = ("_session",)
 
@@ -45,12 +45,12 @@ class SessionSource:
 
     @property
     def position(self) -> int:
-        """Tokens that the session holds."""
+        """Number of tokens in the session."""
         return self._session.position
 
     @property
     def context(self) -> int:
-        """Tokens that the session can hold."""
+        """Capacity of the session in tokens."""
         return self._session.context
 
     def prefill(self, ids: Sequence[int], /) -> NDArray[np.float32]:
@@ -63,14 +63,14 @@ class SessionSource:
 
 
 class Stream:
-    """The steps of one answer, in order; :attr:`result` is the whole answer once they are through.
+    """An iterator of the steps of one answer; :attr:`result` is the whole answer.
 
-    The answer is made on the engine thread whether or not the steps are fetched. A stream that is closed or
-    dropped ends it after the current token.
+    The engine thread computes the answer whether or not the steps are fetched, and stops after the current
+    token if the stream is closed or dropped.
     """
 
     def __init__(self, thread: EngineThread, start: Callable[[threading.Event], Generation]) -> None:
-        # The call must not hold the stream itself, or dropping it would never end the answer.
+        # The call must not hold the stream, or dropping the stream would never end the answer.
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         cancel = threading.Event()
         self._items = items
@@ -83,7 +83,7 @@ class Stream:
                 for step in generation:
                     items.put(step)
                 items.put(generation.result)
-            except BaseException as error:  # noqa: BLE001 - raised again where the steps are fetched
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 items.put(error)
 
         thread.submit(work)
@@ -103,10 +103,10 @@ class Stream:
 
     @property
     def result(self) -> GenerationResult:
-        """The whole answer; fetches the steps that are left.
+        """The whole answer; fetches the remaining steps.
 
         Raises:
-            HeteroLLMError: What ended the answer early.
+            HeteroLLMError: The error that ended the answer early.
         """
         for _ in self:
             pass
@@ -116,7 +116,7 @@ class Stream:
         raise self._end
 
     def close(self) -> None:
-        """End the answer after the current token; its result then says ``cancelled``."""
+        """Cancel the answer after the current token."""
         self._cancel.set()
 
     def __del__(self) -> None:

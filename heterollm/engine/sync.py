@@ -1,4 +1,4 @@
-"""How the processors may be asked to wait for each other when a model is loaded."""
+"""The synchronisation strategies that a caller of ``LLM.load`` can choose."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from heterollm.kernels.gpu import SYNC_CHOICES, SyncChoice
 __all__ = ["SYNC_OPTIONS", "Sync"]
 
 Sync: TypeAlias = Literal["auto"] | SyncChoice
-"""A way of waiting, in place of the plan's; ``auto`` leaves it to the plan."""
+"""A strategy in place of the plan's; ``auto`` is the plan's."""
 
 SYNC_OPTIONS: Final[tuple[Sync, ...]] = ("auto", *SYNC_CHOICES)

@@ -1,4 +1,4 @@
-"""What a model has beside its linears, on the OpenCL device: norms, biases and tables of positions."""
+"""A model's norms, biases and RoPE tables on the OpenCL device."""
 
 from __future__ import annotations
 
@@ -11,30 +11,23 @@ from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights, Norm, RopeConfig, rope_tables
 
-__all__ = ["SmallTensors"]
+__all__ = ["GlueTensors"]
 
 
-class SmallTensors:
-    """Uploads them once; layers with the same positions share their tables.
-
-    Args:
-        runtime: The OpenCL device.
-        weights: The model's weights.
-        context: Positions of a session.
-    """
+class GlueTensors:
+    """Uploads norms, biases and RoPE tables once; layers with the same RoPE share tables."""
 
     def __init__(self, runtime: GpuRuntime, weights: ModelWeights, context: int) -> None:
         config = weights.config
         offset = np.float32(config.norm_offset)
         self._runtime, self._weights = runtime, weights
-        self._trailing: dict[tuple[int, int], Any] = {}
         norms: list[Norm] = ["attention", "feed_forward"]
         if config.output_norms:
             norms += ["attention_output", "feed_forward_output"]
         self.final_norm: Any = runtime.upload(weights.final_norm + offset)
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
-        self._biases: dict[tuple[int, Group], Any] = {}
+        self._biases: dict[tuple[int, Group, int], Any] = {}
         self._ropes: dict[RopeConfig | None, tuple[Any, Any]] = {}
         for layer, features in enumerate(config.per_layer):
             for norm in norms:
@@ -46,41 +39,26 @@ class SmallTensors:
                 tables = _tables(features.rope, config.rotary_dim, context)
                 self._ropes[features.rope] = runtime.upload(tables[0]), runtime.upload(tables[1])
         for spec in weights.specs:
-            parts = weights.bias(spec.layer, spec.group)
-            if any(part is not None for part in parts):
-                filled = [
-                    np.zeros(rows, np.float32) if part is None else part
-                    for part, rows in zip(parts, spec.member_rows, strict=True)
-                ]
-                self._biases[spec.layer, spec.group] = runtime.upload(np.concatenate(filled))
+            self.bias(spec.layer, spec.group)
 
     def norm(self, layer: int, norm: Norm) -> Any:  # noqa: ANN401 - pyopencl is not typed
-        """Return float32 ``[hidden]``, ready to multiply; None where the model has no such norm."""
+        """Return a norm's factors, float32 ``[hidden]``; None without such a norm."""
         return self._norms.get((layer, norm))
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
-        """Return float32 ``[2 * head_dim]``, the weights for q and then for k; None without such norms."""
+        """Return the factors of q and then of k, float32 ``[2 * head_dim]``; None without such norms."""
         return self._head_norms.get(layer)
 
-    def bias(self, layer: int, group: Group) -> Any:  # noqa: ANN401
-        """Return float32 of a group's members one after the other; None where there is none."""
-        return self._biases.get((layer, group))
-
-    def gate_up_bias(self, layer: int, start: int = 0) -> Any:  # noqa: ANN401
-        """Return the bias of gate and up, of the rows from ``start`` on of each; None where there is none."""
-        whole = self._biases.get((layer, "gate_up"))
-        if whole is None or not start:
-            return whole
-        key = layer, start
-        if key not in self._trailing:
-            parts = self._weights.bias(layer, "gate_up")
-            rows = next(part.shape[0] for part in parts if part is not None)
-            filled = [np.zeros(rows, np.float32) if part is None else part for part in parts]
-            self._trailing[key] = self._runtime.upload(np.concatenate([part[start:] for part in filled]))
-        return self._trailing[key]
+    def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
+        """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""
+        key = layer, group, start
+        if key not in self._biases:
+            rows = [member[start:] for member in self._weights.bias(layer, group)]
+            self._biases[key] = self._runtime.upload(np.concatenate(rows)) if rows else None
+        return self._biases[key]
 
     def rope(self, rope: RopeConfig | None) -> tuple[Any, Any]:
-        """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; any memory for None."""
+        """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders for None."""
         return self._ropes[rope]
 
 

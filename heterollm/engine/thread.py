@@ -1,7 +1,7 @@
-"""The one thread that talks to the device: opened, pinned and fed here.
+"""The engine thread, which opens the device and makes all its calls.
 
-Everything that touches OpenCL or an NPU session runs on it, so calls from several threads are serialised,
-and the caller's own thread is never pinned.
+All calls to OpenCL and NPU sessions run on it, so that calls from several threads are serialised, and the
+caller's thread is never pinned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | No
 
 
 class EngineThread:
-    """Runs submitted calls one after the other on its own thread, until it is closed or dropped.
+    """Runs submitted calls in sequence on a thread of its own, until it is closed or dropped.
 
     Raises:
         EngineError: The process was forked from one that had such a thread.
@@ -33,8 +33,8 @@ class EngineThread:
         self._calls: Calls = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        # A daemon, so that a program which forgets to close the model still ends. It holds the queue and not
-        # this object, so that a model which is dropped without being closed leaves no thread behind.
+        # A daemon, so that a program ends without closing the model. The thread holds the queue and not this
+        # object, so that dropping a model without closing it ends the thread.
         self._thread = threading.Thread(
             target=_work, args=(self._calls,), name="heterollm-engine", daemon=True
         )
@@ -42,7 +42,7 @@ class EngineThread:
 
     @property
     def closed(self) -> bool:
-        """Whether no more calls are taken."""
+        """Whether :meth:`submit` refuses calls."""
         return self._closed
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -95,7 +95,7 @@ def _work(calls: Calls) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised where the future is read
                 future.set_exception(error)
-        # Nothing of the last call, its memory above all, may live on while the thread waits.
+        # The memory of the last call must be freed while the thread waits.
         del item, call, future

@@ -1,4 +1,4 @@
-"""How the parts wait for each other: which hand-over strategy serves which phase, and its prepared calls."""
+"""The fences between processors: the strategy of each phase, and its prepared calls."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Fence, WaitLimits, prepare_fence, strategies_for
 from heterollm.solver import PhaseSync
 
-__all__ = ["HandOvers", "PassHandOvers", "default_sync"]
+__all__ = ["Fences", "PassFences", "default_sync"]
 
 LIMITS: Final = WaitLimits()
 
 
 def default_sync(device: Device, measured: Strategy | None = None) -> PhaseSync:
-    """Return the ways of waiting that suit a device.
+    """Return the default strategies of a device.
 
-    The best strategy that was measured, if any was. Otherwise the driver's wait for a marker, which takes no
-    core from anyone. There is one exception: a coherent device whose processors have cores of their own, as
-    ``host`` usually has. There the engine thread's core idles while the thread waits, so that decode, in
-    which waits are short and many, polls: a flag if the device offers it, otherwise the marker.
+    The default is the best measured strategy, or else the driver's wait for a marker, which needs no core.
+    The exception is a coherent device whose processors have separate cores, as ``host`` usually has: the
+    engine thread's core is idle during a wait, and decode has many short waits. So decode polls, a flag if
+    the device supports it and else the marker.
 
     Args:
-        device: The opened device; asked on the engine thread, as finding out may run the litmus test.
-        measured: The strategy that was measured to be best on it.
+        device: The opened device, on the engine thread, since the query may run the litmus test.
+        measured: The best measured strategy, if any.
     """
     offered = strategies_for(device.gpu)
     if measured in offered:
@@ -38,21 +38,21 @@ def default_sync(device: Device, measured: Strategy | None = None) -> PhaseSync:
     return PhaseSync("event", "flag" if "flag" in offered else "poll")
 
 
-class HandOvers:
-    """Makes the prepared waits of passes; made itself when a model is loaded, on the engine thread.
+class Fences:
+    """Makes the fences of passes.
 
-    What takes long happens here once: finding out what the device offers, and how precise the host's sleep
-    is. Making the waits of a pass takes microseconds afterwards.
+    The constructor, on the engine thread, does the slow work at load: it queries the device's strategies and
+    measures the precision of the host's sleep. Making the fences of a pass then takes microseconds.
 
     Args:
         device: The opened device.
-        sync: The plan's ways of waiting.
+        sync: The plan's strategies.
 
     Attributes:
-        after_every_operator: Whether the queue is finished after each operator, and nothing is merged.
+        after_every_operator: Whether to finish the queue after each operator, without merged launches.
 
     Raises:
-        OptionError: The device does not offer the strategy; the message says why.
+        OptionError: The device does not support the strategy; the message has the reason.
     """
 
     def __init__(self, device: Device, sync: PhaseSync) -> None:
@@ -69,53 +69,44 @@ class HandOvers:
             self.prepare(phase, "loading")
 
     def watch(self, watched: Callable[[HostClock], HostClock]) -> None:
-        """Give the waits that are made from now on another clock, such as one whose sleeps are recorded.
-
-        Args:
-            watched: Returns the other from the one.
-        """
+        """Wrap the clock of the fences that are made from now on, for example to record their sleeps."""
         if self._clock is not None:
             self._clock = watched(self._clock)
 
     def prepare(self, phase: Phase, label: str) -> Fence:
-        """Return the wait of one place."""
+        """Return a fence with a label for errors."""
         strategy = self.strategies[phase]
         return prepare_fence(self._runtime, strategy, label, limits=LIMITS, clock=self._clock)
 
-    def of_pass(self, phase: Phase, tokens: int) -> PassHandOvers:
-        """Return the waits of one pass, none made yet."""
-        return PassHandOvers(self, phase, tokens)
+    def of_pass(self, phase: Phase, tokens: int) -> PassFences:
+        """Return the fences of a pass, none of them made yet."""
+        return PassFences(self, phase, tokens)
 
 
-class PassHandOvers:
-    """The waits of one pass: one for each group, whose layers take alike long and share a prediction.
+class PassFences:
+    """The fences of a pass: one for each group, since the waits of its layers are equally long.
 
-    The first layer has waits of its own: no layer precedes it, so that one can be much shorter than those of
-    its group, and a sleep that was learnt from them would start the NPU late in every pass.
-
-    Args:
-        hand_overs: Makes them.
-        phase: Of the pass.
-        tokens: Of the pass.
+    The first layer has separate fences. Its waits can be much shorter, since no layer precedes it, and a
+    sleep that was learnt from other layers would start the NPU late in every pass.
     """
 
-    __slots__ = ("_hand_overs", "_made", "_phase", "_tokens")
+    __slots__ = ("_fences", "_made", "_phase", "_tokens")
 
-    def __init__(self, hand_overs: HandOvers, phase: Phase, tokens: int) -> None:
-        self._hand_overs = hand_overs
+    def __init__(self, fences: Fences, phase: Phase, tokens: int) -> None:
+        self._fences = fences
         self._phase: Phase = phase
         self._tokens = tokens
         self._made: dict[tuple[Group | Literal["end"], bool], Fence] = {}
 
     def before(self, group: Group | Literal["end"], layer: int = -1) -> Fence:
-        """Return the wait for the input of a group's NPU graphs, or for the end of the pass.
+        """Return the fence before the NPU graphs of a group, or at the end of the pass.
 
         Args:
             group: The group, or the end.
-            layer: Its layer; -1 where there is none.
+            layer: The layer; -1 outside of layers.
         """
         place = group, layer == 0
         if place not in self._made:
             label = f"{group}, {self._phase} of {self._tokens}"
-            self._made[place] = self._hand_overs.prepare(self._phase, label)
+            self._made[place] = self._fences.prepare(self._phase, label)
         return self._made[place]

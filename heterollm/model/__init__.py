@@ -1,6 +1,6 @@
-"""Describes a model: its configuration, families, operators and weights, read from a checkpoint.
+"""Describes a model: its configuration, family, operators and weights, read from a checkpoint.
 
-It knows no device, profile or plan; the profiler and all above it ask it for operators.
+The profiler and all rooms above it use this room, which knows no device, profile or plan.
 """
 
 from __future__ import annotations

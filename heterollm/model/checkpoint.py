@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: its tensors, memory-mapped, checked, and read as float32."""
+"""A Hugging Face checkpoint on disk: checks its memory-mapped tensors and reads them as float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from heterollm.model.tensor_file import TensorFile
 __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
-"""The types that a weight may have."""
+"""Supported types of weights."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,22 +44,22 @@ OTHER_FORMATS = (
         "Convert it with transformers: from_pretrained, then save_pretrained.",
     ),
 )
-"""Endings of names, what such a file is, and what to do; only looked for where there is no checkpoint."""
+"""Endings of file names, the format and the next step, for folders without a checkpoint."""
 
 LISTED_NAMES = 3
 HASH_BYTES = 16 * 1024 * 1024
 
 
 def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint: a local one, or one fetched from the Hugging Face hub.
+    """Return the folder of a local checkpoint, or of one fetched from the Hugging Face hub.
 
     Args:
         name: A folder or a hub name.
-        weights: Whether all files are fetched; otherwise only the model's configuration.
+        weights: Whether to fetch all files, or only the model's configuration.
 
     Raises:
-        OptionError: It is no name.
-        CheckpointError: It is neither a folder nor could the hub give it.
+        OptionError: The name is empty or no text.
+        CheckpointError: There is no such folder, and the hub did not deliver it.
     """
     if not isinstance(name, str | Path) or not str(name):
         raise OptionError(f"The model is {name!r}.", fix="Give a folder or a hub name.")
@@ -69,7 +69,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
             return folder
         if folder.exists():
             raise _no_checkpoint(folder, "is a file.", "Name the folder that holds config.json.")
-    except (OSError, RuntimeError) as error:  # too long, not to be searched, or the home of nobody
+    except (OSError, RuntimeError) as error:  # too long, no permission, or the home of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
     if not is_hub_name(name):
@@ -81,7 +81,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
             str(name), allow_patterns=HUB_FILES if weights else CONFIG_FILES, ignore_patterns=HUB_IGNORED
         )
     except Exception as error:
-        # The hub's client raises the errors of several libraries, without a common base.
+        # The hub's client raises errors of several libraries without a common base class.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{name} is not a local folder, and the Hugging Face hub did not give it: {reason}",
@@ -91,7 +91,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
 
 
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
-    """Return the error of a file, or of a folder without weights; it names another format found there."""
+    """Return the error about a file, or a folder without weights; it names another format that it finds."""
     try:
         found = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
@@ -104,7 +104,7 @@ def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
 
 
 def is_hub_name(name: Path | str) -> bool:
-    """Return whether a text can be the name of a repository on the Hugging Face hub."""
+    """Return whether a text is a legal repository name on the Hugging Face hub."""
     return HUB_NAME.fullmatch(str(name)) is not None
 
 
@@ -112,14 +112,14 @@ class Checkpoint:
     """The tensors of a checkpoint's safetensors files, read on demand.
 
     Attributes:
-        folder: Where the files are.
+        folder: The folder of the files.
     """
 
     def __init__(self, name: Path | str) -> None:
-        """Open a local folder or a hub name, and check the headers of all its files.
+        """Open a local folder or a hub name, and check the headers of all files.
 
         Raises:
-            CheckpointError: It is missing, incomplete, or a file is damaged.
+            CheckpointError: The checkpoint is missing or incomplete, or a file is damaged.
         """
         self.folder = checkpoint_folder(name)
         self._hashed_paths: list[Path] = []
@@ -156,7 +156,7 @@ class Checkpoint:
         return self._file(name).entries[name].shape
 
     def size_bytes(self, name: str) -> int:
-        """Return the bytes that a tensor takes in its file."""
+        """Return the size of a tensor in its file."""
         entry = self._file(name).entries[name]
         return entry.stop - entry.start
 
@@ -164,8 +164,7 @@ class Checkpoint:
         """Return a tensor, or its rows ``[start, stop)``, as a new float32 array.
 
         Raises:
-            CheckpointError: There is no such tensor, it is not of a float type, or a value read is NaN or
-                infinite.
+            CheckpointError: There is no such tensor, it has no float type, or a value is NaN or infinite.
         """
         file = self._file(name)
         dtype = file.entries[name].dtype
@@ -184,14 +183,14 @@ class Checkpoint:
         return values
 
     def validate(self, config: ModelConfig) -> None:
-        """Check that exactly the tensors that the configuration describes are there.
+        """Check that the checkpoint has exactly the tensors of the configuration.
 
         Raises:
             CheckpointError: A tensor is missing, has another shape or no float type, or has no place in the
-                model, as when the configuration states fewer layers or no bias.
+                model, for example because the configuration has fewer layers or no bias.
         """
         if config.layers > len(self._files):
-            # Before anything is listed for each of the layers: a damaged number may be any.
+            # Refuse a damaged number before making a list over layers.
             raise CheckpointError(
                 f"{self.folder} has {len(self._files)} tensors, too few for the {config.layers} layers that "
                 "its config.json states."
@@ -220,12 +219,12 @@ class Checkpoint:
         )
 
     def content_hash(self, progress: Callable[[int, int], None] | None = None) -> str:
-        """Return the SHA-256 over ``config.json`` and all safetensors files in use, as hexadecimal digits.
+        """Return the SHA-256 of ``config.json`` and all safetensors files, as hexadecimal digits.
 
-        Each file is read once; its digest is kept until its path or stamp changes (:class:`FileIndex`).
+        Each file is read once; :class:`FileIndex` keeps its digest until its path or stamp changes.
 
         Args:
-            progress: Called with bytes read and bytes in all while files are read.
+            progress: Called with the bytes read and the total.
         """
         total_bytes = self.file_bytes
         index = FileIndex("digests")
@@ -241,7 +240,7 @@ class Checkpoint:
         return whole.hexdigest()
 
     def _harmless(self, config: ModelConfig, name: str) -> bool:
-        """Whether a tensor can be left out: a tied head's copy, or frequencies that old exporters stored."""
+        """Whether a tensor is a copy of the tied head, or RoPE frequencies from an old exporter."""
         if name == head_name(config) and config.tie_word_embeddings:
             return self._equal(name, embedding_name(config))
         layer = layer_of(config, name)
@@ -279,7 +278,7 @@ class Checkpoint:
             self._add_file(shard, names)
 
     def _add_file(self, file_name: str, names: list[str] | None) -> None:
-        """Take the given tensors of a file, or all."""
+        """Add the given tensors of a file, or all."""
         path = self.folder / file_name
         try:
             found = path.is_file()

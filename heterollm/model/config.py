@@ -1,7 +1,7 @@
-"""What a checkpoint's ``config.json`` says, checked, in one frozen object.
+"""Reads and checks a checkpoint's ``config.json``.
 
-Everything that the runtime would compute wrongly is refused here by name, before a weight is read. What a
-family may leave out and which fields it follows is declared in :mod:`heterollm.model.families`.
+Features that the runtime would compute wrongly are refused by name, before any weight is read.
+:mod:`heterollm.model.families` declares each family's defaults and optional fields.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import Activation
 from heterollm.model.families import FAMILIES, Family, unsupported
-from heterollm.model.json_fields import Fields, read_json_object
+from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
 
 __all__ = ["LayerConfig", "ModelConfig"]
 
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By their names in ``config.json``."""
+"""Activations by their names in ``config.json``."""
 
 MOST_LAYERS = 10_000
-"""A damaged number is refused before anything is listed for each layer."""
+"""Limit that refuses a damaged number before any list over layers is made."""
 
 OPTIONAL_FEATURES: Mapping[str, str] = {
     "attn_logit_softcapping": "A soft cap on attention scores",
@@ -36,16 +36,16 @@ OPTIONAL_FEATURES: Mapping[str, str] = {
     "query_pre_attn_scalar": "A scale of attention scores",
     "use_bidirectional_attention": "Attention in both directions",
 }
-"""Fields that change what is computed wherever they are set, for the message that refuses them."""
+"""Optional fields that change the result, with their meaning for the message that refuses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """How the attention of one layer differs from that of others.
+    """The attention of one layer.
 
     Args:
-        window: Positions that a token sees, itself included; 0 for all.
-        rope: Rotary position embedding; None for a layer without positions.
+        window: Positions that a token attends to, including its own; 0 for all.
+        rope: Rotary position embedding; None for a layer without one.
     """
 
     window: int
@@ -54,7 +54,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder and what the runtime needs to know of it.
+    """The shape and features of a decoder.
 
     Args:
         model_type: A key of :data:`heterollm.model.families.FAMILIES`.
@@ -66,26 +66,26 @@ class ModelConfig:
         kv_heads: Key and value heads; divides ``heads``.
         head_dim: Width of one head (even).
         vocab_size: Rows of the embedding and of the LM head.
-        max_positions: Longest context the model was made for.
+        max_positions: Longest supported context.
         rms_norm_eps: Added to the mean square in every norm.
-        activation: Of the gate.
-        rope: Rotary position embedding of layers that see everything.
-        rotary_dim: Elements of a head that turn, even.
-        per_layer: Window and positions of each layer.
+        activation: Activation of the gate.
+        rope: Rotary position embedding of layers with full attention.
+        rotary_dim: Elements of a head that RoPE rotates, even.
+        per_layer: Window and RoPE of each layer.
         tie_word_embeddings: Whether the LM head is the embedding.
         qkv_bias: Whether q, k and v have biases.
         o_bias: Whether the attention output has a bias.
         mlp_bias: Whether gate, up and down have biases.
         bos_ids: Token ids that begin a text.
-        eos_ids: Every token id that ends an answer, of ``config.json`` and ``generation_config.json``.
+        eos_ids: Token ids that end an answer, from ``config.json`` and ``generation_config.json``.
         pad_id: Padding token, if there is one.
-        head_norms: Whether each head of q and k is normed before it turns.
-        output_norms: Whether what attention and feed-forward add to the residual is normed first.
+        head_norms: Whether each head of q and k has a norm before RoPE.
+        output_norms: Whether the outputs of attention and feed-forward have a norm.
         norm_offset: Added to the stored weight of every norm.
         embedding_scale: Factor on the embedding.
         attention_scale: Factor on the attention scores.
         attention_soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
-        logit_soft_cap: The same for logits.
+        logit_soft_cap: Soft cap of the logits; 0 for none.
     """
 
     model_type: str
@@ -120,11 +120,11 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> ModelConfig:
-        """Read ``config.json`` and, where there is one, ``generation_config.json``.
+        """Read ``config.json`` and, if present, ``generation_config.json``.
 
         Raises:
-            CheckpointError: A file is missing or is not valid.
-            UnsupportedModelError: The model is not of a supported kind.
+            CheckpointError: A file is missing or invalid.
+            UnsupportedModelError: The model is not supported.
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
@@ -141,10 +141,10 @@ class ModelConfig:
 
         Raises:
             CheckpointError: A field is missing, of the wrong type, or contradicts another.
-            UnsupportedModelError: The model is not of a supported kind.
+            UnsupportedModelError: The model is not supported.
         """
-        family = _check_supported(Fields(values))
-        fields = Fields({**family.defaults, **values})
+        family = _check_supported(JsonFields(values))
+        fields = JsonFields({**family.defaults, **values})
         hidden_size = fields.count("hidden_size")
         heads = fields.count("num_attention_heads")
         kv_heads = fields.count("num_key_value_heads", heads)
@@ -155,7 +155,7 @@ class ModelConfig:
         layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
         rotary_dim = read_rotary_dim(fields, family, head_dim)
         full, sliding = read_ropes(fields, family, rotary_dim, max_positions)
-        sources = (fields, Fields(generation or {}, "generation_config.json"))
+        sources = (fields, JsonFields(generation or {}, "generation_config.json"))
         vocab_size = fields.count("vocab_size")
         attention_bias = _followed_flag(fields, family, "attention_bias")
         return cls(
@@ -181,10 +181,10 @@ class ModelConfig:
             bos_ids=_token_ids(sources, "bos_token_id", vocab_size, family.bos_ids),
             eos_ids=_token_ids(sources, "eos_token_id", vocab_size, family.eos_ids),
             pad_id=next(iter(_token_ids(sources, "pad_token_id", vocab_size, ())), None),
-            head_norms="query_head" in family.layout.norms,
-            output_norms="attention_output" in family.layout.norms,
+            head_norms="query_head" in family.tensors.norms,
+            output_norms="attention_output" in family.tensors.norms,
             norm_offset=family.norm_offset,
-            # In float32, as transformers has it for float32 weights.
+            # In float32, as transformers computes it for float32 weights.
             embedding_scale=float(np.sqrt(np.float32(hidden_size))) if family.scales_embedding else 1.0,
             attention_scale=fields.positive("query_pre_attn_scalar", head_dim) ** -0.5,
             attention_soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
@@ -193,16 +193,16 @@ class ModelConfig:
 
 
 def _per_layer(
-    fields: Fields, family: Family, layers: int, full: RopeConfig, sliding: RopeConfig
+    fields: JsonFields, family: Family, layers: int, full: RopeConfig, sliding: RopeConfig
 ) -> tuple[LayerConfig, ...]:
-    windows, turning = _windows(fields, family, layers), _turning(fields, family, layers)
+    windows, rotated = _windows(fields, family, layers), _rotated(fields, family, layers)
     return tuple(
-        LayerConfig(window, (sliding if window else full) if turns else None)
-        for window, turns in zip(windows, turning, strict=True)
+        LayerConfig(window, (sliding if window else full) if has_rope else None)
+        for window, has_rope in zip(windows, rotated, strict=True)
     )
 
 
-def _check_supported(fields: Fields) -> Family:
+def _check_supported(fields: JsonFields) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         vision = " (with vision; its text part alone is gemma3_text)" if model_type == "gemma3" else ""
@@ -227,7 +227,7 @@ def _check_supported(fields: Fields) -> Family:
     return family
 
 
-def _activation(fields: Fields, family: Family) -> Activation:
+def _activation(fields: JsonFields, family: Family) -> Activation:
     field = "hidden_activation" if "hidden_activation" in family.follows else "hidden_act"
     stated = fields.get(field)
     named = "silu" if stated is None else stated
@@ -236,11 +236,11 @@ def _activation(fields: Fields, family: Family) -> Activation:
     return ACTIVATIONS[named]
 
 
-def _followed_flag(fields: Fields, family: Family, name: str) -> bool:
+def _followed_flag(fields: JsonFields, family: Family, name: str) -> bool:
     return fields.flag(name, False) if name in family.follows else False
 
 
-def _windows(fields: Fields, family: Family, layers: int) -> list[int]:
+def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
     """Return the window of each layer, 0 for none."""
     unused = "use_sliding_window" in family.follows and not fields.flag("use_sliding_window", False)
     window = 0
@@ -262,8 +262,8 @@ def _windows(fields: Fields, family: Family, layers: int) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _turning(fields: Fields, family: Family, layers: int) -> list[bool]:
-    """Return whether each layer has positions."""
+def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
+    """Return whether each layer has RoPE."""
     if "no_rope_layers" not in family.follows:
         return [True] * layers
     stated = fields.get("no_rope_layers")
@@ -275,7 +275,7 @@ def _turning(fields: Fields, family: Family, layers: int) -> list[bool]:
     return [bool(one) for one in stated[:layers]]
 
 
-def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
+def _head_dim(fields: JsonFields, hidden_size: int, heads: int) -> int:
     if fields.get("head_dim") is None and hidden_size % heads:
         raise CheckpointError(f"config.json: hidden_size {hidden_size} is not divisible by {heads} heads.")
     head_dim = fields.count("head_dim", hidden_size // heads)
@@ -285,9 +285,9 @@ def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
 
 
 def _token_ids(
-    sources: tuple[Fields, ...], name: str, vocab_size: int, default: tuple[int, ...]
+    sources: tuple[JsonFields, ...], name: str, vocab_size: int, default: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Collect the ids that any source lists under ``name``, in order, each once."""
+    """Return the distinct ids that the sources list under ``name``, in order."""
     if not any(name in fields.values for fields in sources):
         return tuple(token for token in default if token < vocab_size)
     found: dict[int, None] = {}
@@ -295,7 +295,7 @@ def _token_ids(
         value = fields.get(name)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         for token in listed:
-            # -1 is how some exporters write "none".
+            # Some exporters write -1 for "none".
             if type(token) is not int or token < -1:
                 raise fields.fail(name, "token ids")
             if token >= vocab_size and name != "pad_token_id":

@@ -1,9 +1,9 @@
-"""The model families: for each, one declaration of what sets it apart.
+"""The supported model families, one declaration each.
 
-A declaration says where the weights are, what ``config.json`` may leave out, and which of its optional fields
-the family follows. :mod:`heterollm.model.config` turns it, with a checkpoint's fields, into a
-:class:`~heterollm.model.ModelConfig`; what computes reads that and never a family's name. Each follows the
-model's file in transformers (https://github.com/huggingface/transformers/tree/main/src/transformers/models).
+A declaration has tensor names, defaults of ``config.json``, and the optional fields that the family follows.
+:mod:`heterollm.model.config` combines it with a checkpoint's fields to a
+:class:`~heterollm.model.ModelConfig`, and the runtime never reads a family's name. Each declaration follows
+the model's file in https://github.com/huggingface/transformers/tree/main/src/transformers/models.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Literal
 
 from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
-from heterollm.model.json_fields import Fields
+from heterollm.model.json_fields import JsonFields
 
-__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "Layout", "Norm", "RopeKind", "unsupported"]
+__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "Norm", "RopeKind", "TensorNames", "unsupported"]
 
 Norm = Literal[
     "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
 ]
-"""The norms of a layer: of what two parts read, of what they add to the residual, of the heads of q and k."""
+"""Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-"""The position scalings that are supported."""
+"""The supported RoPE scalings."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The tensor names of a family, in its Hugging Face checkpoints.
+class TensorNames:
+    """The tensor names of a family in its Hugging Face checkpoints.
 
     Args:
-        modules: For each group in a layer, the module of each member, below the prefix. Members that share a
+        modules: For each group of a layer, the module of each member, below the prefix. Members that share a
             module are stacked in its tensor.
-        norms: For each norm in a layer, its module.
+        norms: For each norm of a layer, the module.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
         final_norm: Module of the norm before the head.
@@ -54,23 +54,23 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets a model type apart.
+    """The properties of a model type.
 
     Args:
         name: Display name.
-        covers: The models that people know it by.
+        covers: Well-known models of the family.
         architecture: The class in transformers.
-        layout: Tensor names; the norms it lists are the norms that a layer has.
-        defaults: Values of fields that ``config.json`` may leave out, where they differ from Llama's.
-        follows: The optional fields that it follows; one that changes the result is refused elsewhere.
-        always_biased: Groups that have biases whatever the configuration says.
-        slides: Whether a layer has the sliding window where ``layer_types`` does not say; None where no layer
-            of the family has one.
+        tensors: Tensor names; a layer has the norms that they list.
+        defaults: Default values of ``config.json`` that differ from Llama's.
+        follows: Supported optional fields; other families refuse one that changes the result.
+        always_biased: Groups that have biases regardless of the configuration.
+        slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
+            without windows.
         rope_aliases: Other names of RoPE types.
         norm_offset: Added to the stored weight of every norm.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
-        published_code: What ``auto_map`` names where the makers' own checkpoints still bring the code that
-            transformers has had since; any other code is refused.
+        published_code: The class in ``auto_map`` of official checkpoints that predate the family's support in
+            transformers; any other code is refused.
         bos_ids: Default of ``bos_token_id``.
         eos_ids: Default of ``eos_token_id``.
     """
@@ -78,11 +78,11 @@ class Family:
     name: str
     covers: str
     architecture: str
-    layout: Layout
+    tensors: TensorNames
     defaults: Mapping[str, object] = field(default_factory=dict)
     follows: frozenset[str] = frozenset()
     always_biased: frozenset[Group] = frozenset()
-    slides: Callable[[Fields, int], bool] | None = None
+    slides: Callable[[JsonFields, int], bool] | None = None
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
     scales_embedding: bool = False
@@ -91,7 +91,7 @@ class Family:
     eos_ids: tuple[int, ...] = ()
 
 
-# ---- where the weights are ------------------------------------------------------------------------------
+# ---- tensor names ---------------------------------------------------------------------------------------
 
 SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {
@@ -125,26 +125,26 @@ SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
 )
 
 
-# ---- which layers have the window -----------------------------------------------------------------------
+# ---- layers with a sliding window -----------------------------------------------------------------------
 
 
-def every_layer(_fields: Fields, _layer: int) -> bool:
-    """Return true: the window is every layer's."""
+def every_layer(_fields: JsonFields, _layer: int) -> bool:
+    """Return true."""
     return True
 
 
-def behind_the_full_layers(fields: Fields, layer: int) -> bool:
-    """Return whether a layer lies behind the first ``max_window_layers``, which see everything."""
+def after_full_layers(fields: JsonFields, layer: int) -> bool:
+    """Return whether a layer follows the first ``max_window_layers``, which have full attention."""
     return layer >= fields.count("max_window_layers", minimum=0)
 
 
-def all_but_every_nth(fields: Fields, layer: int) -> bool:
-    """Return whether a layer is none of every ``sliding_window_pattern``-th, which see everything."""
+def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
+    """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
     return (layer + 1) % fields.count("sliding_window_pattern") != 0
 
 
-def where_nothing_turns(fields: Fields, layer: int) -> bool:
-    """Return whether a layer is one of every ``no_rope_layer_interval``-th, which have no positions."""
+def layers_without_rope(fields: JsonFields, layer: int) -> bool:
+    """Return true for every ``no_rope_layer_interval``-th layer, which has no RoPE."""
     stated = fields.get("no_rope_layers")
     if isinstance(stated, list):
         return not stated[layer]
@@ -182,7 +182,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Llama",
             covers="Llama 2 and 3, SmolLM and SmolLM2",
             architecture="LlamaForCausalLM",
-            layout=Layout(SEPARATE, NORMS),
+            tensors=TensorNames(SEPARATE, NORMS),
             follows=frozenset({"attention_bias", "mlp_bias"}),
             bos_ids=(1,),
             eos_ids=(2,),
@@ -191,26 +191,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Qwen2",
             covers="Qwen2 and Qwen2.5",
             architecture="Qwen2ForCausalLM",
-            layout=Layout(SEPARATE, NORMS),
+            tensors=TensorNames(SEPARATE, NORMS),
             defaults=QWEN,
             follows=WINDOW_FIELDS,
             always_biased=frozenset({"qkv"}),
-            slides=behind_the_full_layers,
+            slides=after_full_layers,
         ),
         "qwen3": Family(
             name="Qwen3",
             covers="Qwen3",
             architecture="Qwen3ForCausalLM",
-            layout=Layout(SEPARATE, {**NORMS, **HEAD_NORMS}),
+            tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}),
             defaults={**QWEN, "head_dim": 128},
             follows=WINDOW_FIELDS | {"attention_bias"},
-            slides=behind_the_full_layers,
+            slides=after_full_layers,
         ),
         "mistral": Family(
             name="Mistral",
             covers="Mistral 7B, Nemo and Small",
             architecture="MistralForCausalLM",
-            layout=Layout(SEPARATE, NORMS),
+            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"num_key_value_heads": 8, "sliding_window": 4096},
             slides=every_layer,
             bos_ids=(1,),
@@ -220,11 +220,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Phi-3",
             covers="Phi-3 mini and medium, Phi-3.5 mini, Phi-4 and Phi-4 mini",
             architecture="Phi3ForCausalLM",
-            layout=Layout(FUSED, NORMS),
+            tensors=TensorNames(FUSED, NORMS),
             defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
             follows=frozenset({"partial_rotary_factor"}),
             slides=every_layer,
-            # What longrope was called in the first checkpoints.
+            # The name of longrope in the first checkpoints.
             rope_aliases={"su": "longrope", "yarn": "longrope"},
             published_code="modeling_phi3.Phi3ForCausalLM",
             bos_ids=(1,),
@@ -234,7 +234,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Gemma 2",
             covers="Gemma 2",
             architecture="Gemma2ForCausalLM",
-            layout=Layout(SEPARATE, SANDWICH_NORMS),
+            tensors=TensorNames(SEPARATE, SANDWICH_NORMS),
             defaults={
                 **GEMMA,
                 "attn_logit_softcapping": 50.0,
@@ -252,7 +252,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Gemma 3",
             covers="Gemma 3 without vision",
             architecture="Gemma3ForCausalLM",
-            layout=Layout(SEPARATE, {**SANDWICH_NORMS, **HEAD_NORMS}),
+            tensors=TensorNames(SEPARATE, {**SANDWICH_NORMS, **HEAD_NORMS}),
             defaults={
                 **GEMMA,
                 "sliding_window_pattern": 6,
@@ -270,7 +270,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="SmolLM3",
             covers="SmolLM3",
             architecture="SmolLM3ForCausalLM",
-            layout=Layout(SEPARATE, NORMS),
+            tensors=TensorNames(SEPARATE, NORMS),
             defaults={
                 "num_key_value_heads": 4,
                 "rope_theta": 2_000_000.0,
@@ -279,7 +279,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "no_rope_layer_interval": 4,
             },
             follows=WINDOW_FIELDS | {"attention_bias", "mlp_bias", "no_rope_layers"},
-            slides=where_nothing_turns,
+            slides=layers_without_rope,
             bos_ids=(128000,),
             eos_ids=(128001,),
         ),
@@ -289,7 +289,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def unsupported(what: str) -> UnsupportedModelError:
-    """Return the error that refuses a model by name and lists what is supported."""
+    """Return the error for an unsupported feature or model, with the list of supported families."""
     listed = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
     return UnsupportedModelError(
         f"{what} is not supported.",

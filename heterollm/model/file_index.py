@@ -1,4 +1,4 @@
-"""What is known of a file's content, kept as long as its path and its stamp stay the same."""
+"""An index of texts about files, valid as long as path and stamp of the file stay the same."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class FileIndex:
-    """A small JSON file of the cache folder: path and stamp to one text.
+    """A JSON file in the cache folder that maps path and stamp of a file to a text.
 
-    The stamp is size, modification time, inode and change time, so that a file counts as another one although
-    it has the size and modification time of the one that it replaces. Where the system keeps no inode or
-    change time nothing is stored, and the caller reads the file's content each time. The index only saves
-    work: an unreadable one counts as empty, and one that cannot be written is logged.
+    The stamp has size, modification time, inode and change time, so that it detects a replacement of equal
+    size and modification time. On systems without inode or change time the index stores nothing, and the
+    caller reads the file each time. An unreadable index counts as empty; a write error is logged.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,13 +27,13 @@ class FileIndex:
         self._path = cache_root() / f"{name}.json"
 
     def get(self, file: Path) -> str | None:
-        """Return what was stored for a file that has not changed since."""
+        """Return the text of an unchanged file; None without one."""
         stamp = _stamp(file)
         entry = self._read().get(str(file.resolve()))
         return entry[1] if stamp is not None and entry is not None and entry[0] == stamp else None
 
     def put(self, file: Path, text: str) -> None:
-        """Store a text for a file as it is now; entries of files that are gone are dropped."""
+        """Store the text of a file in its present state, and drop the entries of missing files."""
         stamp = _stamp(file)
         if stamp is None:
             return
@@ -70,10 +69,10 @@ def _exists(path: str) -> bool:
 
 
 def _stamp(file: Path) -> str | None:
-    """Return the state of a file in one line; None where the system cannot tell it from that of another."""
+    """Return the stamp of a file; None on systems without inode or change time."""
     status = file.stat()
-    # The change time cannot be set by programs, but Windows gives the time of creation in its place; some
-    # network and memory-card file systems have no inodes.
+    # Programs cannot set the change time. Windows reports the creation time instead, and some network and
+    # memory-card file systems have no inodes.
     if os.name == "nt" or not status.st_ino:
         return None
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"

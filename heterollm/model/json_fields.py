@@ -1,4 +1,4 @@
-"""Typed access to JSON that somebody else wrote."""
+"""Typed access to the JSON files of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Final
 
 from heterollm.base import CheckpointError, parse_json
 
-__all__ = ["Fields", "read_json_object"]
+__all__ = ["JsonFields", "read_json_object"]
 
 LARGEST_COUNT: Final = 2**31 - 1
 LARGEST_NUMBER: Final = sys.float_info.max
 
 
-class Fields:
-    """Typed access to a JSON object: every complaint names the field, its value and the file."""
+class JsonFields:
+    """Typed access to a JSON object; errors name the field, its value and the file."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self.values = values
         self.where = where
 
     def get(self, name: str) -> object:
-        """Return the raw value; None when it is missing."""
+        """Return the raw value; None if it is missing."""
         return self.values.get(name)
 
     def fail(self, name: str, expected: str) -> CheckpointError:
-        """Return the error to raise about the field ``name``."""
+        """Return the error about a field."""
         value = self.get(name)
         said = "is missing" if value is None else f"is {value!r:.80}"
         return CheckpointError(f"{self.where}: {name} {said}; expected {expected}.")
@@ -46,7 +46,7 @@ class Fields:
         return value
 
     def optional_positive(self, name: str) -> float | None:
-        """Return a finite number above 0, or None when it is missing."""
+        """Return a finite number above 0; None if it is missing."""
         value = self.get(name)
         if value is None:
             return None
@@ -84,7 +84,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return an object; an empty one when it is missing."""
+        """Return an object, empty if it is missing."""
         value = self.get(name)
         if value is None:
             return {}
@@ -97,7 +97,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
-        CheckpointError: It cannot be read or is something else.
+        CheckpointError: The file cannot be read, or holds something else.
     """
     try:
         content = parse_json(path.read_bytes())

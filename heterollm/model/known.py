@@ -1,7 +1,6 @@
-"""Shapes of well-known models by name, for a device that needs no weights.
+"""Sizes of well-known models by name, from their published ``config.json`` files.
 
-The numbers are those of the published ``config.json`` files, whose addresses stand beside them. A family that
-the engine cannot run is here as the Llama-shaped layer that comes closest; what is approximated is said.
+A model of an unsupported family is approximated by the closest Llama, with a note.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from heterollm.model.families import unsupported
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "Size", "default_shapes", "find_model"]
+__all__ = ["KNOWN_MODELS", "KnownModel", "ModelSize", "default_shapes", "find_model"]
 
 ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -33,20 +32,8 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class Size(NamedTuple):
-    """The numbers of a configuration that its time depends on.
-
-    Attributes:
-        hidden: Width of the residual stream.
-        intermediate: Width of the feed-forward network.
-        layers: Decoder layers.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        vocabulary: Rows of the head.
-        tied: Whether the head is the embedding.
-        head_dim: Size of a head.
-        positions: Longest context.
-    """
+class ModelSize(NamedTuple):
+    """The numbers of a configuration that determine its time, named as in :class:`ModelConfig`."""
 
     hidden: int
     intermediate: int
@@ -59,11 +46,7 @@ class Size(NamedTuple):
     positions: int
 
     def config(self, kind: str = "llama") -> ModelConfig:
-        """Return the configuration of a model of this size.
-
-        Args:
-            kind: Its ``model_type``.
-        """
+        """Return the configuration of a model of this size with ``model_type`` ``kind``."""
         return ModelConfig.from_dict(
             {
                 "model_type": kind,
@@ -79,7 +62,7 @@ class Size(NamedTuple):
                 "tie_word_embeddings": self.tied,
                 "rms_norm_eps": 1e-5,
                 "hidden_act": "silu",
-                # Windows as long as the context change nothing, and what ends an answer is not asked here.
+                # The windows are as long as the context, and no answer is generated.
                 "sliding_window": None,
                 "bos_token_id": 1,
                 "eos_token_id": 2,
@@ -102,17 +85,17 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that is known by name.
+    """A model that the program knows by name.
 
     Args:
-        kind: Its ``model_type``, or that of the family it is taken for.
-        size: Its numbers.
-        source: Where they were published: the repository on https://huggingface.co whose config.json it is.
-        note: What is approximated; empty where nothing is.
+        kind: The ``model_type``, or that of the approximating family.
+        size: The numbers.
+        source: The repository on https://huggingface.co that publishes them.
+        note: The approximation; empty without one.
     """
 
     kind: str
-    size: Size
+    size: ModelSize
     source: str
     note: str = ""
 
@@ -120,10 +103,6 @@ class KnownModel:
     def config(self) -> ModelConfig:
         """The configuration."""
         return self.size.config(self.kind)
-
-
-def _qwen(kind: str, repository: str, size: Size) -> KnownModel:
-    return KnownModel(kind, size, f"Qwen/{repository}")
 
 
 GEMMA_NOTE: Final = (
@@ -137,95 +116,66 @@ PHI_2_NOTE: Final = (
 )
 INTERNLM_NOTE: Final = "Taken for a Llama of the same sizes, which it is but for the names of its tensors."
 
+# Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
+# vocabulary, tied, head_dim, positions.
+# fmt: off
+_ROWS = (
+    ("llama-3-8b", "llama", "meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, False, 128, 8192),
+    ("llama-2-7b", "llama", "meta-llama/Llama-2-7b-hf", 4096, 11008, 32, 32, 32, 32000, False, 128, 4096),
+    ("tinyllama-1.1b", "llama", "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+     2048, 5632, 22, 32, 4, 32000, False, 64, 2048),
+    ("llama-3.2-3b", "llama", "meta-llama/Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, True, 128, 131072),
+    ("llama-3.2-1b", "llama", "meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, True, 64, 131072),
+    ("internlm2-1.8b", "llama", "internlm/internlm2-1_8b", 2048, 8192, 24, 16, 8, 92544, False, 128, 32768),
+    ("mistral-7b", "mistral", "mistralai/Mistral-7B-v0.1", 4096, 14336, 32, 32, 8, 32000, False, 128, 32768),
+    ("gemma-2b", "llama", "google/gemma-2b", 2048, 16384, 18, 8, 1, 256000, True, 256, 8192),
+    ("phi-2", "llama", "microsoft/phi-2", 2560, 6784, 32, 32, 32, 51200, False, 80, 2048),
+    ("phi-3-mini", "phi3", "microsoft/Phi-3-mini-4k-instruct",
+     3072, 8192, 32, 32, 32, 32064, False, 96, 4096),
+    ("qwen1.5-0.5b", "qwen2", "Qwen/Qwen1.5-0.5B", 1024, 2816, 24, 16, 16, 151936, True, 64, 32768),
+    ("qwen1.5-1.8b", "qwen2", "Qwen/Qwen1.5-1.8B", 2048, 5504, 24, 16, 16, 151936, False, 128, 32768),
+    ("qwen1.5-4b", "qwen2", "Qwen/Qwen1.5-4B", 2560, 6912, 40, 20, 20, 151936, False, 128, 32768),
+    ("qwen1.5-7b", "qwen2", "Qwen/Qwen1.5-7B", 4096, 11008, 32, 32, 32, 151936, False, 128, 32768),
+    ("qwen1.5-14b", "qwen2", "Qwen/Qwen1.5-14B", 5120, 13696, 40, 40, 40, 152064, False, 128, 32768),
+    ("qwen1.5-32b", "qwen2", "Qwen/Qwen1.5-32B", 5120, 27392, 64, 40, 8, 152064, False, 128, 32768),
+    ("qwen1.5-72b", "qwen2", "Qwen/Qwen1.5-72B", 8192, 24576, 80, 64, 64, 152064, False, 128, 32768),
+    ("qwen1.5-110b", "qwen2", "Qwen/Qwen1.5-110B", 8192, 49152, 80, 64, 8, 152064, False, 128, 32768),
+    ("qwen2-0.5b", "qwen2", "Qwen/Qwen2-0.5B", 896, 4864, 24, 14, 2, 151936, True, 64, 131072),
+    ("qwen2-1.5b", "qwen2", "Qwen/Qwen2-1.5B", 1536, 8960, 28, 12, 2, 151936, True, 128, 131072),
+    ("qwen2-7b", "qwen2", "Qwen/Qwen2-7B", 3584, 18944, 28, 28, 4, 152064, False, 128, 131072),
+    ("qwen2-72b", "qwen2", "Qwen/Qwen2-72B", 8192, 29568, 80, 64, 8, 152064, False, 128, 131072),
+    ("qwen2.5-0.5b", "qwen2", "Qwen/Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 151936, True, 64, 32768),
+    ("qwen2.5-1.5b", "qwen2", "Qwen/Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 151936, True, 128, 131072),
+    ("qwen2.5-3b", "qwen2", "Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2, 151936, True, 128, 32768),
+    ("qwen2.5-7b", "qwen2", "Qwen/Qwen2.5-7B", 3584, 18944, 28, 28, 4, 152064, False, 128, 131072),
+    ("qwen2.5-14b", "qwen2", "Qwen/Qwen2.5-14B", 5120, 13824, 48, 40, 8, 152064, False, 128, 131072),
+    ("qwen2.5-32b", "qwen2", "Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, 152064, False, 128, 131072),
+    ("qwen2.5-72b", "qwen2", "Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, 152064, False, 128, 131072),
+    ("qwen3-0.6b", "qwen3", "Qwen/Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151936, True, 128, 40960),
+    ("qwen3-1.7b", "qwen3", "Qwen/Qwen3-1.7B", 2048, 6144, 28, 16, 8, 151936, True, 128, 40960),
+    ("qwen3-4b", "qwen3", "Qwen/Qwen3-4B", 2560, 9728, 36, 32, 8, 151936, True, 128, 40960),
+    ("qwen3-8b", "qwen3", "Qwen/Qwen3-8B", 4096, 12288, 36, 32, 8, 151936, False, 128, 40960),
+    ("qwen3-14b", "qwen3", "Qwen/Qwen3-14B", 5120, 17408, 40, 40, 8, 151936, False, 128, 40960),
+    ("qwen3-32b", "qwen3", "Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 151936, False, 128, 40960),
+)
+# fmt: on
+_NOTES = {"internlm2-1.8b": INTERNLM_NOTE, "gemma-2b": GEMMA_NOTE, "phi-2": PHI_2_NOTE}
+
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     {
-        "llama-3-8b": KnownModel(
-            "llama",
-            Size(4096, 14336, 32, 32, 8, 128256, False, 128, 8192),
-            "meta-llama/Meta-Llama-3-8B",
-        ),
-        "llama-2-7b": KnownModel(
-            "llama", Size(4096, 11008, 32, 32, 32, 32000, False, 128, 4096), "meta-llama/Llama-2-7b-hf"
-        ),
-        "tinyllama-1.1b": KnownModel(
-            "llama", Size(2048, 5632, 22, 32, 4, 32000, False, 64, 2048), "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
-        ),
-        "llama-3.2-3b": KnownModel(
-            "llama", Size(3072, 8192, 28, 24, 8, 128256, True, 128, 131072), "meta-llama/Llama-3.2-3B"
-        ),
-        "llama-3.2-1b": KnownModel(
-            "llama", Size(2048, 8192, 16, 32, 8, 128256, True, 64, 131072), "meta-llama/Llama-3.2-1B"
-        ),
-        "internlm2-1.8b": KnownModel(
-            "llama",
-            Size(2048, 8192, 24, 16, 8, 92544, False, 128, 32768),
-            "internlm/internlm2-1_8b",
-            INTERNLM_NOTE,
-        ),
-        "mistral-7b": KnownModel(
-            "mistral", Size(4096, 14336, 32, 32, 8, 32000, False, 128, 32768), "mistralai/Mistral-7B-v0.1"
-        ),
-        "gemma-2b": KnownModel(
-            "llama", Size(2048, 16384, 18, 8, 1, 256000, True, 256, 8192), "google/gemma-2b", GEMMA_NOTE
-        ),
-        "phi-2": KnownModel(
-            "llama", Size(2560, 6784, 32, 32, 32, 51200, False, 80, 2048), "microsoft/phi-2", PHI_2_NOTE
-        ),
-        "phi-3-mini": KnownModel(
-            "phi3", Size(3072, 8192, 32, 32, 32, 32064, False, 96, 4096), "microsoft/Phi-3-mini-4k-instruct"
-        ),
-        "qwen1.5-0.5b": _qwen("qwen2", "Qwen1.5-0.5B", Size(1024, 2816, 24, 16, 16, 151936, True, 64, 32768)),
-        "qwen1.5-1.8b": _qwen(
-            "qwen2", "Qwen1.5-1.8B", Size(2048, 5504, 24, 16, 16, 151936, False, 128, 32768)
-        ),
-        "qwen1.5-4b": _qwen("qwen2", "Qwen1.5-4B", Size(2560, 6912, 40, 20, 20, 151936, False, 128, 32768)),
-        "qwen1.5-7b": _qwen("qwen2", "Qwen1.5-7B", Size(4096, 11008, 32, 32, 32, 151936, False, 128, 32768)),
-        "qwen1.5-14b": _qwen(
-            "qwen2", "Qwen1.5-14B", Size(5120, 13696, 40, 40, 40, 152064, False, 128, 32768)
-        ),
-        "qwen1.5-32b": _qwen("qwen2", "Qwen1.5-32B", Size(5120, 27392, 64, 40, 8, 152064, False, 128, 32768)),
-        "qwen1.5-72b": _qwen(
-            "qwen2", "Qwen1.5-72B", Size(8192, 24576, 80, 64, 64, 152064, False, 128, 32768)
-        ),
-        "qwen1.5-110b": _qwen(
-            "qwen2", "Qwen1.5-110B", Size(8192, 49152, 80, 64, 8, 152064, False, 128, 32768)
-        ),
-        "qwen2-0.5b": _qwen("qwen2", "Qwen2-0.5B", Size(896, 4864, 24, 14, 2, 151936, True, 64, 131072)),
-        "qwen2-1.5b": _qwen("qwen2", "Qwen2-1.5B", Size(1536, 8960, 28, 12, 2, 151936, True, 128, 131072)),
-        "qwen2-7b": _qwen("qwen2", "Qwen2-7B", Size(3584, 18944, 28, 28, 4, 152064, False, 128, 131072)),
-        "qwen2-72b": _qwen("qwen2", "Qwen2-72B", Size(8192, 29568, 80, 64, 8, 152064, False, 128, 131072)),
-        "qwen2.5-0.5b": _qwen("qwen2", "Qwen2.5-0.5B", Size(896, 4864, 24, 14, 2, 151936, True, 64, 32768)),
-        "qwen2.5-1.5b": _qwen(
-            "qwen2", "Qwen2.5-1.5B", Size(1536, 8960, 28, 12, 2, 151936, True, 128, 131072)
-        ),
-        "qwen2.5-3b": _qwen("qwen2", "Qwen2.5-3B", Size(2048, 11008, 36, 16, 2, 151936, True, 128, 32768)),
-        "qwen2.5-7b": _qwen("qwen2", "Qwen2.5-7B", Size(3584, 18944, 28, 28, 4, 152064, False, 128, 131072)),
-        "qwen2.5-14b": _qwen(
-            "qwen2", "Qwen2.5-14B", Size(5120, 13824, 48, 40, 8, 152064, False, 128, 131072)
-        ),
-        "qwen2.5-32b": _qwen(
-            "qwen2", "Qwen2.5-32B", Size(5120, 27648, 64, 40, 8, 152064, False, 128, 131072)
-        ),
-        "qwen2.5-72b": _qwen(
-            "qwen2", "Qwen2.5-72B", Size(8192, 29568, 80, 64, 8, 152064, False, 128, 131072)
-        ),
-        "qwen3-0.6b": _qwen("qwen3", "Qwen3-0.6B", Size(1024, 3072, 28, 16, 8, 151936, True, 128, 40960)),
-        "qwen3-1.7b": _qwen("qwen3", "Qwen3-1.7B", Size(2048, 6144, 28, 16, 8, 151936, True, 128, 40960)),
-        "qwen3-4b": _qwen("qwen3", "Qwen3-4B", Size(2560, 9728, 36, 32, 8, 151936, True, 128, 40960)),
-        "qwen3-8b": _qwen("qwen3", "Qwen3-8B", Size(4096, 12288, 36, 32, 8, 151936, False, 128, 40960)),
-        "qwen3-14b": _qwen("qwen3", "Qwen3-14B", Size(5120, 17408, 40, 40, 8, 151936, False, 128, 40960)),
-        "qwen3-32b": _qwen("qwen3", "Qwen3-32B", Size(5120, 25600, 64, 64, 8, 151936, False, 128, 40960)),
+        name: KnownModel(kind, ModelSize._make(numbers), source, _NOTES.get(name, ""))
+        for name, kind, source, *numbers in _ROWS
     }
 )
-"""Models by name; mixtures of experts are left out."""
+"""Models by name, without mixtures of experts."""
 
 DEFAULT_MODELS: Final = (
     ("TinyLlama-1.1B", "tinyllama-1.1b"),
     ("Qwen2.5-0.5B", "qwen2.5-0.5b"),
     ("Llama-3.2-3B", "llama-3.2-3b"),
 )
-"""Measured where no model is named, smallest claims on a device first: narrow and wide layers, few and many
-rows in the head, inputs of 896 that the larger blocks do not divide evenly into tiles."""
+"""Models to measure by default, smallest first: narrow and wide layers, few and many rows in the head, and
+inputs of 896 that the larger blocks do not divide evenly into tiles."""
 
 
 def default_shapes(
@@ -252,11 +202,11 @@ KEPT: Final = (
     "tie_word_embeddings",
     "sliding_window",
 )
-"""What the closest Llama takes from a configuration of another family."""
+"""Fields that the closest Llama takes from a configuration of another family."""
 
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 COMPRESSED_KEYS: Final = ("kv_lora_rank", "q_lora_rank")
-"""Fields of layers that no Llama is close to."""
+"""Fields of layers that no Llama approximates."""
 
 UNGATED: Final = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 """Model types whose feed-forward network has two linear layers."""
@@ -265,13 +215,7 @@ WIDTH_STEP: Final = 128
 
 
 class FoundModel(NamedTuple):
-    """A model's configuration.
-
-    Attributes:
-        name: What to call it.
-        config: The configuration.
-        note: What is approximated.
-    """
+    """A model's name, configuration and approximation, which is empty without one."""
 
     name: str
     config: ModelConfig
@@ -282,14 +226,14 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
     """Return the configuration of a known model, of a folder, of a hub name, or of a ``config.json``.
 
     Args:
-        name_or_path: One of :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; such a file;
-            or a hub name with its owner, of which only the configuration is fetched.
-        closest: Whether a file of a family that the engine cannot run is taken for the closest Llama, as it
-            is where nothing but shapes counts.
+        name_or_path: A name in :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; such a
+            file; or a hub name with its owner, of which only the configuration is fetched.
+        closest: Whether the closest Llama may approximate a model of an unsupported family, for uses in
+            which only shapes count.
 
     Raises:
-        CheckpointError: It is none of these, or the file is not sound.
-        UnsupportedModelError: The model is of no supported kind, and no Llama is close to it.
+        CheckpointError: There is no such model, or the file is not sound.
+        UnsupportedModelError: The family is not supported, and no Llama approximates it.
     """
     known = KNOWN_MODELS.get(str(name_or_path).lower())
     if known is not None:
@@ -322,11 +266,11 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
 
 
 def _closest(values: Mapping[str, Any]) -> tuple[ModelConfig, str]:
-    """Return the Llama that comes closest to a model of another family, and what is approximated.
+    """Return the Llama that is closest to a model of another family, and a note on the approximation.
 
     Raises:
-        CheckpointError: A size is missing or is none.
-        UnsupportedModelError: No Llama is close.
+        CheckpointError: A size is missing or illegal.
+        UnsupportedModelError: No Llama approximates the model.
     """
     kind = values.get("model_type")
     for what, names in (

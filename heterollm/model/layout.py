@@ -1,4 +1,4 @@
-"""Which tensors a model has, and the operators that its layers become."""
+"""Lists the tensors and the operators of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, WeightFormat
 from heterollm.model.config import ModelConfig
-from heterollm.model.families import FAMILIES, Layout, Norm
+from heterollm.model.families import FAMILIES, Norm, TensorNames
 
 __all__ = [
     "HEAD_LAYER",
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 HEAD_LAYER = -1
-"""The layer under which the LM head is listed."""
+"""Layer number of the LM head."""
 
 HEAD_NORMS: tuple[Norm, ...] = ("query_head", "key_head")
-"""The norms of a head's width."""
+"""Norms of one attention head's width."""
 
 EMBEDDING_BITS: Literal[8] = 8
-"""Of embedding and LM head, always symmetric: in 8 bits a zero point gains nothing that can be measured."""
+"""Bits of embedding and LM head, always symmetric: in 8 bits a zero point has no measurable gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Where a linear's weight lies: the rows ``[start, stop)`` of a tensor."""
+    """The rows ``[start, stop)`` of a tensor that hold a linear's weight."""
 
     name: str
     start: int
@@ -57,7 +57,7 @@ SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
         "head": ("head_input", "logits"),
     }
 )
-"""The values that each group reads and writes."""
+"""Input and output of each group."""
 
 
 def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
@@ -65,18 +65,18 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
 
     A tied head has the embedding's name; members that are stacked in one tensor share its name.
     """
-    layout = _layout(config)
+    names = _tensors(config)
     if layer == HEAD_LAYER:
         return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
-    prefix = layout.layer.format(layer=layer)
+    prefix = names.layer.format(layer=layer)
     return {
         group: {member: f"{prefix}{module}.weight" for member, module in modules.items()}
-        for group, modules in layout.modules.items()
+        for group, modules in names.modules.items()
     }
 
 
 def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, TensorRows]]:
-    """Return where the weight of each member of each group lies, as :func:`linear_names`."""
+    """Return the weight's tensor and rows for each member of each group, as :func:`linear_names`."""
     found: dict[Group, dict[str, TensorRows]] = {}
     for group, members in linear_names(config, layer).items():
         used: dict[str, int] = {}
@@ -106,33 +106,33 @@ def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
 
 def layer_norms(config: ModelConfig) -> tuple[Norm, ...]:
     """Return the norms that each layer has."""
-    return tuple(_layout(config).norms)
+    return tuple(_tensors(config).norms)
 
 
 def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
     """Return the tensor name of one norm of a layer."""
-    layout = _layout(config)
-    return f"{layout.layer.format(layer=layer)}{layout.norms[norm]}.weight"
+    names = _tensors(config)
+    return f"{names.layer.format(layer=layer)}{names.norms[norm]}.weight"
 
 
 def final_norm_name(config: ModelConfig) -> str:
     """Return the tensor name of the norm before the head."""
-    return f"{_layout(config).final_norm}.weight"
+    return f"{_tensors(config).final_norm}.weight"
 
 
 def embedding_name(config: ModelConfig) -> str:
     """Return the tensor name of the token embedding."""
-    return f"{_layout(config).embedding}.weight"
+    return f"{_tensors(config).embedding}.weight"
 
 
 def head_name(config: ModelConfig) -> str:
     """Return the tensor name of an untied LM head."""
-    return f"{_layout(config).head}.weight"
+    return f"{_tensors(config).head}.weight"
 
 
 def layer_of(config: ModelConfig, name: str) -> int | None:
     """Return the number of the decoder layer that a tensor belongs to; None outside the layers."""
-    prefix = _layout(config).layer.partition("{layer}")[0]
+    prefix = _tensors(config).layer.partition("{layer}")[0]
     number = name.removeprefix(prefix).partition(".")[0]
     return int(number) if name.startswith(prefix) and number.isdecimal() else None
 
@@ -147,7 +147,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         biases = bias_names(config, layer)
         for group, members in linear_rows(config, layer).items():
             for member, rows in members.items():
-                # The last of the members that share a tensor says how many rows it has.
+                # The last member in a shared tensor determines its number of rows.
                 shapes[rows.name] = (rows.stop, _columns(config, group))
                 if group in biases:
                     shapes[biases[group][member]] = (rows.stop,)
@@ -166,18 +166,18 @@ def op_specs(
     *,
     float_bits: Literal[16, 32] = 16,
 ) -> tuple[OpSpec, ...]:
-    """List every group of every layer, in the order in which a token meets them, and the head.
+    """List every group of every layer in order of execution, and the head.
 
-    At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all of them, the head too,
-    read inputs that are rounded to int8. Where ``group_size`` does not divide the inputs of a
-    group, the largest power of two below it that does is its block.
+    At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all groups, including the
+    head, read inputs that are rounded to int8. If ``group_size`` does not divide the inputs of a group, the
+    block is the largest power of two below it that does.
 
     Args:
         config: The model.
-        precision: Of weights and activations.
+        precision: Precision of weights and activations.
         group_size: Inputs that share one scale.
         symmetric: Whether 4-bit weights have no zero points.
-        float_bits: Of the weights at precision ``fp16``: 32 where the device computes in float32.
+        float_bits: Bits of the weights at precision ``fp16``: 32 if the device computes in float32.
 
     Raises:
         OptionError: No legal block divides the inputs of some group.
@@ -202,7 +202,7 @@ def op_specs(
 
 
 def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str]:
-    """Say, once for each width, where the block had to be smaller than asked for."""
+    """Yield a note for each width whose block is smaller than requested."""
     found = {spec.columns: spec for spec in reversed(specs) if spec.weight.quantized}
     for columns, spec in sorted(found.items()):
         if spec.weight.block != group_size:
@@ -212,8 +212,8 @@ def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str
             )
 
 
-def _layout(config: ModelConfig) -> Layout:
-    return FAMILIES[config.model_type].layout
+def _tensors(config: ModelConfig) -> TensorNames:
+    return FAMILIES[config.model_type].tensors
 
 
 def _rows(config: ModelConfig, member: str) -> int:

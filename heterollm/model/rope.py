@@ -1,7 +1,7 @@
-"""Cosine and sine of every position, for each kind of RoPE scaling.
+"""Cosine and sine tables of the rotary position embedding, for each RoPE scaling.
 
-Follows transformers' ``modeling_rope_utils.py``, of which the papers are: yarn
-(https://arxiv.org/abs/2309.00071), longrope (https://arxiv.org/abs/2402.13753), linear and dynamic NTK
+Follows transformers' ``modeling_rope_utils.py``. Sources: yarn (https://arxiv.org/abs/2309.00071), longrope
+(https://arxiv.org/abs/2402.13753), linear and dynamic NTK
 (https://huggingface.co/docs/transformers/main/internal/rope_utils); llama3 is Meta's.
 """
 
@@ -27,17 +27,16 @@ def rope_tables(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosine and sine, each float32 ``[context, rotary_dim/2]``, with the attention factor in both.
 
-    Frequencies and phases are rounded to float32 where transformers rounds them: a model is defined by the
-    phases that it was trained and is compared with, and at position 4000 exact ones differ by 1e-4. Cosine
-    and sine of those phases are then computed in float64.
+    Frequencies and phases are rounded to float32 at the same places as in transformers, with which models are
+    trained: at position 4000 exact phases differ by 1e-4. Their cosine and sine are computed in float64.
 
-    Scalings that depend on the length of the text are settled once, by ``context``: longrope takes its long
-    factors for any context beyond the original one.
+    ``context`` stands for the text length in scalings that depend on it: longrope uses its long factors for
+    any context beyond the original one.
 
     Raises:
-        OptionError: ``context`` is not possible: not positive, or beyond ``max_positions`` with dynamic
-            scaling, where every longer call would need other frequencies for the keys already cached.
-        CheckpointError: The configuration's numbers, each legal by itself, give infinite ones together.
+        OptionError: ``context`` is not positive, or beyond ``max_positions`` with dynamic scaling, which
+            would change the frequencies of keys that are already cached.
+        CheckpointError: The configuration's numbers, each of them legal, give infinite ones together.
     """
     if context < 1:
         raise OptionError(f"A context of {context} tokens is not possible.", fix="Use at least 1.")
@@ -49,7 +48,7 @@ def rope_tables(
         )
     try:
         frequencies, attention_factor = inverse_frequencies(rope, rotary_dim, context)
-    except (ValueError, OverflowError) as error:  # from math, where NumPy gives infinity
+    except (ValueError, OverflowError) as error:  # math raises where NumPy returns infinity
         raise _not_finite(rope) from error
     with np.errstate(over="ignore", invalid="ignore"):
         phases = np.multiply.outer(np.arange(context, dtype=np.float32), frequencies).astype(np.float64)
@@ -68,7 +67,7 @@ def _not_finite(rope: RopeConfig) -> CheckpointError:
     )
 
 
-# A wavelength beyond float32 is infinite: its pair stands still.
+# A wavelength beyond float32 is infinite: its pair does not rotate.
 @np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tuple[Frequencies, float]:
     """Return the radians per position of each pair, float32 ``[rotary_dim/2]``, and the attention factor."""
@@ -112,7 +111,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _rotation_dimension(rope: RopeConfig, rotations: float, head_dim: int) -> float:
-    """Return the dimension that turns ``rotations`` times over the original context."""
+    """Return the dimension that rotates ``rotations`` times over the original context."""
     turns = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.base))
 
@@ -148,7 +147,7 @@ def _factor(rope: RopeConfig) -> float:
 _SCALINGS: dict[RopeKind, Callable[[RopeConfig, Frequencies, int], tuple[Frequencies, float]]] = {
     "default": _default,
     "linear": _linear,
-    # Up to the model's own context, which is all that is allowed, dynamic scaling changes nothing.
+    # Dynamic scaling changes nothing up to the model's own context, which is the limit here.
     "dynamic": _default,
     "yarn": _yarn,
     "llama3": _llama3,

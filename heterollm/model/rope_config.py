@@ -1,7 +1,7 @@
-"""How ``config.json`` describes the rotary position embedding, checked, in frozen objects.
+"""Reads and checks the rotary position embedding in ``config.json``.
 
-Both the spelling of transformers 5 (``rope_parameters``, nested where kinds of layers differ) and the older
-one (``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``) are read.
+Supports the spelling of transformers 5 (``rope_parameters``, nested if layers differ) and the older one
+(``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterollm.model.families import ROPE_KINDS, Family, RopeKind, unsupported
-from heterollm.model.json_fields import Fields
+from heterollm.model.json_fields import JsonFields
 
 __all__ = ["RopeConfig", "read_ropes", "read_rotary_dim"]
 
@@ -20,24 +20,22 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: its base and how positions are scaled.
-
-    Only the fields of its kind matter; the rest keep their defaults.
+    """The base and the scaling of a rotary position embedding; fields of other scalings keep their defaults.
 
     Args:
-        kind: Which scaling.
+        kind: The scaling.
         base: ``rope_theta``.
         max_positions: The model's ``max_position_embeddings``.
         original_max_positions: Positions before the context was extended.
-        factor: How far it was extended; None derives it from the positions (yarn, longrope).
-        attention_factor: Multiplies cosine and sine; None derives it (yarn, longrope).
-        beta_fast: Rotations over the original context above which yarn leaves a frequency alone.
-        beta_slow: Rotations below which yarn interpolates it fully.
+        factor: Factor of the extension; None derives it from the positions (yarn, longrope).
+        attention_factor: Factor of cosine and sine; None derives it (yarn, longrope).
+        beta_fast: Rotations over the original context above which yarn keeps a frequency.
+        beta_slow: Rotations below which yarn interpolates a frequency fully.
         mscale: Numerator of yarn's attention factor.
         mscale_all_dim: Denominator of yarn's attention factor.
-        truncate: Whether yarn rounds its range of dimensions to whole ones.
-        low_frequency_factor: llama3: wavelengths above ``original / this`` are divided by the factor.
-        high_frequency_factor: llama3: wavelengths below ``original / this`` are left alone.
+        truncate: Whether yarn rounds its range of dimensions to whole numbers.
+        low_frequency_factor: llama3 divides frequencies with wavelengths above ``original / this``.
+        high_frequency_factor: llama3 keeps frequencies with wavelengths below ``original / this``.
         short_factor: longrope: divisor of each frequency up to the original context.
         long_factor: longrope: divisor of each frequency beyond it.
     """
@@ -59,12 +57,12 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
 
-def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
-    """Return how many elements of a head turn.
+def read_rotary_dim(fields: JsonFields, family: Family, head_dim: int) -> int:
+    """Return the number of a head's elements that RoPE rotates.
 
     Raises:
         CheckpointError: The number is not possible.
-        UnsupportedModelError: Part of a head, in a family that turns all of it.
+        UnsupportedModelError: The number is a part of the head, and the family rotates all of it.
     """
     inside = _section(fields)
     source = inside if inside.get("partial_rotary_factor") is not None else fields
@@ -78,15 +76,9 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
 
 
 def read_ropes(
-    fields: Fields, family: Family, rotary_dim: int, max_positions: int
+    fields: JsonFields, family: Family, rotary_dim: int, max_positions: int
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Return the embedding of layers that see everything and that of layers with a window.
-
-    Args:
-        fields: Of ``config.json``.
-        family: The model's family.
-        rotary_dim: Elements of a head that turn.
-        max_positions: The model's ``max_position_embeddings``.
+    """Return the RoPE of layers with full attention and that of layers with a sliding window.
 
     Raises:
         CheckpointError: A field is missing, of the wrong type, or contradicts another.
@@ -96,32 +88,32 @@ def read_ropes(
     if "rope_local_base_freq" not in family.follows:
         rope = _read(fields, section, "rope_theta", family, rotary_dim, max_positions)
         return rope, rope
-    # The older spelling scales the layers that see everything and no others.
+    # The older spelling scales the layers with full attention alone.
     parts: dict[str, dict[str, Any]] = {FULL: dict(section.values), SLIDING: {}}
-    nested = Fields(fields.section("rope_parameters"), f"{fields.where}, rope_parameters")
+    nested = JsonFields(fields.section("rope_parameters"), f"{fields.where}, rope_parameters")
     if any(isinstance(nested.get(kind), dict) for kind in parts):
         parts = {kind: nested.section(kind) for kind in parts}
         parts[FULL] |= fields.section("rope_scaling")
     full, sliding = (
-        _read(fields, Fields(part, f"{section.where}, {kind}"), base, family, rotary_dim, max_positions)
+        _read(fields, JsonFields(part, f"{section.where}, {kind}"), base, family, rotary_dim, max_positions)
         for (kind, part), base in zip(parts.items(), ("rope_theta", "rope_local_base_freq"), strict=True)
     )
     return full, sliding
 
 
-def _section(fields: Fields) -> Fields:
-    # transformers lets the older spelling win where both are there.
+def _section(fields: JsonFields) -> JsonFields:
+    # transformers prefers the older spelling if both are present.
     name = next(
         (name for name in ("rope_scaling", "rope_parameters") if fields.section(name)), "rope_parameters"
     )
-    return Fields(fields.section(name), f"{fields.where}, {name}")
+    return JsonFields(fields.section(name), f"{fields.where}, {name}")
 
 
 def _read(
-    fields: Fields, rope: Fields, base: str, family: Family, rotary_dim: int, max_positions: int
+    fields: JsonFields, rope: JsonFields, base: str, family: Family, rotary_dim: int, max_positions: int
 ) -> RopeConfig:
     kind = _kind(rope, family)
-    # Beside the section it wins over one inside, as in transformers.
+    # A field beside the section overrides one inside, as in transformers.
     outside = fields if fields.get("original_max_position_embeddings") is not None else rope
     pairs = rotary_dim // 2
     config = RopeConfig(
@@ -145,7 +137,7 @@ def _read(
     return config
 
 
-def _kind(rope: Fields, family: Family) -> RopeKind:
+def _kind(rope: JsonFields, family: Family) -> RopeKind:
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise unsupported(f"Rotary embedding that differs between layers in model type {family.name}")
     named = rope.get("rope_type") or rope.get("type") or "default"
@@ -155,7 +147,7 @@ def _kind(rope: Fields, family: Family) -> RopeKind:
     raise unsupported(f"RoPE type {named!r}")
 
 
-def _check(config: RopeConfig, rope: Fields) -> None:
+def _check(config: RopeConfig, rope: JsonFields) -> None:
     if config.kind in ("linear", "dynamic", "llama3") and config.factor is None:
         raise rope.fail("factor", f"a number of at least 1 for RoPE type {config.kind}")
     if config.kind != "default" and config.factor is not None and config.factor < 1:

@@ -1,4 +1,4 @@
-"""What the time of a model depends on, from its ``config.json`` alone."""
+"""The shape of a model, which determines its time, from ``config.json`` alone."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["ModelShape", "model_shape", "read_config", "shape_of_specs"]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the time of a model depends on.
+    """The operators and sizes that determine the time of a model.
 
     Args:
-        name: What to call it in reports.
+        name: Name in reports.
         layer: The groups of one decoder layer, in order.
         head: The LM head.
         layers: Decoder layers.
         hidden_size: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key and value heads.
-        head_dim: Size of a head.
+        head_dim: Width of a head.
         intermediate_size: Width of the feed-forward network.
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
@@ -47,31 +47,31 @@ class ModelShape:
 
     @property
     def specs(self) -> tuple[OpSpec, ...]:
-        """One layer's groups and the head."""
+        """The groups of one layer and the head."""
         return (*self.layer, self.head)
 
     @property
     def blocks(self) -> tuple[OpSpec, ...]:
-        """The feed-forward network of a layer as one group, where its linears can be."""
+        """The feed-forward network of a layer as one ffn operator, if its linears can form one."""
         return ffn_specs(self.layer)
 
     def streamed(self, cache_bytes: int) -> bool:
-        """Whether weights come from memory in every pass: the layers do not fit in the last-level cache."""
+        """Whether every pass reads the weights from memory, since the last-level cache cannot hold them."""
         layers = self.layers * sum(spec.weight_bytes() for spec in self.layer)
         return layers + self.head.weight_bytes() > cache_bytes
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Read the configuration of a checkpoint's folder; its weights need not be there.
+    """Read the configuration in a checkpoint folder, which needs no weights.
 
     Raises:
-        CheckpointError: It is no folder, or has no sound ``config.json``.
-        UnsupportedModelError: The model is not of a supported kind.
+        CheckpointError: The folder does not exist, or has no sound ``config.json``.
+        UnsupportedModelError: The model is not supported.
     """
     try:
         path = Path(folder).expanduser()
         found = path.is_dir()
-    except (OSError, RuntimeError):  # too long, or the home of nobody
+    except (OSError, RuntimeError):  # too long, or the home of an unknown user
         found = False
     if not found:
         raise CheckpointError(
@@ -89,15 +89,7 @@ def model_shape(
     symmetric: bool = True,
     float_bits: Literal[16, 32] = 16,
 ) -> ModelShape:
-    """Return the shape of a model, for the profiler.
-
-    Args:
-        config: The model.
-        name: What to call it in reports.
-        precision: Of weights and activations.
-        group_size: Inputs that share one scale.
-        symmetric: Whether 4-bit weights have no zero points.
-        float_bits: Of the weights at precision ``fp16``: 32 where the device computes in float32.
+    """Return the shape of a model under a name for reports; see :func:`op_specs` for the other arguments.
 
     Raises:
         OptionError: No legal block divides the inputs of some group.
@@ -107,13 +99,7 @@ def model_shape(
 
 
 def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> ModelShape:
-    """Return the shape of a model whose groups are known.
-
-    Args:
-        config: The model.
-        specs: All its groups.
-        name: What to call it in reports.
-    """
+    """Return the shape of a model from all its groups, under a name for reports."""
     # All layers have the same shape.
     layer = tuple(spec for spec in specs if spec.layer == 0)
     head = next(spec for spec in specs if spec.layer == HEAD_LAYER)

@@ -1,7 +1,7 @@
-"""Memory-mapped safetensors files, and headers of files whose tensors are computed one after another.
+"""Memory-mapped safetensors files, and headers of files whose tensors are written one after another.
 
-The safetensors library checks a file; its NumPy tensors are copies, and here they are views of the mapped
-file. Format: https://github.com/huggingface/safetensors#format
+The safetensors library checks a file, but its NumPy tensors are copies; those of this module are views of the
+mapped file. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of one element of each type of the format."""
+"""Bits per element of each type of the format."""
 
 DATA_TYPES: Mapping[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
@@ -39,7 +39,7 @@ DATA_TYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype("<f4"),
 }
-"""NumPy's type of each type that is read."""
+"""NumPy's type of each supported type."""
 
 DATA_ALIGNMENT = 64
 LARGEST_RANK = 16
@@ -47,7 +47,7 @@ LARGEST_RANK = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Type, shape and place of one tensor, in bytes after the header."""
+    """Type, shape and byte range after the header of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,12 +57,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorFile:
-    """A safetensors file whose header holds what the file does.
+    """A safetensors file whose header agrees with its size.
 
     Args:
         path: The file.
         entries: Every tensor by name.
-        metadata: The header's free text values.
+        metadata: The header's text values.
         data: All bytes after the header, mapped read-only.
     """
 
@@ -84,7 +84,7 @@ class TensorFile:
                 described = {name: file.get_slice(name) for name in file.offset_keys()}
             with path.open("rb") as raw:
                 start = 8 + int.from_bytes(raw.read(8), "little")
-                parse_json(raw.read(start - 8))  # refuses repeated names, of which the library takes one
+                parse_json(raw.read(start - 8))  # refuses repeated names, which the library accepts
             size = path.stat().st_size
             data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -95,7 +95,7 @@ class TensorFile:
             dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
             if len(shape) > LARGEST_RANK or dtype not in ITEM_BITS:
                 raise _damaged(path, f"tensor {name} is {dtype} of shape {shape!r:.80}")
-            # The library refuses files in which tensors overlap or leave gaps.
+            # The library refuses overlaps and gaps.
             stop = position + math.prod(shape) * ITEM_BITS[dtype] // 8
             entries[name] = TensorEntry(dtype, shape, position, stop)
             position = stop
@@ -104,10 +104,10 @@ class TensorFile:
         return cls(path, entries, metadata, data)
 
     def bits(self, name: str) -> NDArray[Any]:
-        """Return a read-only view of a tensor, with the type of ``DATA_TYPES``; it may be unaligned.
+        """Return a read-only view, possibly unaligned, of a tensor with its type in ``DATA_TYPES``.
 
         Raises:
-            CheckpointError: The tensor has a type that is not read.
+            CheckpointError: The tensor's type is not supported.
         """
         entry = self.entries[name]
         dtype = DATA_TYPES.get(entry.dtype)
@@ -117,9 +117,9 @@ class TensorFile:
 
 
 def layout_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:
-    """Place tensors of given type and shape one after another, the widest elements first.
+    """Place tensors of given type and shape one after another, those with the widest elements first.
 
-    In this order each is aligned to its element size though the format allows no gaps.
+    This order aligns each tensor to its element size without gaps, which the format forbids.
     """
     entries: dict[str, TensorEntry] = {}
     position = 0
@@ -131,7 +131,7 @@ def layout_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[s
 
 
 def write_header(file: BinaryIO, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> int:
-    """Write length and header; return the position of the data, a multiple of 64."""
+    """Write the length and the header; return the position of the data, a multiple of 64."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, entry in entries.items():
         places = [entry.start, entry.stop]

@@ -1,4 +1,4 @@
-"""The cached file of a model's quantised weights: written in one pass, checked on every load."""
+"""The cache file of a model's quantised weights: written in one pass, checked on every load."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
 
-__all__ = ["Progress", "Recipe", "cached_tensors", "quantized_view"]
+__all__ = ["ByteProgress", "Recipe", "cached_tensors", "quantized_view"]
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+ByteProgress = Callable[[int, int], None]
+"""Called with the bytes done and the total."""
 
 SCHEMA = "1"
 CHECKSUMS = "checksums"
 CODES, SCALES, ZERO_POINTS = ".codes", ".scales", ".zero_points"
 
 SLAB_WEIGHTS = 4 * 1024 * 1024
-"""Weights read and quantised at once: 16 MB of float32 for each thread."""
+"""Weights that a thread reads and quantises at once: 16 MB of float32."""
 
 Slab = tuple[str, int, int]
 """A tensor's name and a range of its rows."""
@@ -44,12 +44,12 @@ Slab = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a cached file holds, and all that it depends on.
+    """The content of a cache file.
 
     Args:
         key: Hash of everything that determines the values.
         formats: Number format of each tensor to quantise.
-        floats: The tensors to keep as float32.
+        floats: Tensors to store as float32.
     """
 
     key: str
@@ -61,16 +61,16 @@ def cached_tensors(
     path: Path,
     checkpoint: Checkpoint,
     recipe: Recipe,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     cancelled: threading.Event | None = None,
 ) -> TensorFile:
-    """Return the file of quantised weights, made first if it is missing or damaged.
+    """Return the file of quantised weights; write it first if it is missing or damaged.
 
     Args:
-        path: The cached file.
-        checkpoint: Where the weights come from.
-        recipe: What the file must hold.
-        progress: Called with the checkpoint's bytes that are quantised.
+        path: The cache file.
+        checkpoint: Source of the weights.
+        recipe: Required content of the file.
+        progress: Called with the quantised bytes of the checkpoint.
         cancelled: Stops the work when set.
 
     Raises:
@@ -79,12 +79,13 @@ def cached_tensors(
         EngineError: ``cancelled`` was set.
     """
     entries = layout_tensors(_tensors(checkpoint, recipe))
-    # Before the lock, which a folder that cannot be written has no place for: files are replaced as a whole.
+    # A read-only folder has no place for the lock; without it a file is still complete, as it is replaced
+    # atomically.
     file = _open_checked(path, recipe, entries) if path.exists() else None
     if file is not None:
         return file
     with locked(path):
-        # Another process may have made it meanwhile.
+        # Another process may have written it meanwhile.
         file = _open_checked(path, recipe, entries) if path.exists() else None
         if file is not None:
             return file
@@ -114,7 +115,7 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tup
 
 
 def _open_checked(path: Path, recipe: Recipe, entries: dict[str, TensorEntry]) -> TensorFile | None:
-    """Map a cached file; None, with a warning, if it is not exactly what was written."""
+    """Map a cache file; return None with a warning if it is damaged or has other content."""
     try:
         file = TensorFile.open(path)
     except CheckpointError as error:
@@ -133,7 +134,7 @@ def _open_checked(path: Path, recipe: Recipe, entries: dict[str, TensorEntry]) -
 
 
 def _checksums(file: TensorFile) -> NDArray[np.uint32]:
-    """Return the CRC-32 of every tensor but the checksums themselves, in the file's order."""
+    """Return the CRC-32 of every tensor except the checksums, in the file's order."""
 
     def checksum(entry: TensorEntry) -> int:
         return zlib.crc32(file.data[entry.start : entry.stop].data)
@@ -148,7 +149,7 @@ def _write(
     checkpoint: Checkpoint,
     recipe: Recipe,
     entries: dict[str, TensorEntry],
-    progress: Progress | None,
+    progress: ByteProgress | None,
     cancelled: threading.Event | None,
 ) -> None:
     metadata = {"schema": SCHEMA, "key": recipe.key, "model": checkpoint.folder.resolve().name}
@@ -157,7 +158,7 @@ def _write(
         file.truncate(start + max(entry.stop for entry in entries.values()))
 
         def put(name: str, offset: int, values: NDArray[Any]) -> None:
-            # A plain write reports a full disk; through a memory map it would end the process.
+            # A plain write reports a full disk; a memory map would end the process.
             file.seek(start + entries[name].start + offset)
             file.write(np.ascontiguousarray(values).data)
 
@@ -179,10 +180,10 @@ def _write(
 def _quantized_slabs(
     checkpoint: Checkpoint,
     recipe: Recipe,
-    progress: Progress | None,
+    progress: ByteProgress | None,
     cancelled: threading.Event | None,
 ) -> Generator[tuple[str, int, QuantizedTensor], None, None]:
-    """Quantise all tensors in slabs of rows on all cores; yield each slab's name, first row and result."""
+    """Quantise all tensors on all cores; yield the name, first row and result of each slab of rows."""
     slabs = [
         (name, start, min(start + rows_at_once, rows))
         for name in recipe.formats
@@ -220,7 +221,7 @@ def _quantize_rows(
 def _in_parallel(
     work: Callable[[Slab], QuantizedTensor], slabs: Iterable[Slab]
 ) -> Iterator[tuple[Slab, QuantizedTensor]]:
-    """Yield each slab with its result, in order, with only a few results waiting at a time."""
+    """Yield each slab with its result, in order, while only a few results wait."""
     workers = len(allowed_cores())
     waiting: deque[tuple[Slab, Future[QuantizedTensor]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="quantize")

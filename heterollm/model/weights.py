@@ -1,11 +1,11 @@
-"""A model's weights in the form that the runtime computes with, by layer and group."""
+"""A model's weights in the runtime's formats, by layer and group."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -13,8 +13,15 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import CheckpointError, cache_root
-from heterollm.kernels.formats import QUANTIZER_VERSION, LinearWeight, QuantizedTensor, take_rows
-from heterollm.kernels.ops import Group, OpSpec, Precision
+from heterollm.kernels.formats import (
+    QUANTIZER_VERSION,
+    LinearWeight,
+    QuantizedTensor,
+    shape_only_array,
+    shape_only_weight,
+    take_rows,
+)
+from heterollm.kernels.ops import Group, OpSpec, Precision, WeightFormat
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import Norm
@@ -31,32 +38,32 @@ from heterollm.model.layout import (
     op_specs,
     shortened_blocks,
 )
-from heterollm.model.weight_cache import SLAB_WEIGHTS, Progress, Recipe, cached_tensors, quantized_view
+from heterollm.model.weight_cache import SLAB_WEIGHTS, ByteProgress, Recipe, cached_tensors, quantized_view
 
-__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights"]
+__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights", "shape_only_weights"]
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FOLDER = "weights"
-"""Where quantised weights lie in the cache folder."""
+"""Subfolder of the cache for quantised weights."""
 
-Tensors: TypeAlias = tuple[Mapping[str, LinearWeight], Mapping[str, NDArray[np.float32]]]
+LoadedTensors: TypeAlias = tuple[Mapping[str, LinearWeight], Mapping[str, NDArray[np.float32]]]
 """The linears, and the norms and biases, by tensor name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
-    """Every weight of a model, in the formats that its operators compute with.
+    """All weights of a model, in the formats of its operators.
 
     Args:
         config: The model.
         specs: Its groups of linears, in order, the head last.
         content_key: Hash of everything that determines the values.
-        notes: What differs from what was asked for, a sentence each.
-        size_bytes: Of all weights together.
+        notes: Deviations from the request, a sentence each.
+        size_bytes: Size of all weights.
         embedding: Token embedding ``[vocab, hidden]``.
         head: LM head ``[vocab, hidden]``; the same object as ``embedding`` when tied.
-        linears: The linears of the layers by tensor name; floats are read when they are asked for.
+        linears: The linears of the layers by tensor name; unquantised ones are read on access.
         floats: Norms and biases, float32, by tensor name.
     """
 
@@ -87,18 +94,17 @@ class ModelWeights:
         tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
         return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
 
-    def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32] | None, ...]:
-        """Return the biases ``[n]`` of a group's members, in order; None where there is none."""
+    def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
+        """Return the biases ``[n]`` of a group's members, in order; empty for a group without bias."""
         names = bias_names(self.config, layer).get(group, {})
-        members = linear_names(self.config, layer)[group]
-        return tuple(self.floats[names[member]] if names else None for member in members)
+        return tuple(self.floats[name] for name in names.values())
 
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
         return self.floats[norm_name(self.config, layer, norm)]
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield, one at a time, the float32 tensors that the runtime computes with, by their HF names."""
+        """Yield the runtime's tensors one at a time, as float32, by their Hugging Face names."""
         yield embedding_name(self.config), _as_float32(self.embedding)
         for layer in range(self.config.layers):
             biases = bias_names(self.config, layer)
@@ -115,7 +121,7 @@ class ModelWeights:
 
 
 class _FloatLinears(Mapping[str, LinearWeight]):
-    """Unquantised weights, read from the checkpoint each time, so that memory holds them only once."""
+    """Unquantised weights, read from the checkpoint on each access, so that memory holds one copy."""
 
     def __init__(self, checkpoint: Checkpoint, names: tuple[str, ...], dtype: np.dtype[Any]) -> None:
         self._checkpoint = checkpoint
@@ -152,10 +158,10 @@ def load_weights(
     group_size: int = 32,
     symmetric: bool = True,
     float_dtype: DTypeLike = np.float16,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     cancelled: threading.Event | None = None,
 ) -> ModelWeights:
-    """Load a model's weights; except at ``fp16`` quantise them, or take them from the cache.
+    """Load a model's weights; quantise them, or take them from the cache, except at ``fp16``.
 
     Args:
         checkpoint: The tensors.
@@ -163,13 +169,13 @@ def load_weights(
         precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights) or ``fp16``.
         group_size: Inputs that share one scale, except at ``fp16``.
         symmetric: Whether 4-bit weights have no zero points.
-        float_dtype: Of the weights at ``fp16``: float16, or float32 where the device computes in it.
-        progress: Called with bytes done and in all while the checkpoint is hashed and then quantised; what is
-            cached already is skipped.
+        float_dtype: Type of the weights at ``fp16``: float16, or float32 if the device computes in it.
+        progress: Called with the bytes done and the total while the checkpoint is hashed and then quantised,
+            if the cache does not have the result.
         cancelled: Stops quantising when set.
 
     Raises:
-        CheckpointError: The checkpoint does not fit the configuration, or a value cannot be used.
+        CheckpointError: The checkpoint does not fit the configuration, or has an unusable value.
         OptionError: ``group_size`` is not possible.
         CacheError: The quantised weights cannot be stored.
         EngineError: ``cancelled`` was set.
@@ -181,9 +187,7 @@ def load_weights(
     notes = tuple(shortened_blocks(specs, group_size))
     for note in notes:
         logger.warning("%s", note)
-    formats = {embedding_name(config): specs[-1].weight}
-    for spec in specs:
-        formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
+    formats = _formats(config, specs)
     variant = f"{dtype}" if precision == "fp16" else f"{group_size} {symmetric} {QUANTIZER_VERSION}"
 
     hashed_bytes = checkpoint.file_bytes
@@ -198,12 +202,49 @@ def load_weights(
     else:
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
         linears, floats = _quantized_tensors(checkpoint, recipe, shifted, cancelled)
+    return _model_weights(config, specs, content_key, notes, linears, floats)
+
+
+def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWeights:
+    """Return weights with shapes and formats for a device that computes nothing; all values are one zero.
+
+    Args:
+        config: The model.
+        specs: All its groups, the head last.
+    """
+    shapes, formats = expected_tensors(config), _formats(config, specs)
+    linears = {
+        name: shape_only_weight(shapes[name][0], shapes[name][1], weight) for name, weight in formats.items()
+    }
+    floats = {
+        name: shape_only_array(shape, np.float32) for name, shape in shapes.items() if name not in formats
+    }
+    return _model_weights(config, specs, "shapes alone", (), linears, floats)
+
+
+def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFormat]:
+    """Return the number format of the embedding and of every linear by tensor name."""
+    formats = {embedding_name(config): specs[-1].weight}
+    for spec in specs:
+        formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
+    return formats
+
+
+def _model_weights(
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    content_key: str,
+    notes: tuple[str, ...],
+    linears: Mapping[str, LinearWeight],
+    floats: Mapping[str, NDArray[np.float32]],
+) -> ModelWeights:
+    shapes = expected_tensors(config)
+    sizes = [weight.weight_bytes(*shapes[name]) for name, weight in _formats(config, specs).items()]
     embedding = linears[embedding_name(config)]
     head_name = linear_names(config, HEAD_LAYER)["head"]["head"]
-    sizes = [weight.weight_bytes(*checkpoint.shape(name)) for name, weight in formats.items()]
     return ModelWeights(
         config=config,
-        specs=specs,
+        specs=tuple(specs),
         content_key=content_key,
         notes=notes,
         size_bytes=sum(sizes) + sum(values.nbytes for values in floats.values()),
@@ -214,23 +255,23 @@ def load_weights(
     )
 
 
-def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.generic]) -> Tensors:
+def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.generic]) -> LoadedTensors:
     """Return unquantised weights, and norms and biases, from the checkpoint."""
     floats = {name: checkpoint.read(name) for name in recipe.floats}
     return _FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
 
 
 def _quantized_tensors(
-    checkpoint: Checkpoint, recipe: Recipe, progress: Progress | None, cancelled: threading.Event | None
-) -> Tensors:
-    """Return quantised weights, and norms and biases, from the cache, which is filled first if need be."""
+    checkpoint: Checkpoint, recipe: Recipe, progress: ByteProgress | None, cancelled: threading.Event | None
+) -> LoadedTensors:
+    """Return quantised weights, and norms and biases, from the cache; fill it first if necessary."""
     path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
     file = cached_tensors(path, checkpoint, recipe, progress, cancelled)
     floats = {name: file.bits(name) for name in recipe.floats}
     return {name: quantized_view(file, name, weight) for name, weight in recipe.formats.items()}, floats
 
 
-def _shifted(progress: Progress | None, start_bytes: int, total_bytes: int) -> Progress | None:
+def _shifted(progress: ByteProgress | None, start_bytes: int, total_bytes: int) -> ByteProgress | None:
     """Return ``progress`` for one stage of the work, which begins with ``start_bytes`` done."""
     if progress is None:
         return None

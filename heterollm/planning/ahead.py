@@ -25,7 +25,7 @@ from heterollm.base import (
     format_bytes,
     silent,
 )
-from heterollm.engine import HEAD_ROWS, npu_part
+from heterollm.engine import HEAD_ROWS, npu_shard
 from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, GraphForm, QnnNpu
 from heterollm.kernels.ops import Group, OpSpec, Precision, ffn_specs
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
@@ -243,7 +243,7 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
     """
     needed_bytes = SPARE_BYTES
     for graph in graphs:
-        part = npu_part(weights, graph.spec, graph.npu_rows)
+        part = npu_shard(weights, graph.spec, graph.npu_rows)
         stored_bytes = npu.stored_bytes(part, graph.length, graph.form)
         estimate_bytes = int(graph.weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES
         needed_bytes += max(0, estimate_bytes - stored_bytes)
@@ -276,7 +276,7 @@ def _build(
         refusal = ""
         for graph in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
-            part = npu_part(weights, graph.spec, graph.npu_rows)
+            part = npu_shard(weights, graph.spec, graph.npu_rows)
             started = time.perf_counter()
             built = npu.build(part, length, graph.form)
             build_s += (time.perf_counter() - started) if built.compiled else 0.0

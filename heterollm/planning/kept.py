@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heterollm.base import PlanError, cache_root, kept, parse_json
+from heterollm.base import PlanError, cache_root, load_or_make, parse_json
 from heterollm.kernels.gpu import source_hash
 from heterollm.profiler.predict import profile_digest
 from heterollm.solver import Plan
@@ -31,7 +31,7 @@ def kept_plan(path: Path, solve: Callable[[], Plan]) -> Plan:
         path: The file, such as :func:`plan_path`.
         solve: Returns a new plan.
     """
-    return kept(path, "solving again", read=_read, make=solve, text=_written)
+    return load_or_make(path, "solving again", read=_read, make=solve, text=_written)
 
 
 def plan_path(profile: Profile, inputs: Mapping[str, object]) -> Path:

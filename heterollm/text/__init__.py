@@ -1,4 +1,4 @@
-"""Turns text into tokens and back, samples tokens, and holds the token loop and dialogues."""
+"""Tokenizes and decodes text, samples tokens, and runs the token loop of answers and dialogues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dialogue, and what of it a session's KV cache already holds."""
+"""A dialogue, and the part of its prompt that a session's KV cache already holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Conversation:
 
     Args:
         tokenizer: Renders the messages.
-        system: Instructions that stand before the first message, if any; kept by :meth:`reset`.
+        system: Instructions before the first message, if any; :meth:`reset` keeps them.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None) -> None:
@@ -30,7 +30,7 @@ class Conversation:
         return tuple(self._messages)
 
     def add_user(self, text: str) -> None:
-        """Append what the user says."""
+        """Append a message of the user."""
         self._messages.append({"role": "user", "content": text})
 
     def add_assistant(self, text: str) -> None:
@@ -44,7 +44,7 @@ class Conversation:
             self._messages.append({"role": "system", "content": self._system})
 
     def prompt_ids(self) -> list[int]:
-        """Return the ids of the dialogue and of what opens the next answer.
+        """Return the ids of the dialogue and of the opening of the next answer.
 
         Raises:
             InputError: The last message is not the user's, or the template refuses the dialogue.
@@ -56,15 +56,15 @@ class Conversation:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many leading ids two sequences share."""
+    """Return the number of leading ids that two sequences share."""
     pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(left), len(right)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def reusable_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return how many held tokens a prompt can keep.
+    """Return the number of tokens in the KV cache that a prompt can reuse.
 
-    A session that holds ``held`` truncates to this length and prefills the rest of the prompt, which is
-    never empty, since the logits of its last token are needed.
+    A session that holds ``held`` truncates to this length and prefills the rest of the prompt. The rest has
+    at least one token, since sampling needs the logits of the last one.
     """
     return max(0, min(common_prefix(held, prompt), len(prompt) - 1))

@@ -1,4 +1,4 @@
-"""The token loop, independent of devices: prefill, sample, decode, until something says stop."""
+"""The token loop, independent of devices: prefill, then sample and decode until a stop condition."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ __all__ = [
 ]
 
 StopReason = Literal["eos", "stop", "length", "context", "cancelled"]
-"""Why an answer ended: an end token, a stop string, the wanted length, a full context, the caller."""
+"""The reason for an answer's end: an end token, a stop string, the requested length, a full context, the
+caller."""
 
 
 class TokenSource(Protocol):
-    """What computes logits: a session of the engine.
-
-    The returned logits are float32 ``[vocab]``, valid until the next call.
-    """
+    """Computes logits, as a session of the engine does: float32 ``[vocab]``, valid until the next call."""
 
     @property
     def position(self) -> int:
@@ -50,39 +48,39 @@ class TokenSource(Protocol):
 
 
 class TextDecoder(Protocol):
-    """Turns ids that arrive one at a time into text."""
+    """Decodes ids that arrive one at a time."""
 
     def push(self, token_id: int, /) -> str:
-        """Take one id and return the text that it settles."""
+        """Take one id and return the text that is complete with it."""
 
     def finish(self) -> str:
-        """Return the text that is still held."""
+        """Return the text that was held back."""
 
 
 class StreamingTokenizer(Protocol):
-    """What the loop needs of a tokenizer."""
+    """The part of a tokenizer that the loop needs."""
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
 
     def stream_decoder(self) -> TextDecoder:
-        """Return a fresh decoder."""
+        """Return a new decoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What to generate.
+    """The limits, sampling and stop conditions of an answer.
 
     Args:
         max_new_tokens: Upper limit; None for as many as the context holds.
-        sampling: How tokens are chosen.
-        stop: Texts that end the answer; the answer is cut before them.
-        ignore_eos: Go on past end tokens.
+        sampling: The choice of tokens.
+        stop: Texts that end the answer and are not part of it.
+        ignore_eos: Continue after end tokens.
         log_probabilities: Report the model's log-probability of every token.
 
     Raises:
-        OptionError: A value is not legal.
+        OptionError: A value is illegal.
     """
 
     max_new_tokens: int | None = None
@@ -104,10 +102,10 @@ class GenerationStep:
     """One token of an answer.
 
     Args:
-        text: Text settled by this token, possibly none: it may wait for the rest of a character or for
-            what shows whether a stop string begins in it. Empty where the checkpoint has no tokenizer.
+        text: Text that is complete with this token, possibly none: it may wait for the rest of a character
+            or of a possible stop string. Empty if the checkpoint has no tokenizer.
         token_id: The token, end tokens included.
-        log_probability: Natural logarithm of the model's probability of it, where asked for.
+        log_probability: Natural logarithm of the model's probability of the token, if requested.
     """
 
     text: str
@@ -117,18 +115,18 @@ class GenerationStep:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A finished answer; rates are None where nothing was measured.
+    """A finished answer; a rate without a measurement is None.
 
     Args:
-        text: The texts of all steps, joined; empty where the checkpoint has no tokenizer.
-        token_ids: All generated tokens, an end token or those of a stop string included.
+        text: The texts of all steps, joined; empty if the checkpoint has no tokenizer.
+        token_ids: All generated tokens, including an end token or those of a stop string.
         prompt_tokens: Length of the whole prompt.
         generated_tokens: Length of ``token_ids``.
-        stop_reason: Why it ended.
+        stop_reason: The reason for the end.
         ttft_s: Seconds from the start to the first token.
-        prefill_tokens_per_s: Rate of the tokens that were prefilled (not those already held).
-        decode_tokens_per_s: Rate of the tokens after the first, the caller's time between them left out.
-        log_probabilities: One for each token, where asked for.
+        prefill_tokens_per_s: Rate of the tokens that were prefilled, without reused ones.
+        decode_tokens_per_s: Rate of the tokens after the first, without the caller's time between them.
+        log_probabilities: One value for each token, if requested.
     """
 
     text: str
@@ -142,18 +140,15 @@ class GenerationResult:
     log_probabilities: tuple[float, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 class StopStrings:
-    """Finds stop strings in text that arrives in pieces.
+    """Finds non-empty stop strings in text that arrives in pieces.
 
-    The string that completes first ends the text, of several that complete together the longest, however
-    the text is divided into pieces.
-
-    Args:
-        stops: The strings, none empty.
+    The stop string that completes first ends the text, and the longest of those that complete at the same
+    character. The division into pieces does not matter.
     """
 
     __slots__ = ("_held", "_longest", "_stops")
@@ -164,7 +159,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Return the text that no stop string can reach any more, and whether one was completed."""
+        """Return the text that cannot belong to a stop string, and whether one is complete."""
         text = self._held + piece
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
@@ -178,29 +173,28 @@ class StopStrings:
         return text, False
 
     def finish(self) -> str:
-        """Return the text held back, since nothing follows."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 class Generation:
-    """One answer, as an iterator of its tokens; afterwards :attr:`result` holds it whole.
+    """An iterator of the tokens of one answer; :attr:`result` holds the answer after the last token.
 
     Prompt and answer together fill at most the context. An error of the source ends the iteration.
 
     Args:
-        source: Holds the first ``reused`` tokens of the prompt and nothing else.
-        tokenizer: Turns tokens into text, and says which tokens end an answer.
+        source: Holds the first ``reused`` tokens of the prompt and no others.
+        tokenizer: Decodes tokens and names the end tokens.
         prompt_ids: The whole prompt.
-        options: What to generate.
-        reused: Leading tokens of the prompt that the source already holds; fewer than the prompt has.
-        cancel: Ends the answer before the next token when set, from any thread. Text that was still held
-            back is then dropped.
-        clock: Seconds that the source's work takes, from any moment; the host's by default.
+        options: Limits, sampling and stop conditions.
+        reused: Number of leading prompt tokens in the source, fewer than the prompt has.
+        cancel: Ends the answer before the next token when any thread sets it. Text that is held back is lost.
+        clock: Returns seconds from any fixed moment; the host's clock by default.
 
     Raises:
-        InputError: The prompt is empty, longer than the context, does not continue what the source
-            holds, or is not token ids.
+        InputError: The prompt is empty, longer than the context, does not continue the source's tokens, or
+            holds something other than token ids.
     """
 
     def __init__(
@@ -230,7 +224,7 @@ class Generation:
         wanted = options.max_new_tokens
         self._at_limit: StopReason = "length" if wanted is not None and wanted <= room else "context"
         self._limit = room if wanted is None else min(wanted, room)
-        # Prompt and answer, filled as tokens come; allocated once.
+        # Prompt and answer, allocated once.
         self._history: TokenIds = np.empty(len(prompt_ids) + self._limit, np.int64)
         self._history[: len(prompt_ids)] = prompt_ids
         self._log_probabilities = np.empty(self._limit if options.log_probabilities else 0)
@@ -263,7 +257,7 @@ class Generation:
         """The finished answer.
 
         Raises:
-            EngineError: The answer is not finished, or an error ended it.
+            EngineError: The answer is unfinished, or an error ended it.
         """
         if self._result is None:
             raise EngineError(
@@ -278,7 +272,7 @@ class Generation:
         return self.result
 
     def close(self) -> None:
-        """End the answer here, as if cancelled; does nothing after its end."""
+        """Cancel the answer; does nothing after its end."""
         if not self._closed:
             self._finish("cancelled")
 
@@ -299,7 +293,7 @@ class Generation:
         return self._accept(self._sampler, self._logits, begin)
 
     def _accept(self, sampler: Sampler, logits: Logits, begin: float) -> GenerationStep:
-        """Choose a token from the logits of a step that began at ``begin``, and say what it settles."""
+        """Return the step, begun at ``begin``, of a token sampled from the logits."""
         end = len(self._prompt_ids) + self._count
         token = sampler.sample(logits, self._history[:end] if sampler.uses_history else self._history)
         log_probability = None

@@ -1,7 +1,7 @@
-"""Choosing the next token from logits.
+"""Sampling of the next token from logits.
 
-Filters come in the order of transformers' ``generate``: repetition penalty, temperature, top-k, top-p,
-min-p; ties at the limit of top-k stay, as there.
+The filters and their order are those of transformers' ``generate``: repetition penalty, temperature, top-k
+(ties at the limit stay), top-p, min-p.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Logits = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
 
 _NUCLEUS_GUESSES = (1024, 16384)
-"""Tokens sorted first for top-p: nearly always enough, and far quicker than the whole vocabulary."""
+"""Numbers of tokens to sort first for top-p: mostly enough, and much faster than the whole vocabulary."""
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
-"""A smaller temperature would be 0 in float32; this one already leaves only the likeliest tokens."""
+"""Smallest temperature: a smaller one is 0 in float32, and this one leaves the likeliest tokens alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are chosen; the default is greedy.
+    """Sampling parameters; the default is greedy.
 
     Args:
-        temperature: Logits are divided by it; 0 chooses the likeliest token and ignores the filters.
+        temperature: Divisor of the logits; 0 chooses the likeliest token and ignores the filters.
         top_k: Keep this many of the likeliest tokens; 0 keeps all.
         top_p: Keep the fewest tokens that reach this probability together, in (0, 1].
         min_p: Drop tokens less likely than this fraction of the likeliest one, in [0, 1].
-        repetition_penalty: Logits of earlier tokens, prompt included, are divided by it where positive
-            and multiplied where negative; greater than 0, 1 for none.
-        seed: Equal seeds give equal tokens; None for a fresh one.
+        repetition_penalty: Divides positive logits of earlier tokens, prompt included, and multiplies
+            negative ones; above 0, 1 for none.
+        seed: Equal seeds give equal tokens; None for a random one.
 
     Raises:
         OptionError: A value is outside its range.
@@ -72,10 +72,10 @@ def _check(name: str, value: object, low: float, high: float, *, above: bool = F
 
 
 class Sampler:
-    """Chooses tokens for one answer; not for several threads at once.
+    """Samples the tokens of one answer; not thread-safe.
 
     Args:
-        options: How to choose.
+        options: Sampling parameters.
         vocab_size: Length of the logits.
     """
 
@@ -91,14 +91,14 @@ class Sampler:
 
     @property
     def uses_history(self) -> bool:
-        """Whether :meth:`sample` looks at the history at all."""
+        """Whether :meth:`sample` reads the history."""
         return self._penalized
 
     def sample(self, logits: Logits, history: TokenIds) -> int:
         """Return the next token.
 
         Args:
-            logits: ``[vocab]``, left as they are; −∞ excludes a token.
+            logits: ``[vocab]``, not modified; −∞ excludes a token.
             history: ``[n]``, the tokens so far, prompt included.
 
         Raises:
@@ -115,11 +115,7 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def distribution(self, logits: Logits, history: TokenIds) -> npt.NDArray[np.float64]:
-        """Return the probabilities ``[vocab]`` from which :meth:`sample` would draw.
-
-        Raises:
-            EngineError: As :meth:`sample`.
-        """
+        """Return the probabilities ``[vocab]`` from which :meth:`sample` draws; it raises the same errors."""
         result = np.zeros(len(logits), np.float64)
         if self._greedy:
             result[self.sample(logits, history)] = 1
@@ -129,7 +125,7 @@ class Sampler:
         return result
 
     def log_probability(self, logits: Logits, token: int) -> float:
-        """Return the natural logarithm of the model's own probability of a token, before any filter.
+        """Return the natural logarithm of the model's probability of a token, before any filter.
 
         Raises:
             EngineError: A logit is NaN or +∞, or all are −∞.
@@ -144,7 +140,7 @@ class Sampler:
         scores = self._scores
         np.copyto(scores, logits)
         if len(history):
-            # A token that came twice is written twice with one value, so that it is penalised once.
+            # A repeated token gets the same value twice, so that it is penalised once.
             seen = scores[history]
             penalty = np.float32(self._options.repetition_penalty)
             scores[history] = np.where(seen < 0, seen * penalty, seen / penalty)
@@ -153,7 +149,7 @@ class Sampler:
     def _candidates(
         self, logits: Logits, history: TokenIds
     ) -> tuple[TokenIds | None, npt.NDArray[np.float64]]:
-        """Return the ids that pass the filters (None for all, in order) and weights to draw by."""
+        """Return the ids that pass the filters (None for all) and their unnormalised probabilities."""
         options = self._options
         if self._penalized:
             self._penalize(logits, history)
@@ -180,7 +176,7 @@ class Sampler:
         return ids[keep], np.exp(chosen[keep])
 
     def _likeliest(self, count: int) -> TokenIds:
-        """Return the ids of the ``count`` likeliest tokens and of those that tie with the last one."""
+        """Return the ids of the ``count`` likeliest tokens and of ties with the last one."""
         np.copyto(self._work, self._scores)
         place = len(self._work) - count
         self._work.partition(place)
@@ -201,7 +197,7 @@ class Sampler:
         return self._sorted_nucleus(ids, total, top_p)[0]
 
     def _sorted_nucleus(self, ids: TokenIds, total: float, top_p: float) -> tuple[TokenIds, bool]:
-        """Return the nucleus among ``ids`` and whether they were enough to reach ``top_p``."""
+        """Return the nucleus of ``ids`` and whether it reaches ``top_p``."""
         scores = self._scores[ids]
         order = np.argsort(-scores, kind="stable")
         cumulative = np.cumsum(np.exp(scores[order].astype(np.float64))) / total
@@ -210,7 +206,7 @@ class Sampler:
 
 
 def _check_top(top: float) -> None:
-    """Refuse logits whose largest value is NaN (which ``max`` passes on) or infinite."""
+    """Refuse logits whose largest value is infinite or NaN, which ``max`` propagates."""
     if not math.isfinite(top):
         what = "all -inf" if top == -math.inf else "NaN or +inf"
         raise EngineError(

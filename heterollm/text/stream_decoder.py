@@ -1,4 +1,4 @@
-"""Text of token ids that arrive one at a time, and failures of the tokenizers library as errors of ours."""
+"""Decodes token ids that arrive one at a time, and converts failures of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ __all__ = ["FIX", "LIBRARY", "NoText", "StreamDecoder"]
 
 FIX: Final = "Download the checkpoint again, with all of its tokenizer files."
 MOST_HELD: Final = 16
-"""Unreadable tokens in a row after which their text is handed out: every token decodes all that are held."""
+"""Longest run of unreadable tokens that is held back: every further token decodes the whole run again."""
 CHARACTER_BYTES: Final = 4
-"""Most bytes of a character in UTF-8."""
+"""Longest character in UTF-8."""
 
 
 class _LibraryGuard:
-    """Turns failures of the tokenizers library into errors of ours.
-
-    It raises bare exceptions for damaged files, and its panics are no ``Exception`` at all.
-    """
+    """Converts failures of the tokenizers library: bare exceptions, and panics that are no ``Exception``."""
 
     def __enter__(self) -> None:
         pass
@@ -36,11 +33,11 @@ LIBRARY = _LibraryGuard()
 
 
 class StreamDecoder:
-    """Turns ids that arrive one at a time into text, never splitting a character.
+    """Decodes ids that arrive one at a time, without splitting a character.
 
-    The pieces that :meth:`push` and :meth:`finish` return, joined, equal ``Tokenizer.decode`` of all ids.
-    Text waits for its last bytes when a character is spread over tokens. With byte fallback a run of byte
-    tokens waits for the token after it, because one wrong byte makes the whole run unreadable.
+    The results of :meth:`push` and :meth:`finish`, joined, equal ``Tokenizer.decode`` of all ids. A character
+    of several tokens waits for its last byte. With byte fallback a run of byte tokens waits for the next
+    token, because one wrong byte makes the whole run unreadable.
 
     Args:
         backend: The tokenizer.
@@ -65,16 +62,16 @@ class StreamDecoder:
         self._backend = backend
         self._special_ids = special_ids
         self._byte_ids = byte_ids
-        # Tokens of the last piece, tokens after it, and how many of those the stream has.
+        # Tokens of the last piece, tokens after it, and the number of those that the stream has.
         self._settled: list[int] = []
         self._held: list[int] = []
         self._given = 0
-        # Characters of the next piece that were handed out before the stream was made.
+        # Characters of the next piece that were returned before the restart.
         self._skipped = 0
         self._restart()
 
     def push(self, token_id: int) -> str:
-        """Take one id and return the text that is complete with it, often its own, sometimes none."""
+        """Take one id and return the text that is complete with it, which may be empty."""
         if token_id in self._special_ids or self._backend.id_to_token(token_id) is None:
             return ""
         self._held.append(token_id)
@@ -90,16 +87,16 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """Return the text that is still held, with unfinished characters as U+FFFD, and restart."""
+        """Return the text that was held back, with incomplete characters as U+FFFD, and restart."""
         piece = self._text()
         self._restart()
         return piece
 
     def _unreadable(self) -> str:
-        """Hand out all held text but its last character, which further bytes may still change."""
+        """Return all text that is held back except its last character, which further bytes may change."""
         piece = self._text()[:-1]
-        # Every token has at least one byte, and UTF-8 finds its step again within one character: the last
-        # tokens alone end in the same character.
+        # Every token has at least one byte, and UTF-8 resynchronises within one character: the last tokens
+        # alone decode to the same last character.
         held = self._held[-CHARACTER_BYTES:]
         self._restart()
         self._held = held
@@ -120,10 +117,10 @@ class StreamDecoder:
 
 
 class NoText:
-    """A decoder that knows no text."""
+    """A decoder whose text is empty."""
 
     def push(self, _token_id: int) -> str:
-        """Take one id and return no text."""
+        """Return no text."""
         return ""
 
     def finish(self) -> str:

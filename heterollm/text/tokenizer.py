@@ -1,9 +1,8 @@
-"""Text to token ids and back, with the tokenizer and the chat template that a checkpoint brings.
+"""The tokenizer and the chat template of a checkpoint.
 
-`tokenizer.json` is loaded as it stands, which is what the checkpoint was published with; transformers
-adds the special tokens of `tokenizer_config.json` and renders the chat template in its own sandbox. As in
-transformers 5, what `tokenizer.json` writes before a text outweighs `add_bos_token` in the configuration.
-Older checkpoints without that file go through transformers' `AutoTokenizer`.
+transformers loads `tokenizer.json` unchanged, adds the special tokens of `tokenizer_config.json`, and renders
+the chat template in its sandbox. As in transformers 5, the prefix that `tokenizer.json` adds to a text takes
+precedence over `add_bos_token`. Checkpoints without `tokenizer.json` need transformers' `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _FIX_MISSING = (
 )
 _FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 TEMPLATE_LIMIT_S = 5.0
-"""For one dialogue; templates of published checkpoints take milliseconds."""
+"""Time limit of one rendering; templates of published checkpoints take milliseconds."""
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 class _Wrapper(Protocol):
-    """What is used of transformers' tokenizers, which come without types."""
+    """The part of transformers' tokenizers in use; the library has no types."""
 
     chat_template: str | dict[str, str] | None
     eos_token_id: int | None
@@ -56,8 +55,8 @@ class Tokenizer:
     """A checkpoint's tokenizer; made by :meth:`from_folder`.
 
     Args:
-        wrapper: transformers' tokenizer, which holds the special tokens and the chat template.
-        folder: Where it came from, for messages.
+        wrapper: transformers' tokenizer, with the special tokens and the chat template.
+        folder: The checkpoint, for messages.
         eos_ids: Ids that end an answer.
     """
 
@@ -65,7 +64,7 @@ class Tokenizer:
         self._wrapper = wrapper
         self._folder = folder
         self._backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
-        # Both may be baked into the file; a prompt cut short in silence would be a wrong answer.
+        # The file may enable both; silently truncating a prompt would give a wrong answer.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._eos_ids = eos_ids
@@ -78,13 +77,13 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder; nothing is downloaded and no remote code runs.
+        """Load the tokenizer of a checkpoint folder, without downloads and without remote code.
 
         Args:
             path: Folder with `tokenizer.json` (or `tokenizer.model`, or `vocab.json` and `merges.txt`).
 
         Raises:
-            CheckpointError: A file is missing or damaged; the message names it.
+            CheckpointError: A file is missing or damaged; the message has its name.
         """
         folder = Path(path)
         _check_small_files(folder)
@@ -99,7 +98,7 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Every id that ends an answer, by the tokenizer and by the generation configuration."""
+        """The ids that end an answer, from the tokenizer and the generation configuration."""
         return self._eos_ids
 
     @property
@@ -109,21 +108,21 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint brings a chat template; else a plain form of the dialogue is used."""
+        """Whether the checkpoint has a chat template; without one the dialogue has a plain form."""
         return self._wrapper.chat_template is not None
 
     @property
     def chat_stop_strings(self) -> tuple[str, ...]:
-        """What else ends an answer in a chat: with the plain form, the next question."""
+        """Further stop strings of a chat: in the plain form, the opening of the next message."""
         return () if self.has_chat_template else ("\n\nUser:", "\n\nSystem:")
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Return the ids of a text.
 
         Args:
-            text: Any text; special tokens written out in it become their ids.
-            add_bos: Begin with the tokens with which this checkpoint begins a text (often one BOS, for
-                some checkpoints none), unless the text itself already does.
+            text: Any text; spelled-out special tokens become their ids.
+            add_bos: Prepend the tokens that begin a text of this checkpoint (often one BOS, sometimes
+                none), unless the text has them already.
 
         Raises:
             InputError: The text is not valid Unicode.
@@ -156,23 +155,23 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a dialogue, ready for prefill.
 
-        Without a template the dialogue reads ``User: …``, blank line, ``Assistant: …``, blank line, and
-        so on, each role with a capital letter, and begins as :meth:`encode` begins a text.
+        Without a template the dialogue is ``User: …``, blank line, ``Assistant: …``, blank line, and so on,
+        with the prefix of :meth:`encode`.
 
         Args:
             messages: Role and content of each message, oldest first.
-            add_generation_prompt: End with the words that open the assistant's answer.
+            add_generation_prompt: End with the opening of the assistant's answer.
 
         Raises:
             InputError: There is no message, or the template refuses these.
-            CheckpointError: The template itself is damaged.
+            CheckpointError: The template is damaged.
         """
         if not messages:
             raise InputError("A chat prompt needs at least one message.")
         if self.has_chat_template:
             return self.encode(self._render(messages, add_generation_prompt), add_bos=False)
         turns = [f"{message['role'].capitalize()}: {message['content'].strip()}\n\n" for message in messages]
-        # No space after the colon: most vocabularies keep it with the next word.
+        # No space after the colon: most vocabularies join it with the next word.
         return self.encode("".join(turns) + ("Assistant:" if add_generation_prompt else ""))
 
     def stream_decoder(self) -> StreamDecoder:
@@ -204,7 +203,7 @@ class Tokenizer:
         return text
 
     def _added_prefix(self) -> list[int]:
-        """Return the ids that the post-processor puts before a text (never those it puts after)."""
+        """Return the ids that the post-processor puts before a text."""
         encoding = self._backend.encode("a", add_special_tokens=True)
         ids: list[int] = []
         for index, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
@@ -214,7 +213,7 @@ class Tokenizer:
         return ids
 
     def _byte_fallback_ids(self) -> frozenset[int]:
-        """Return the ids of single bytes that the decoder joins to characters (sentencepiece)."""
+        """Return the ids of single bytes that the decoder combines to characters (sentencepiece)."""
         names = {value: f"<0x{value:02X}>" for value in range(256)}
         ids = {name: self._backend.token_to_id(name) for name in names.values()}
         return frozenset(
@@ -225,12 +224,7 @@ class Tokenizer:
 
 
 class NoTokenizer:
-    """Stands for the tokenizer of a folder without one: tokens go in and out, and their text is empty.
-
-    Args:
-        folder: The folder.
-        eos_ids: Ids that end an answer.
-    """
+    """The tokenizer of a checkpoint folder without tokenizer files: the text of every token is empty."""
 
     def __init__(self, folder: Path, eos_ids: frozenset[int]) -> None:
         self.folder = folder
@@ -242,14 +236,14 @@ class NoTokenizer:
 
 
 def load_tokenizer(folder: Path, eos_ids: Sequence[int]) -> Tokenizer | NoTokenizer:
-    """Return the tokenizer of a checkpoint folder, or what stands for it where its files are missing.
+    """Return the tokenizer of a checkpoint folder, or :class:`NoTokenizer` if its files are missing.
 
     Args:
         folder: Folder of the checkpoint.
-        eos_ids: Ids that end an answer, by the model's configuration.
+        eos_ids: Ids that end an answer, from the model's configuration.
 
     Raises:
-        CheckpointError: A file is damaged; the message names it.
+        CheckpointError: A file is damaged; the message has its name.
     """
     if _tokenizer_file(folder) is None:
         return NoTokenizer(folder, frozenset(eos_ids))
@@ -260,14 +254,14 @@ def check_tokenizer(folder: Path) -> None:
     """Check that a checkpoint folder has tokenizer files, without reading them.
 
     Raises:
-        CheckpointError: They are missing; the message names one.
+        CheckpointError: They are missing; the message has the name of one.
     """
     if _tokenizer_file(folder) is None:
         raise CheckpointError(f"{folder / 'tokenizer.json'} is missing.", fix=_FIX_MISSING)
 
 
 def _tokenizer_file(folder: Path) -> str | None:
-    """Return the name of the file that a tokenizer is loaded from; None where it is missing."""
+    """Return the name of the file to load a tokenizer from; None if it is missing."""
     complete = (names for names in _FORMATS if all((folder / name).is_file() for name in names))
     return next(complete, (None,))[0]
 
@@ -286,7 +280,7 @@ def _check_small_files(folder: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty where there is no such file."""
+    """Return the object in a JSON file, empty if the file is missing."""
     try:
         value = parse_json(path.read_bytes())
     except FileNotFoundError:
@@ -303,7 +297,7 @@ def _load_wrapper(folder: Path) -> _Wrapper:
     check_tokenizer(folder)
     name = str(_tokenizer_file(folder))
     with _no_advice():
-        import transformers  # here: half a second, and most commands need no tokenizer
+        import transformers  # takes half a second, and most commands need no tokenizer
     kind = transformers.PreTrainedTokenizerFast
     if name != "tokenizer.json":
         kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
@@ -324,12 +318,12 @@ def _load_wrapper(folder: Path) -> _Wrapper:
 
 
 class _TemplateTimeout(BaseException):
-    """A template runs for too long; not an Exception, so that no handler on the way swallows it."""
+    """A template runs for too long; no ``Exception``, so that no handler in between catches it."""
 
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Stop the Python code of the block on this thread after some time; compiled templates are such code."""
+    """Interrupt the block's Python code, such as a compiled template, on this thread after some time."""
     end_s = time.monotonic() + seconds
     before = sys.gettrace()
 
@@ -351,16 +345,9 @@ def _template_file(folder: Path) -> Path:
     return own if own.is_file() else folder / "tokenizer_config.json"
 
 
-class _Verbosity(Protocol):
-    """transformers' own logging module."""
-
-    def get_verbosity(self) -> int: ...
-    def set_verbosity(self, verbosity: int) -> None: ...
-
-
 @contextmanager
 def _no_advice() -> Iterator[None]:
-    """Import transformers without a remark that it has no models where PyTorch is missing."""
+    """Import transformers without its warning that PyTorch is missing."""
     given = _ADVICE in os.environ
     os.environ.setdefault(_ADVICE, "1")
     yield
@@ -369,8 +356,8 @@ def _no_advice() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(verbosity: _Verbosity) -> Iterator[None]:
-    """Silence transformers' warnings, which speak of its own models, for a moment."""
+def _quiet(verbosity: Any) -> Iterator[None]:  # noqa: ANN401 - transformers' logging module
+    """Silence transformers' warnings about its own models."""
     before = verbosity.get_verbosity()
     verbosity.set_verbosity(logging.ERROR)
     try:
@@ -380,7 +367,7 @@ def _quiet(verbosity: _Verbosity) -> Iterator[None]:
 
 
 def _configured_eos_ids(folder: Path) -> list[int]:
-    """Return the end ids of `generation_config.json`, or of `config.json` where that is missing."""
+    """Return the end ids of `generation_config.json`, or of `config.json` if that file is missing."""
     path = folder / "generation_config.json"
     if not path.is_file():
         path = folder / "config.json"

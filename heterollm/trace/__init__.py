@@ -1,4 +1,4 @@
-"""Records the passes of an engine, and says where their time went."""
+"""Records the passes of an engine, and summarises their time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Traces in files: the trace-event format of Chrome and Perfetto, which opens in either as it is.
+"""Trace files in the trace-event format, which Chrome and https://ui.perfetto.dev open.
 
-Beside what these show, an event's ``args`` hold what a trace's records hold, so that a file can be read back.
-Times are microseconds from the trace's beginning with three decimals. See
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (the format) and
-https://ui.perfetto.dev.
+An event's ``args`` hold the rest of a record, so that a file can be read back. Times are microseconds from
+the beginning of the trace with three decimals. Format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -32,7 +32,7 @@ from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
 from heterollm.trace.spans import (
     ENGINE_CATEGORIES,
-    PART_CATEGORIES,
+    PROCESSOR_CATEGORIES,
     TRACKS,
     Category,
     Pass,
@@ -50,13 +50,15 @@ LARGEST_FILE_BYTES: Final = 1 << 30
 FIX: Final = "Record it again: `heterollm generate --trace FILE`."
 
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
-"""Up to eleven days: what is further off was never a time."""
+"""A time of at most eleven days."""
 
 Word = Annotated[str, Meta(max_length=500)]
+WORK: Final = ("m", "k", "n", "flops", "weight_bytes")
+"""Fields of an event with linear work, in the order of :class:`LinearWork`."""
 
 
-class About(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says of the whole trace."""
+class TraceHeader(Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a file that concern the whole trace."""
 
     heterollm_trace: Literal[1]
     device: Word
@@ -68,7 +70,7 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NameEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph", tag="M"):
-    """The name or place of a track, for those who look at it."""
+    """Name or sort index of a track, for viewers."""
 
     pid: Count
     tid: Count
@@ -77,7 +79,7 @@ class NameEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph",
 
 
 class Arguments(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an event says beside its time; rates are for those who look at it."""
+    """An event's fields beside its time; the rates are for viewers."""
 
     number: Count = msgspec.field(name="pass")
     operator: Word
@@ -96,22 +98,19 @@ class Arguments(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     failed: bool | None = None
 
     def work(self) -> LinearWork | None:
-        """Return what was computed; None where it is not linear."""
-        stated = [
-            value for value in (self.m, self.k, self.n, self.flops, self.weight_bytes) if value is not None
-        ]
-        return LinearWork(*stated) if stated else None
+        """Return the linear work; None without it."""
+        present = [value for name in WORK if (value := getattr(self, name)) is not None]
+        return LinearWork(*present) if present else None
 
     def __post_init__(self) -> None:
-        """Refuse a part of a shape."""
-        shape = {name: getattr(self, name) for name in ("m", "k", "n", "flops", "weight_bytes")}
-        missing = [name for name, value in shape.items() if value is None]
-        if 0 < len(missing) < len(shape):
+        """Refuse incomplete work."""
+        missing = [name for name in WORK if getattr(self, name) is None]
+        if 0 < len(missing) < len(WORK):
             raise ValueError(f"{missing[0]} is missing")
 
 
 class SpanEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph", tag="X"):
-    """Something that took time."""
+    """A span."""
 
     pid: Count
     tid: Annotated[int, Meta(ge=1, le=3)]
@@ -122,20 +121,20 @@ class SpanEvent(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ph",
     args: Arguments
 
     def __post_init__(self) -> None:
-        """Refuse a category on another track than its own."""
-        if self.cat not in (ENGINE_CATEGORIES if self.track == "engine" else PART_CATEGORIES):
+        """Refuse a category of another track."""
+        if self.cat not in (ENGINE_CATEGORIES if self.track == "engine" else PROCESSOR_CATEGORIES):
             raise ValueError(f"cat is {self.cat!r}, which is not on the track of the {self.track}")
 
     @property
     def track(self) -> Track:
-        """Where it took place."""
+        """The track."""
         return TRACKS[self.tid - 1]
 
 
 class TraceFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """A trace as its file has it."""
+    """The content of a trace file."""
 
-    otherData: About  # noqa: N815 - the format's name
+    otherData: TraceHeader  # noqa: N815 - the format's name
     traceEvents: tuple[NameEvent | SpanEvent, ...]  # noqa: N815
     displayTimeUnit: str = "ns"  # noqa: N815
 
@@ -144,10 +143,10 @@ class TraceFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace; the file is replaced once it is whole.
+    """Write a trace file atomically.
 
     Raises:
-        OptionError: It cannot be written.
+        OptionError: The file cannot be written.
     """
     try:
         with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -157,18 +156,18 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:
-    """Yield the lines of a trace's file."""
+    """Yield the lines of a trace file."""
     start_ns = min((span.begin_ns for span in trace.spans), default=0)
-    about = {
-        "heterollm_trace": SCHEMA_VERSION,
-        "device": trace.device,
-        "time_kind": trace.time_kind,
-        "plan": trace.plan,
-        "precision": trace.precision,
-        "clock_uncertainty_us": trace.clock_uncertainty_us,
-        "notes": list(trace.notes),
-    }
-    yield f'{{"displayTimeUnit": "ns",\n"otherData": {_dumped(about)},\n"traceEvents": [\n'
+    header = TraceHeader(
+        SCHEMA_VERSION,
+        trace.device,
+        trace.time_kind,
+        trace.plan,
+        trace.precision,
+        trace.clock_uncertainty_us,
+        trace.notes,
+    )
+    yield f'{{"displayTimeUnit": "ns",\n"otherData": {_dumped(header)},\n"traceEvents": [\n'
     title = f"heterollm on {trace.device}, {trace.time_kind} time"
     yield _dumped({"ph": "M", "pid": PROCESS, "tid": 0, "name": "process_name", "args": {"name": title}})
     for thread, track in enumerate(TRACKS, 1):
@@ -181,36 +180,32 @@ def trace_lines(trace: Trace) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _event(span: Span, passes: dict[int, Pass], start_ns: int) -> dict[str, Any]:
-    about: dict[str, Any] = {}
+def _event(span: Span, passes: dict[int, Pass], start_ns: int) -> SpanEvent:
+    fields: dict[str, Any] = {}
     if span.work is not None:
-        work = span.work
-        about = {"m": work.tokens, "k": work.columns, "n": work.rows}
-        about |= {"flops": work.flops, "weight_bytes": work.weight_bytes}
-        about |= {"gbps": round(span.gbps or 0.0, 3), "gflops": round(span.gflops or 0.0, 3)}
+        fields = dict(zip(WORK, astuple(span.work), strict=True))
+        fields |= {"gbps": round(span.gbps or 0.0, 3), "gflops": round(span.gflops or 0.0, 3)}
     if span.category == "pass":
         one = passes[span.number]
-        about |= {"phase": one.phase, "tokens": one.tokens, "position": one.position, "failed": one.failed}
-    arguments = Arguments(span.number, span.operator, span.layer, merged=span.merged, **about)
+        fields |= {"phase": one.phase, "tokens": one.tokens, "position": one.position, "failed": one.failed}
+    arguments = Arguments(span.number, span.operator, span.layer, merged=span.merged, **fields)
     begin_us, length_us = (span.begin_ns - start_ns) / 1000, (span.end_ns - span.begin_ns) / 1000
     track = TRACKS.index(span.track) + 1
-    event = SpanEvent(PROCESS, track, begin_us, length_us, span.name, span.category, arguments)
-    made: dict[str, Any] = msgspec.to_builtins(event)
-    return made
+    return SpanEvent(PROCESS, track, begin_us, length_us, span.name, span.category, arguments)
 
 
 def _dumped(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, allow_nan=False)
 
 
 # -- reading -----------------------------------------------------------------------------------------
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace's file.
+    """Read a trace file.
 
     Raises:
-        TraceError: It cannot be read, is damaged, or is no trace of heterollm.
+        TraceError: The file cannot be read, is damaged, or is no trace of heterollm.
     """
     try:
         if not path.is_file():
@@ -225,16 +220,16 @@ def load_trace(path: Path) -> Trace:
 
 
 def trace_from_json(text: str | bytes, *, source: str = "the trace") -> Trace:
-    """Read a trace.
+    """Return the trace in the text of a trace file.
 
     Raises:
-        TraceError: The text is not a whole trace of this schema version.
+        TraceError: The text is not a complete trace of this schema version.
     """
     data = decode_json(text, source=source, error=TraceError, fix=FIX)
-    about = data.get("otherData") if isinstance(data, dict) else None
-    if not isinstance(about, dict) or "traceEvents" not in data or "heterollm_trace" not in about:
+    header = data.get("otherData") if isinstance(data, dict) else None
+    if not isinstance(header, dict) or "traceEvents" not in data or "heterollm_trace" not in header:
         raise TraceError(f"{source} is no trace of heterollm.", fix=FIX)
-    version = about["heterollm_trace"]
+    version = header["heterollm_trace"]
     if version != SCHEMA_VERSION:
         raise TraceError(
             f"{source} has schema version {version!r:.40}, and this version of heterollm reads "
@@ -242,17 +237,17 @@ def trace_from_json(text: str | bytes, *, source: str = "the trace") -> Trace:
             fix=FIX,
         )
     file = decode(data, TraceFile, source=f"{source} is damaged", error=TraceError, fix=FIX)
-    head = file.otherData
     spans, passes = _records(file.traceEvents, source)
+    whole = file.otherData
     return Trace(
-        head.device,
-        head.time_kind,
-        head.plan,
-        head.precision,
-        passes,
-        spans,
-        head.clock_uncertainty_us,
-        head.notes,
+        device=whole.device,
+        time_kind=whole.time_kind,
+        plan=whole.plan,
+        precision=whole.precision,
+        passes=passes,
+        spans=spans,
+        clock_uncertainty_us=whole.clock_uncertainty_us,
+        notes=whole.notes,
     )
 
 
@@ -300,9 +295,9 @@ def _pass(span: Span, stated: Arguments, where: str) -> Pass:
 
 
 def _check_order(passes: tuple[Pass, ...], spans: list[Span], source: str) -> None:
-    """Refuse passes and spans of the thread that overlap, and such that lie outside of their pass.
+    """Refuse overlapping passes, and spans of the engine thread that overlap or leave their pass.
 
-    Kernels may overlap: a device may begin one before the one before has ended.
+    Kernels may overlap: a device may begin one before its predecessor has ended.
     """
     for before, after in itertools.pairwise(passes):
         if after.begin_ns < before.end_ns:

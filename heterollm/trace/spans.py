@@ -1,7 +1,7 @@
-"""What a trace is: spans of time on three tracks, and the passes of the model that they belong to.
+"""The records of a trace: passes of the model, and their spans on three tracks.
 
-Real, emulated and simulated clocks write the same records; :attr:`Trace.time_kind` says which it was, and
-goes into every file, table and picture that is made of them.
+Real, emulated and simulated clocks write the same records. Every file, table and picture of a trace shows its
+:attr:`Trace.time_kind`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
 
 __all__ = [
-    "CATEGORIES",
     "ENGINE_CATEGORIES",
-    "PART_CATEGORIES",
+    "PROCESSOR_CATEGORIES",
     "TRACKS",
     "Category",
     "Pass",
@@ -28,45 +27,43 @@ __all__ = [
 ]
 
 Track: TypeAlias = Literal["gpu", "npu", "engine"]
-"""Where something took place: the GPU's queue, the NPU, or the thread that drives both."""
+"""The GPU's queue, the NPU, or the thread that drives both."""
 
 TRACKS: Final[tuple[Track, ...]] = get_args(Track)
 
-PartCategory: TypeAlias = Literal[
+ProcessorCategory: TypeAlias = Literal[
     "linear", "attention", "norm", "activation", "embedding", "join", "merged", "signal", "other"
 ]
 EngineCategory: TypeAlias = Literal[
     "pass", "launch", "graph", "hand-over", "wait", "sleep", "poll", "bind", "build", "tracing", "call"
 ]
-Category: TypeAlias = PartCategory | EngineCategory
+Category: TypeAlias = ProcessorCategory | EngineCategory
 
-PART_CATEGORIES: Final[tuple[PartCategory, ...]] = get_args(PartCategory)
-"""Of kernels and graph runs. ``merged`` is one launch of several kinds of kernels, ``signal`` the kernel of a
-flag, ``join`` one that does nothing but bring the parts of a cut together."""
+PROCESSOR_CATEGORIES: Final[tuple[ProcessorCategory, ...]] = get_args(ProcessorCategory)
+"""Categories of kernels and graph runs. ``merged`` is one launch of kernels of several categories, ``signal``
+the kernel that raises a flag, ``join`` a kernel that only concatenates the shards of a split."""
 
 ENGINE_CATEGORIES: Final[tuple[EngineCategory, ...]] = get_args(EngineCategory)
-"""Of the engine thread. ``pass`` is what holds the others; ``launch`` enqueues a kernel; ``graph`` runs the
-NPU, which keeps the thread; ``hand-over`` marks, flushes, maps and unmaps; ``wait`` waits for the GPU, in it
-``sleep`` and ``poll`` (a wait without either is the driver's); ``bind`` writes the step and names a session's
-memory; ``build`` compiles a list of calls; ``tracing`` reads the kernels' times."""
-
-CATEGORIES: Final[tuple[Category, ...]] = (*PART_CATEGORIES, *ENGINE_CATEGORIES)
+"""Categories of the engine thread. ``pass`` contains all others; ``launch`` enqueues a kernel; ``graph`` runs
+the NPU and blocks the thread; ``hand-over`` marks, flushes, maps and unmaps; ``wait`` waits for the GPU, with
+``sleep`` and ``poll`` inside (a wait without them is in the driver); ``bind`` writes the step buffer and
+binds a session's memory; ``build`` compiles a pass; ``tracing`` reads the kernels' times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """An interval of work on a track.
 
     Args:
-        track: Where.
-        category: Of which kind.
-        operator: What: ``qkv``, ``norm``, ``finish``, …
-        begin_ns: When it began, from any fixed moment of the trace's clock.
-        end_ns: When it ended.
-        number: Of the pass that it belongs to.
+        track: The processor or thread.
+        category: The category.
+        operator: The operator or action: ``qkv``, ``norm``, ``finish``, …
+        begin_ns: Begin, from any fixed moment of the trace's clock.
+        end_ns: End.
+        number: Number of the pass.
         layer: Decoder layer; None outside of layers.
-        work: What it computes, where it is linear.
-        merged: Operators that one launch runs one after the other, with their layers.
+        work: Computed work of linear layers.
+        merged: Operators, with their layers, that one launch runs in sequence.
     """
 
     track: Track
@@ -86,19 +83,19 @@ class Span:
 
     @property
     def duration_us(self) -> float:
-        """How long it took."""
+        """Duration in microseconds."""
         return (self.end_ns - self.begin_ns) / 1e3
 
     @property
     def gbps(self) -> float | None:
-        """Weights read, in 10⁹ bytes a second; None where nothing is linear."""
+        """Weight bandwidth in 10⁹ bytes a second; None without linear work."""
         if self.work is None or self.end_ns <= self.begin_ns:
             return None
         return bandwidth_gbps(self.work.weight_bytes, self.duration_us)
 
     @property
     def gflops(self) -> float | None:
-        """10⁹ operations a second; None where nothing is linear."""
+        """10⁹ operations a second; None without linear work."""
         if self.work is None or self.end_ns <= self.begin_ns:
             return None
         return self.work.flops / (self.duration_us * 1e3)
@@ -109,13 +106,13 @@ class Pass:
     """One pass of the model: a chunk of a prompt, or a decoded token.
 
     Args:
-        number: Counted from the first that was recorded, kept or not.
-        phase: Which placements it used.
-        tokens: How many tokens it took.
-        position: Position of the first.
-        begin_ns: When it began.
-        end_ns: When its logits were there.
-        failed: Whether an error ended it.
+        number: Counted from the first recorded pass, including passes that the recorder dropped.
+        phase: Prefill or decode.
+        tokens: Number of tokens.
+        position: Position of the first token.
+        begin_ns: Begin.
+        end_ns: Time of the logits.
+        failed: Whether an error ended the pass.
     """
 
     number: int
@@ -129,17 +126,17 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything that was recorded of some passes.
+    """The records of some passes.
 
     Args:
         device: Name of the device.
-        time_kind: Whether its times are real, emulated or simulated.
+        time_kind: Whether the times are real, emulated or simulated.
         plan: The plan's level.
-        precision: Of the linears.
-        passes: In order of time.
-        spans: In order of their beginning, an outer one before those in it.
-        clock_uncertainty_us: By how much kernels may be shifted against the rest.
-        notes: What else a reader has to know, such as that the beginning is lost.
+        precision: Precision of the linear layers.
+        passes: Passes in order of time.
+        spans: Spans in order of their begin, outer ones before inner ones.
+        clock_uncertainty_us: Largest shift of kernels against the rest.
+        notes: Remarks, for example about dropped passes.
     """
 
     device: str
@@ -152,8 +149,8 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     def select(self, wanted: Callable[[Pass], bool]) -> Trace:
-        """Return the trace of some passes alone, such as ``lambda one: one.phase == "decode"``."""
-        passes = tuple(one for one in self.passes if wanted(one))
-        numbers = {one.number for one in passes}
+        """Return the trace of the passes for which ``wanted`` returns true."""
+        passes = tuple(filter(wanted, self.passes))
+        numbers = {item.number for item in passes}
         spans = tuple(span for span in self.spans if span.number in numbers)
         return replace(self, passes=passes, spans=spans)

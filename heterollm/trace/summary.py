@@ -1,10 +1,10 @@
-"""What a trace says in numbers: where the time went, how much both parts did at once, what it all waited for.
+"""Summarises a trace: the engine thread's time, the overlap of both processors, and the critical path."""
 
-The engine thread's times add up to the wall: each of its spans counts without those inside it, what no span
-covers is Python's, and what lies between two passes (sampling, text, the caller) is named so. The critical
-path goes back from a pass's end, each time to the kernel or graph run that ended last before; what lies
-between two of them is a gap, and a hand-over where the part changes.
-"""
+# Times of the engine thread add up to the wall time. Each span counts without its inner spans; time that no
+# span covers is Python's, and time between two passes (sampling, text, the caller) has a name of its own.
+#
+# The critical path goes back from the end of a pass, each time to the kernel or graph run that ended last
+# before. The time between two of them is a gap, and the cost of a hand-over if the processor changes.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PYTHON: Final = "python"
 
 BETWEEN: Final = "between passes"
 HAND_OVER: Final = "hand-over"
-SAME_PART: Final = "gap within one part"
+SAME_PROCESSOR: Final = "gap within one processor"
 ENDS: Final = "start and end of passes"
 
 Intervals: TypeAlias = Sequence[tuple[int, int]]
@@ -34,16 +34,16 @@ Intervals: TypeAlias = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """All runs of one operator on one part.
+    """All runs of one operator on one processor.
 
     Args:
-        track: Which part.
-        category: Of which kind.
-        operator: Which.
-        count: Runs.
-        time_us: Of all together.
-        weight_bytes: Weights that were read, where it is linear.
-        flops: Operations, where it is linear.
+        track: The processor.
+        category: The category.
+        operator: The operator.
+        count: Number of runs.
+        time_us: Total time.
+        weight_bytes: Total of the weights that linear layers read.
+        flops: Total operations of linear layers.
     """
 
     track: Track
@@ -56,40 +56,40 @@ class OperatorTime:
 
     @property
     def gbps(self) -> float | None:
-        """Weights read, in 10⁹ bytes a second; None where nothing is linear."""
+        """Weight bandwidth in 10⁹ bytes a second; None without linear work."""
         return bandwidth_gbps(self.weight_bytes, self.time_us) if self.flops and self.time_us else None
 
     @property
     def gflops(self) -> float | None:
-        """10⁹ operations a second; None where nothing is linear."""
+        """10⁹ operations a second; None without linear work."""
         return self.flops / (self.time_us * 1e3) if self.flops and self.time_us else None
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Some passes in numbers; times are those of all of them together.
+    """Totals of some passes.
 
     Args:
         device: Name of the device.
         time_kind: Whether the times are real, emulated or simulated.
         plan: The plan's level.
-        precision: Of the linears.
-        passes: How many passes.
-        failed: How many of them an error ended.
-        tokens: Tokens that they took.
-        wall_us: From beginning to end, what lies between passes that follow each other included.
-        between_us: Of that, what lies between passes.
-        gpu_busy_us: While a kernel ran, in passes.
-        npu_busy_us: While an NPU graph ran.
-        overlap_us: While both did.
-        hand_over_us: Gaps of the critical path at which the part changes: what hand-overs cost.
-        hand_overs: How many.
-        engine_us: Times of the engine thread by category; they add up to the wall.
-        critical_us: Times of the critical path by part and category, gaps included; they add up to the wall
-            of the passes.
-        operators: Times by part and operator, the longest first.
-        clock_uncertainty_us: By how much kernels may be shifted against the rest.
-        notes: Those of the trace.
+        precision: Precision of the linear layers.
+        passes: Number of passes.
+        failed: Number of passes that an error ended.
+        tokens: Number of tokens.
+        wall_us: Time of all passes and between consecutive ones.
+        between_us: Time between consecutive passes.
+        gpu_busy_us: Time in passes while a kernel ran.
+        npu_busy_us: Time in passes while an NPU graph ran.
+        overlap_us: Time in passes while both ran.
+        hand_over_us: Gaps of the critical path at a change of processor, which are the cost of hand-overs.
+        hand_overs: Number of those gaps.
+        engine_us: Times of the engine thread by category; they add up to ``wall_us``.
+        critical_us: Times of the critical path by processor and category, gaps included; they add up to the
+            time of the passes.
+        operators: Times by processor and operator, the longest first.
+        clock_uncertainty_us: Largest shift of kernels against the rest.
+        notes: Notes of the trace.
     """
 
     device: str
@@ -129,24 +129,24 @@ class TraceSummary:
 
     @property
     def both_idle_us(self) -> float:
-        """Time in passes while neither part worked."""
+        """Time in passes while neither processor worked."""
         return self.passes_us - self.gpu_busy_us - self.npu_busy_us + self.overlap_us
 
     @property
     def overlap_fraction(self) -> float:
-        """The time both worked at once, of the shorter part's; 0 where one did nothing."""
+        """Overlap as a fraction of the busy time of the processor that worked less; 0 if it did not work."""
         shorter_us = min(self.gpu_busy_us, self.npu_busy_us)
         return self.overlap_us / shorter_us if shorter_us else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
+        """Return plain data for JSON."""
         derived = ("gpu_idle_us", "npu_idle_us", "both_idle_us", "overlap_fraction")
         rows = [asdict(row) | {"gbps": row.gbps, "gflops": row.gflops} for row in self.operators]
         return asdict(self) | {name: getattr(self, name) for name in derived} | {"operators": rows}
 
 
 def summarise(trace: Trace) -> TraceSummary:
-    """Return a trace in numbers; :meth:`Trace.select` first for some of its passes.
+    """Return the totals of a trace; :meth:`Trace.select` first for some of its passes.
 
     Args:
         trace: Any, of any kind of time.
@@ -162,10 +162,9 @@ def summarise(trace: Trace) -> TraceSummary:
         own = spans[one.number]
         for category, time_us in _self_times(own):
             engine[category] += time_us
-        parts = {track: _clipped(busy(own, track), one) for track in ("gpu", "npu")}
-        for track, intervals in parts.items():
-            busy_us[track] += _length_us(intervals)
-        busy_us["both"] += _length_us(_common(parts["gpu"], parts["npu"]))
+        gpu, npu = (_clipped(busy(own, track), one) for track in ("gpu", "npu"))
+        for name, intervals in (("gpu", gpu), ("npu", npu), ("both", _common(gpu, npu))):
+            busy_us[name] += sum(end - begin for begin, end in intervals) / 1e3
         for name, time_us in _critical_path(one, own, round(1e3 * trace.clock_uncertainty_us)):
             critical[name] += time_us
             hand_overs += name == HAND_OVER
@@ -177,47 +176,43 @@ def summarise(trace: Trace) -> TraceSummary:
             engine[BETWEEN] += (after.begin_ns - before.end_ns) / 1e3 - read_us
             between_us += (after.begin_ns - before.end_ns) / 1e3
     return TraceSummary(
-        trace.device,
-        trace.time_kind,
-        trace.plan,
-        trace.precision,
-        len(trace.passes),
-        sum(one.failed for one in trace.passes),
-        sum(one.tokens for one in trace.passes),
-        sum(one.end_ns - one.begin_ns for one in trace.passes) / 1e3 + between_us,
-        between_us,
-        busy_us["gpu"],
-        busy_us["npu"],
-        busy_us["both"],
-        critical.get(HAND_OVER, 0.0),
-        hand_overs,
-        dict(sorted(engine.items(), key=lambda item: -item[1])),
-        dict(sorted(critical.items(), key=lambda item: -item[1])),
-        _operators(trace.spans),
-        trace.clock_uncertainty_us,
-        trace.notes,
+        device=trace.device,
+        time_kind=trace.time_kind,
+        plan=trace.plan,
+        precision=trace.precision,
+        passes=len(trace.passes),
+        failed=sum(one.failed for one in trace.passes),
+        tokens=sum(one.tokens for one in trace.passes),
+        wall_us=sum(one.end_ns - one.begin_ns for one in trace.passes) / 1e3 + between_us,
+        between_us=between_us,
+        gpu_busy_us=busy_us["gpu"],
+        npu_busy_us=busy_us["npu"],
+        overlap_us=busy_us["both"],
+        hand_over_us=critical.get(HAND_OVER, 0.0),
+        hand_overs=hand_overs,
+        engine_us=dict(sorted(engine.items(), key=lambda item: -item[1])),
+        critical_us=dict(sorted(critical.items(), key=lambda item: -item[1])),
+        operators=_operators(trace.spans),
+        clock_uncertainty_us=trace.clock_uncertainty_us,
+        notes=trace.notes,
     )
 
 
 def summarise_phases(trace: Trace) -> dict[str, TraceSummary]:
-    """Return the summary of each phase that has passes, by its name."""
+    """Return the summary of each phase that has passes."""
     found: dict[str, TraceSummary] = {}
     for phase in get_args(Phase):
-
-        def wanted(one: Pass, phase: str = phase) -> bool:
-            return one.phase == phase
-
-        part = trace.select(wanted)
-        if part.passes:
-            found[phase] = summarise(part)
+        passes = {one for one in trace.passes if one.phase == phase}
+        if passes:
+            found[phase] = summarise(trace.select(passes.__contains__))
     return found
 
 
-# -- pieces ------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------
 
 
 def busy(spans: Iterable[Span], track: Track) -> Intervals:
-    """Return when a part worked, as intervals in order that do not touch, in nanoseconds."""
+    """Return the busy intervals of a track in order, merged, in nanoseconds."""
     merged: list[tuple[int, int]] = []
     for begin_ns, end_ns in sorted((span.begin_ns, span.end_ns) for span in spans if span.track == track):
         if merged and begin_ns <= merged[-1][1]:
@@ -228,7 +223,7 @@ def busy(spans: Iterable[Span], track: Track) -> Intervals:
 
 
 def _self_times(spans: Iterable[Span]) -> Iterator[tuple[str, float]]:
-    """Yield the time of each span of the engine thread in its pass without the spans in it."""
+    """Yield the time of each span of the engine thread in its pass, without its inner spans."""
     nested: list[tuple[Span, int]] = []
     for span in [*spans, None]:
         if span is not None and (span.track != "engine" or span.category == "tracing"):
@@ -246,12 +241,12 @@ def _self_times(spans: Iterable[Span]) -> Iterator[tuple[str, float]]:
 
 
 def _critical_path(one: Pass, spans: Iterable[Span], slack_ns: int) -> Iterator[tuple[str, float]]:
-    """Yield what the path through a pass consists of, from its end back to its beginning.
+    """Yield the names and times of the critical path from the end of a pass to its beginning.
 
     Args:
         one: The pass.
         spans: Its spans.
-        slack_ns: By how much a kernel may seem to end after what followed it has begun.
+        slack_ns: Largest apparent overlap of a kernel with its successor, from the clocks' uncertainty.
     """
     at_ns = one.end_ns
     after: Track | None = None
@@ -260,7 +255,7 @@ def _critical_path(one: Pass, spans: Iterable[Span], slack_ns: int) -> Iterator[
         if span.end_ns > at_ns + slack_ns or begin_ns >= at_ns:
             continue
         if span.end_ns < at_ns:
-            gap = ENDS if after is None else SAME_PART if after == span.track else HAND_OVER
+            gap = ENDS if after is None else SAME_PROCESSOR if after == span.track else HAND_OVER
             yield gap, (at_ns - span.end_ns) / 1e3
         yield f"{span.track} {span.category}", (min(span.end_ns, at_ns) - begin_ns) / 1e3
         at_ns, after = begin_ns, span.track
@@ -269,29 +264,24 @@ def _critical_path(one: Pass, spans: Iterable[Span], slack_ns: int) -> Iterator[
 
 
 def _clipped(intervals: Intervals, one: Pass) -> Intervals:
-    """Return intervals without what lies outside of a pass, where clocks agree only so far."""
-    inside = ((max(begin, one.begin_ns), min(end, one.end_ns)) for begin, end in intervals)
-    return [(begin, end) for begin, end in inside if begin < end]
+    """Return the intersection of intervals with a pass; clocks agree only approximately."""
+    return _common(intervals, [(one.begin_ns, one.end_ns)])
 
 
 def _common(first: Intervals, second: Intervals) -> Intervals:
-    """Return the intervals that lie in both."""
+    """Return the intersection of two lists of intervals."""
     found = []
-    place = other = 0
-    while place < len(first) and other < len(second):
-        begin = max(first[place][0], second[other][0])
-        end = min(first[place][1], second[other][1])
+    i = j = 0
+    while i < len(first) and j < len(second):
+        begin = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
         if begin < end:
             found.append((begin, end))
-        if first[place][1] <= second[other][1]:
-            place += 1
+        if first[i][1] <= second[j][1]:
+            i += 1
         else:
-            other += 1
+            j += 1
     return found
-
-
-def _length_us(intervals: Intervals) -> float:
-    return sum(end - begin for begin, end in intervals) / 1e3
 
 
 def _operators(spans: Iterable[Span]) -> tuple[OperatorTime, ...]:

@@ -1,4 +1,4 @@
-"""Traces an engine: records its passes, and every step of them as what it says of itself."""
+"""Traces an engine: records its passes and their steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.engine import Action, Call, Operator, Section, Step
+from heterollm.engine import Action, Call, EngineActivity, Operator, Step
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuRuntime, HostClock
 from heterollm.kernels.ops import Phase
 from heterollm.profiler.measure import DeviceClock
-from heterollm.trace.recorder import BIND, BUILD, STEP, PassTime, Recorder, SectionTime, Site
-from heterollm.trace.spans import EngineCategory, PartCategory, Trace
+from heterollm.trace.recorder import BIND, BUILD, STEP, PassRecorder, Recorder, SpanRecorder, SpanTemplate
+from heterollm.trace.spans import EngineCategory, ProcessorCategory, Trace
 
 if TYPE_CHECKING:
     from heterollm.engine import Engine
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Tracer", "take_trace"]
 
 CLOCK_TRIES: Final = 3
-"""On a busy machine the two clocks may be read at odds once."""
+"""A busy machine may delay the host between the readings of the two clocks."""
 
-KERNELS: Final[Mapping[Operator, PartCategory]] = {
+KERNELS: Final[Mapping[Operator, ProcessorCategory]] = {
     "embedding": "embedding",
     "norm": "norm",
     "qkv": "linear",
@@ -40,77 +40,79 @@ KERNELS: Final[Mapping[Operator, PartCategory]] = {
     "join": "join",
     "flag": "signal",
 }
-"""Categories of kernels; those of all others are ``other``."""
+"""Categories of kernels; the default is ``other``."""
 
 HOST: Final[Mapping[Action, EngineCategory]] = {"wait": "wait", "finish": "wait"}
-"""Categories of the host's steps; all others are ``hand-over``."""
+"""Categories of the host's steps; the default is ``hand-over``."""
 
 BLOCKING: Final = ("finish", "event")
-"""Strategies whose waits are the driver's, and poll nothing."""
+"""Strategies that wait in the driver and never poll."""
 
 
 class Tracer:
-    """Observes one engine, and keeps what it did until it is taken.
+    """An observer that records one engine.
 
     Args:
-        device: The engine's device; its queue stamps events and is idle.
+        device: The engine's device; its queue is idle and stamps events.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._recorder = Recorder(now_ns=device.gpu.now_ns)
-        self._clocks = _Clocks(device.gpu)
-        self._pass = PassTime(self._recorder)
-        sites: Mapping[Section, Site] = {"bind": BIND, "step": STEP, "build": BUILD}
-        self._sections = {name: SectionTime(self._recorder, site) for name, site in sites.items()}
+        self._clocks = _ClockPair(device.gpu)
+        self._pass = PassRecorder(self._recorder)
+        templates: Mapping[EngineActivity, SpanTemplate] = {"bind": BIND, "step": STEP, "build": BUILD}
+        self._activities = {name: SpanRecorder(self._recorder, span) for name, span in templates.items()}
 
     # -- as the engine's observer --------------------------------------------------------------------
 
     def during_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
-        """Begin a pass; see :class:`heterollm.engine.observer.Observer`."""
+        """Return the recorder of the pass that begins."""
         self._pass.announce(phase, tokens, position)
         return self._pass
 
-    def during(self, section: Section) -> AbstractContextManager[object]:
-        """Return what records a section."""
-        return self._sections[section]
+    def during(self, activity: EngineActivity) -> AbstractContextManager[object]:
+        """Return the recorder of an activity."""
+        return self._activities[activity]
 
     def watch(self, clock: HostClock) -> HostClock:
-        """Return a clock whose sleeps are recorded."""
+        """Return a clock that records its sleeps."""
         return self._recorder.host_clock(clock)
 
     def call_of(self, step: Step) -> Call:
-        """Return a call that runs a step and records it."""
+        """Return a call that runs and records a step."""
         if step.action == "kernel":
             return self._kernel(step)
         if step.action == "graph":
-            site = Site("engine", "graph", step.operator, step.layer, step.work)
+            span = SpanTemplate("engine", "graph", step.operator, step.layer, step.work)
         elif step.wait is not None:
             place = "end of pass" if step.operator == "end of pass" else f"before {step.operator}"
-            site = Site("engine", "wait", place, step.layer, polls=step.wait.strategy not in BLOCKING)
+            polls = step.wait.strategy not in BLOCKING
+            span = SpanTemplate("engine", "wait", place, step.layer, polls=polls)
         else:
-            site = Site("engine", HOST.get(step.action, "hand-over"), step.action, step.layer)
-        return self._recorder.timed(step.run, self._recorder.number_of(site))
+            category = HOST.get(step.action, "hand-over")
+            span = SpanTemplate("engine", category, step.action, step.layer)
+        return self._recorder.timed(step.run, span)
 
-    # -- what was recorded ---------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------
 
     def take(self, engine: Engine) -> Trace:
-        """Return what was recorded of the engine since the last time, and forget it."""
+        """Return the engine's trace since the last call, and forget it."""
         if not engine.is_lost:
             self._clocks.read_again()
         passes, spans, notes = self._recorder.take(self._clocks.host_ns)
         return Trace(
-            self._device.name,
-            self._device.time_kind,
-            engine.plan.level,
-            engine.plan.precision,
-            passes,
-            spans,
-            self._clocks.uncertainty_us,
-            (*notes, *engine.notes),
+            device=self._device.name,
+            time_kind=self._device.time_kind,
+            plan=engine.plan.level,
+            precision=engine.plan.precision,
+            passes=passes,
+            spans=spans,
+            clock_uncertainty_us=self._clocks.uncertainty_us,
+            notes=(*notes, *engine.notes),
         )
 
-    # -- pieces --------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------
 
     def _kernel(self, step: Step) -> Call:
         parts = step.merged or (step,)
@@ -121,21 +123,19 @@ class Tracer:
             if step.layer is not None:
                 operator = f"{first.operator} to {last.operator}"
         categories = {KERNELS.get(part.operator, "other") for part in parts}
-        # The signal rides with other kernels, and says nothing of what the launch is.
-        told = categories - {"signal"} or categories
-        category: PartCategory = told.pop() if len(told) == 1 else "merged"
+        # A merged signal does not determine the launch's category.
+        categories = categories - {"signal"} or categories
+        category: ProcessorCategory = categories.pop() if len(categories) == 1 else "merged"
         names = tuple(part.name for part in step.merged)
-        kernel = Site("gpu", category, operator, step.layer, step.work, names)
-        launch = Site("engine", "launch", operator, step.layer)
-        number_of = self._recorder.number_of
-        return self._recorder.launch(step.run, number_of(launch), number_of(kernel))
+        kernel = SpanTemplate("gpu", category, operator, step.layer, step.work, names)
+        return self._recorder.launch(step.run, SpanTemplate("engine", "launch", operator, step.layer), kernel)
 
 
 def take_trace(engine: Engine) -> Trace:
-    """Return what was recorded of an engine since the last time, on its thread.
+    """Return an engine's trace since the last call; called on the engine thread.
 
     Raises:
-        OptionError: Nothing is recorded.
+        OptionError: The engine has no tracer.
     """
     if not isinstance(engine.observer, Tracer):
         raise OptionError("The model was not loaded to be traced.", fix="Load it with trace=True.")
@@ -150,8 +150,7 @@ class _Reading(NamedTuple):
 
 def _read(runtime: GpuRuntime) -> _Reading:
     if runtime.stamps_host_time:
-        # All of its parts run on one clock.
-        return _Reading(runtime.now_ns(), 0, 0.0)
+        return _Reading(runtime.now_ns(), 0, 0.0)  # host and device share one clock
     for left in reversed(range(CLOCK_TRIES)):
         try:
             clock = DeviceClock(runtime)
@@ -163,14 +162,10 @@ def _read(runtime: GpuRuntime) -> _Reading:
     raise AssertionError("unreachable")
 
 
-class _Clocks:
-    """Relates the GPU's clock to the host's, read when a model is loaded and when a trace is taken.
+class _ClockPair:
+    """Converts the GPU's clock to the host's; both are read at load and when a trace is taken.
 
-    Between the two readings the offset is taken to change evenly, where it changed by more than the readings
-    may be wrong.
-
-    Args:
-        runtime: Its queue stamps events, and is idle.
+    Between the readings the offset changes linearly, if it changed by more than the readings' uncertainty.
 
     Raises:
         DeviceError: The timestamps contradict the host's clock.
@@ -182,18 +177,18 @@ class _Clocks:
 
     @property
     def uncertainty_us(self) -> float:
-        """By how much a kernel may be shifted against the host."""
+        """Largest shift of a kernel against the host."""
         return max(self._first.uncertainty_us, self._last.uncertainty_us)
 
     def read_again(self) -> None:
-        """Read the clocks once more; the last reading stays where they contradict each other."""
+        """Read the clocks again; the previous reading stays if they contradict each other."""
         try:
             self._last = _read(self._runtime)
         except DeviceError:
             return
 
     def host_ns(self, device_ns: int) -> int:
-        """Return a moment of the GPU's clock on the host's."""
+        """Convert a moment of the GPU's clock to the host's."""
         first, last = self._first, self._last
         drift_ns = last.offset_ns - first.offset_ns
         length_ns = last.taken_ns - first.taken_ns

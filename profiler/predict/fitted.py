@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from heterollm.base import cache_root, kept
+from heterollm.base import cache_root, load_or_make
 from heterollm.profiler.predict.predictor import Predictor
 from heterollm.profiler.records import Profile, record_line
 
@@ -29,7 +29,7 @@ def fitted_predictor(profile: Profile) -> Predictor:
     def fit() -> Predictor:
         return Predictor.fit(profile)
 
-    return kept(path, "fitting it again", read=Predictor.from_json, make=fit, text=Predictor.to_json)
+    return load_or_make(path, "fitting it again", read=Predictor.from_json, make=fit, text=Predictor.to_json)
 
 
 def profile_digest(profile: Profile, inputs: str = "") -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from heterollm.base import CacheError, OptionError, ProfileError, atomic_path
 from heterollm.profiler.records.profile import Profile, profile_path, stored_profiles
@@ -54,10 +54,6 @@ class StoredProfile:
     runs: int = 0
     newest_s: float = 0.0
     problem: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return asdict(self) | {"path": str(self.path)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.npu import QnnNpu, qnn_available
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device, session
 from heterollm.profiler.measure import Task
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
@@ -101,7 +101,7 @@ def test_the_budget_covers_tuning(device, only_linears, tmp_path, monkeypatch, b
 def test_a_profile_of_the_emulator_leaves_no_graphs(device, monkeypatch, tmp_path):
     cache = tmp_path / "cache"
     monkeypatch.setenv("HETEROLLM_CACHE", str(cache))
-    shape = Size(256, 512, 1, 4, 2, 512, True, 64, 2048).shape("tiny")
+    shape = ModelSize(256, 512, 1, 4, 2, 512, True, 64, 2048).shape("tiny")
     npu = QnnNpu(emulator=True)
     emulator = replace(device, name="emulator", npu=npu, time_kind="emulated")
     path = tmp_path / "profile.json"

@@ -10,7 +10,7 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import (
     BandwidthKey,
@@ -28,7 +28,7 @@ from heterollm.solver.costs import Slowdown
 from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
 
 NAME = "sim:snapdragon-8gen3"
-SHAPE = Size(4096, 14336, 8, 32, 8, 128256, False, 128, 2048).shape("wide", group_size=128)
+SHAPE = ModelSize(4096, 14336, 8, 32, 8, 128256, False, 128, 2048).shape("wide", group_size=128)
 
 
 def profiled(folder):

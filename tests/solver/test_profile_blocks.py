@@ -5,14 +5,14 @@ from msgspec.structs import replace
 
 from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.kernels.ops import ffn_spec
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import layer_key
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver import ProfileCosts, limits_of
 from heterollm.solver.blocks import apart, gpu_part_us, narrowed
 
 WIDE = 2 * K_SPLIT_COLUMNS
-SHAPE = Size(512, WIDE, 2, 8, 8, 1024, False, 64, 2048).shape("made")
+SHAPE = ModelSize(512, WIDE, 2, 8, 8, 1024, False, 64, 2048).shape("made")
 GATE_UP = next(spec for spec in SHAPE.layer if spec.group == "gate_up")
 DOWN = next(spec for spec in SHAPE.layer if spec.group == "down")
 BLOCK = ffn_spec(GATE_UP, DOWN)

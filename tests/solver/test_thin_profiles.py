@@ -11,7 +11,7 @@ import random
 import pytest
 from msgspec import structs
 
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler.predict import Predictor
 from heterollm.profiler.predict.predictor import PartPredictor
 from heterollm.profiler.predict.time_model import TimeModel
@@ -22,8 +22,8 @@ from heterollm.solver import Objective, ProfileCosts, Solver, limits_of
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.pricing import price
 
-TINY = Size(256, 768, 4, 4, 2, 2048, True, 64, 2048).shape("tiny")
-WIDE = Size(2048, 5632, 1, 32, 4, 1024, False, 64, 2048).shape("wide")
+TINY = ModelSize(256, 768, 4, 4, 2, 2048, True, 64, 2048).shape("tiny")
+WIDE = ModelSize(2048, 5632, 1, 32, 4, 1024, False, 64, 2048).shape("wide")
 LENGTHS = [1, 32, 64, 128, 256, 512]
 
 

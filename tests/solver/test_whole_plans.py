@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.solver import Budget, NpuLimits, Objective, RememberedCosts, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.pricing import price
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
-WIDE = Size(4096, 14336, 32, 32, 8, 128256, False, 128, 2048).shape("Llama-3-8B")
+WIDE = ModelSize(4096, 14336, 32, 32, 8, 128256, False, 128, 2048).shape("Llama-3-8B")
 
 
 def alone_us(solver, tokens, is_on_gpu):

@@ -293,7 +293,7 @@ def test_a_gpu_that_does_not_come_back_ends_the_model_but_not_the_program(
         assert session.position == 100
         assert llm.failures == ()
         for call in (lambda: session.decode(1), lambda: session.prefill([1, 2])):
-            with pytest.raises(EngineError, match="does not come to an end") as caught:
+            with pytest.raises(EngineError, match="does not finish") as caught:
                 call()
             assert "Load the model again" in caught.value.fix
     finally:

@@ -134,7 +134,7 @@ def test_mapping_changes_no_logit(
     expected = logits(host_llm(checkpoint("llama"), plan=plan), ids)
     request.getfixturevalue("incoherent")
     llm = host_llm(checkpoint("llama"), plan=plan)
-    assert not llm._engine._compiler.pool["logits"].coherent
+    assert not llm._engine.pool["logits"].coherent
     np.testing.assert_array_equal(logits(llm, ids), expected)
 
 
@@ -151,7 +151,7 @@ def test_the_host_touches_memory_only_while_it_holds_it(
     made = request.getfixturevalue("separate_memory")
     llm = host_llm(checkpoint("llama"), plan=plan)
     np.testing.assert_array_equal(logits(llm, ids), expected)
-    pool = llm._engine._compiler.pool
+    pool = llm._engine.pool
     held = {name for name in pool if pool[name]._mapped is not None}
     assert held <= {"logits"}
     used_by_npu = pool["linear_input"].transfers > 0

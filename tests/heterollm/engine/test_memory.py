@@ -71,7 +71,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_with_the_sum() -> None:
     with pytest.raises(DeviceError) as caught:
         check_memory(need, 4 * GIB)
     assert caught.value.message == (
-        "The model takes 4.5 GiB of memory (3.0 GiB weights on the GPU part + 1.0 GiB copies on the NPU part "
+        "The model takes 4.5 GiB of memory (3.0 GiB weights on the GPU + 1.0 GiB copies on the NPU "
         "+ 512.0 MiB KV cache), and 4.0 GiB are available."
     )
     assert "smaller context" in caught.value.fix

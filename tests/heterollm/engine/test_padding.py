@@ -61,7 +61,7 @@ def llm(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iter
 def fill_with_nan(engine: Engine, names: list[str]) -> None:
     engine.device.gpu.finish()
     for name in names:
-        slot = engine._compiler.pool[name].array
+        slot = engine.pool[name].array
         # Four bytes of ones are a NaN in float32, and two NaNs in float16.
         slot.fill(0xFF)
         assert np.isnan(slot[: slot.nbytes // 4 * 4].view(np.float32)).all()
@@ -75,11 +75,11 @@ def poisoned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         start, head = Engine._write_step, Engine._head
 
         def start_on_nan(engine, *arguments):
-            fill_with_nan(engine, list(engine._compiler.pool))
+            fill_with_nan(engine, list(engine.pool))
             start(engine, *arguments)
 
         def head_on_nan(engine, *arguments):
-            pool = engine._compiler.pool
+            pool = engine.pool
             fill_with_nan(engine, ["logits", *(name for name in HEAD_SLOTS if name in set(pool))])
             head(engine, *arguments)
 
@@ -115,7 +115,7 @@ def test_the_padding_was_there(
     """What the test above rests on: graphs did run over rows of NaN, and left NaN behind them."""
     poisoned()
     llm.session().prefill(token_ids(33))
-    pool, spec = llm._engine._compiler.pool, llm._weights.specs[3]
+    pool, spec = llm._engine.pool, llm._weights.specs[3]
     assert spec.group == "down"
     placement = llm.plan.placement("prefill", 33, spec)
     padded = sum(placement.npu_lengths)

@@ -11,7 +11,7 @@ import pytest
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS
 from heterollm.engine.step import Step
-from heterollm.engine.waits import HandOvers, default_sync
+from heterollm.engine.waits import Fences, default_sync
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.open import open_device
@@ -157,15 +157,13 @@ def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(
 ) -> None:
     llm = load(sync="sleep_poll")
     waits: list[Any] = []
-    prepare = HandOvers.prepare
-    monkeypatch.setattr(
-        HandOvers, "prepare", lambda *arguments: waits.append(prepare(*arguments)) or waits[-1]
-    )
+    prepare = Fences.prepare
+    monkeypatch.setattr(Fences, "prepare", lambda *arguments: waits.append(prepare(*arguments)) or waits[-1])
     assert len([step for step in steps_of(llm, "prefill", 20) if step.wait]) == 8
     # The first layer comes after none: what the others take says nothing of it. The head has one as well.
     own = [wait for wait in waits if wait.label.endswith("prefill of 20")]
     assert len(own) == len({id(wait.prediction) for wait in own}) == 8
-    made = llm._engine.hand_overs.of_pass("prefill", 20)
+    made = llm._engine.fences.of_pass("prefill", 20)
     assert made.before("o", 1) is made.before("o", 2) is not made.before("o", 0)
     assert made.before("o", 1) is not made.before("down", 1)
     llm.session().prefill(list(range(20)))
@@ -228,7 +226,7 @@ def test_a_profile_decides(measured: Strategy | None, expected: str, host: Devic
 
 def test_a_plan_without_hand_overs_finds_nothing_out(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: pytest.fail("asked"))
-    assert HandOvers(host, PhaseSync()).strategies["decode"] == "event"
+    assert Fences(host, PhaseSync()).strategies["decode"] == "event"
 
 
 def test_what_is_no_strategy_is_refused(load: Callable[..., LLM]) -> None:
@@ -257,6 +255,6 @@ def test_the_slots_are_the_same_for_any_number_of_layers(
     for layers in (1, 2, 5):
         folder = checkpoint("llama", num_hidden_layers=layers)
         plan = half_rows_plan(host_llm(folder, plan="gpu"))
-        pool = host_llm(folder, plan=plan)._engine._compiler.pool
+        pool = host_llm(folder, plan=plan)._engine.pool
         found.append({name: pool[name].array.nbytes for name in pool})
     assert found[0] == found[1] == found[2]

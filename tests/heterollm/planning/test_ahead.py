@@ -171,11 +171,11 @@ def test_the_report_says_what_does_not_load_and_what_to_copy(tmp_path):
 @pytest.fixture
 def make_part(bundled_model):
     """Return a function that makes the NPU's part of the bundled model's first group."""
-    from heterollm.engine.npu_slices import npu_slice
+    from heterollm.engine import npu_shard
     from heterollm.model import Checkpoint, ModelConfig, load_weights
 
     def make():
         weights = load_weights(Checkpoint(bundled_model), ModelConfig.from_folder(bundled_model))
-        return npu_slice(weights, weights.specs[0], weights.specs[0].member_rows)
+        return npu_shard(weights, weights.specs[0], weights.specs[0].member_rows)
 
     return make

@@ -13,7 +13,7 @@ from heterollm.engine import Engine
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import op_specs, shape_only_weights
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.planning import LoadOptions
 from heterollm.planning.choice import plan_for
 from heterollm.simulate.plan import profile_of
@@ -42,9 +42,9 @@ LENGTHS = (
 
 # Two layers of each model say what all of them do.
 SIZES = {
-    "llama-3.2-1b": Size(2048, 8192, 2, 32, 8, 128256, True, 64, 4096),
-    "qwen2.5-0.5b": Size(896, 4864, 2, 14, 2, 151936, True, 64, 4096),
-    "llama-3-8b": Size(4096, 14336, 2, 32, 8, 128256, False, 128, 8192),
+    "llama-3.2-1b": ModelSize(2048, 8192, 2, 32, 8, 128256, True, 64, 4096),
+    "qwen2.5-0.5b": ModelSize(896, 4864, 2, 14, 2, 151936, True, 64, 4096),
+    "llama-3-8b": ModelSize(4096, 14336, 2, 32, 8, 128256, False, 128, 8192),
 }
 
 

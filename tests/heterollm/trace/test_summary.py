@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from heterollm.engine.step import LinearWork
 from heterollm.trace import Pass, Span, Trace, summarise
-from heterollm.trace.summary import BETWEEN, ENDS, HAND_OVER, PYTHON, SAME_PART
+from heterollm.trace.summary import BETWEEN, ENDS, HAND_OVER, PYTHON, SAME_PROCESSOR
 
 LENGTH = 60
 """Microseconds of a pass."""
@@ -59,7 +59,7 @@ def test_by_hand() -> None:
         "gpu norm": 4 + 5,
         HAND_OVER: 4 + 3,
         "gpu attention": 6,
-        SAME_PART: 1,
+        SAME_PROCESSOR: 1,
     }
     assert (summary.hand_overs, summary.hand_over_us) == (2, 7)
 

@@ -30,7 +30,7 @@ from heterollm.solver import Plan, model_shape
 from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.trace import Span, Trace, load_trace, summarise, summarise_phases
-from heterollm.trace.recorder import Recorder, Site
+from heterollm.trace.recorder import Recorder, SpanTemplate
 from heterollm.trace.summary import BETWEEN, PYTHON, busy
 
 PACKAGES = (heterollm, heterollm.kernels)
@@ -460,10 +460,10 @@ class VirtualClock:
 def test_a_simulated_clock_gives_exact_spans() -> None:
     clock = VirtualClock()
     recorder = Recorder(now_ns=clock.now_ns, kernel_times=lambda times: times)
-    engine = recorder.number_of(Site("engine", "launch", "qkv", 0))
-    kernel = recorder.number_of(Site("gpu", "linear", "qkv", 0))
-    graph = recorder.number_of(Site("engine", "graph", "qkv", 0))
-    wait = recorder.number_of(Site("engine", "wait", "before qkv", 0, polls=True))
+    engine = SpanTemplate("engine", "launch", "qkv", 0)
+    kernel = SpanTemplate("gpu", "linear", "qkv", 0)
+    graph = SpanTemplate("engine", "graph", "qkv", 0)
+    wait = SpanTemplate("engine", "wait", "before qkv", 0, polls=True)
     launch = recorder.launch(clock.work(100), engine, kernel)
     run = recorder.timed(clock.work(250), graph)
     slept = recorder.host_clock(
@@ -508,7 +508,7 @@ def test_a_simulated_clock_gives_exact_spans() -> None:
 def test_an_outer_span_comes_first_where_both_take_the_same_time() -> None:
     clock = VirtualClock()
     recorder = Recorder(now_ns=clock.now_ns)
-    build, bind = (recorder.number_of(Site("engine", name, name)) for name in ("build", "bind"))
+    build, bind = (SpanTemplate("engine", name, name) for name in ("build", "bind"))
     both = recorder.timed(recorder.timed(clock.work(80), build), bind)
     recorder.begin_pass("prefill", 3, 0)
     both()
@@ -524,7 +524,7 @@ def test_kernels_without_times_are_counted() -> None:
         raise KernelError("no times")
 
     recorder = Recorder(kernel_times=refuse)
-    site = recorder.number_of(Site("gpu", "norm", "norm", 0))
+    site = SpanTemplate("gpu", "norm", "norm", 0)
     launch = recorder.launch(lambda: None, site, site)
     recorder.begin_pass("prefill", 3, 0)
     launch()

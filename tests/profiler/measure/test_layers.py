@@ -8,14 +8,14 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuGlue
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import gpu_timer as timer_module
 from heterollm.profiler.measure import layer_key, layer_tasks
 from heterollm.profiler.measure import layers as layer_operators
 from heterollm.profiler.measure.layers import OPERATORS
 
 POSITIONS = (0, 300)
-SIZES = Size(128, 256, 1, 4, 2, 320, True, 32, 2048)
+SIZES = ModelSize(128, 256, 1, 4, 2, 320, True, 32, 2048)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_sizes_that_an_operator_does_not_depend_on_are_left_out():
 
 def test_operators_that_two_models_share_are_measured_once(device):
     shape = SIZES.shape("tiny")
-    wider = Size(128, 384, 1, 4, 2, 320, True, 32, 2048).shape("wider")
+    wider = ModelSize(128, 384, 1, 4, 2, 320, True, 32, 2048).shape("wider")
     keys = [key for task in layer_tasks(device, [shape, wider]) for key in task.keys]
     assert len(set(keys)) == len(keys)
     assert {key.hidden for key in keys if key.operator == "gated_activation"} == {256, 384}

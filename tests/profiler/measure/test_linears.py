@@ -16,7 +16,7 @@ from heterollm.kernels.gpu.traits import host_cache_bytes
 from heterollm.kernels.npu import GraphForm, LinearShard
 from heterollm.kernels.npu.qnn import BuiltGraph
 from heterollm.model import ModelShape
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import gpu_timer as timer_module
 from heterollm.profiler.measure import linear_tasks
 from heterollm.profiler.measure import linears as linear_bench
@@ -28,7 +28,7 @@ from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile
 from heterollm.profiler.runner import ProfileOptions, run_tasks
 from heterollm.profiler.work import WorkPoint
 
-SIZES = Size(128, 256, 1, 4, 2, 320, True, 32, 2048)
+SIZES = ModelSize(128, 256, 1, 4, 2, 320, True, 32, 2048)
 
 
 @pytest.fixture(autouse=True)

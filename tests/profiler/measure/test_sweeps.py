@@ -10,7 +10,7 @@ from msgspec import structs
 from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.measure import sweep_tasks
 from heterollm.profiler.predict import Predictor
@@ -111,7 +111,7 @@ def test_the_emulator_counts_cycles(device, monkeypatch, tmp_path):
 
 def test_predictions_do_not_read_it(simulated, monkeypatch, tmp_path):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
-    shape = Size(512, 1024, 2, 8, 4, 2048, True, 64, 2048).shape("small")
+    shape = ModelSize(512, 1024, 2, 8, 4, 2048, True, 64, 2048).shape("small")
     options = SessionOptions(45.0, quick=True, tune=False, characterise=True)
     path = tmp_path / "profile.json"
     profile, _ = profile_device(open_device(SIMULATED), [shape], options, path=path)

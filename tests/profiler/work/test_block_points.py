@@ -17,7 +17,7 @@ from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
 from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS, FfnShard, GraphForm
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model import default_shapes
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler import held_out, summarize
 from heterollm.profiler.comparison import describe
 from heterollm.profiler.measure import gpu_timer as timer_module
@@ -36,7 +36,7 @@ from heterollm.report.page_profile import profile_page
 from heterollm.report.plots import PLOTS
 from heterollm.report.tables_profile import sections
 
-TINY = Size(128, 384, 1, 4, 2, 320, True, 32, 2048)
+TINY = ModelSize(128, 384, 1, 4, 2, 320, True, 32, 2048)
 LARGE = 1 << 40
 
 
@@ -371,7 +371,7 @@ def test_a_kept_predictor_knows_its_blocks(predictor):
 
 def test_blocks_are_worth_measuring_like_their_linears():
     profile = mixed_profile(blocks=False)
-    shape = Size(1024, 2816, 2, 16, 4, 4096, True, 64, 2048).shape("shape")
+    shape = ModelSize(1024, 2816, 2, 16, 4, 4096, True, 64, 2048).shape("shape")
     work = block_points([shape], BlockNpu())
     tasks = [linear_bench.Task("x", (LinearKey("npu", found.point, "code"),), list, 0.1) for found in work]
     # Nothing is known of any block.

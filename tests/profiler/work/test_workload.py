@@ -11,13 +11,13 @@ from heterollm.base import MIB, OptionError
 from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
 from heterollm.kernels.ops import GROUPS, WeightFormat
 from heterollm.model import ModelShape, default_shapes
-from heterollm.model.known import Size
+from heterollm.model.known import ModelSize
 from heterollm.profiler.records import LinearPoint
 from heterollm.profiler.work import HEAD_TOKENS, Skipped, WorkPoint, cut_rows, enumerate_points, rest_rows
 from heterollm.profiler.work.points import CUT_TOKENS, GPU_TOKENS, NPU_FRACTIONS
 
 LARGE = 1 << 40
-TINY = Size(128, 384, 2, 4, 2, 512, True, 32, 2048)
+TINY = ModelSize(128, 384, 2, 4, 2, 512, True, 32, 2048)
 
 
 class StatedNpu:
@@ -111,7 +111,7 @@ def test_the_coarse_points_come_first_and_cover_every_shape():
 
 def test_what_is_left_out_is_counted_by_reason():
     # Members of 896 rows have three cuts at 256, so four of seven fractions are none, all or one again.
-    shape = Size(896, 4864, 1, 14, 2, 1024, True, 64, 2048).shape("narrow")
+    shape = ModelSize(896, 4864, 1, 14, 2, 1024, True, 64, 2048).shape("narrow")
     _, whole = points_of([shape], StatedNpu(256))
     lengths = len(STANDARD_LENGTHS)
     head_lengths = sum(length <= HEAD_TOKENS for length in STANDARD_LENGTHS)
@@ -176,10 +176,10 @@ def test_the_default_shapes_are_those_of_the_published_models():
 
 
 def test_blocks_that_do_not_divide_the_inputs_are_shortened_or_refused():
-    odd = Size(48, 80, 1, 3, 1, 64, True, 16, 2048)
+    odd = ModelSize(48, 80, 1, 3, 1, 64, True, 16, 2048)
     assert {spec.weight.block for spec in odd.shape("made").specs} == {16}
     with pytest.raises(OptionError):
-        Size(40, 80, 1, 5, 1, 64, True, 8, 2048).shape("indivisible")
+        ModelSize(40, 80, 1, 5, 1, 64, True, 8, 2048).shape("indivisible")
 
 
 def test_points_tell_their_precision_apart():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heterollm.engine import npu_part
+from heterollm.engine import npu_shard
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.formats.reference import weight_values
 from heterollm.kernels.npu import FfnShard, LinearShard
@@ -35,7 +35,7 @@ def test_a_block_holds_the_leading_width_of_each_weight(folder, options):
         gate, up = weights.linear(spec.layer, "gate_up")
         (down,) = weights.linear(spec.layer, "down")
         for width in (64, 128, 192):
-            part = npu_part(weights, spec, (width, width))
+            part = npu_shard(weights, spec, (width, width))
             assert isinstance(part, FfnShard)
             assert (part.cut, part.layer, part.activation) == ((0, width), spec.layer, "silu")
             assert part.integer_inputs == (options.get("precision") == "w4a8")
@@ -52,13 +52,13 @@ def test_a_width_that_is_no_whole_block_is_refused(folder):
     (spec, *_) = ffn_specs(weights.specs)
     assert isinstance(weights.linear(spec.layer, "down")[0], QuantizedTensor)
     with pytest.raises(ValueError, match="whole"):
-        npu_part(weights, spec, (96, 96))
+        npu_shard(weights, spec, (96, 96))
 
 
 def test_other_groups_are_slices(folder):
     weights = load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), group_size=32)
     for spec in weights.specs:
-        part = npu_part(weights, spec, spec.member_rows)
+        part = npu_shard(weights, spec, spec.member_rows)
         assert isinstance(part, LinearShard)
         values = np.concatenate([weight_values(member) for member in weights.linear(spec.layer, spec.group)])
         np.testing.assert_array_equal(weight_values(part.weight), values)
