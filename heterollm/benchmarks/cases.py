@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast, get_args
+from typing import Final, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
 from heterollm.benchmarks.plugins import check_engine
@@ -106,11 +106,6 @@ class Configuration:
         return None if self.threads is None else sum(self.threads)
 
     @property
-    def process(self) -> tuple[str, Threads | None]:
-        """What must be the same for two configurations to share a process."""
-        return self.engine, self.threads
-
-    @property
     def label(self) -> str:
         """Short name for people."""
         if self.engine != "self":
@@ -124,16 +119,6 @@ class Configuration:
             parts.append(f"sync {self.sync}")
         split = "" if self.threads is None else f", {self.threads[0]}+{self.threads[1]}"
         return f"{' '.join(parts)} {self.precision}{split}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Configuration:
-        """Return what :meth:`to_dict` wrote."""
-        threads = data["threads"]
-        return cls(**{**data, "threads": None if threads is None else tuple(threads)})
 
 
 def cases_of(

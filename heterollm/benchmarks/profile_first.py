@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import runpy
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 from heterollm.base import ProfileError
 from heterollm.benchmarks.cases import Configuration
-from heterollm.benchmarks.children import environment
+from heterollm.benchmarks.children import GRACE_S, start
 from heterollm.model import checkpoint_folder
 
 __all__ = ["profile_command", "profile_splits"]
@@ -58,11 +61,24 @@ def profile_splits(
     for arguments in commands:
         shown = f"heterollm {' '.join(arguments)}"
         yield f"Running `{shown}`"
-        # It ends with this process, as it watches its input.
-        command = [sys.executable, "-P", "-m", "heterollm.benchmarks.child", *arguments]
-        with subprocess.Popen(  # noqa: S603 - our own interpreter
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment()
-        ) as process:
-            code = process.wait()
-        if code:
-            raise ProfileError(f"`{shown}` failed with exit code {code}.", fix="Run it by itself.")
+        process = start(_run_command, *arguments)
+        try:
+            process.join()
+        except KeyboardInterrupt:  # also SIGTERM, of which the command does not hear
+            if sys.platform != "win32" and process.is_alive():
+                os.kill(cast("int", process.pid), signal.SIGINT)
+            process.join(GRACE_S)
+            process.kill()
+            raise
+        if process.exitcode:
+            raise ProfileError(
+                f"`{shown}` failed with exit code {process.exitcode}.", fix="Run it by itself."
+            )
+
+
+def _run_command(*arguments: str) -> None:
+    """Run a command of heterollm without its result; it keeps its progress bar."""
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.argv = ["heterollm", *arguments]
+    runpy.run_module("heterollm", run_name="__main__")
