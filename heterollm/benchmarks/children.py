@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Protocol
 
 from heterollm.base import EngineError, HeteroLLMError, quiet_libraries
@@ -33,13 +35,17 @@ ORPHANED: Final = 1
 def start(function: Callable[..., object], *arguments: object) -> SpawnProcess:
     """Call a function in a fresh interpreter, which ends when this process ends, even by a signal.
 
-    The child does not inherit numbers of OpenCL threads that a device of this process set in the environment.
+    The child does not inherit numbers of OpenCL threads that a device of this process set in the environment,
+    and does not import the main module, which may be a script without a guard.
     """
     process = CONTEXT.Process(target=_call, args=(function, arguments), daemon=True)
     kept = {name: os.environ.pop(name) for name in THREAD_VARIABLES if name in os.environ}
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         process.start()
     finally:
+        sys.modules["__main__"] = main
         os.environ.update(kept)
     return process
 

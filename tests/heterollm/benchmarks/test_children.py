@@ -82,8 +82,10 @@ def test_a_child_ends_in_the_middle_of_its_work_when_its_parent_is_interrupted(s
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_a_child_does_not_outlive_a_killed_parent():
-    with subprocess.Popen([sys.executable, "-P", "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+def test_a_child_does_not_outlive_a_killed_parent(tmp_path):
+    script = tmp_path / "no_guard.py"
+    script.write_text(PARENT)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         process = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     assert gone(process)
