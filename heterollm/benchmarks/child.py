@@ -38,7 +38,7 @@ def random_ids(seed: int, vocabulary: int, count: int) -> Ids:
 
 
 class Model:
-    """A model that is loaded once; :class:`heterollm.benchmarks.crew.Crew` calls it through a pipe."""
+    """A model that is loaded once; :class:`~heterollm.benchmarks.worker_pool.WorkerPool` calls it."""
 
     _engine: BenchEngine
     _ids: Ids

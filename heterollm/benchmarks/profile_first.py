@@ -1,4 +1,4 @@
-"""Profiles a device before a bench, once for each split of the cores, each in a process of its own."""
+"""Profiles a device before a bench, once for each split of the cores, each in its own process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def profile_command(
 
     Args:
         model: Folder of the checkpoint.
-        configuration: What will run.
-        budget_s: Time to spend, on everything anew; by default it is a quick one of what is not known yet.
+        configuration: The configuration.
+        budget_s: Time to measure everything again; by default a quick run measures what the profile lacks.
     """
     how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
     arguments = ["profile", str(model), *how, "--device", configuration.device]
@@ -42,11 +42,11 @@ def profile_splits(
 ) -> Iterator[str]:
     """Run the commands one after the other, and yield each before it runs.
 
-    Without a budget, what a profile already has is not measured again.
+    Without a budget, records that a profile already has are not measured again.
 
     Args:
         model: A folder or a hub name.
-        configurations: What will run.
+        configurations: All configurations.
         budget_s: Time to spend on each.
 
     Raises:

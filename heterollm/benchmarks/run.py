@@ -35,25 +35,25 @@ OnRow: TypeAlias = Callable[[BenchRow], None]
 logger = logging.getLogger(__name__)
 
 MEMORY_FRACTION: Final = 0.8
-"""Of what is available, what all models may take together by default."""
+"""Limit of all models together by default, as part of the available memory."""
 UNKNOWN_MEMORY: Final = 8 * GIB
 CONTEXT_STEP: Final = 64
 LONGEST_NAME: Final = 120
 DEATHS_ALLOWED: Final = 1
-"""Of a configuration's process: the test that it died at is given up, after one more the configuration is."""
+"""Deaths of a configuration's process that cost one test each; the next one costs all of its tests."""
 
 PROFILE_COMMAND: Final = "heterollm profile"
-"""In errors of what cannot run without one."""
+"""Part of the error of a configuration that needs a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What a bench found.
+    """Result of a bench.
 
     Args:
-        rows: One for each test and configuration, tests first; of a run that was stopped those that have a
-            sample or an error.
-        notes: What to know about all of them.
+        rows: One for each test and configuration, tests first; after an early stop only those with a sample
+            or an error.
+        notes: Remarks on all of them.
         stop: Why it ended before all samples were taken.
     """
 
@@ -90,7 +90,7 @@ class _Bench:
         self._deadline = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def run(self) -> None:
-        """Do everything, in order; what stops it early is noted, and what was measured stays."""
+        """Run all stages; an early stop is noted, and the samples so far stay."""
         try:
             self._check_quality()
             for turn in range(self._options.repetitions):
@@ -104,7 +104,7 @@ class _Bench:
             self._hand_on(test)
 
     def rows(self) -> tuple[BenchRow, ...]:
-        """Return what there is: of a run that was stopped the rows with a sample or an error."""
+        """Return the rows; after an early stop only those with a sample or an error."""
         return tuple(
             self._row(test)
             for test, state in self.states.items()
@@ -138,7 +138,7 @@ class _Bench:
         return state.error is not None or len(state.samples) >= self._options.wanted(test[1])
 
     def _hand_on(self, test: Test) -> None:
-        """Give a row to whoever keeps it, once, if there is anything in it."""
+        """Pass a row with a sample or an error to the caller, once."""
         state = self.states[test]
         if test not in self._handed_on and (state.samples or state.error is not None):
             self._handed_on.add(test)
