@@ -115,7 +115,7 @@ def read_rows(path: Path) -> list[BenchRow]:
             f"{path} has rows of simulations: modelled times are never read as measured ones.",
             fix="Give a file that `heterollm bench -o` wrote.",
         )
-    return [BenchRow.from_dict(item) for item in items]
+    return [BenchRow.from_dict(item, source=f"{path}: row {place}") for place, item in enumerate(items, 1)]
 
 
 def read_json_items(path: Path) -> list[object]:

@@ -111,6 +111,10 @@ class Times(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     measured_ms: Amount | None = None
     disturbed_fraction: Amount | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.samples_disturbed) > len(self.samples_ns):
+            raise ValueError("samples_disturbed has more items than samples_ns")
+
 
 class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Work of a sample: the GPU's share, predicted time, rates and their ceilings, energy, memory."""
@@ -243,16 +247,20 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return found
 
     @classmethod
-    def from_dict(cls, data: object) -> BenchRow:
+    def from_dict(cls, data: object, *, source: str = "A line") -> BenchRow:
         """Read a row of a result file.
 
         Rates and means are computed again from the samples.
+
+        Args:
+            data: A line of the file.
+            source: Name of the line in errors.
 
         Raises:
             InputError: A field is missing, unknown, of the wrong type or out of range, with its path.
         """
         fix = "Give a file that -o wrote."
-        row = decode(data, cls, source="A line is no row of `heterollm bench`", error=InputError, fix=fix)
+        row = decode(data, cls, source=f"{source} is no row of `heterollm bench`", error=InputError, fix=fix)
         known = row.times.samples_disturbed
         disturbed = (*known, *(None for _ in row.times.samples_ns[len(known) :]))
         pairs = zip(row.times.samples_ns, disturbed, strict=False)
