@@ -63,9 +63,15 @@ class Model:
         """Return fields of a row that do not depend on times."""
         return self._engine.account(case)
 
-    def trace(self, cases: Sequence[Case], files: Sequence[Path | None]) -> list[FoundFields]:
-        """Run tests of a model that was loaded to be traced; write each trace into its file, if any."""
-        return [self._engine.trace(case, self._ids, file) for case, file in zip(cases, files, strict=True)]
+    def trace(
+        self, job: Job, ids: Ids, cases: Sequence[Case], files: Sequence[Path | None]
+    ) -> list[FoundFields]:
+        """Run tests with one more model, which is loaded to be traced; write traces into files, if any."""
+        engine = open_engine(job)
+        try:
+            return [engine.trace(case, ids, file) for case, file in zip(cases, files, strict=True)]
+        finally:
+            engine.close()
 
     def close(self) -> None:
         """Free the model."""

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from heterollm.base import EngineError, HeteroLLMError, quiet_libraries
 
-__all__ = ["GRACE_S", "Child", "ChildDiedError", "Worker", "start"]
+__all__ = ["GRACE_S", "Child", "ChildDiedError", "start"]
 
 CONTEXT: Final = multiprocessing.get_context("spawn")
 THREAD_VARIABLES: Final = ("POCL_MAX_PTHREAD_COUNT", "DPCPP_CPU_NUM_CUS")
@@ -67,18 +67,6 @@ def _end_with_parent() -> None:
 
 class ChildDiedError(EngineError):
     """A child process ended, or was stopped because it did not answer."""
-
-
-class Worker(Protocol):
-    """A process with at most one model, or its replacement in tests."""
-
-    def ask(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - what the method returns
-        """Call a method of :class:`heterollm.benchmarks.child.Model` and return its result."""
-        ...
-
-    def close(self) -> None:
-        """End the process."""
-        ...
 
 
 class Child:

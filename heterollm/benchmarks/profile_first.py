@@ -13,6 +13,7 @@ from typing import cast
 from heterollm.base import ProfileError
 from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.children import GRACE_S, start
+from heterollm.benchmarks.stopping import TerminatedInterrupt
 from heterollm.model import checkpoint_folder
 
 __all__ = ["profile_command", "profile_splits"]
@@ -64,8 +65,9 @@ def profile_splits(
         process = start(_run_command, *arguments)
         try:
             process.join()
-        except KeyboardInterrupt:  # also SIGTERM, of which the command does not hear
-            if sys.platform != "win32" and process.is_alive():
+        except KeyboardInterrupt as error:
+            # Ctrl-C reaches the command, too; other signals do not.
+            if sys.platform != "win32" and isinstance(error, TerminatedInterrupt):
                 os.kill(cast("int", process.pid), signal.SIGINT)
             process.join(GRACE_S)
             process.kill()

@@ -16,14 +16,14 @@ from heterollm.base import GIB, HeteroLLMError, OptionError, Progress, labelled,
 from heterollm.benchmarks.assemble import Loaded, State, make_row, run_of
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.child import Measurement, random_ids
-from heterollm.benchmarks.children import Child, ChildDiedError, Worker
+from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import Sampler, schedule
-from heterollm.benchmarks.worker_pool import Loading, WorkerPool
+from heterollm.benchmarks.worker_pool import WorkerPool
 from heterollm.engine import available_bytes
 from heterollm.model import ModelConfig, checkpoint_folder
 
@@ -279,7 +279,7 @@ def run_bench(
     options: BenchOptions,
     *,
     progress: Progress | None = None,
-    start: Callable[[Configuration], Worker] | None = None,
+    start: Callable[[Configuration], Child] | None = None,
     sampler: Sampler | None = None,
     on_row: OnRow | None = None,
 ) -> BenchResult:
@@ -310,13 +310,14 @@ def run_bench(
     limit = options.memory_gib
     free = available_bytes() or UNKNOWN_MEMORY
     memory_bytes = int(MEMORY_FRACTION * free if limit is None else limit * GIB)
-    loading = Loading(folder, random_ids(options.seed, config.vocab_size, context), memory_bytes)
-    pool = WorkerPool(start or (lambda configuration: Child(configuration.label)), loading)
+    ids = random_ids(options.seed, config.vocab_size, context)
+    start = start or (lambda configuration: Child(configuration.label))
+    pool = WorkerPool(start, folder, ids, memory_bytes)
     sampler = sampler or Sampler(options.patience_s)
     bench = _Bench(options, pool, sampler, progress or silent, on_row or (lambda _row: None))
     try:
         bench.run()
-        return BenchResult(bench.rows(), _notes(options, bench, pool, loading), bench.stop)
+        return BenchResult(bench.rows(), _notes(options, bench, pool, folder), bench.stop)
     finally:
         pool.close()
 
@@ -326,18 +327,18 @@ def _model_name(model: str | Path) -> str:
     return Path(model).resolve().name if Path(model).exists() else str(model)
 
 
-def _notes(options: BenchOptions, bench: _Bench, pool: WorkerPool, loading: Loading) -> tuple[str, ...]:
+def _notes(options: BenchOptions, bench: _Bench, pool: WorkerPool, folder: Path) -> tuple[str, ...]:
     held = sum(pool.need_bytes.values())
     notes = [
         f"{len(options.configurations)} configuration(s) took turns, each in its own process; "
-        f"their models take {held / GIB:.1f} GiB of {loading.memory_bytes / GIB:.1f} GiB allowed."
+        f"their models take {held / GIB:.1f} GiB of {pool.memory_bytes / GIB:.1f} GiB allowed."
     ]
     if pool.in_turns:
         notes.append("Not all models fit into it at once, so they were loaded again in turns.")
     for configuration in options.configurations:
         errors = [state.error or "" for (one, _), state in bench.states.items() if one == configuration]
         if any(PROFILE_COMMAND in error for error in errors):
-            command = " ".join(("heterollm", *profile_command(loading.model, configuration)))
+            command = " ".join(("heterollm", *profile_command(folder, configuration)))
             notes.append(f"{configuration.label} needs a profile: add --profile-first, or run `{command}`.")
     fractions = [
         sample.disturbed

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.children import ChildDiedError, Worker
+from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.engine import Facts, FoundFields, Ids, Job
 
-__all__ = ["Loading", "WorkerPool"]
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How models are loaded.
-
-    Args:
-        model: Folder of the checkpoint.
-        ids: The token at every position of a session.
-        memory_bytes: Limit of all models together.
-    """
-
-    model: Path
-    ids: Ids
-    memory_bytes: int
+__all__ = ["WorkerPool"]
 
 
 class WorkerPool:
@@ -37,7 +22,9 @@ class WorkerPool:
 
     Args:
         start: Makes the process of a configuration.
-        loading: How models are loaded.
+        model: Folder of the checkpoint.
+        ids: The token at every position of a session.
+        memory_bytes: Limit of all models together.
 
     Attributes:
         facts: The engine's facts of each configuration.
@@ -45,10 +32,14 @@ class WorkerPool:
         in_turns: Whether models did not fit together.
     """
 
-    def __init__(self, start: Callable[[Configuration], Worker], loading: Loading) -> None:
+    def __init__(
+        self, start: Callable[[Configuration], Child], model: Path, ids: Ids, memory_bytes: int
+    ) -> None:
         self._start = start
-        self._loading = loading
-        self._workers: dict[Configuration, Worker] = {}
+        self._model = model
+        self._ids = ids
+        self.memory_bytes = memory_bytes
+        self._workers: dict[Configuration, Child] = {}
         self.facts: dict[Configuration, Facts] = {}
         self.need_bytes: dict[Configuration, int] = {}
         self.in_turns = False
@@ -63,9 +54,14 @@ class WorkerPool:
         if configuration in self._workers:
             return True
         self.in_turns |= self._make_room()
-        worker, facts, need = self._load(configuration, trace=False)
+        job = Job(self._model, configuration, len(self._ids))
+        worker = self._start(configuration)
+        try:
+            self.facts[configuration], need = worker.ask("load", job, self._ids)
+        except BaseException:
+            worker.close()
+            raise
         self._workers[configuration] = worker
-        self.facts[configuration] = facts
         self.need_bytes[configuration] = max(need, self.need_bytes.get(configuration, 0))
         return False
 
@@ -85,7 +81,7 @@ class WorkerPool:
     def trace(
         self, configuration: Configuration, cases: Sequence[Case], files: Sequence[Path | None]
     ) -> list[FoundFields]:
-        """Return fields of traced runs, from a model that is loaded for them alone.
+        """Return fields of traced runs, from one more model that is loaded for them alone.
 
         Args:
             configuration: Its configuration.
@@ -97,11 +93,13 @@ class WorkerPool:
             HeteroLLMError: It cannot be loaded.
         """
         self._make_room()
-        worker, _, _ = self._load(configuration, trace=True)
-        try:
-            found: list[FoundFields] = worker.ask("trace", cases, files)
-        finally:
-            worker.close()
+        job = Job(self._model, configuration, len(self._ids), trace=True)
+        found: list[FoundFields]
+        if configuration in self._workers:
+            found = self.ask(configuration, "trace", job, self._ids, cases, files)
+        else:
+            with contextlib.closing(self._start(configuration)) as worker:
+                found = worker.ask("trace", job, self._ids, cases, files)
         return found
 
     def close(self) -> None:
@@ -109,20 +107,10 @@ class WorkerPool:
         while self._workers:
             self._workers.popitem()[1].close()
 
-    def _load(self, configuration: Configuration, *, trace: bool) -> tuple[Worker, Facts, int]:
-        worker = self._start(configuration)
-        job = Job(self._loading.model, configuration, len(self._loading.ids), trace)
-        try:
-            facts, need = worker.ask("load", job, self._loading.ids)
-        except BaseException:
-            worker.close()
-            raise
-        return worker, facts, need
-
     def _make_room(self) -> bool:
         """Close all models if one more would not fit; return whether that was so."""
         held = sum(self.need_bytes[one] for one in self._workers)
-        full = bool(self._workers) and held + max(self.need_bytes.values()) > self._loading.memory_bytes
+        full = bool(self._workers) and held + max(self.need_bytes.values()) > self.memory_bytes
         if full:
             self.close()
         return full

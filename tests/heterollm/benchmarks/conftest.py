@@ -34,8 +34,7 @@ class FakeWorker:
     def ask(self, method, *arguments):
         pool, label = self.pool, self.configuration.label
         case = arguments[0].name if method in ("sample", "account") else ""
-        traced = method == "load" and arguments[0].trace
-        pool.log.append(("load to trace" if traced else method, label, case))
+        pool.log.append((method, label, case))
         trouble = pool.trouble.get((method, label, case)) or pool.trouble.get((method, label))
         if trouble:
             pool.trouble = {key: value for key, value in pool.trouble.items() if value is not trouble}
@@ -51,7 +50,8 @@ class FakeWorker:
             rates = {"read_bytes": 1e6, "flops": 1e6}
             return {"gpu_share": 1.0, "padded_tokens": 0, "reasons": {}, **rates}
         if method == "trace":
-            cases, files = arguments
+            assert arguments[0].trace
+            cases, files = arguments[2:]
             pool.files += map(str, files)
             return [{"traced_ms": 1.0, "overlap_fraction": 0.5} for _ in cases]
         pool.taken += 1
