@@ -67,7 +67,7 @@ PRECISIONS: Final = ("w4a16", "w4a8")
 
 
 def checkpoint(folder: Path, seed: int) -> Path:
-    """Return a folder with a checkpoint: what is in it, else random weights that are written there."""
+    """Return a folder with a checkpoint; one without gets random weights."""
     return folder if (folder / "config.json").is_file() else write_checkpoint(folder, seed)
 
 
@@ -112,7 +112,7 @@ class Measuring:
         }
 
     def announce(self) -> None:
-        """Say what will run, what is shortened, and how long it should take."""
+        """Print the tests, the shortened ones, and an estimate of the time."""
         for this in self._parts:
             tests = ", ".join(case.name for case in this.cases)
             say(f"{this.precision}: {len(this.configurations)} configurations, {tests}")
@@ -274,7 +274,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, or read what was measured, and judge."""
+    """Measure, or read rows, and judge."""
     options = parse_options()
     stop: Stop | None = None
     try:

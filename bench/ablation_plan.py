@@ -1,4 +1,4 @@
-"""What ablation.py runs with what, and how long that will take. Used by it."""
+"""Tests and configurations of ablation.py, and an estimate of their time. Used by it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def waits(precision: str) -> tuple[Configuration, ...]:
 def part(
     precision: str, aligned: Sequence[int], odd: Sequence[int], decoded: int, *, llama_cpp: bool, scale: float
 ) -> Part:
-    """Return what is run at one precision.
+    """Return the tests and configurations of one precision.
 
     Args:
         precision: The precision.

@@ -37,7 +37,7 @@ COLUMNS: Final[dict[str, Chosen]] = {
 
 
 def latest(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return of rows of one test, configuration and precision of the run the last one alone."""
+    """Return the last of the rows that have the same test, configuration and precision of the run."""
     precisions = precisions_of_runs(rows)
     found: dict[tuple[object, ...], BenchRow] = {}
     for row in rows:
@@ -54,7 +54,7 @@ def latest(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def precisions_of_runs(rows: Iterable[BenchRow]) -> dict[str | None, str]:
-    """Return what heterollm computed in while other engines took turns with it, by runs."""
+    """Return the precision of heterollm's own rows by run."""
     return {row.run: row.precision for row in rows if row.engine == "self" and row.run is not None}
 
 
@@ -102,7 +102,7 @@ def table(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def _origin(rows: Sequence[BenchRow]) -> list[str]:
-    """Say where the rows are from, how many samples they have, and which others disturbed."""
+    """Return lines about machines, commits, dates, and numbers of samples and disturbed ones."""
     counts = sorted(
         {
             (len(row.times.samples_ns), row.phase == "prefill" and row.asked.n_prompt % 256 != 0)

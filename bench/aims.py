@@ -37,7 +37,7 @@ def gpu_whole(row: BenchRow) -> bool:
 
 
 def npu_alone(row: BenchRow) -> bool:
-    """The linears on the NPU part, whatever runs lengths without a graph."""
+    """The linears on the NPU part, with any length policy."""
     return row.plan_level in ("npu", "layer") and row.asked.sync == "auto"
 
 
@@ -57,7 +57,7 @@ def npu_lengths(row: BenchRow) -> bool:
 
 
 def split(row: BenchRow) -> bool:
-    """What the solver made, with fast waits."""
+    """Plans of the solver, with fast waits."""
     return is_split(row) and row.asked.sync == "auto"
 
 

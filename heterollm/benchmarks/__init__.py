@@ -1,4 +1,4 @@
-"""Compares configurations and engines: processes that take turns, and rows with all that happened."""
+"""Compares configurations and engines: tests in round-robin rounds, and their results as rows."""
 
 from __future__ import annotations
 

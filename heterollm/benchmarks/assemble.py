@@ -1,4 +1,4 @@
-"""Puts a row together from samples, what the engine said, and where it all ran."""
+"""Assembles a row from samples, the engine's facts and the conditions of the run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ACCOUNTED: Final = ("gpu_share", "cut_groups", "padded_tokens", "predicted_ms")
 
 @dataclass(slots=True)
 class State:
-    """What is known so far of a test with a configuration.
+    """Results so far of a test with a configuration.
 
     Args:
         samples: In the order of the rounds.
-        fields: What the engine says that a sample does.
-        traced: What its trace shows.
+        fields: Fields of the row from the engine.
+        traced: Fields of the row from its trace.
         error: Why there are no more samples.
         test_time: When the first was taken.
     """
@@ -56,7 +56,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all rows of a run share: where it ran, the token ids, and a name of its own."""
+    """Common fields of all rows of a run: conditions, seed of the token ids, and a unique name."""
 
     setup: Setup
     seed: int
@@ -65,11 +65,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How a test got its samples.
+    """Loads of the model behind a test, and the samples that were asked for.
 
     Args:
-        loads: How often its model was loaded.
-        memory_bytes: What the model takes.
+        loads: Number of times that the model was loaded.
+        memory_bytes: Memory of the model.
         repetitions: Samples that were asked for.
         interrupted: Why there are fewer.
     """
@@ -81,10 +81,10 @@ class Loaded:
 
 
 def run_of(model: str, seed: int) -> Run:
-    """Return what all rows of a run that begins now share.
+    """Return the common fields of all rows of a run that begins now.
 
     Args:
-        model: Name of the checkpoint: rows are published, and where it lay is nobody's concern.
+        model: Name of the checkpoint; published rows do not show its folder.
         seed: Of the token ids.
     """
     setup = Setup(
@@ -113,11 +113,11 @@ def make_row(
     Args:
         configuration: How it ran.
         case: The test.
-        state: What is known of it.
-        run: What all rows share.
-        load: How it got its samples.
-        facts: What the engine said of itself; None if it never loaded.
-        quality: How near its logits are to the reference's.
+        state: Its results.
+        run: Common fields of all rows.
+        load: Loads of the model, and the samples that were asked for.
+        facts: The engine's facts; None if it never loaded.
+        quality: Distance of its logits from the reference's.
     """
     given: FoundFields = {**state.fields, **state.traced}
     notes = () if facts is None else tuple(facts.notes)

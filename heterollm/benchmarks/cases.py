@@ -1,4 +1,4 @@
-"""What a bench runs: tests in llama-bench's words, and the configurations that each is run with.
+"""Tests of a bench, in llama-bench's words, and configurations that run them.
 
 The words are those of llama-bench (https://github.com/ggml-org/llama.cpp/tree/master/tools/llama-bench):
 ``pp`` is a prompt, ``tg`` tokens one by one, ``pg`` a prompt and tokens behind it, all behind ``d`` others.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast, get_args
+from typing import Final, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
 from heterollm.benchmarks.plugins import check_engine
@@ -73,10 +73,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What a test is run with; everything that tells two rows of one test apart.
+    """Engine and options of a test: all fields that distinguish two rows of one test.
 
     Args:
-        engine: Who computes.
+        engine: ``self`` or the name of a plug-in.
         plan_level: Of heterollm: a level, ``auto``, or the file of a plan; empty for others.
         precision: Of weights and activations; engines with one way to compute have ``w4a16`` for both
             that have 4 bits.
@@ -87,7 +87,7 @@ class Configuration:
             device.
         device: Name of the device; empty for other engines.
         group_size: Weights that share a scale.
-        baseline: Whether the bench added it, as what the others must beat.
+        baseline: Whether the bench added it for comparison.
     """
 
     engine: str = "self"
@@ -106,11 +106,6 @@ class Configuration:
         return None if self.threads is None else sum(self.threads)
 
     @property
-    def process(self) -> tuple[str, Threads | None]:
-        """What must be the same for two configurations to share a process."""
-        return self.engine, self.threads
-
-    @property
     def label(self) -> str:
         """Short name for people."""
         if self.engine != "self":
@@ -124,16 +119,6 @@ class Configuration:
             parts.append(f"sync {self.sync}")
         split = "" if self.threads is None else f", {self.threads[0]}+{self.threads[1]}"
         return f"{' '.join(parts)} {self.precision}{split}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Configuration:
-        """Return what :meth:`to_dict` wrote."""
-        threads = data["threads"]
-        return cls(**{**data, "threads": None if threads is None else tuple(threads)})
 
 
 def cases_of(
@@ -186,9 +171,9 @@ def expand(
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
-    What an option means nothing to has it at its default, so that no two rows are the same: length policies
-    count for ``npu`` and ``layer`` only, ways to wait for levels that use the NPU (and ``operator`` for all),
-    and other engines have neither. Levels that need an NPU leave out splits without one.
+    Options that do not apply to a configuration stay at their default, so that no two are equal: length
+    policies count for ``npu`` and ``layer`` only, ways to wait for levels that use the NPU (and ``operator``
+    for all), and other engines have neither. Levels that need an NPU leave out splits without one.
 
     Raises:
         OptionError: A value is not legal, or nothing is left.

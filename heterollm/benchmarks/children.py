@@ -1,147 +1,160 @@
-"""The parent's side of a child process: it asks, waits, and turns a death or silence into an error."""
+"""Child processes: fresh interpreters that end with this one, and models in them that answer requests."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any, Final, Protocol
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
 
-from heterollm.base import EngineError, HeteroLLMError
+from heterollm.base import EngineError, HeteroLLMError, quiet_libraries
 
-__all__ = ["Child", "ChildDiedError", "Worker", "environment"]
+__all__ = ["GRACE_S", "Child", "ChildDiedError", "start"]
 
-TIMEOUT_S: Final = 1800.0
-"""The longest that one request may take: quantising a large model, or a long prompt in an emulator."""
-CLOSE_S: Final = 10.0
+CONTEXT: Final = multiprocessing.get_context("spawn")
 THREAD_VARIABLES: Final = ("POCL_MAX_PTHREAD_COUNT", "DPCPP_CPU_NUM_CUS")
+TIMEOUT_S: Final = 1800.0
+"""Longest time of one request: quantising a large model, or a long prompt in an emulator."""
+GRACE_S: Final = 10.0
+"""Time that a child gets to end in order."""
 TAIL: Final = 400
-"""Characters of a dead child's last words that go into the error."""
+"""Characters of a dead child's output in the error."""
+ORPHANED: Final = 1
+"""Exit code of a child whose parent ended."""
+
+
+def start(function: Callable[..., object], *arguments: object) -> SpawnProcess:
+    """Call a function in a fresh interpreter, which ends when this process ends, even by a signal.
+
+    The child does not inherit numbers of OpenCL threads that a device of this process set in the environment,
+    and does not import the main module, which may be a script without a guard.
+    """
+    process = CONTEXT.Process(target=_call, args=(function, arguments), daemon=True)
+    kept = {name: os.environ.pop(name) for name in THREAD_VARIABLES if name in os.environ}
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.update(kept)
+    return process
+
+
+def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    function(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a command may keep its results as after Ctrl-C
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(GRACE_S)
+    os._exit(ORPHANED)
 
 
 class ChildDiedError(EngineError):
-    """A child process ended, or was stopped as it did not answer."""
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a process that chooses its own number of threads.
-
-    OpenCL runtimes of the CPU read theirs from it, and one that this process uses has left its own there.
-    """
-    return {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
-
-
-class Worker(Protocol):
-    """Whatever answers requests: a child process, or a stand-in of a test."""
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and wait for its answer."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
+    """A child process ended, or was stopped because it did not answer."""
 
 
 class Child:
-    """A process of its own.
+    """A child process with at most one model.
 
     Args:
-        name: What it runs, for errors.
-        timeout_s: The longest that an answer may take.
+        name: Name of the model's configuration, for errors.
+        timeout_s: Longest time of one request.
     """
 
     def __init__(self, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self._name = name
         self._timeout_s = timeout_s
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        # -P keeps the working directory off the path: a checkout there has folders of other packages' names.
-        command = [sys.executable, "-P", "-m", "heterollm.benchmarks.child"]
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment(),
-        )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="heterollm-bench", daemon=True)
-        self._reader.start()
+        self._busy = False
+        descriptor, path = tempfile.mkstemp(prefix="heterollm-bench-")
+        os.close(descriptor)
+        self._output = Path(path)
+        self._pipe, other = CONTEXT.Pipe()
+        self._process = start(_serve, other, path)
+        other.close()
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and wait for its answer.
+    def ask(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - what the method returns
+        """Call a method of the child's model.
 
         Raises:
-            ChildDiedError: The process ended or did not answer in time; it must not be asked again.
-            HeteroLLMError: The request failed; the process lives on.
+            ChildDiedError: The process ended, or did not answer in time and was stopped.
+            HeteroLLMError: The request failed; the process accepts others.
         """
-        assert self._process.stdin is not None
+        self._busy = True
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise self._died() from None
-        try:
-            line = self._lines.get(timeout=self._timeout_s)
-        except queue.Empty:
-            self._process.kill()
-            self.close()
-            raise ChildDiedError(
-                f"The process of {self._name} did not answer for {self._timeout_s:.0f} s and was stopped.",
-                fix="Use shorter tests.",
-            ) from None
-        if not line:
-            raise self._died()
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise HeteroLLMError(answer["error"], fix=answer["fix"])
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(self._timeout_s):
+                how = f"did not answer for {self._timeout_s:.0f} s and was stopped"
+                raise self._death(how, "Use shorter tests.")
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(GRACE_S)
+            raise self._death(*_end_of(self._process.exitcode)) from None
+        self._busy = False
+        if isinstance(answer, HeteroLLMError):
+            raise answer
         return answer
 
     def close(self) -> None:
-        """End the process. May be called twice."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-        except OSError:
-            pass  # it is gone already
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(CLOSE_S)
-        self._errors.close()
+        """End the process: at once in the middle of a request, else in order. May be called twice."""
+        self._pipe.close()
+        if not self._busy:
+            self._process.join(GRACE_S)
+        self._process.kill()
+        self._process.join()
+        self._output.unlink(missing_ok=True)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            for line in stream:
-                self._lines.put(line)
-        self._lines.put("")
-
-    def _died(self) -> ChildDiedError:
-        code = self._process.wait()
-        self._errors.seek(0)
-        words = self._errors.read().decode("utf-8", "replace").strip()[-TAIL:]
+    def _death(self, how: str, fix: str) -> ChildDiedError:
+        output = self._output.read_text("utf-8", "replace").strip()[-TAIL:]
         self.close()
-        how = f"by signal {_signal_name(-code)}" if code < 0 else f"with exit code {code}"
-        said = f" Its last words: {words}" if words else ""
-        return ChildDiedError(
-            f"The process of {self._name} ended {how}.{said}",
-            fix="Signal 9 is often the system running out of memory: lower --memory-gib."
-            if code == -9
-            else "",
-        )
+        words = f" Its last words: {output}" if output else ""
+        return ChildDiedError(f"The process of {self._name} {how}.{words}", fix=fix)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return f"{number} ({signal.Signals(number).name})"
-    except ValueError:  # one of the nameless real-time signals
-        return str(number)
+def _end_of(code: int | None) -> tuple[str, str]:
+    """Return how a process ended, and an advice."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code}", ""
+    name = f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""
+    out_of_memory = "Signal 9 is often the system running out of memory: lower --memory-gib."
+    return f"ended by signal {-code}{name}", out_of_memory if code == -9 else ""
+
+
+def _serve(pipe: Connection, output: str) -> None:
+    """Answer requests until the parent closes the pipe; an unexpected exception ends the process."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; the parent decides what to do
+    with Path(output).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from heterollm.benchmarks.child import Model
+
+    model = Model()
+    with quiet_libraries(lambda _text: None, debug=False):
+        while True:
+            try:
+                method, arguments = pipe.recv()
+            except EOFError:
+                break
+            try:
+                answer = getattr(model, method)(*arguments)
+            except HeteroLLMError as error:
+                answer = HeteroLLMError(error.message, fix=error.fix)
+            pipe.send(answer)
+    model.close()

@@ -1,9 +1,7 @@
-"""Where a bench runs, and whether others compute meanwhile."""
+"""Facts about the machine of a bench, and the load of other processes."""
 
 from __future__ import annotations
 
-import math
-import os
 import platform
 import shutil
 import subprocess
@@ -11,6 +9,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 __all__ = [
     "CORES",
@@ -23,13 +23,14 @@ __all__ = [
     "wait_until_idle",
 ]
 
-CORES: Final = os.cpu_count() or 1
-TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+CORES: Final = psutil.cpu_count() or 1
+TICK_S: Final = 0.01
+"""Resolution of the processors' times on Linux; other systems are finer."""
+BUSY: Final = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Processor times of :mod:`psutil` that count as busy, of those that the system has."""
 OTHERS_FRACTION: Final = 0.04
-"""Of all cores, what other processes may use during a sample that counts as undisturbed."""
+"""Part of all cores that other processes may use during an undisturbed sample."""
 IDLE_S: Final = 0.1
-
-STAT: Final = Path("/proc/stat")
 CPUINFO: Final = Path("/proc/cpuinfo")
 LIBRARIES: Final = (
     "numpy",
@@ -44,33 +45,27 @@ LIBRARIES: Final = (
 
 
 def busy_s() -> float:
-    """Return the seconds that the cores have been busy since the machine started, stolen time included.
-
-    Not a number where the system does not say.
-    """
-    try:
-        user, nice, system, _idle, _wait, irq, soft, steal, *_ = STAT.read_text().split()[1:11]
-    except (OSError, ValueError):
-        return math.nan
-    return sum(map(int, (user, nice, system, irq, soft, steal))) * TICK_S
+    """Return the seconds that all cores were busy since the machine started, stolen time included."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in BUSY))
 
 
-def wait_until_idle(give_up: float) -> None:
-    """Wait for a moment in which no process computes, at most until ``give_up`` of the monotonic clock."""
-    while time.monotonic() < give_up:
-        busy = busy_s()
+def wait_until_idle(give_up_s: float) -> None:
+    """Wait for a moment in which no process computes, at most until ``give_up_s`` of the monotonic clock."""
+    while time.monotonic() < give_up_s:
+        before_s = busy_s()
         time.sleep(IDLE_S)
-        if not busy_s() - busy > TICK_S:  # also where it is not a number
+        if busy_s() - before_s <= TICK_S:
             return
 
 
 def undisturbed(others_s: float, wall_s: float) -> bool:
-    """Whether processor time that others used during a sample is too little to matter."""
+    """Whether other processes used too little processor time during a sample to matter."""
     return others_s <= OTHERS_FRACTION * CORES * wall_s + TICK_S
 
 
 def processor_name() -> str:
-    """Return the machine's processor and how many cores it has."""
+    """Return the machine's processor and its number of cores."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -81,7 +76,7 @@ def processor_name() -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit that a folder is checked out at, ``-dirty`` where files differ, or nothing."""
+    """Return the commit of a checkout, with ``-dirty`` where files differ; empty outside of one."""
     git = shutil.which("git")
     if git is None:
         return ""
@@ -91,7 +86,7 @@ def commit_of(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that times depend on, of those that are installed."""
+    """Return the installed versions of the libraries that times depend on."""
     found: dict[str, str] = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""The demonstration: text from the bundled model, a profile, plans, and what each plan level costs here."""
+"""The demonstration: text from the bundled model, a profile, plans, and rates of each plan level."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Workload:
     """The plan levels on one model.
 
     Args:
-        name: What to call the model.
-        bench: What was measured, in turns.
-        verdicts: What it means, in words.
+        name: Name of the model.
+        bench: Rows of all levels.
+        verdicts: Verdicts in words.
     """
 
     name: str
@@ -90,16 +90,16 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demonstration found.
+    """Result of the demonstration.
 
     Args:
-        prompt: What the bundled model was given.
-        text: What it wrote.
+        prompt: Prompt of the bundled model.
+        text: Its answer.
         levels_agree: Whether all levels wrote the same when each took its likeliest tokens.
         device: The device as it describes itself.
-        time: Whether its times are real.
-        workloads: What the plan levels cost; empty where time means nothing.
-        notes: What to know about the numbers.
+        time: Kind of its times.
+        workloads: Rates of the plan levels; empty if the times are not real.
+        notes: Remarks on the numbers.
     """
 
     prompt: str

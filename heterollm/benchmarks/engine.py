@@ -1,4 +1,4 @@
-"""The protocol of what is compared, and what it says of itself."""
+"""The protocol of an engine, and its facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ids = NDArray[np.int32]
 
 
 class FoundFields(TypedDict, total=False):
-    """What an engine says that a sample does, and what its trace shows; what it does not know is left out.
+    """Fields of a row from an engine and from its trace; unknown fields are left out.
 
     ``read_bytes`` and ``flops`` are no fields of a row: the rates follow from them.
     """
@@ -44,11 +44,11 @@ class FoundFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an engine is opened for.
+    """Model and configuration that an engine loads.
 
     Args:
         model: Folder of the checkpoint.
-        configuration: How.
+        configuration: Its options.
         context: Positions that its session needs.
         trace: Whether every pass is recorded, which costs time.
     """
@@ -61,22 +61,22 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine says of itself; its rows have all but the fields that judge its logits.
+    """Facts of a loaded engine; its rows have all but the fields that judge its logits.
 
     Args:
         engine_version: Version of the engine.
-        plan_level: What the level came to: that of the plan that runs.
-        device: Where it computes.
+        plan_level: Level of the plan that runs.
+        device: Name of the device.
         time_kind: ``real``, ``emulated`` or ``simulated``.
         fingerprint: Of the device, as profiles have it; empty for other engines.
         model_type: Kind and number format of the model.
         model_size: Bytes of its weights as this engine holds them, without copies.
         model_n_params: Weights of its linear layers and embeddings.
         computes: Whether logits mean anything: a simulated device may know shapes and times only.
-        exact: Whether it computes in float32 by another's code, so that all others are held against it.
-        gate_db: What its logits must reach against the reference's; by default what its precision reaches.
+        exact: Whether it computes in float32 by independent code, and so is the reference of all others.
+        gate_db: Least signal to noise of its logits; by default that of its precision.
         description: The device, or how the engine was built.
-        notes: What to know about its numbers.
+        notes: Remarks on its numbers.
     """
 
     engine_version: str
@@ -105,7 +105,7 @@ class BenchEngine(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """What it is."""
+        """Facts of the engine."""
         ...
 
     def sample_us(self, case: Case, ids: Ids) -> float:
@@ -130,11 +130,11 @@ class BenchEngine(Protocol):
         ...
 
     def account(self, case: Case) -> FoundFields:
-        """Return what a sample does: fields of a row, and under ``reasons`` why some are missing."""
+        """Return fields of a row that describe a sample; ``reasons`` says why some are missing."""
         ...
 
     def trace(self, case: Case, ids: Ids, file: Path | None = None) -> FoundFields:
-        """Run a test once and return what its trace shows: fields of a row; write it into a file if asked."""
+        """Run a test once; return fields of a row from its trace, which goes into a file if one is given."""
         ...
 
     def close(self) -> None:

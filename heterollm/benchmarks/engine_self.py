@@ -36,7 +36,7 @@ class SelfEngine:
     """A model on a device, with one session for each depth.
 
     Args:
-        job: What to load.
+        job: Model and configuration.
 
     Raises:
         HeteroLLMError: The checkpoint, device, plan or an option is not usable.
@@ -68,7 +68,7 @@ class SelfEngine:
 
     @property
     def facts(self) -> Facts:
-        """What was loaded."""
+        """Facts of the loaded model."""
         llm, config = self._llm, self._llm.config
         device = llm.device
         embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -121,7 +121,7 @@ class SelfEngine:
         return np.stack([session.prefill(prompt), *(session.decode(token) for token in tokens)])
 
     def account(self, case: Case) -> FoundFields:
-        """Return what a sample does; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
+        """Return fields of a row; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
         llm, plan = self._llm, self._llm.plan
         chunk, model = plan.chunk_length, self._profiled
         shares = shares_of(plan, self._specs, case, chunk=chunk)

@@ -55,11 +55,11 @@ def to_markdown(rows: Sequence[BenchRow]) -> str:
 
 
 def to_csv(rows: Sequence[Row], names: Sequence[str] = FIELD_NAMES) -> str:
-    """Return one header and one line a row; what is a list or a table there is JSON in its cell.
+    """Return one header and one line a row; a list or a table in a field is JSON in its cell.
 
     Args:
         rows: The rows.
-        names: What their fields are called.
+        names: Names of their fields.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -115,7 +115,7 @@ def read_rows(path: Path) -> list[BenchRow]:
             f"{path} has rows of simulations: modelled times are never read as measured ones.",
             fix="Give a file that `heterollm bench -o` wrote.",
         )
-    return [BenchRow.from_dict(item) for item in items]
+    return [BenchRow.from_dict(item, source=f"{path}: row {place}") for place, item in enumerate(items, 1)]
 
 
 def read_json_items(path: Path) -> list[object]:
@@ -153,9 +153,6 @@ def _cells(row: BenchRow) -> dict[str, str]:
         rate += " (wrong logits)"
     elif row.interrupted is not None:
         rate += f" ({len(row.times.samples_ns)} of {row.asked.repetitions} samples)"
-    threads = str(row.asked.n_threads) if row.asked.n_threads is not None else ""
-    if row.asked.gpu_threads is not None:
-        threads = f"{row.asked.gpu_threads}+{row.asked.npu_threads}"
     return {
         "model": row.setup.model_type or Path(row.setup.model_filename).name,
         "size": "" if row.setup.model_size is None else format_bytes(row.setup.model_size),
@@ -165,7 +162,7 @@ def _cells(row: BenchRow) -> dict[str, str]:
         "lengths": row.asked.length_policy,
         "sync": row.asked.sync,
         "precision": row.precision,
-        "threads": threads,
+        "threads": row.asked.threads,
         "test": row.test,
         "t/s": rate,
     }

@@ -1,4 +1,4 @@
-"""What a bench is asked to do."""
+"""Options of a bench."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["BenchOptions"]
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to run, and how.
+    """Options of a bench.
 
     Args:
         model: A local folder or a hub name.
-        configurations: What the tests are run with.
+        configurations: Configurations that run each test.
         cases: The tests.
         repetitions: Samples of each.
         seed: Of the token ids.
-        patience_s: How long to wait for an idle machine before each sample, and to take it again.
-        memory_gib: What all models may take together; by default 0.8 of what is available.
+        patience_s: Longest time to wait for idle before each sample, and to take it again.
+        memory_gib: Limit of all models together; by default 0.8 of the available memory.
         trace: Whether to run every test once more in a traced model, for overlap and hand-overs.
         traces: Folder into which the trace of each of these runs is written, for ``heterollm trace``.
         light: Tests of which one sample without a trace is enough; taken in the last round.
-        left_out: What is not run: a configuration and a test each.
+        left_out: Pairs of a configuration and a test that are not run.
         warm_up_s: Tests that are expected to take longer are not warmed up, if their model has run another:
-            what a first run costs more, a list of calls that is compiled, is then too little to see.
+            the extra time of a first run, which compiles a list of calls, is then negligible.
         time_limit_s: After so many seconds no further sample is taken, and the rows so far are the result.
     """
 

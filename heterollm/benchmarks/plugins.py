@@ -1,4 +1,4 @@
-"""Finds other engines than heterollm itself.
+"""Finds engines other than heterollm itself.
 
 A plug-in is an entry point of the group ``heterollm.engines``: a callable that takes a ``Job`` and returns a
 ``BenchEngine``, both of :mod:`heterollm.benchmarks.engine`. Those of a checkout's ``bench/engines`` are found
@@ -24,7 +24,7 @@ CHECKOUT: Final = Path(__file__).resolve().parents[2] / "bench" / "engines"
 
 
 def check_engine(name: str) -> None:
-    """Refuse an engine that is not there, without loading any.
+    """Refuse an unknown engine, without loading any.
 
     Raises:
         OptionError: There is no such engine.

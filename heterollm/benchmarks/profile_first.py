@@ -1,15 +1,19 @@
-"""Profiles a device before a bench, once for each split of the cores, each in a process of its own."""
+"""Profiles a device before a bench, once for each split of the cores, each in its own process."""
 
 from __future__ import annotations
 
-import subprocess
+import os
+import runpy
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 from heterollm.base import ProfileError
 from heterollm.benchmarks.cases import Configuration
-from heterollm.benchmarks.children import environment
+from heterollm.benchmarks.children import GRACE_S, start
+from heterollm.benchmarks.stopping import TerminatedInterrupt
 from heterollm.model import checkpoint_folder
 
 __all__ = ["profile_command", "profile_splits"]
@@ -22,8 +26,8 @@ def profile_command(
 
     Args:
         model: Folder of the checkpoint.
-        configuration: What will run.
-        budget_s: Time to spend, on everything anew; by default it is a quick one of what is not known yet.
+        configuration: The configuration.
+        budget_s: Time to measure everything again; by default a quick run measures what the profile lacks.
     """
     how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
     arguments = ["profile", str(model), *how, "--device", configuration.device]
@@ -39,11 +43,11 @@ def profile_splits(
 ) -> Iterator[str]:
     """Run the commands one after the other, and yield each before it runs.
 
-    Without a budget, what a profile already has is not measured again.
+    Without a budget, records that a profile already has are not measured again.
 
     Args:
         model: A folder or a hub name.
-        configurations: What will run.
+        configurations: All configurations.
         budget_s: Time to spend on each.
 
     Raises:
@@ -58,11 +62,25 @@ def profile_splits(
     for arguments in commands:
         shown = f"heterollm {' '.join(arguments)}"
         yield f"Running `{shown}`"
-        # It ends with this process, as it watches its input.
-        command = [sys.executable, "-P", "-m", "heterollm.benchmarks.child", *arguments]
-        with subprocess.Popen(  # noqa: S603 - our own interpreter
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment()
-        ) as process:
-            code = process.wait()
-        if code:
-            raise ProfileError(f"`{shown}` failed with exit code {code}.", fix="Run it by itself.")
+        process = start(_run_command, *arguments)
+        try:
+            process.join()
+        except KeyboardInterrupt as error:
+            # Ctrl-C reaches the command, too; other signals do not.
+            if sys.platform != "win32" and isinstance(error, TerminatedInterrupt):
+                os.kill(cast("int", process.pid), signal.SIGINT)
+            process.join(GRACE_S)
+            process.kill()
+            raise
+        if process.exitcode:
+            raise ProfileError(
+                f"`{shown}` failed with exit code {process.exitcode}.", fix="Run it by itself."
+            )
+
+
+def _run_command(*arguments: str) -> None:
+    """Run a command of heterollm without its result; it keeps its progress bar."""
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.argv = ["heterollm", *arguments]
+    runpy.run_module("heterollm", run_name="__main__")

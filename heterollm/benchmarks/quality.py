@@ -1,4 +1,4 @@
-"""Whether all compute the same: logits beside those of a reference, so that nobody wins by being wrong."""
+"""Compares logits with those of a reference, so that no engine is fast by computing wrong results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROUNDED_DB: Final = 28.0
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How near a configuration's logits are to the reference's.
+    """Distance of a configuration's logits from the reference's.
 
     Args:
         reference: Label of the reference.
         logits_sqnr_db: Signal to noise in decibels; infinite for equal ones.
-        gate_db: What it must reach.
+        gate_db: Least ratio that passes.
         top_1_agreement: Fraction of the positions at which both take the same token.
     """
 
@@ -59,7 +59,7 @@ class Quality:
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
-    """Return the signal to noise ratio against a reference, in decibels; 0 where some are no numbers."""
+    """Return the signal to noise ratio against a reference, in decibels; 0 where some are not finite."""
     exact = reference.astype(np.float64)
     noise = float(np.sum((values.astype(np.float64) - exact) ** 2))
     if not math.isfinite(noise):
@@ -77,7 +77,7 @@ def judge(
 
     Args:
         logits: ``[positions, vocab]`` of each.
-        facts: What the engine of each said of itself.
+        facts: The engine's facts of each.
     """
     found: dict[Configuration, Quality] = {}
     for weights in dict.fromkeys(map(_weights, logits)):

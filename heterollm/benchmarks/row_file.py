@@ -1,4 +1,4 @@
-"""The file that rows are appended to while a bench runs, each as soon as it is whole."""
+"""The file to which a running bench appends each row as soon as it is whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowFile:
-    """Appends rows to a file of JSON lines; a row that cannot be written leaves no half of it.
+    """Appends rows to a file of JSON lines; a failed write leaves no part of a row.
 
     Args:
         path: The file; made if missing.
@@ -27,7 +27,7 @@ class RowFile:
         error: Why some rows are not in the file; None if all are.
 
     Raises:
-        CacheError: It cannot be written at all: said before anything is measured.
+        CacheError: It cannot be written at all; raised before anything is measured.
     """
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
@@ -42,7 +42,7 @@ class RowFile:
             raise _error(path, error) from error
 
     def add(self, row: BenchRow) -> None:
-        """Append a row. What cannot be written is noted and said once: the bench goes on without it."""
+        """Append a row; the first failure is logged, and the bench continues without a file."""
         try:
             self._append(to_jsonl([row]).encode("utf-8"))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A row of results: nested records, which are the JSON of its line; llama-bench's names where it has them."""
+"""A row of results: nested records, whose JSON is a line of a file, with llama-bench's names of fields."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Sample:
     """One run of a test.
 
     Args:
-        time_us: How long it took.
-        disturbed: Whether others computed meanwhile; None where the system does not say.
-        energy_j: Energy of the whole package meanwhile; None where nothing can be read.
+        time_us: Duration.
+        disturbed: Whether other processes computed meanwhile; None of simulated devices.
+        energy_j: Energy of the whole package meanwhile; None without a readable counter.
     """
 
     time_us: float
@@ -67,9 +67,16 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.n_prompt + self.n_gen < 1:
             raise ValueError("a test has no tokens")
 
+    @property
+    def threads(self) -> str:
+        """Threads of both parts, such as ``1+1``, or those of another engine; empty if unknown."""
+        if self.gpu_threads is not None:
+            return f"{self.gpu_threads}+{self.npu_threads}"
+        return "" if self.n_threads is None else str(self.n_threads)
+
 
 class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machine, the libraries, and what the engine said of itself and of the model."""
+    """The machine, the libraries, and facts of engine and model."""
 
     build_commit: str = ""
     heterollm_version: str = ""
@@ -91,7 +98,7 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Times(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The samples, and what follows from them; of whole tests, in nanoseconds."""
+    """The samples, each of a whole test, and statistics of them."""
 
     samples_ns: tuple[Positive, ...]
     samples_disturbed: tuple[bool | None, ...] = ()
@@ -104,9 +111,13 @@ class Times(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     measured_ms: Amount | None = None
     disturbed_fraction: Amount | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.samples_disturbed) > len(self.samples_ns):
+            raise ValueError("samples_disturbed has more items than samples_ns")
+
 
 class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a sample does: the parts' shares, predicted time, rates beside their ceilings, energy, memory."""
+    """Work of a sample: the GPU's share, predicted time, rates and their ceilings, energy, memory."""
 
     gpu_share: Amount | None = None
     cut_groups: tuple[str, ...] | None = None
@@ -142,7 +153,7 @@ class Operator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TraceTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One more run of the test, traced; all None where it was not."""
+    """One more run of the test, traced; all None without a trace."""
 
     traced_ms: Amount | None = None
     gpu_busy_ms: Amount | None = None
@@ -155,7 +166,7 @@ class TraceTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LogitsCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How near the logits are to the reference's; all None where they were not compared."""
+    """Distance of the logits from the reference's; all None if they were not compared."""
 
     quality_reference: str | None = None
     logits_sqnr_db: Number | None = None
@@ -169,25 +180,25 @@ class LogitsCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A test with a configuration. Fields that are None have a word in ``reasons``.
+    """Results of a test with a configuration.
 
     Args:
         label: Short name of the configuration.
         test: Name of the test, as llama-bench has it.
         engine: ``self`` or another engine.
-        plan_level: That of the plan that ran.
+        plan_level: Level of the plan that ran.
         precision: Of weights and activations.
         time_kind: ``real``, ``emulated`` or ``simulated``; None if the engine never loaded.
-        run: The same in all rows whose samples were taken in turns, and in no others.
+        run: Name of the run; rows of one run took samples in the same rounds.
         asked: The test and the options.
-        setup: Where it ran.
+        setup: Machine, libraries, engine and model.
         times: The samples.
-        account: What a sample does.
-        trace: What one traced run showed.
-        quality: Whether the logits are right.
+        account: Work of a sample.
+        trace: Times of one traced run.
+        quality: Distance of the logits from the reference's.
         error: Why there are no more samples.
-        interrupted: Why fewer samples are here than were asked for; None where all are, or an error is why.
-        notes: What to know about the numbers.
+        interrupted: Why samples are missing, if not by an error.
+        notes: Remarks on the numbers.
         reasons: Why fields are None, by their names.
     """
 
@@ -221,13 +232,13 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def phase(self) -> str:
-        """What the test measures: ``prefill``, ``decode`` or ``both``."""
+        """Phase of the test: ``prefill``, ``decode`` or ``both``."""
         asked = self.asked
         return "both" if asked.n_prompt and asked.n_gen else "prefill" if asked.n_prompt else "decode"
 
     @property
     def usable(self) -> bool:
-        """Whether its speed may be compared: it was measured, and computes the right thing."""
+        """Whether its speed may be compared: it has samples, no error, and correct logits."""
         return bool(self.times.samples_ns) and self.error is None and self.quality.quality_passed is not False
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,16 +247,20 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return found
 
     @classmethod
-    def from_dict(cls, data: object) -> BenchRow:
+    def from_dict(cls, data: object, *, source: str = "A line") -> BenchRow:
         """Read a row of a result file.
 
         Rates and means are computed again from the samples.
 
+        Args:
+            data: A line of the file.
+            source: Name of the line in errors.
+
         Raises:
-            InputError: It is no row.
+            InputError: A field is missing, unknown, of the wrong type or out of range, with its path.
         """
         fix = "Give a file that -o wrote."
-        row = decode(data, cls, source="A line is no row of `heterollm bench`", error=InputError, fix=fix)
+        row = decode(data, cls, source=f"{source} is no row of `heterollm bench`", error=InputError, fix=fix)
         known = row.times.samples_disturbed
         disturbed = (*known, *(None for _ in row.times.samples_ns[len(known) :]))
         pairs = zip(row.times.samples_ns, disturbed, strict=False)
@@ -273,7 +288,7 @@ def flat(row: BenchRow) -> dict[str, Any]:
 
 
 def times_of(samples: Sequence[Sample], tokens: int) -> Times:
-    """Return what samples come to.
+    """Return samples with their statistics.
 
     Args:
         samples: In the order in which they were taken.

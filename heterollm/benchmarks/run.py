@@ -1,4 +1,4 @@
-"""Runs a bench: loads, checks that all compute the same, warms up, takes samples in turns, makes rows."""
+"""Runs a bench: loads models, compares logits, warms up, takes samples in round-robin rounds, makes rows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from heterollm.base import GIB, HeteroLLMError, OptionError, Progress, labelled, round_up, silent
 from heterollm.benchmarks.assemble import Loaded, State, make_row, run_of
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.child import decode_floats
-from heterollm.benchmarks.children import Child, ChildDiedError, Worker
-from heterollm.benchmarks.crew import Crew, Loading, Process
+from heterollm.benchmarks.child import Measurement, random_ids
+from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.stopping import Stop, TimeUpError
-from heterollm.benchmarks.turns import Watch, schedule
+from heterollm.benchmarks.turns import Sampler, schedule
+from heterollm.benchmarks.worker_pool import WorkerPool
 from heterollm.engine import available_bytes
 from heterollm.model import ModelConfig, checkpoint_folder
 
@@ -35,25 +35,25 @@ OnRow: TypeAlias = Callable[[BenchRow], None]
 logger = logging.getLogger(__name__)
 
 MEMORY_FRACTION: Final = 0.8
-"""Of what is available, what all models may take together by default."""
+"""Limit of all models together by default, as part of the available memory."""
 UNKNOWN_MEMORY: Final = 8 * GIB
 CONTEXT_STEP: Final = 64
 LONGEST_NAME: Final = 120
 DEATHS_ALLOWED: Final = 1
-"""Of a configuration's process: the test that it died at is given up, after one more the configuration is."""
+"""Deaths of a configuration's process that cost one test each; the next one costs all of its tests."""
 
 PROFILE_COMMAND: Final = "heterollm profile"
-"""In errors of what cannot run without one."""
+"""Part of the error of a configuration that needs a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What a bench found.
+    """Result of a bench.
 
     Args:
-        rows: One for each test and configuration, tests first; of a run that was stopped those that have a
-            sample or an error.
-        notes: What to know about all of them.
+        rows: One for each test and configuration, tests first; after an early stop only those with a sample
+            or an error.
+        notes: Remarks on all of them.
         stop: Why it ended before all samples were taken.
     """
 
@@ -66,11 +66,11 @@ class _Bench:
     """One run."""
 
     def __init__(
-        self, options: BenchOptions, crew: Crew, watch: Watch, progress: Progress, on_row: OnRow
+        self, options: BenchOptions, pool: WorkerPool, sampler: Sampler, progress: Progress, on_row: OnRow
     ) -> None:
         self._options = options
-        self._crew = crew
-        self._watch = watch
+        self._pool = pool
+        self._sampler = sampler
         self._progress = progress
         self._on_row = on_row
         self._run = run_of(_model_name(options.model), options.seed)
@@ -82,7 +82,6 @@ class _Bench:
         }
         self.quality: dict[Configuration, Quality] = {}
         self.loads: dict[Configuration, int] = dict.fromkeys(options.configurations, 0)
-        self.always_resident = True
         self.stop: Stop | None = None
         self._warm: set[Test] = set()
         self._handed_on: set[Test] = set()
@@ -91,7 +90,7 @@ class _Bench:
         self._deadline = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def run(self) -> None:
-        """Do everything, in order; what stops it early is noted, and what was measured stays."""
+        """Run all stages; an early stop is noted, and the samples so far stay."""
         try:
             self._check_quality()
             for turn in range(self._options.repetitions):
@@ -105,7 +104,7 @@ class _Bench:
             self._hand_on(test)
 
     def rows(self) -> tuple[BenchRow, ...]:
-        """Return what there is: of a run that was stopped the rows with a sample or an error."""
+        """Return the rows; after an early stop only those with a sample or an error."""
         return tuple(
             self._row(test)
             for test, state in self.states.items()
@@ -117,9 +116,7 @@ class _Bench:
         total = sum(options.wanted(case) for _, case in self.states)
         alive = [one for one in options.configurations if self._alive(one)]
         cases = [case for case in options.cases if turn >= options.repetitions - options.wanted(case)]
-        resident = all(map(self._crew.is_resident, alive))
-        self.always_resident &= resident
-        for test in schedule(alive, cases, turn, all_resident=resident):
+        for test in schedule(alive, cases, turn, all_loaded=not self._pool.in_turns):
             if test not in self.states:
                 continue
             self._progress("Taking samples", sum(len(one.samples) for one in self.states.values()), total)
@@ -141,7 +138,7 @@ class _Bench:
         return state.error is not None or len(state.samples) >= self._options.wanted(test[1])
 
     def _hand_on(self, test: Test) -> None:
-        """Give a row to whoever keeps it, once, if there is anything in it."""
+        """Pass a row with a sample or an error to the caller, once."""
         state = self.states[test]
         if test not in self._handed_on and (state.samples or state.error is not None):
             self._handed_on.add(test)
@@ -152,7 +149,7 @@ class _Bench:
         stop = None if self._is_whole(test) else self.stop
         load = Loaded(
             loads=self.loads[configuration],
-            memory_bytes=self._crew.need_bytes.get(configuration),
+            memory_bytes=self._pool.need_bytes.get(configuration),
             repetitions=self._options.wanted(case),
             interrupted=None if stop is None else stop.reason,
         )
@@ -162,7 +159,7 @@ class _Bench:
             self.states[test],
             self._run,
             load,
-            facts=self._crew.facts.get(configuration),
+            facts=self._pool.facts.get(configuration),
             quality=self.quality.get(configuration),
         )
 
@@ -176,7 +173,7 @@ class _Bench:
             cases = [case for case in cases if self.states[configuration, case].error is None]
             try:
                 files = [self._trace_file(configuration, case) for case in cases]
-                found = self._crew.trace(configuration, cases, files) if cases else []
+                found = self._pool.trace(configuration, cases, files) if cases else []
             except HeteroLLMError as error:
                 logger.warning("%s is not traced: %s", configuration.label, error)
                 continue
@@ -190,7 +187,7 @@ class _Bench:
             return None
         name = re.sub(r"[^A-Za-z0-9+.]+", "-", f"{case.name} {configuration.label}")
         path = folder.resolve() / f"{name[-LONGEST_NAME:].strip('-.')}.json"
-        facts = self._crew.facts.get(configuration)
+        facts = self._pool.facts.get(configuration)
         return labelled(path, simulated=facts is not None and facts.time_kind == "simulated")
 
     def _check_quality(self) -> None:
@@ -201,50 +198,41 @@ class _Bench:
             self._check_time()
             try:
                 self._load(configuration)
-                if not self._crew.facts[configuration].computes:
+                if not self._pool.facts[configuration].computes:
                     continue
-                answer = self._crew.ask(configuration, "logits", prompt=PROMPT_TOKENS, decoded=DECODED_TOKENS)
+                logits[configuration] = self._pool.ask(configuration, "logits", PROMPT_TOKENS, DECODED_TOKENS)
             except HeteroLLMError as error:
                 self._fail(configuration, error)
-                continue
-            logits[configuration] = decode_floats(answer["logits"])
         self._progress("Loading and comparing logits", len(configurations), len(configurations))
-        self.quality = judge(logits, self._crew.facts)
+        self.quality = judge(logits, self._pool.facts)
 
     def _sample(self, configuration: Configuration, case: Case) -> None:
         state = self.states[configuration, case]
         self._load(configuration)
-        test = {"n_prompt": case.n_prompt, "n_gen": case.n_gen, "n_depth": case.n_depth}
 
-        def ask() -> dict[str, Any]:
-            return self._crew.ask(configuration, "sample", case=test)
+        def run() -> Measurement:
+            measured: Measurement = self._pool.ask(configuration, "sample", case)
+            return measured
 
         if (configuration, case) not in self._warm:
             if self._expected_s(configuration, case) <= self._options.warm_up_s:
-                ask()
+                run()
             self._warm.add((configuration, case))
         if not state.fields:
-            state.fields = self._crew.ask(configuration, "account", case=test)["fields"]
+            state.fields = self._pool.ask(configuration, "account", case)
         if not state.test_time:
             state.test_time = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        answer: dict[str, Any] = {}
-
-        def watched() -> dict[str, Any]:
-            answer.update(ask())
-            return answer
-
-        sample = self._watch.take(watched)
-        if self._crew.facts[configuration].time_kind == "simulated":
-            # A virtual clock minds nobody, and this machine's energy is not the modelled one's.
-            sample = replace(sample, disturbed=None, energy_j=answer.get("modelled_j"))
+        sample, measured = self._sampler.take(run)
+        if self._pool.facts[configuration].time_kind == "simulated":
+            # Other processes do not disturb a virtual clock, and the energy is the modelled device's.
+            sample = replace(sample, disturbed=None, energy_j=measured.modelled_j)
         state.samples.append(sample)
 
     def _load(self, configuration: Configuration) -> None:
-        if not self._crew.use(configuration):
+        if not self._pool.use(configuration):
             self.loads[configuration] += 1
             # A model that is loaded again compiles its passes again.
-            self._warm = {pair for pair in self._warm if self._crew.is_resident(pair[0])}
-            self._warm = {pair for pair in self._warm if pair[0] != configuration}
+            self._warm = {test for test in self._warm if test[0] != configuration}
 
     def _expected_s(self, configuration: Configuration, case: Case) -> float:
         """Return how long a sample will take, by the tokens of the same kind of test; 0 if none has run."""
@@ -261,7 +249,6 @@ class _Bench:
         try:
             call(configuration, case)
         except ChildDiedError as error:
-            # Whatever else the process held is loaded again by another one.
             self._deaths[configuration] += 1
             told = HeteroLLMError(
                 f"While {configuration.label} ran {case.name}: {error.message}", fix=error.fix
@@ -292,21 +279,20 @@ def run_bench(
     options: BenchOptions,
     *,
     progress: Progress | None = None,
-    start: Callable[[Process], Worker] | None = None,
-    watch: Watch | None = None,
+    start: Callable[[Configuration], Child] | None = None,
+    sampler: Sampler | None = None,
     on_row: OnRow | None = None,
 ) -> BenchResult:
-    """Run every test with every configuration, in turns.
+    """Run every test with every configuration, in round-robin rounds.
 
-    A configuration that fails has its error in its rows; the others go on. Ctrl-C, a limit of time, or what
-    :func:`heterollm.benchmarks.signals_interrupt` turns into an interrupt ends the run, and the rows
-    that have samples are the result.
+    A configuration that fails has its error in its rows; the others go on. Ctrl-C, a time limit, or a signal
+    under :func:`heterollm.benchmarks.signals_interrupt` ends the run; the rows with samples are the result.
 
     Args:
-        options: What to run.
+        options: Model, configurations and tests.
         progress: Called with a stage's name, steps done and steps in all.
-        start: Makes a process; a child of this one by default.
-        watch: Takes samples; by default one with the options' patience.
+        start: Makes the process of a configuration; by default a child of this one.
+        sampler: Takes samples; by default one with the options' patience.
         on_row: Called with each row as soon as it is whole, and with the others that have samples at the end.
 
     Raises:
@@ -323,22 +309,17 @@ def run_bench(
         )
     limit = options.memory_gib
     free = available_bytes() or UNKNOWN_MEMORY
-    loading = Loading(
-        folder,
-        sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        context,
-        options.seed,
-        config.vocab_size,
-        int(MEMORY_FRACTION * free if limit is None else limit * GIB),
-    )
-    crew = Crew(start or (lambda process: Child(_process_name(process))), loading)
-    watch = watch or Watch(options.patience_s)
-    bench = _Bench(options, crew, watch, progress or silent, on_row or (lambda _row: None))
+    memory_bytes = int(MEMORY_FRACTION * free if limit is None else limit * GIB)
+    ids = random_ids(options.seed, config.vocab_size, context)
+    start = start or (lambda configuration: Child(configuration.label))
+    pool = WorkerPool(start, folder, ids, memory_bytes)
+    sampler = sampler or Sampler(options.patience_s)
+    bench = _Bench(options, pool, sampler, progress or silent, on_row or (lambda _row: None))
     try:
         bench.run()
-        return BenchResult(bench.rows(), _notes(options, bench, crew, loading), bench.stop)
+        return BenchResult(bench.rows(), _notes(options, bench, pool, folder), bench.stop)
     finally:
-        crew.close()
+        pool.close()
 
 
 def _model_name(model: str | Path) -> str:
@@ -346,24 +327,18 @@ def _model_name(model: str | Path) -> str:
     return Path(model).resolve().name if Path(model).exists() else str(model)
 
 
-def _process_name(process: Process) -> str:
-    engine, threads = process
-    split = "" if threads is None else f" with {threads[0]}+{threads[1]} threads"
-    return f"engine {engine!r}{split}"
-
-
-def _notes(options: BenchOptions, bench: _Bench, crew: Crew, loading: Loading) -> tuple[str, ...]:
-    held = sum(crew.need_bytes.values())
+def _notes(options: BenchOptions, bench: _Bench, pool: WorkerPool, folder: Path) -> tuple[str, ...]:
+    held = sum(pool.need_bytes.values())
     notes = [
-        f"{len(options.configurations)} configuration(s) in {crew.processes} process(es) took turns; "
-        f"their models take {held / GIB:.1f} GiB of {loading.memory_bytes / GIB:.1f} GiB allowed."
+        f"{len(options.configurations)} configuration(s) took turns, each in its own process; "
+        f"their models take {held / GIB:.1f} GiB of {pool.memory_bytes / GIB:.1f} GiB allowed."
     ]
-    if not bench.always_resident:
+    if pool.in_turns:
         notes.append("Not all models fit into it at once, so they were loaded again in turns.")
     for configuration in options.configurations:
         errors = [state.error or "" for (one, _), state in bench.states.items() if one == configuration]
         if any(PROFILE_COMMAND in error for error in errors):
-            command = " ".join(("heterollm", *profile_command(loading.model, configuration)))
+            command = " ".join(("heterollm", *profile_command(folder, configuration)))
             notes.append(f"{configuration.label} needs a profile: add --profile-first, or run `{command}`.")
     fractions = [
         sample.disturbed
@@ -378,6 +353,4 @@ def _notes(options: BenchOptions, bench: _Bench, crew: Crew, loading: Loading) -
         notes.append(
             f"Other processes computed during {sum(fractions)} of {len(fractions)} samples; they are marked."
         )
-    elif not fractions:
-        notes.append("The system does not say whether other processes computed meanwhile.")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""What a plan does in a test: the GPU's share, padded tokens, whether it cuts, and the predicted time."""
+"""Work of a plan in a test: the GPU's share, padded tokens, splits, and the predicted time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Shares", "predicted_us", "shares_of"]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a plan does in one sample of a test.
+    """Work of a plan in one sample of a test.
 
     Args:
         gpu_share: Fraction of the arithmetic of linear layers that the GPU part does, padding left out.
@@ -37,7 +37,7 @@ class Shares:
 
 
 def shares_of(plan: Plan, specs: Sequence[OpSpec], case: Case, *, chunk: int) -> Shares:
-    """Return what a plan does in a test.
+    """Return the work of a plan in a test.
 
     Args:
         plan: The plan.

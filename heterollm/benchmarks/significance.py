@@ -1,4 +1,4 @@
-"""Noise or change: how far two sets of times differ beyond their spread.
+"""Tells a change between two sets of times from noise.
 
 The rule, everywhere in this project: the ratio of two sets of times is that of their medians, which tables
 print. Its 95 % interval comes from the logarithms of the times. Samples of one run that took turns are
@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeAlias
 __all__ = ["FEWEST_SAMPLES", "SMALLEST_CHANGE", "Change", "Verdict", "compare_times", "student_quantile"]
 
 SMALLEST_CHANGE: Final = 0.02
-"""Less than this is nobody's concern, however surely it is measured."""
+"""Smaller differences never count as a change."""
 
 FEWEST_SAMPLES: Final = 3
 
@@ -36,13 +36,13 @@ QUANTILES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How many times as fast the second set is.
+    """Speed of the second set relative to the first.
 
     Args:
         ratio: Of the medians; above 1 the second is faster.
         low: Lower end of the 95 % interval; equal to the ratio where there are too few samples.
         high: Its upper end.
-        verdict: What may be said.
+        verdict: The verdict.
     """
 
     ratio: float

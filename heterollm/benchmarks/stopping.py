@@ -1,4 +1,4 @@
-"""What ends a bench before its time: Ctrl-C, a signal, or a limit. What was measured is kept."""
+"""Early ends of a bench: Ctrl-C, a signal, or a time limit. Its rows stay."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from types import FrameType
+from typing import Final
 
 from heterollm.base import INTERRUPTED
 
 __all__ = ["Stop", "TerminatedInterrupt", "TimeUpError", "signals_interrupt"]
 
-SIGNALS: Final = ("SIGTERM", "SIGHUP")
-"""What asks a process to end, as far as the system has them."""
+SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class TerminatedInterrupt(KeyboardInterrupt):
-    """The system asked the process to end; what handles Ctrl-C handles this."""
+    """The system asked the process to end; handlers of Ctrl-C handle it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -26,16 +26,16 @@ class TerminatedInterrupt(KeyboardInterrupt):
 
 
 class TimeUpError(Exception):
-    """The time that a bench may take is over; never leaves the package."""
+    """The time limit of a bench is over; never leaves the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a bench ended early.
+    """Reason of an early end.
 
     Args:
-        reason: For people and rows: ``Ctrl-C``, the name of a signal, or the limit.
-        exit_code: What the command ends with.
+        reason: ``Ctrl-C``, the name of a signal, or the limit.
+        exit_code: Exit code of the command.
     """
 
     reason: str
@@ -53,25 +53,15 @@ class Stop:
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Let signals that end a process interrupt the block as Ctrl-C does.
+    """Let SIGTERM and SIGHUP interrupt the block as Ctrl-C does, in the main thread alone."""
 
-    Handlers belong to the main thread; elsewhere nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def interrupt(number: int, _frame: Any) -> None:  # noqa: ANN401 - a frame
+    def interrupt(number: int, _frame: FrameType | None) -> None:
         raise TerminatedInterrupt(number)
 
-    # Who ignores a signal, as nohup does, goes on ignoring it.
-    ours = [number for number in numbers if before[number] != signal.SIG_IGN]
-    for number in ours:
-        signal.signal(number, interrupt)
-    try:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup's choice stays
+                    before = signal.signal(number, interrupt)
+                    stack.callback(signal.signal, number, before or signal.SIG_DFL)
         yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number] or signal.SIG_DFL)

@@ -1,50 +1,49 @@
-"""The order in which samples are taken, and one sample: what else ran meanwhile, and what energy it took."""
+"""The order in which samples are taken, and one sample with other processes' load and energy meanwhile."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from heterollm.base import DeviceError
 from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.child import Measurement
 from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 from heterollm.benchmarks.rows import Sample
 from heterollm.profiler.measure import RaplCounter, power_sources
 
-__all__ = ["EnergyMeter", "Watch", "schedule"]
+__all__ = ["EnergyMeter", "Sampler", "schedule"]
 
 
 def schedule(
-    configurations: Sequence[Configuration], cases: Sequence[Case], turn: int, *, all_resident: bool
+    configurations: Sequence[Configuration], cases: Sequence[Case], turn: int, *, all_loaded: bool
 ) -> Iterator[tuple[Configuration, Case]]:
-    """Yield who runs what in one round.
+    """Yield the configurations and tests of one round-robin round.
 
-    Where all models are loaded, every test goes round all configurations before the next one, so that what is
-    compared lies close together. Where they must be loaded in turns, every configuration runs all tests while
-    it is loaded. The order of configurations is reversed in every other round: drift within a round then
-    cancels, and the model that was loaded last is used first.
+    If all models are loaded, each test runs on all configurations before the next test, so that compared
+    samples are close in time. Otherwise each configuration runs all tests while it is loaded. Every other
+    round reverses the order of configurations: drift within a round cancels, and the model that was loaded
+    last runs first.
 
     Args:
         configurations: Those that still run.
         cases: The tests.
         turn: The round, counted from 0.
-        all_resident: Whether all models are loaded.
+        all_loaded: Whether all models are loaded.
     """
     order = list(configurations)[:: -1 if turn % 2 else 1]
-    if all_resident:
+    if all_loaded:
         yield from ((configuration, case) for case in cases for configuration in order)
     else:
         yield from ((configuration, case) for configuration in order for case in cases)
 
 
 class EnergyMeter:
-    """The energy counters of the processor, where the system lets its user read them.
+    """The energy counters of the processor, if the system lets its user read them.
 
     Args:
-        counters: To read; by default those of this machine.
+        counters: The counters; by default those of this machine.
     """
 
     def __init__(self, counters: Sequence[RaplCounter] | None = None) -> None:
@@ -52,17 +51,12 @@ class EnergyMeter:
             counters = [source for source in power_sources() if isinstance(source, RaplCounter)]
         self._counters = list(counters)
 
-    @property
-    def measures(self) -> bool:
-        """Whether there is anything to read."""
-        return bool(self._counters)
-
     def start(self) -> list[float]:
-        """Return what the counters show."""
+        """Return the values of the counters."""
         return [counter.energy_uj() for counter in self._counters]
 
     def joules_since(self, begin: Sequence[float]) -> float | None:
-        """Return the energy since; None where nothing can be read."""
+        """Return the energy since; None without a readable counter."""
         if not self._counters:
             return None
         try:
@@ -73,33 +67,28 @@ class EnergyMeter:
 
 
 @dataclass(slots=True)
-class Watch:
-    """Takes samples and notes what else went on.
+class Sampler:
+    """Takes samples.
 
     Args:
-        patience_s: How long at most to wait for an idle machine, and to take a disturbed sample again.
+        patience_s: Longest time to wait for an idle machine, and to take a disturbed sample again.
         meter: Reads energy.
     """
 
     patience_s: float = 0.0
     meter: EnergyMeter = field(default_factory=EnergyMeter)
 
-    def take(self, ask: Callable[[], dict[str, Any]]) -> Sample:
-        """Take a sample.
-
-        Args:
-            ask: Runs the test; returns ``us`` and ``own_s``, the processor time of the process that ran it.
-        """
-        give_up = time.monotonic() + self.patience_s
+    def take(self, run: Callable[[], Measurement]) -> tuple[Sample, Measurement]:
+        """Run a test until a run is undisturbed or patience ends; return the last run as sample."""
+        give_up_s = time.monotonic() + self.patience_s
         while True:
             if self.patience_s:
-                wait_until_idle(give_up)
+                wait_until_idle(give_up_s)
             energy = self.meter.start()
-            begin, busy, own_s = time.perf_counter(), busy_s(), time.process_time()
-            answer = ask()
-            own_s = time.process_time() - own_s + answer["own_s"]
-            others_s = busy_s() - busy - own_s
-            wall_s = time.perf_counter() - begin
-            disturbed = None if math.isnan(others_s) else not undisturbed(others_s, wall_s)
-            if not disturbed or time.monotonic() >= give_up:
-                return Sample(answer["us"], disturbed, self.meter.joules_since(energy))
+            begin_s, busy_before_s, own_before_s = time.perf_counter(), busy_s(), time.process_time()
+            measured = run()
+            own_s = time.process_time() - own_before_s + measured.processor_s
+            others_s = busy_s() - busy_before_s - own_s
+            disturbed = not undisturbed(others_s, time.perf_counter() - begin_s)
+            if not disturbed or time.monotonic() >= give_up_s:
+                return Sample(measured.time_us, disturbed, self.meter.joules_since(energy)), measured

@@ -1,4 +1,4 @@
-"""What the rows mean, in words: who is fastest, by how much, and whether splitting operators pays.
+"""Verdicts in words: the fastest configuration, its lead, and whether splitting operators pays.
 
 A split of ``host`` is never called faster unless it beats ``gpu`` on all cores: both of its parts are the
 same processor, so that winning against one core of two is no gain.
@@ -17,7 +17,7 @@ __all__ = ["COMPARED", "best_of", "compare_rows", "groups_of", "is_split", "verd
 
 
 COMPARED: Final = ("real", "simulated")
-"""Kinds of time that say something of speed; an emulator's do not."""
+"""Kinds of time that measure speed; an emulator's does not."""
 
 
 def is_split(row: BenchRow) -> bool:
@@ -35,7 +35,7 @@ def compare_rows(before: BenchRow, after: BenchRow) -> Change:
 
 
 def best_of(rows: Sequence[BenchRow]) -> BenchRow | None:
-    """Return the fastest by medians; None where there is none."""
+    """Return the fastest row by medians; None of no rows."""
     return max(rows, key=lambda row: row.times.median_ts or 0.0, default=None)
 
 
@@ -68,7 +68,7 @@ def groups_of(rows: Sequence[BenchRow]) -> dict[tuple[str, str], list[BenchRow]]
 
 
 def verdicts(rows: Sequence[BenchRow]) -> list[str]:
-    """Say what the rows mean, from their numbers alone: a few sentences for each test and precision."""
+    """Return verdicts on rows: a few sentences for each test and precision."""
     said: list[str] = []
     for (test, precision), group in groups_of(rows).items():
         # Measured and modelled times never meet in one sentence.

@@ -1,4 +1,4 @@
-"""What a test has to compute and to read, and how near a measured time comes to what the device can do."""
+"""Bytes and operations of a test, and the rates of a measured time beside the device's ceilings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANY_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one sample of a test takes, whoever computes it.
+    """Bytes and operations of one sample of a test, equal for all engines.
 
     Args:
         read_bytes: Weights, once for each pass, and the KV cache, once for each pass.
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the parts that a configuration uses reached in the device's profile.
+    """Highest rates of a configuration's processors in the device's profile.
 
     Args:
         gbps: Reading memory, 10⁹ bytes a second.
@@ -78,7 +78,7 @@ def work_of(
     cache_itemsize: int,
     weight_itemsize: float | None = None,
 ) -> Work:
-    """Count what a sample reads and computes.
+    """Return the bytes that a sample reads and its operations.
 
     Args:
         config: The model.
@@ -109,7 +109,7 @@ def work_of(
 
 
 def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool) -> Ceilings | None:
-    """Return what some parts reached together in a profile; None where it lacks something.
+    """Return the highest rates of some parts together in a profile; None if it lacks some.
 
     Args:
         profile: The profile.

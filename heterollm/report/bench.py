@@ -35,7 +35,7 @@ BAR_WIDTH: Final = 40
 
 
 def bench_report(result: BenchResult) -> RenderableType:
-    """Return everything that a bench found."""
+    """Return the report of a bench."""
     rows = result.rows
     parts: list[RenderableType] = [Text(line) for line in heading(rows)]
     for (test, precision), group in groups_of(rows).items():
@@ -64,7 +64,7 @@ def bench_report(result: BenchResult) -> RenderableType:
 
 
 def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
-    """Return everything that some runs found, each by itself: they did not take turns."""
+    """Return the reports of some runs, which did not share rounds."""
     parts: list[RenderableType] = []
     for place, result in enumerate(results):
         if len(results) > 1:

@@ -1,4 +1,4 @@
-"""One page about a bench: who is fastest, on what, by how much, and where the time went."""
+"""The HTML page of a bench: verdicts, rates, traced runs and conditions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) ->
 
     Args:
         runs: The rows of each run.
-        notes: What to know about all of them.
+        notes: Remarks on all of them.
     """
     rows = [row for run in runs for row in run]
     kinds = dict.fromkeys(kind_word(row.time_kind) for row in rows if row.time_kind)
@@ -142,7 +142,7 @@ def _colour(row: BenchRow) -> str:
 
 
 def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[Markup]:
-    """Yield for each test how long one part worked, or both, or neither."""
+    """Yield a chart for each test: time in which one processor worked, both, or neither."""
     for test in dict.fromkeys(row.test for row in rows):
         drawn = []
         for row in rows:
@@ -171,7 +171,7 @@ def _operators(row: BenchRow, kind: str, level: int) -> Iterator[Markup]:
 
 
 def _conditions(rows: Sequence[BenchRow]) -> Section:
-    """Return where and with what the rows came about; what differs between them stands side by side."""
+    """Return machine, libraries, model and devices of the rows; differing values stand side by side."""
     first = telling_row(rows)
     own = [row for row in rows if row.engine == "self"] or rows
     description = first.setup.description
@@ -193,7 +193,7 @@ def _conditions(rows: Sequence[BenchRow]) -> Section:
         ("GPU driver", description.get("gpu_driver")),
         ("NPU part", description.get("npu")),
         ("fingerprint", _several(row.setup.fingerprint for row in own)),
-        ("threads, GPU + NPU", _several(_threads(row) for row in own)),
+        ("threads, GPU + NPU", _several(row.asked.threads for row in own)),
         ("machine", first.setup.cpu_info),
         ("load before", None if first.setup.load_average is None else f"{first.setup.load_average:.1f}"),
         ("disturbed", f"{sum(disturbed)} of {len(disturbed)} samples" if disturbed else "not known"),
@@ -211,7 +211,3 @@ def _conditions(rows: Sequence[BenchRow]) -> Section:
 
 def _several(words: Iterator[str | None]) -> str:
     return ", ".join(dict.fromkeys(word for word in words if word))
-
-
-def _threads(row: BenchRow) -> str | None:
-    return None if row.asked.gpu_threads is None else f"{row.asked.gpu_threads}+{row.asked.npu_threads}"

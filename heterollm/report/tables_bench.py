@@ -1,4 +1,4 @@
-"""What the rows of a bench say, as words: the same ones go to the terminal and to the page."""
+"""Tables and sentences about the rows of a bench, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOUNDS: Final = {
 LEGEND: Final = (
     "x all: times the rate of gpu on all cores. GPU: its share of linear layers' arithmetic. pad: rows "
     "past the end that the NPU computes. predicted: ms, and how far from the measured. GB/s, GFLOP/s: "
-    "reached, and of what these parts reached in the profile. dist.: samples while others computed."
+    "reached, and of what these parts reached in the profile. dist.: samples while other processes computed."
 )
 
 
@@ -65,7 +65,7 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
 
 
 def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Yield what was measured, on which parts and where."""
+    """Yield the lines over a report: model, parts, device and commit."""
     first = telling_row(rows)
     description = first.setup.description
     yield f"{first.setup.model_filename}: {first.setup.model_type or 'not loaded'}"
@@ -78,7 +78,7 @@ def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def telling_row(rows: Sequence[BenchRow]) -> BenchRow:
-    """Return the row that says most of where all were measured: one of heterollm's own, with both parts."""
+    """Return the row with the most facts about the device: one of heterollm's own, with both parts."""
     own = [row for row in rows if row.engine == "self" and row.setup.device]
     return next((row for row in own if row.setup.description.get("npu")), (own or rows)[0])
 
@@ -117,7 +117,7 @@ def _rates(row: BenchRow, baseline: BenchRow | None, columns: int) -> tuple[str,
 
 
 def traces_section(rows: Sequence[BenchRow]) -> Section:
-    """Return what one traced run of each test showed: how long each part worked, both, and hand-overs."""
+    """Return the traced runs: busy times of each part, overlap, and hand-overs."""
     columns = (
         "test", "configuration", ">wall ms", ">GPU", ">NPU", ">both", ">overlap", ">hand-overs", ">ms",
     )  # fmt: skip
@@ -139,7 +139,7 @@ def traces_section(rows: Sequence[BenchRow]) -> Section:
 
 
 def operators_section(row: BenchRow) -> Section:
-    """Return where the time of a traced run went, operator by operator."""
+    """Return the operators of a traced run by time."""
     columns = ("part", "operator", ">runs", ">ms", ">GB/s", ">GFLOP/s")
     cells = []
     for item in row.trace.operators or ():
@@ -170,7 +170,7 @@ def most_telling(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
 
 
 def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Say for each phase what bounds the fastest configuration of its own, by the profile's ceilings."""
+    """Yield for each phase the bound of heterollm's fastest configuration, by the profile's ceilings."""
     for (test, precision), group in groups_of(rows).items():
         known = [row for row in group if row.usable and row.account.bound is not None]
         best = best_of(known)
@@ -185,9 +185,9 @@ def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def energy_words(rows: Sequence[BenchRow]) -> str:
-    """Say whether energy was measured."""
+    """Return a sentence about the source of energies."""
     words = {
-        "absent": "absent, as this system lets nobody read a counter of it",
+        "absent": "absent, as this system has no readable counter",
         "measured": "measured, of the whole processor package",
         "modelled": "modelled, the middle of the range that the SoC's parameters allow for",
     }
@@ -196,7 +196,7 @@ def energy_words(rows: Sequence[BenchRow]) -> str:
 
 
 def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Say what heterollm's own rows lack and why, and what their engines remarked."""
+    """Yield reasons for missing predictions and ceilings, and the engines' remarks."""
     for field, what in (("predicted_ms", "prediction"), ("ceilings", "ceilings")):
         lacking: dict[str, dict[str, None]] = {}
         for row in rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from heterollm.base import HeteroLLMError
 from heterollm.benchmarks import Configuration
 from heterollm.benchmarks.assemble import Loaded, Run, State, make_row
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.child import encode_floats
+from heterollm.benchmarks.child import Measurement
 from heterollm.benchmarks.children import ChildDiedError
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.quality import Quality
@@ -24,94 +24,68 @@ PREFILL = Case(256, 0)
 
 
 class FakeWorker:
-    """Answers as a child does, from a table of times; says what it was asked, and dies when told to."""
+    """Answers as a child does, from a table of times; logs each request, and fails as the pool says."""
 
-    def __init__(self, crew, process):
-        self.crew, self.process = crew, process
+    def __init__(self, pool, configuration):
+        self.pool, self.configuration = pool, configuration
         self.closed = False
-        self.loaded = {}
-        crew.log.append(("start", process))
+        pool.log.append(("start", configuration.label))
 
-    def ask(self, request):
-        crew, do, name = self.crew, request["do"], request["name"]
-        if do in ("load", "trace"):
-            self.loaded.setdefault(name, Configuration.from_dict(request["configuration"]))
-        configuration = self.loaded.get(name)
-        label = configuration.label if configuration else name
-        case = Case(**request["case"]).name if "case" in request else ""
-        crew.log.append((do, label, case))
-        trouble = crew.trouble.get((do, label, case)) or crew.trouble.get((do, label))
+    def ask(self, method, *arguments):
+        pool, label = self.pool, self.configuration.label
+        case = arguments[0].name if method in ("sample", "account") else ""
+        pool.log.append((method, label, case))
+        trouble = pool.trouble.get((method, label, case)) or pool.trouble.get((method, label))
         if trouble:
-            crew.trouble = {key: value for key, value in crew.trouble.items() if value is not trouble}
-            if isinstance(trouble, ChildDiedError):
-                self.loaded.clear()
+            pool.trouble = {key: value for key, value in pool.trouble.items() if value is not trouble}
             raise trouble
-        if do == "load":
-            crew.held[self.process] = crew.held.get(self.process, 0) + crew.need
-            level = replace(FACTS, plan_level=configuration.plan_level, time_kind=crew.time_kind)
-            return {
-                "facts": asdict(level),
-                "private_bytes": self.held,
-            }
-        if do == "unload":
-            self.loaded.pop(name)
-            crew.held[self.process] -= crew.need
-            return {"private_bytes": self.held}
-        assert configuration is not None, "asked for a model that is not loaded"
-        if do == "logits":
-            noise = crew.noise.get(label, 0.0)
+        if method == "load":
+            level = replace(FACTS, plan_level=self.configuration.plan_level, time_kind=pool.time_kind)
+            return level, pool.need
+        if method == "logits":
+            noise = pool.noise.get(label, 0.0)
             values = np.random.default_rng(0).standard_normal((3, 50)).astype(np.float32)
-            return {"logits": encode_floats(values + noise * np.ones(50, np.float32))}
-        if do == "account":
-            return {
-                "fields": {
-                    "gpu_share": 1.0,
-                    "padded_tokens": 0,
-                    "read_bytes": 1e6,
-                    "flops": 1e6,
-                    "reasons": {},
-                }
-            }
-        if do == "trace":
-            crew.files += request["files"]
-            return {"fields": [{"traced_ms": 1.0, "overlap_fraction": 0.5} for _ in request["cases"]]}
-        crew.taken += 1
-        if crew.taken in crew.after:
-            raise crew.after[crew.taken]
-        time_us = crew.times.get(label, 1000.0) + crew.taken % 3
-        return {"us": time_us, "modelled_j": crew.modelled_j, "own_s": 0.0}
-
-    @property
-    def held(self):
-        return self.crew.held.get(self.process, 0)
+            return values + noise * np.ones(50, np.float32)
+        if method == "account":
+            rates = {"read_bytes": 1e6, "flops": 1e6}
+            return {"gpu_share": 1.0, "padded_tokens": 0, "reasons": {}, **rates}
+        if method == "trace":
+            assert arguments[0].trace
+            cases, files = arguments[2:]
+            pool.files += map(str, files)
+            return [{"traced_ms": 1.0, "overlap_fraction": 0.5} for _ in cases]
+        pool.taken += 1
+        if pool.taken in pool.after:
+            raise pool.after[pool.taken]
+        return Measurement(pool.times.get(label, 1000.0) + pool.taken % 3, 0.0, pool.modelled_j)
 
     def close(self):
         self.closed = True
-        self.crew.log.append(("close", self.process))
+        self.pool.log.append(("close", self.configuration.label))
 
 
-class FakeCrew:
-    """What fake workers share: times and troubles by label, the memory of a model, and the log."""
+class FakePool:
+    """State of all fake workers: times and troubles by label, the memory of a model, and the log."""
 
     def __init__(self):
-        self.log, self.trouble, self.times, self.noise, self.held = [], {}, {}, {}, {}
+        self.log, self.trouble, self.times, self.noise = [], {}, {}, {}
         self.need, self.taken = 100, 0
         self.time_kind, self.modelled_j = "real", None
-        # What is raised instead of the answer of a sample, counted from 1, warm-ups included.
+        # Raised instead of the answer of a sample, counted from 1, warm-ups included.
         self.after = {}
         self.workers, self.files = [], []
 
-    def start(self, process):
-        self.workers.append(FakeWorker(self, process))
+    def start(self, configuration):
+        self.workers.append(FakeWorker(self, configuration))
         return self.workers[-1]
 
-    def asked(self, do):
-        return [entry[1:] for entry in self.log if entry[0] == do]
+    def asked(self, method):
+        return [entry[1:] for entry in self.log if entry[0] == method]
 
 
 @pytest.fixture
-def fake_crew():
-    return FakeCrew()
+def fake_pool():
+    return FakePool()
 
 
 @pytest.fixture

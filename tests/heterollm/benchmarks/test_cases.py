@@ -132,8 +132,3 @@ def test_threads_are_read_with_a_plus():
 def test_threads_that_are_none_are_refused(text):
     with pytest.raises(OptionError):
         parse_threads(text)
-
-
-def test_configurations_survive_json():
-    one = Configuration(plan_level="tensor", threads=(1, 1))
-    assert Configuration.from_dict({**one.to_dict(), "threads": [1, 1]}) == one

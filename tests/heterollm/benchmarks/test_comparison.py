@@ -1,5 +1,6 @@
 """Two result files side by side, on samples that are made up."""
 
+import importlib.util
 import random
 import subprocess
 import sys
@@ -7,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from heterollm.base import InputError
 from heterollm.benchmarks import to_jsonl
-from heterollm.benchmarks.comparison import compare_row_sets
 
 SCRIPT = Path(__file__).resolve().parents[3] / "bench" / "compare.py"
+
+
+@pytest.fixture(scope="module")
+def compare():
+    spec = importlib.util.spec_from_file_location("compare", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["compare"]
 
 
 @pytest.fixture
@@ -27,60 +38,70 @@ def run(make_rows):
     return make
 
 
-def test_changes_are_told_from_noise(run):
-    comparison = compare_row_sets(run(1, gpu=100, npu=100, layer=100), run(2, gpu=100.5, npu=80, layer=125))
-    verdicts = {one.label.split()[0]: one.change.verdict for one in comparison.compared}
-    assert verdicts == {"gpu": "noise", "npu": "faster", "layer": "slower"}
-    assert [one.label for one in comparison.slower] == ["layer auto w4a16, 1+1"]
-    assert [one.label for one in comparison.faster] == ["npu auto w4a16, 1+1"]
+def test_changes_are_told_from_noise(compare, run):
+    compared = compare.compare_row_sets(
+        run(1, gpu=100, npu=100, layer=100), run(2, gpu=100.5, npu=80, layer=125)
+    )
+    verdicts = {one.label: one.change.verdict for one in compared}
+    assert verdicts == {
+        "gpu w4a16, 1+1": "noise", "npu auto w4a16, 1+1": "faster", "layer auto w4a16, 1+1": "slower",
+    }  # fmt: skip
 
 
-def test_two_runs_of_the_same_thing_are_noise(run):
+def test_two_runs_of_the_same_thing_are_noise(compare, run):
     wrong = 0
     for seed in range(100):
-        comparison = compare_row_sets(
-            run(2 * seed, spread=0.1, gpu=100), run(2 * seed + 1, spread=0.1, gpu=100)
-        )
-        wrong += comparison.compared[0].change.verdict != "noise"
+        sides = run(2 * seed, spread=0.1, gpu=100), run(2 * seed + 1, spread=0.1, gpu=100)
+        [compared] = compare.compare_row_sets(*sides)
+        wrong += compared.change.verdict != "noise"
     assert wrong <= 10
 
 
-def test_what_only_one_run_has_is_named(run):
-    comparison = compare_row_sets(run(1, gpu=1, npu=1), run(1, gpu=1, layer=1))
-    assert comparison.only_before == ("pp256, npu auto w4a16, 1+1",)
-    assert comparison.only_after == ("pp256, layer auto w4a16, 1+1",)
-    assert len(comparison.compared) == 1
+def test_what_only_one_run_has_is_named(compare, run):
+    before, after = run(1, gpu=1, npu=1), run(1, gpu=1, layer=1)
+    assert compare.missing(before, after) == ["pp256, npu auto w4a16, 1+1"]
+    assert compare.missing(after, before) == ["pp256, layer auto w4a16, 1+1"]
+    assert len(list(compare.compare_row_sets(before, after))) == 1
 
 
-def test_disturbed_samples_are_left_out_where_enough_are_left(run, changed):
+def test_disturbed_samples_are_left_out_where_enough_are_left(compare, run, changed):
     (row,) = run(1, gpu=100)
     times = (*row.times.samples_ns[:3], *(2 * time for time in row.times.samples_ns[3:]))
     disturbed = changed(row, samples_ns=times, samples_disturbed=(False,) * 3 + (True,) * 3)
-    assert compare_row_sets([row], [disturbed]).compared[0].change.verdict == "noise"
+    [compared] = compare.compare_row_sets([row], [disturbed])
+    assert compared.change.verdict == "noise"
     unknown = changed(disturbed, samples_disturbed=(None,) * 6)
-    assert compare_row_sets([row], [unknown]).compared[0].change.ratio < 0.8
+    [compared] = compare.compare_row_sets([row], [unknown])
+    assert compared.change.ratio < 0.8
 
 
-def test_samples_of_several_lines_are_taken_together(run):
-    before = run(1, gpu=100)
-    comparison = compare_row_sets(before, [*run(2, gpu=100), *run(3, gpu=100)])
-    assert len(comparison.compared) == 1
+def test_samples_of_several_lines_are_taken_together(compare, run):
+    [compared] = compare.compare_row_sets(run(1, gpu=100), [*run(2, gpu=100), *run(3, gpu=200)])
+    assert 0.5 < compared.change.ratio < 0.95
 
 
-def test_failed_and_wrong_rows_are_no_rows(make_rows):
+def test_failed_and_wrong_rows_are_no_rows(compare, make_rows):
     bad = [make_rows([], error="It failed."), make_rows([1.0] * 3, passed=False)]
-    comparison = compare_row_sets(bad, bad)
-    assert comparison.compared == comparison.only_before == ()
+    assert list(compare.compare_row_sets(bad, bad)) == compare.missing(bad, []) == []
 
 
-def test_other_machines_and_libraries_are_named(make_rows, changed):
+def test_times_of_different_kinds_are_not_compared(compare, run, changed):
+    [real] = run(1, gpu=100)
+    modelled, emulated = (changed(real, time_kind=kind) for kind in ("simulated", "emulated"))
+    for sides in (([real], [modelled]), ([modelled], [real]), ([real, modelled], []), ([emulated], [real])):
+        with pytest.raises(InputError, match="different kinds"):
+            list(compare.compare_row_sets(*sides))
+    assert list(compare.compare_row_sets([modelled], [modelled]))
+
+
+def test_other_machines_and_libraries_are_named(compare, make_rows, changed):
     row = make_rows([1.0, 1.0, 1.0])
     other = changed(row, cpu_info="another processor", versions={"numpy": "3"})
-    assert compare_row_sets([row], [other]).differences == (
+    assert compare.differences([row], [other]) == [
         "cpu_info: a processor before, another processor after",
         "numpy: 2 before, 3 after",
-    )
-    assert compare_row_sets([row], [row]).differences == ()
+    ]
+    assert compare.differences([row], [row]) == []
 
 
 def test_the_script_prints_a_table_and_fails_if_asked_to(run, tmp_path):

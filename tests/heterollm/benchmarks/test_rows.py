@@ -135,6 +135,7 @@ def test_fields_of_other_types_are_refused_by_name(make_rows, name):
     ("group", "name", "value", "place"),
     [
         ("times", "samples_ns", [1, -1], "times.samples_ns[1]: "),
+        ("times", "samples_disturbed", [False] * 2, "times: samples_disturbed has more items"),
         ("asked", "n_prompt", -1, "asked.n_prompt: "),
         ("asked", "n_prompt", 0, "asked: a test has no tokens"),
         ("account", "bound", "luck", "account.bound: "),
@@ -163,6 +164,15 @@ def test_repeated_and_unknown_fields_are_refused(make_rows, tmp_path):
         path.write_text(text, "utf-8")
         with pytest.raises(InputError, match=r"twice|unknown field"):
             read_rows(path)
+
+
+def test_an_error_names_the_file_and_the_row(make_rows, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        to_jsonl([make_rows([1.0]), make_rows([1.0])]).replace('"samples_ns": [1000]', '"samples_ns": 1')
+    )
+    with pytest.raises(InputError, match=r"rows\.jsonl: row 1 is no row of .*times\.samples_ns: Expected"):
+        read_rows(path)
 
 
 def test_fields_with_a_default_may_be_missing(make_rows):

@@ -9,7 +9,8 @@ import pytest
 from heterollm.base import OptionError
 from heterollm.benchmarks import BenchOptions, Configuration, TerminatedInterrupt, expand, run_bench
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.turns import EnergyMeter, Watch, schedule
+from heterollm.benchmarks.child import Measurement
+from heterollm.benchmarks.turns import EnergyMeter, Sampler, schedule
 from heterollm.data import bundled_model
 
 CASES = (Case(16, 0), Case(0, 4))
@@ -17,25 +18,18 @@ LEVELS = expand(levels=["gpu", "npu", "layer"], threads=[(1, 1)], device="host")
 GPU, NPU, LAYER = (one.label for one in LEVELS)
 
 
-class CalmWatch(Watch):
-    """Takes what the worker says; nobody disturbs it."""
-
-    def __init__(self):
-        super().__init__(meter=EnergyMeter([]))
-
-
-def run(fake_crew, configurations=LEVELS, cases=CASES, repetitions=3, on_row=None, **options):
+def run(fake_pool, configurations=LEVELS, cases=CASES, repetitions=3, on_row=None, **options):
     return run_bench(
         BenchOptions(bundled_model(), tuple(configurations), cases, repetitions=repetitions, **options),
-        start=fake_crew.start,
-        watch=CalmWatch(),
+        start=fake_pool.start,
+        sampler=Sampler(meter=EnergyMeter([])),
         on_row=on_row,
     )
 
 
-def test_every_test_goes_round_all_configurations_and_the_order_is_reversed(fake_crew):
-    run(fake_crew, repetitions=2)
-    samples = fake_crew.asked("sample")
+def test_every_test_goes_round_all_configurations_and_the_order_is_reversed(fake_pool):
+    run(fake_pool, repetitions=2)
+    samples = fake_pool.asked("sample")
     first, second = samples[: len(samples) * 2 // 3], samples[len(samples) * 2 // 3 :]
     # In the first round everything runs twice: once to warm up.
     assert [one for one, _ in itertools.groupby(first)] == [
@@ -44,35 +38,37 @@ def test_every_test_goes_round_all_configurations_and_the_order_is_reversed(fake
     assert second == [(label, case) for case in ("pp16", "tg4") for label in (LAYER, NPU, GPU)]
 
 
-def test_one_process_for_each_split_and_engine_that_stays(fake_crew):
+def test_each_configuration_has_a_process_that_stays(fake_pool):
     configurations = (*LEVELS, *expand(levels=["gpu"], threads=[(2, 0)], device="host"))
-    result = run(fake_crew, configurations)
-    assert fake_crew.asked("start") == [(("self", (1, 1)),), (("self", (2, 0)),)]
-    assert len(fake_crew.asked("load")) == 4
-    assert all(worker.closed for worker in fake_crew.workers)
+    result = run(fake_pool, configurations)
+    labels = [one.label for one in configurations]
+    assert [label for label, _ in fake_pool.asked("load")] == labels
+    assert [label for label, _ in fake_pool.asked("trace")] == labels
+    assert [label for (label,) in fake_pool.asked("start")] == labels
+    assert all(worker.closed for worker in fake_pool.workers)
     assert [len(row.times.samples_ns) for row in result.rows] == [3] * 8
 
 
-def test_models_that_do_not_fit_together_are_loaded_in_turns(fake_crew):
-    fake_crew.need = 2**30
-    result = run(fake_crew, memory_gib=2.5, repetitions=4, trace=False)
+def test_models_that_do_not_fit_together_are_loaded_in_turns(fake_pool):
+    fake_pool.need = 2**30
+    result = run(fake_pool, memory_gib=2.5, repetitions=4, trace=False)
     # Never more than two at once, and everything was measured all the same.
     held = highest = 0
-    for entry in fake_crew.log:
-        held += {"load": 1, "unload": -1}.get(entry[0], 0)
+    for entry in fake_pool.log:
+        held += {"load": 1, "close": -1}.get(entry[0], 0)
         highest = max(highest, held)
     assert highest == 2
     assert all(row.error is None and len(row.times.samples_ns) == 4 for row in result.rows)
     assert any("loaded again in turns" in note for note in result.notes)
     assert max(row.account.loads for row in result.rows) > 1
     # Where models come and go, a configuration runs all tests while it is there: few loads, each warmed up.
-    assert len(fake_crew.asked("load")) <= 3 + 2 * 4
-    assert len(fake_crew.asked("sample")) > 4 * 6
+    assert len(fake_pool.asked("load")) <= 3 + 2 * 4
+    assert len(fake_pool.asked("sample")) > 4 * 6
 
 
-def test_a_death_costs_its_own_rows_only(fake_crew, died):
-    fake_crew.trouble[("sample", NPU, "tg4")] = died()
-    result = run(fake_crew)
+def test_a_death_costs_its_own_rows_only(fake_pool, died):
+    fake_pool.trouble[("sample", NPU, "tg4")] = died()
+    result = run(fake_pool)
     by_row = {(row.label, row.test): row for row in result.rows}
     dead = by_row.pop((NPU, "tg4"))
     assert dead.error.startswith(f"While {NPU} ran tg4: ")
@@ -81,62 +77,61 @@ def test_a_death_costs_its_own_rows_only(fake_crew, died):
     for row in by_row.values():
         assert row.error is None
         assert len(row.times.samples_ns) == 3
-    # The others shared its process and were loaded again in a new one.
-    assert len(fake_crew.asked("start")) == 2
+    assert [label for label, _ in fake_pool.asked("load")] == [GPU, NPU, LAYER, NPU]
 
 
-def test_a_second_death_ends_a_configuration(fake_crew, died):
-    fake_crew.trouble[("sample", NPU, "tg4")] = died()
-    fake_crew.trouble[("sample", NPU, "pp16")] = died()
-    rows = {(row.label, row.test): row for row in run(fake_crew, cases=(*CASES, Case(8, 0))).rows}
+def test_a_second_death_ends_a_configuration(fake_pool, died):
+    fake_pool.trouble[("sample", NPU, "tg4")] = died()
+    fake_pool.trouble[("sample", NPU, "pp16")] = died()
+    rows = {(row.label, row.test): row for row in run(fake_pool, cases=(*CASES, Case(8, 0))).rows}
     for case in ("pp16", "tg4", "pp8"):
         assert "signal 9" in rows[NPU, case].error
         assert len(rows[GPU, case].times.samples_ns) == len(rows[LAYER, case].times.samples_ns) == 3
-    assert (NPU, "pp8") not in fake_crew.asked("sample")
+    assert (NPU, "pp8") not in fake_pool.asked("sample")
 
 
-def test_what_cannot_be_loaded_is_an_error_in_its_rows(fake_crew, failed):
-    fake_crew.trouble[("load", LAYER)] = failed("Plan level 'layer' needs a profile.")
-    result = run(fake_crew)
+def test_what_cannot_be_loaded_is_an_error_in_its_rows(fake_pool, failed):
+    fake_pool.trouble[("load", LAYER)] = failed("Plan level 'layer' needs a profile.")
+    result = run(fake_pool)
     errors = {row.label for row in result.rows if row.error}
     assert errors == {LAYER}
     assert "needs a profile. Do something else." in next(row.error for row in result.rows if row.error)
-    assert (LAYER, "pp16") not in fake_crew.asked("sample")
+    assert (LAYER, "pp16") not in fake_pool.asked("sample")
 
 
-def test_one_failing_test_leaves_the_other_tests_of_its_configuration(fake_crew, failed):
-    fake_crew.trouble[("sample", GPU, "pp16")] = failed()
-    rows = {(row.label, row.test): row for row in run(fake_crew).rows}
+def test_one_failing_test_leaves_the_other_tests_of_its_configuration(fake_pool, failed):
+    fake_pool.trouble[("sample", GPU, "pp16")] = failed()
+    rows = {(row.label, row.test): row for row in run(fake_pool).rows}
     assert rows[GPU, "pp16"].error
     assert rows[GPU, "tg4"].usable
 
 
-def test_who_computes_something_else_does_not_count(fake_crew):
-    fake_crew.noise[LAYER] = 0.5
-    rows = run(fake_crew).rows
+def test_who_computes_something_else_does_not_count(fake_pool):
+    fake_pool.noise[LAYER] = 0.5
+    rows = run(fake_pool).rows
     for row in rows:
         assert row.quality.quality_passed is (row.label != LAYER)
         assert row.usable is (row.label != LAYER)
         assert row.quality.quality_reference == GPU
 
 
-def test_everything_failing_still_gives_rows(fake_crew, failed):
+def test_everything_failing_still_gives_rows(fake_pool, failed):
     for label in (GPU, NPU, LAYER):
-        fake_crew.trouble[("load", label)] = failed(f"{label} does not load.")
-    rows = run(fake_crew).rows
+        fake_pool.trouble[("load", label)] = failed(f"{label} does not load.")
+    rows = run(fake_pool).rows
     assert len(rows) == 6
     assert all(row.error and row.times.avg_ts is None for row in rows)
 
 
-def test_traces_fill_their_fields_and_may_be_left_out(fake_crew):
-    assert all(row.trace.overlap_fraction == 0.5 for row in run(fake_crew).rows)
-    rows = run(fake_crew, trace=False).rows
+def test_traces_fill_their_fields_and_may_be_left_out(fake_pool):
+    assert all(row.trace.overlap_fraction == 0.5 for row in run(fake_pool).rows)
+    rows = run(fake_pool, trace=False).rows
     assert all(row.trace.overlap_fraction is None and row.reasons["overlap_fraction"] for row in rows)
 
 
-def test_a_row_is_handed_on_as_soon_as_it_is_whole(fake_crew):
+def test_a_row_is_handed_on_as_soon_as_it_is_whole(fake_pool):
     seen = []
-    result = run(fake_crew, on_row=lambda row: seen.append((row, fake_crew.taken)))
+    result = run(fake_pool, on_row=lambda row: seen.append((row, fake_pool.taken)))
     assert sorted(row.label + row.test for row, _ in seen) == sorted(
         row.label + row.test for row in result.rows
     )
@@ -152,11 +147,11 @@ def test_a_row_is_handed_on_as_soon_as_it_is_whole(fake_crew):
     ("raised", "reason", "code"),
     [(KeyboardInterrupt(), "Ctrl-C", 130), (TerminatedInterrupt(15), "SIGTERM", 143)],
 )
-def test_an_interrupted_bench_keeps_what_it_has(fake_crew, raised, reason, code):
+def test_an_interrupted_bench_keeps_what_it_has(fake_pool, raised, reason, code):
     # In the second round, behind twelve runs of the first: all have two samples of pp16, one of tg4.
-    fake_crew.after[12 + 5] = raised
+    fake_pool.after[12 + 5] = raised
     seen = []
-    result = run(fake_crew, on_row=seen.append)
+    result = run(fake_pool, on_row=seen.append)
     assert (result.stop.reason, result.stop.exit_code) == (reason, code)
     assert [(row.test, len(row.times.samples_ns)) for row in result.rows] == [("pp16", 2)] * 3 + [
         ("tg4", 1), ("tg4", 1), ("tg4", 2),
@@ -164,49 +159,49 @@ def test_an_interrupted_bench_keeps_what_it_has(fake_crew, raised, reason, code)
     assert all(row.interrupted == reason and row.error is None and row.usable for row in result.rows)
     assert all(row.asked.repetitions == 3 for row in result.rows)
     assert [row.to_dict() for row in seen] == [row.to_dict() for row in result.rows]
-    assert all(worker.closed for worker in fake_crew.workers)
+    assert all(worker.closed for worker in fake_pool.workers)
     assert "samples: interrupted by" in result.rows[0].notes[-1]
     assert any(f"Interrupted by {reason} after 10 samples" in note for note in result.notes)
 
 
-def test_an_interrupt_before_any_sample_leaves_nothing(fake_crew):
-    fake_crew.trouble[("logits", NPU)] = KeyboardInterrupt()
-    result = run(fake_crew)
+def test_an_interrupt_before_any_sample_leaves_nothing(fake_pool):
+    fake_pool.trouble[("logits", NPU)] = KeyboardInterrupt()
+    result = run(fake_pool)
     assert result.rows == ()
     assert result.stop.exit_code == 130
-    assert all(worker.closed for worker in fake_crew.workers)
+    assert all(worker.closed for worker in fake_pool.workers)
 
 
-def test_a_time_limit_ends_a_bench_as_ctrl_c_does(fake_crew, monkeypatch):
+def test_a_time_limit_ends_a_bench_as_ctrl_c_does(fake_pool, monkeypatch):
     from heterollm.benchmarks import run as run_module
 
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: float(fake_crew.taken))
-    result = run(fake_crew, time_limit_s=10.0)
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: float(fake_pool.taken))
+    result = run(fake_pool, time_limit_s=10.0)
     assert (result.stop.reason, result.stop.exit_code) == ("the time limit of 10 s", 0)
     assert sum(len(row.times.samples_ns) for row in result.rows) == 5
     assert all(row.interrupted for row in result.rows)
 
 
-def test_light_tests_get_one_sample_and_no_trace(fake_crew):
+def test_light_tests_get_one_sample_and_no_trace(fake_pool):
     light = Case(20, 0)
-    result = run(fake_crew, cases=(*CASES, light), light=frozenset([light]))
+    result = run(fake_pool, cases=(*CASES, light), light=frozenset([light]))
     for row in result.rows:
         assert len(row.times.samples_ns) == row.asked.repetitions == (1 if row.test == "pp20" else 3)
         assert (row.trace.overlap_fraction is None) is (row.test == "pp20")
         assert row.interrupted is None
 
 
-def test_what_is_left_out_is_not_run(fake_crew):
-    result = run(fake_crew, left_out=frozenset([(LEVELS[1], CASES[1])]))
+def test_what_is_left_out_is_not_run(fake_pool):
+    result = run(fake_pool, left_out=frozenset([(LEVELS[1], CASES[1])]))
     assert len(result.rows) == 5
-    assert (NPU, "tg4") not in fake_crew.asked("sample")
+    assert (NPU, "tg4") not in fake_pool.asked("sample")
 
 
-def test_long_tests_are_not_warmed_up_once_their_model_has_run(fake_crew):
-    run(fake_crew, cases=(Case(16, 0), Case(64, 0), Case(20, 0)), repetitions=1, warm_up_s=0.003)
+def test_long_tests_are_not_warmed_up_once_their_model_has_run(fake_pool):
+    run(fake_pool, cases=(Case(16, 0), Case(64, 0), Case(20, 0)), repetitions=1, warm_up_s=0.003)
     # 16 tokens take about a millisecond; 64 would take four.
     for label in (GPU, NPU, LAYER):
-        asked = fake_crew.asked("sample")
+        asked = fake_pool.asked("sample")
         assert [asked.count((label, case)) for case in ("pp16", "pp64", "pp20")] == [2, 1, 2]
 
 
@@ -222,9 +217,9 @@ def test_long_tests_are_not_warmed_up_once_their_model_has_run(fake_crew):
         {"configurations": ()},
     ],
 )
-def test_options_that_make_no_sense_are_refused(fake_crew, options):
+def test_options_that_make_no_sense_are_refused(fake_pool, options):
     with pytest.raises(OptionError):
-        run(fake_crew, **options)
+        run(fake_pool, **options)
 
 
 def test_a_disturbed_sample_is_taken_again_while_patience_lasts(monkeypatch):
@@ -237,9 +232,9 @@ def test_a_disturbed_sample_is_taken_again_while_patience_lasts(monkeypatch):
 
     def ask():
         asked.append(1)
-        return {"us": float(len(asked)), "own_s": 0.0}
+        return Measurement(float(len(asked)), 0.0)
 
-    sample = Watch(60.0, EnergyMeter([])).take(ask)
+    sample, _ = Sampler(60.0, EnergyMeter([])).take(ask)
     assert (sample.time_us, sample.disturbed) == (2.0, False)
 
 
@@ -248,10 +243,8 @@ def test_without_patience_a_disturbed_sample_is_kept_and_marked(monkeypatch):
 
     busy = iter([0.0, 5.0])
     monkeypatch.setattr(turns, "busy_s", lambda: next(busy))
-    sample = Watch(0.0, EnergyMeter([])).take(lambda: {"us": 1.0, "own_s": 0.0})
+    sample, _ = Sampler(0.0, EnergyMeter([])).take(lambda: Measurement(1.0, 0.0))
     assert sample.disturbed is True
-    monkeypatch.setattr(turns, "busy_s", lambda: float("nan"))
-    assert Watch(0.0, EnergyMeter([])).take(lambda: {"us": 1.0, "own_s": 0.0}).disturbed is None
 
 
 def test_energy_is_read_around_a_sample(tmp_path):
@@ -262,23 +255,24 @@ def test_energy_is_read_around_a_sample(tmp_path):
 
     def ask():
         (tmp_path / "energy_uj").write_text("500000")  # it ran over
-        return {"us": 1.0, "own_s": 0.0}
+        return Measurement(1.0, 0.0)
 
-    assert Watch(0.0, EnergyMeter([RaplCounter(tmp_path)])).take(ask).energy_j == pytest.approx(2.5)
+    sample, _ = Sampler(0.0, EnergyMeter([RaplCounter(tmp_path)])).take(ask)
+    assert sample.energy_j == pytest.approx(2.5)
 
 
-def test_modelled_energy_is_never_this_machines(fake_crew, monkeypatch):
-    fake_crew.time_kind, fake_crew.modelled_j = "simulated", 0.25
+def test_modelled_energy_is_never_this_machines(fake_pool, monkeypatch):
+    fake_pool.time_kind, fake_pool.modelled_j = "simulated", 0.25
     monkeypatch.setattr(EnergyMeter, "joules_since", lambda self, begin: 100.0)
-    assert {(row.account.energy, row.account.energy_j) for row in run(fake_crew).rows} == {("modelled", 0.25)}
-    fake_crew.time_kind = "real"
-    assert {(row.account.energy, row.account.energy_j) for row in run(fake_crew).rows} == {
+    assert {(row.account.energy, row.account.energy_j) for row in run(fake_pool).rows} == {("modelled", 0.25)}
+    fake_pool.time_kind = "real"
+    assert {(row.account.energy, row.account.energy_j) for row in run(fake_pool).rows} == {
         ("measured", 100.0)
     }
 
 
 def test_a_schedule_runs_everything_once_a_round():
     a, b = Configuration(plan_level="gpu"), Configuration(plan_level="npu")
-    for turn, resident in itertools.product(range(3), (True, False)):
-        found = list(schedule([a, b], CASES, turn, all_resident=resident))
+    for turn, loaded in itertools.product(range(3), (True, False)):
+        found = list(schedule([a, b], CASES, turn, all_loaded=loaded))
         assert len(set(found)) == len(found) == 4

@@ -28,15 +28,15 @@ def test_a_simulated_sample_has_modelled_energy():
         engine.close()
 
 
-def test_a_bench_names_a_file_for_each_traced_run(fake_crew, tmp_path):
+def test_a_bench_names_a_file_for_each_traced_run(fake_pool, tmp_path):
     configurations = tuple(
         Configuration(plan_level=level, threads=(1, 1), device="host") for level in ("gpu", "a/plan.json")
     )
     options = BenchOptions(
         bundled_model(), configurations, (Case(16, 4), Case(0, 4, 256)), repetitions=1, traces=tmp_path
     )
-    run_bench(options, start=fake_crew.start)
-    assert fake_crew.files == [
+    run_bench(options, start=fake_pool.start)
+    assert fake_pool.files == [
         str(tmp_path / f"{name}.json")
         for name in (
             "pp16+tg4-gpu-w4a16-1+1", "tg4-d256-gpu-w4a16-1+1",

@@ -1,0 +1,116 @@
+"""The loaded models of a bench, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from heterollm.benchmarks.cases import Case, Configuration
+from heterollm.benchmarks.children import Child, ChildDiedError
+from heterollm.benchmarks.engine import Facts, FoundFields, Ids, Job
+
+__all__ = ["WorkerPool"]
+
+
+class WorkerPool:
+    """One process for each loaded configuration.
+
+    Models stay loaded. Before the pool loads another, it closes all of them if one more, as large as the
+    largest so far, would not fit into the limit; a closed model is loaded again when it is used again.
+
+    Args:
+        start: Makes the process of a configuration.
+        model: Folder of the checkpoint.
+        ids: The token at every position of a session.
+        memory_bytes: Limit of all models together.
+
+    Attributes:
+        facts: The engine's facts of each configuration.
+        need_bytes: Memory of each configuration's model.
+        in_turns: Whether models did not fit together.
+    """
+
+    def __init__(
+        self, start: Callable[[Configuration], Child], model: Path, ids: Ids, memory_bytes: int
+    ) -> None:
+        self._start = start
+        self._model = model
+        self._ids = ids
+        self.memory_bytes = memory_bytes
+        self._workers: dict[Configuration, Child] = {}
+        self.facts: dict[Configuration, Facts] = {}
+        self.need_bytes: dict[Configuration, int] = {}
+        self.in_turns = False
+
+    def use(self, configuration: Configuration) -> bool:
+        """Load a model unless it is loaded already; return whether it was.
+
+        Raises:
+            ChildDiedError: Its process ended.
+            HeteroLLMError: It cannot be loaded.
+        """
+        if configuration in self._workers:
+            return True
+        self.in_turns |= self._make_room()
+        job = Job(self._model, configuration, len(self._ids))
+        worker = self._start(configuration)
+        try:
+            self.facts[configuration], need = worker.ask("load", job, self._ids)
+        except BaseException:
+            worker.close()
+            raise
+        self._workers[configuration] = worker
+        self.need_bytes[configuration] = max(need, self.need_bytes.get(configuration, 0))
+        return False
+
+    def ask(self, configuration: Configuration, method: str, *arguments: object) -> Any:  # noqa: ANN401
+        """Ask the process of a loaded model.
+
+        Raises:
+            ChildDiedError: The process ended.
+            HeteroLLMError: The request failed.
+        """
+        try:
+            return self._workers[configuration].ask(method, *arguments)
+        except ChildDiedError:
+            del self._workers[configuration]
+            raise
+
+    def trace(
+        self, configuration: Configuration, cases: Sequence[Case], files: Sequence[Path | None]
+    ) -> list[FoundFields]:
+        """Return fields of traced runs, from one more model that is loaded for them alone.
+
+        Args:
+            configuration: Its configuration.
+            cases: The tests.
+            files: Where to write the trace of each, if anywhere.
+
+        Raises:
+            ChildDiedError: Its process ended.
+            HeteroLLMError: It cannot be loaded.
+        """
+        self._make_room()
+        job = Job(self._model, configuration, len(self._ids), trace=True)
+        found: list[FoundFields]
+        if configuration in self._workers:
+            found = self.ask(configuration, "trace", job, self._ids, cases, files)
+        else:
+            with contextlib.closing(self._start(configuration)) as worker:
+                found = worker.ask("trace", job, self._ids, cases, files)
+        return found
+
+    def close(self) -> None:
+        """End all processes."""
+        while self._workers:
+            self._workers.popitem()[1].close()
+
+    def _make_room(self) -> bool:
+        """Close all models if one more would not fit; return whether that was so."""
+        held = sum(self.need_bytes[one] for one in self._workers)
+        full = bool(self._workers) and held + max(self.need_bytes.values()) > self.memory_bytes
+        if full:
+            self.close()
+        return full
