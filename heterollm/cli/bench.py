@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args
 
 import typer
 
 from heterollm.base import FAILED, OptionError
+from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
+    PRECISIONS,
     DeviceOption,
     FormatOption,
     GroupSize,
@@ -20,9 +21,11 @@ from heterollm.cli.options import (
     RowsOption,
     chosen_format,
     command_group,
-    whole_numbers,
+    several,
+    whole_number,
 )
 from heterollm.cli.records import takes_records
+from heterollm.engine import Sync
 
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchOptions, BenchResult, Configuration, RowFile
@@ -35,19 +38,50 @@ OF_SAVED = ("saved", "form", "as_json", "picture", "html")
 """Parameters that say how rows are shown."""
 
 
+class Pair(NamedTuple):
+    """A prompt length, and the number of tokens that are decoded after it."""
+
+    prompt: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """Return the pair of a text such as ``256,64``.
+
+        Raises:
+            BadParameter: It is something else.
+        """
+        numbers = [whole_number(part.strip()) for part in text.split(",")]
+        if len(numbers) != 2:
+            raise typer.BadParameter(f"{text!r:.80} is no pair such as 256,64.")
+        return cls(*numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
     """What is measured; lists make a grid."""
 
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths: 256,300; 0 for none.")] = (
-        "512"
-    )
-    decode: Annotated[str, typer.Option("-n", "--decode", help="Tokens to decode; 0 for none.")] = "128"
+    prompt: Annotated[
+        Sequence[int],
+        several("-p", "--prompt", help="Prompt lengths; 0 for none.", metavar="256,300", item=whole_number),
+    ] = (512,)
+    decode: Annotated[
+        Sequence[int],
+        several("-n", "--decode", help="Tokens to decode; 0 for none.", metavar="32,64", item=whole_number),
+    ] = (128,)
     pairs: Annotated[
-        list[str] | None,
-        typer.Option("-pg", metavar="P,N", help="A prompt and tokens behind it; may be given several times."),
+        list[Pair] | None,
+        typer.Option(
+            "-pg",
+            metavar="P,N",
+            help="A prompt length, and tokens to decode after it; may be given several times.",
+            parser=Pair.parse,
+        ),
     ] = None
-    depth: Annotated[str, typer.Option("-d", "--depth", help="Tokens that were seen before.")] = "0"
+    depth: Annotated[
+        Sequence[int],
+        several("-d", "--depth", help="Tokens in the KV cache before.", metavar="0,512", item=whole_number),
+    ] = (0,)
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5
 
 
@@ -55,18 +89,46 @@ class WorkloadOptions:
 class ConfigurationOptions:
     """How it is computed; lists make a grid."""
 
-    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, or another plug-in.")] = "self"
-    plan: Annotated[str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")] = (
-        "auto"
-    )
+    engine: Annotated[
+        Sequence[str],
+        several(
+            help="self, llama.cpp, transformers, or another plug-in.",
+            metavar="NAME,NAME",
+            names=("self", "llama.cpp", "transformers"),
+            item=str,
+        ),
+    ] = ("self",)
+    plan: Annotated[
+        Sequence[str],
+        several(
+            help="auto, gpu, npu, layer, tensor, block, or files of plans.",
+            metavar="NAME,NAME",
+            names=cli_complete.PLANS,
+            item=str,
+        ),
+    ] = ("auto",)
     length_policy: Annotated[
-        str, typer.Option(help="padding, pipe, auto: how npu and layer run lengths without a graph.")
-    ] = "padding"
-    sync: Annotated[str, typer.Option(help="How to wait for the GPU, as of generate.")] = "auto"
-    precision: Annotated[str, typer.Option(help="w4a16, w4a8, fp16.")] = "w4a16"
+        Sequence[str],
+        several(
+            help="padding, pipe, auto: how npu and layer run lengths without a graph.",
+            metavar="NAME,NAME",
+            names=("padding", "pipe", "auto"),
+        ),
+    ] = ("padding",)
+    sync: Annotated[
+        Sequence[str],
+        several(help="How to wait for the GPU, as of generate.", metavar="NAME,NAME", names=get_args(Sync)),
+    ] = ("auto",)
+    precision: Annotated[
+        Sequence[str], several(help="w4a16, w4a8, fp16.", metavar="NAME,NAME", names=PRECISIONS)
+    ] = ("w4a16",)
     threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None
-    gpu_threads: Annotated[str | None, typer.Option(help="Threads of the GPU part: 1,2.")] = None
-    npu_threads: Annotated[str | None, typer.Option(help="Threads of the NPU part: 1,0.")] = None
+    gpu_threads: Annotated[
+        Sequence[int] | None, several(help="Threads of the GPU part.", metavar="1,2", item=whole_number)
+    ] = None
+    npu_threads: Annotated[
+        Sequence[int] | None, several(help="Threads of the NPU part.", metavar="1,0", item=whole_number)
+    ] = None
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
 
@@ -180,10 +242,10 @@ def _options(
         model,
         _configurations(grid),
         cases_of(
-            whole_numbers(tests.prompt, "--prompt"),
-            whole_numbers(tests.decode, "--decode"),
-            [_pair(pair) for pair in tests.pairs or ()],
-            whole_numbers(tests.depth, "--depth"),
+            tests.prompt,
+            tests.decode,
+            tests.pairs or (),
+            tests.depth,
         ),
         repetitions=tests.repetitions,
         seed=sampling.seed,
@@ -200,11 +262,11 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
 
     return with_baseline(
         expand(
-            engines=_words(grid.engine),
-            levels=_words(grid.plan),
-            policies=_words(grid.length_policy),
-            syncs=_words(grid.sync),
-            precisions=_words(grid.precision),
+            engines=grid.engine,
+            levels=grid.plan,
+            policies=grid.length_policy,
+            syncs=grid.sync,
+            precisions=grid.precision,
             threads=_splits(grid.threads, grid.gpu_threads, grid.npu_threads),
             device=grid.device,
             group_size=grid.group_size,
@@ -278,7 +340,7 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
     shown = bench_reports([result for result in results if result.rows])
     form = chosen_format(options.form, as_json=options.as_json)
     if form == "table" and rows:
-        write(report.render(shown, like=sys.stdout))
+        report.present(shown)
     else:
         write(FORMATS[form](rows) if form != "table" else "")
         for text in notes:
@@ -296,18 +358,9 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
         report.show(report.note(f"Wrote {html}."))
 
 
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _pair(text: str) -> tuple[int, int]:
-    found = whole_numbers(text, "-pg")
-    if len(found) != 2:
-        raise OptionError(f"-pg is {text!r:.80}.", fix="Give a prompt and a number of tokens: -pg 256,64.")
-    return found[0], found[1]
-
-
-def _splits(threads: str | None, gpu: str | None, npu: str | None) -> list[tuple[int, int]]:
+def _splits(
+    threads: str | None, gpu: Sequence[int] | None, npu: Sequence[int] | None
+) -> list[tuple[int, int]]:
     """Return the splits of the cores that the three options name."""
     from heterollm.benchmarks import parse_threads
     from heterollm.kernels.threads import split_threads
@@ -320,7 +373,5 @@ def _splits(threads: str | None, gpu: str | None, npu: str | None) -> list[tuple
         return parse_threads(threads)
     if gpu is None and npu is None:
         return []
-    gpus: list[int | None] = [None] if gpu is None else [*whole_numbers(gpu, "--gpu-threads")]
-    npus: list[int | None] = [None] if npu is None else [*whole_numbers(npu, "--npu-threads")]
-    splits = [split_threads(one, other) for one in gpus for other in npus]
+    splits = [split_threads(one, other) for one in gpu or (None,) for other in npu or (None,)]
     return [(len(split.gpu_cores), len(split.npu_cores)) for split in splits]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated, cast
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -13,12 +13,10 @@ from heterollm.cli.options import (
     Model,
     WeightOptions,
     command_group,
-    whole_numbers,
+    several,
+    whole_number,
 )
 from heterollm.cli.records import takes_records
-
-if TYPE_CHECKING:
-    from heterollm.kernels.ops import Precision
 
 __all__ = ["commands"]
 
@@ -34,7 +32,8 @@ def compile_graphs(
     *,
     weights: WeightOptions,
     prompt: Annotated[
-        str | None, typer.Option(help="Some lengths of prompts only, such as 32,256; 0 for none.")
+        Sequence[int] | None,
+        several(help="Only these prompt lengths; 0 for none.", metavar="32,256", item=whole_number),
     ] = None,
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode; 0 leaves out the graphs of one token.")
@@ -43,7 +42,7 @@ def compile_graphs(
     as_json: JsonOption = False,
 ) -> None:
     """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64; they are then copied to the device."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.planning import precompile
     from heterollm.report import console as report
 
@@ -52,10 +51,10 @@ def compile_graphs(
             model,
             soc=soc,
             plan=plan,
-            precision=cast("Precision", weights.precision),
+            precision=weights.precision,
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,
-            prompts=None if prompt is None else [n for n in whole_numbers(prompt, "--prompt") if n],
+            prompts=None if prompt is None else [n for n in prompt if n],
             decode=decode > 0,
             context=context,
             progress=progress,
@@ -63,4 +62,4 @@ def compile_graphs(
     if as_json:
         write_json(result.to_dict())
         return
-    write(report.render(report.precompile_report(result), like=sys.stdout))
+    report.present(report.precompile_report(result))

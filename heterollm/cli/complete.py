@@ -1,4 +1,4 @@
-"""What the shell offers behind options and arguments; quick enough to be asked at every press of a key."""
+"""The values that the shell offers for options and arguments that are no fixed choice."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
-    "among",
-    "cache_kinds",
+    "beginning",
     "devices",
     "known_models",
     "models",
     "plans",
-    "precisions",
     "profiled",
     "profiles",
     "socs",
@@ -24,7 +22,6 @@ __all__ = [
 ]
 
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
-PRECISIONS = ("w4a16", "w4a8", "fp16")
 WORD_BREAKS = ":="
 """Of bash: it hands ``sim:sn`` over as three words, and replaces only the last by what it is offered."""
 
@@ -34,47 +31,32 @@ def devices(incomplete: str) -> list[str]:
     from heterollm.kernels.sim import soc_names
 
     simulated = (f"sim:{name}" for name in soc_names())
-    return _beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
+    return beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
 
 
 def plans(incomplete: str) -> list[str]:
     """Return the levels of plans; a shell offers files by itself."""
-    return _beginning(incomplete, PLANS)
-
-
-def precisions(incomplete: str) -> list[str]:
-    """Return the precisions."""
-    return _beginning(incomplete, PRECISIONS)
+    return beginning(incomplete, PLANS)
 
 
 def socs(incomplete: str) -> list[str]:
     """Return the SoCs that can be simulated by name."""
     from heterollm.kernels.sim import soc_names
 
-    return _beginning(incomplete, soc_names())
-
-
-def among(*names: str) -> Callable[[str], list[str]]:
-    """Return what completes one of a few words, or the last of several with commas between them."""
-
-    def complete(incomplete: str) -> list[str]:
-        listed, comma, last = incomplete.rpartition(",")
-        return [f"{listed}{comma}{name}" for name in _beginning(last, names)]
-
-    return complete
+    return beginning(incomplete, soc_names())
 
 
 def known_models(incomplete: str) -> list[str]:
     """Return the models whose sizes are known, and folders."""
     from heterollm.model import KNOWN_MODELS
 
-    return [*_beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
+    return [*beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
 
 
 def profiled(incomplete: str) -> list[str]:
     """Return the commands under ``profile``, and models."""
     commands = ("list", "show", "compare", "export", "import")
-    return [*_beginning(incomplete, commands), *known_models(incomplete), *_hub(incomplete)]
+    return [*beginning(incomplete, commands), *known_models(incomplete), *_hub(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
@@ -87,14 +69,7 @@ def profiles(incomplete: str) -> list[str]:
     from heterollm.base import cache_root
 
     found = (path.stem.rpartition("-")[2] for path in (cache_root() / "profiles").glob("*.json"))
-    return _beginning(incomplete, sorted(found))
-
-
-def cache_kinds(incomplete: str) -> list[str]:
-    """Return the kinds of files in the cache."""
-    from heterollm.base import KINDS
-
-    return _beginning(incomplete, KINDS)
+    return beginning(incomplete, sorted(found))
 
 
 @contextlib.contextmanager
@@ -142,7 +117,8 @@ def _join_words() -> str:
     return begun.partition("=")[2] if begun.startswith("-") else begun
 
 
-def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+def beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    """Return the names that begin with the typed text."""
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -160,7 +136,7 @@ def _folders(incomplete: str) -> Iterator[str]:
 
 
 def _hub(incomplete: str) -> list[str]:
-    return _beginning(incomplete, sorted(_hub_names()))
+    return beginning(incomplete, sorted(_hub_names()))
 
 
 def _hub_names() -> Iterator[str]:

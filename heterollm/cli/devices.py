@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
 from heterollm.base import FAILED
@@ -20,7 +18,7 @@ def devices(as_json: JsonOption = False) -> None:
     """List the devices, simulated ones too; for those that are not usable, why and what to install."""
     import dataclasses
 
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.kernels.open import list_devices
     from heterollm.kernels.sim import simulated_devices
     from heterollm.report import console as report
@@ -29,14 +27,14 @@ def devices(as_json: JsonOption = False) -> None:
     if as_json:
         write_json([dataclasses.asdict(status) for status in statuses])
         return
-    write(report.render(report.devices_table(statuses), like=sys.stdout))
+    report.present(report.devices_table(statuses))
 
 
 @commands.command()
 @takes_records
 def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
     """Run every operator on every part of a device against float64; exit code 1 if something fails."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.doctor import diagnose
     from heterollm.report import console as report
     from heterollm.report import diagnosis_report
@@ -51,6 +49,6 @@ def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
     if as_json:
         write_json(diagnosis.to_dict())
     else:
-        write(report.render(diagnosis_report(diagnosis), like=sys.stdout))
+        report.present(diagnosis_report(diagnosis))
     if not diagnosis.passed:
         raise typer.Exit(FAILED)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,8 +23,6 @@ from heterollm.cli.options import (
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from heterollm.engine import Sync
-    from heterollm.kernels.ops import Precision
     from heterollm.llm import LLM
     from heterollm.text import GenerationResult
 
@@ -202,14 +200,14 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
             model,
             device=options.device,
             plan=options.plan,
-            precision=cast("Precision", options.weights.precision),
+            precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,
             context=options.context,
             gpu_threads=run.threads.gpu_threads,
             npu_threads=run.threads.npu_threads,
             allow_slow=run.allow_slow,
-            sync=cast("Sync", run.sync),
+            sync=run.sync,
             allow_fallback=run.allow_fallback,
             trace=trace,
             progress=progress,

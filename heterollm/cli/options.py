@@ -6,18 +6,20 @@ A new family of commands is a module of this room with ``commands = command_grou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import typer
 from typer.core import TyperGroup
 
-from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
+from heterollm.engine import Sync
+from heterollm.kernels.ops import Precision
 
 __all__ = [
-    "FAILED",
+    "PRECISIONS",
     "Context",
     "DeviceOption",
     "DeviceOptions",
@@ -36,8 +38,65 @@ __all__ = [
     "WeightOptions",
     "chosen_format",
     "command_group",
-    "whole_numbers",
+    "one_of",
+    "several",
+    "whole_number",
 ]
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """Return a parser of typer that takes one of some names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise typer.BadParameter(f"{text!r:.80} is not one of {', '.join(map(repr, names))}.")
+        return text
+
+    return parse
+
+
+def whole_number(text: str) -> int:
+    """Return a number as an option states it.
+
+    Raises:
+        BadParameter: It is something else.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise typer.BadParameter(f"{text!r:.80} is not a whole number.")
+    return int(text)
+
+
+def several(
+    *flags: str,
+    help: str,  # noqa: A002 - as typer names it
+    metavar: str,
+    names: Sequence[str] = (),
+    item: Callable[[str], object] | None = None,
+) -> Any:  # noqa: ANN401 - as typer.Option
+    """Return an option that takes one value, or several with commas between them, as a tuple.
+
+    Args:
+        flags: Names of the option; by default that of its parameter.
+        help: Text of the help.
+        metavar: Form of a value in the help.
+        names: Values that the shell offers.
+        item: Parser of one value; by default it takes the names alone.
+    """
+    parse_item = one_of(names) if item is None else item
+
+    def parse(given: str | tuple[object, ...]) -> tuple[object, ...]:
+        if isinstance(given, tuple):  # the default
+            return given
+        return tuple(parse_item(part.strip()) for part in given.split(","))
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in cli_complete.beginning(last, names)]
+
+    return typer.Option(*flags, help=help, metavar=metavar, parser=parse, autocompletion=complete)
+
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 ModelArgument = typer.Argument(
     metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models
@@ -50,17 +109,11 @@ DeviceOption = Annotated[
         help="auto, snapdragon, host, emulator, or sim:SOC (simulated).", autocompletion=cli_complete.devices
     ),
 ]
-PrecisionOption = Annotated[
-    str, typer.Option(help="w4a16, w4a8 or fp16.", autocompletion=cli_complete.precisions)
-]
-GroupSize = Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="Bits of weights and activations.")]
+GroupSize = Annotated[Literal[32, 64, 128], typer.Option(help="Weights that share a scale.")]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
 SyncOption = Annotated[
-    str,
-    typer.Option(
-        help="How to wait for the GPU: auto, event, poll, flag, sleep_poll, sleep_flag, finish, or operator "
-        "(after every operator)."
-    ),
+    Sync, typer.Option(help="How to wait for the GPU; operator waits after every operator.")
 ]
 Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
 FormatOption = Annotated[Format, typer.Option("--format", help="Form of what is printed.")]
@@ -169,15 +222,3 @@ def chosen_format(form: Format, *, as_json: bool) -> Format:
     if form not in ("table", "json"):
         raise typer.BadParameter(f"--json prints JSON, and --format {form} does not.", param_hint="--json")
     return "json"
-
-
-def whole_numbers(text: str, option: str) -> list[int]:
-    """Return the numbers of an option that takes several, such as ``1,32,256``.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise OptionError(f"{option} is {text!r:.80}.", fix="Give whole numbers with commas between them.")
-    return [int(part) for part in parts]

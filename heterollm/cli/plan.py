@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,12 +17,12 @@ from heterollm.cli.options import (
     ThreadOptions,
     WeightOptions,
     command_group,
-    whole_numbers,
+    several,
+    whole_number,
 )
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from heterollm.kernels.ops import Precision
     from heterollm.planning import Solved
     from heterollm.solver import PlanRequest, RequestedLevel
 
@@ -31,7 +30,7 @@ __all__ = ["commands"]
 
 commands = command_group()
 
-DEFAULT_PROMPTS = "1,64,256,1024"
+FORBIDDEN = ("gpu", "npu", "row", "sequence", "hybrid", "block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,9 @@ class AnswerOptions:
         Literal["auto", "tensor", "block"],
         typer.Option(help="auto takes the better of tensor and block (whole feed-forward networks)."),
     ] = "auto"
-    prompt: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_PROMPTS
+    prompt: Annotated[
+        Sequence[int], several(help="Prompt lengths to show.", metavar="64,300", item=whole_number)
+    ] = (1, 64, 256, 1024)
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode after each prompt; 0 shows no decode.")
     ] = 1
@@ -74,12 +75,13 @@ class LimitOptions:
     )
     energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0
     forbid: Annotated[
-        str | None,
-        typer.Option(
-            help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split. "
-            "Several with commas."
+        Sequence[str],
+        several(
+            help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split.",
+            metavar="NAME,NAME",
+            names=FORBIDDEN,
         ),
-    ] = None
+    ] = ()
     npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None
     histogram: Annotated[
         str | None,
@@ -114,14 +116,14 @@ def plan_model(
     from heterollm.base import OptionError, check_target, write_json
     from heterollm.planning import LoadOptions, solve_for
 
-    prompts = whole_numbers(answer.prompt, "--prompt")
+    prompts = answer.prompt
     if min(prompts) < 1:
-        raise OptionError(f"--prompt is {answer.prompt!r:.80}.", fix="Prompts have at least one token.")
+        raise OptionError("--prompt is 0.", fix="Prompts have at least one token.")
     if answer.output is not None:
         check_target(answer.output, "plan")
     options = LoadOptions(
         device=source.device,
-        precision=cast("Precision", weights.precision),
+        precision=weights.precision,
         group_size=weights.group_size,
         symmetric=not weights.asymmetric,
         context=context,
@@ -154,7 +156,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
     return PlanRequest(
         gpu_share=limits.gpu_share,
         energy_weight=limits.energy_weight,
-        forbidden=tuple(limits.forbid.split(",")) if limits.forbid else (),
+        forbidden=tuple(limits.forbid),
         npu_gib=limits.npu_gib,
         histogram=None if limits.histogram is None else _histogram(limits.histogram),
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
@@ -164,11 +166,10 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
 
 def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None:
     """Print what was chosen for a token and for prompts, and where the plan was written."""
-    from heterollm.base import write
     from heterollm.report import console as report
     from heterollm.report import plan_report
 
-    write(report.render(plan_report(solved, prompts, answer.decode, explain=answer.explain), like=sys.stdout))
+    report.present(plan_report(solved, prompts, answer.decode, explain=answer.explain))
     if answer.output is not None:
         command = f"heterollm generate --plan {answer.output}"
         report.show(report.note(f"Written to {answer.output}; run it with `{command}`."))

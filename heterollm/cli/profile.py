@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 
 from heterollm.base import FAILED
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import DeviceOptions, GroupSize, JsonOption, command_group
+from heterollm.cli.options import PRECISIONS, DeviceOptions, GroupSize, JsonOption, command_group, one_of
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
@@ -63,7 +64,13 @@ class ShapeOptions:
         ),
     ] = None
     precision: Annotated[
-        list[str] | None, typer.Option(help="w4a16 (default), w4a8 or fp16; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="w4a16 (default), w4a8 or fp16; may be given several times.",
+            parser=one_of(PRECISIONS),
+            autocompletion=lambda incomplete: cli_complete.beginning(incomplete, PRECISIONS),
+            metavar="NAME",
+        ),
     ] = None
     group_size: GroupSize = 32
 
@@ -105,7 +112,7 @@ def profile(
     if context.invoked_subcommand is not None:
         return
     _refuse_commands(context, shapes.models or ())
-    from heterollm.base import parse_duration, write, write_json
+    from heterollm.base import parse_duration, write_json
     from heterollm.planning import Profiling
     from heterollm.profiler import SessionOptions
     from heterollm.report import console as report
@@ -138,13 +145,13 @@ def profile(
     if as_json:
         write_json(result.to_dict())
     else:
-        write(report.render(report_profile.run_report(result), like=sys.stdout))
+        report.present(report_profile.run_report(result))
     if result.useless:
         raise typer.Exit(FAILED)
 
 
 def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
-    """Refuse the name of a command behind an option: the option would mean nothing to the command."""
+    """Refuse the name of a command after an option, which the command would not get, and a mistyped one."""
     named = [name for name in models if name in context.command.commands]  # type: ignore[attr-defined]
     if named:
         raise typer.BadParameter(
@@ -152,12 +159,18 @@ def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
             f"of this name is ./{named[0]}.",
             ctx=context,
         )
+    for name in models:
+        near = difflib.get_close_matches(name, context.command.commands, 1)  # type: ignore[attr-defined]
+        if near and not os.path.exists(name):  # noqa: PTH110 - of any text
+            raise typer.BadParameter(
+                f"There is no model {name!r:.80}. Did you mean `heterollm profile {near[0]}`?", ctx=context
+            )
 
 
 @commands.command("list")
 def profile_list(as_json: JsonOption = False) -> None:
     """List the profiles in the cache, damaged ones too."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.profiler.records import list_profiles
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
@@ -166,7 +179,7 @@ def profile_list(as_json: JsonOption = False) -> None:
     if as_json:
         write_json([entry.to_dict() for entry in stored])
         return
-    write(report.render(report_profile.profiles_table(stored), like=sys.stdout))
+    report.present(report_profile.profiles_table(stored))
 
 
 @commands.command("show")
@@ -182,7 +195,7 @@ def profile_show(
     as_json: JsonOption = False,
 ) -> None:
     """Print what was measured on a device, and how well the rest can be predicted."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.profiler import summarize
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
@@ -198,7 +211,7 @@ def profile_show(
     if as_json:
         write_json({"path": str(path), **summary.to_dict()})
         return
-    write(report.render(report_profile.profile_report(summary, everything=everything), like=sys.stdout))
+    report.present(report_profile.profile_report(summary, everything=everything))
 
 
 @commands.command("compare")
@@ -216,7 +229,7 @@ def profile_compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two profiles: what became faster or slower beyond the noise."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.profiler import compare
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
@@ -226,7 +239,7 @@ def profile_compare(
     if as_json:
         write_json(comparison.to_dict())
         return
-    write(report.render(report_profile.comparison_report(comparison), like=sys.stdout))
+    report.present(report_profile.comparison_report(comparison))
 
 
 @commands.command("export")

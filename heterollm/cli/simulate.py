@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import typer
 
@@ -19,20 +18,65 @@ from heterollm.cli.options import (
     RowsOption,
     chosen_format,
     command_group,
-    whole_numbers,
+    several,
+    whole_number,
 )
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.kernels.sim import GpuLoad
-    from heterollm.simulate import LengthChoice, SimulatedSync, SimulationRequest
+    from heterollm.simulate import SimulationRequest
     from heterollm.trace import Trace
 
-__all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_overrides", "words"]
+__all__ = ["check_output", "commands", "default_jobs", "parse_load"]
 
 commands = command_group()
 
 MOST_JOBS: Final = 1024
+
+Lengths: TypeAlias = Literal["auto", "padding", "pipe", "online"]
+Waits: TypeAlias = Literal["finish", "poll", "predict"]
+
+
+def parse_load(text: str) -> GpuLoad:
+    """Return the game that ``60fps:5ms`` describes.
+
+    Raises:
+        BadParameter: It describes none, or one that leaves the GPU no time.
+    """
+    from heterollm.kernels.sim import GpuLoad
+
+    rate, _, time = text.partition(":")
+    try:
+        if not (rate.endswith("fps") and time.endswith("ms")):
+            raise ValueError(text)
+        return GpuLoad(float(rate.removesuffix("fps")), 1e3 * float(time.removesuffix("ms")))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.80} is no frame rate with GPU time a frame, such as 60fps:5ms."
+        ) from None
+
+
+class Parameter(NamedTuple):
+    """A parameter of the SoC by its dotted name, and its value."""
+
+    name: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Parameter:
+        """Return the parameter that ``npu.execute_us=50`` changes.
+
+        Raises:
+            BadParameter: The text is not of this form.
+        """
+        name, _, value = text.partition("=")
+        try:
+            return cls(name.strip(), float(value))
+        except ValueError:
+            raise typer.BadParameter(
+                f"{text!r:.80} is no parameter with a number, such as npu.execute_us=50."
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +98,40 @@ class CaseOptions:
             autocompletion=cli_complete.socs,
         ),
     ] = "snapdragon-8gen3"
-    prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256"
-    decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64"
+    prompt: Annotated[
+        Sequence[int], several(help="Tokens of the prompt.", metavar="256,300", item=whole_number)
+    ] = (256,)
+    decode: Annotated[
+        Sequence[int], several(help="Tokens to decode after the first.", metavar="0,64", item=whole_number)
+    ] = (64,)
     plan: Annotated[
-        str,
-        typer.Option(
-            help="gpu, npu, layer, tensor or block.",
-            autocompletion=cli_complete.among(*cli_complete.PLANS[1:]),
-        ),
-    ] = "tensor"
+        Sequence[str],
+        several(help="gpu, npu, layer, tensor or block.", metavar="NAME,NAME", names=cli_complete.PLANS[1:]),
+    ] = ("tensor",)
     length_policy: Annotated[
-        str,
-        typer.Option(
+        Sequence[Lengths],
+        several(
             help="auto, padding, pipe or online: how npu and layer run lengths without a graph.",
-            autocompletion=cli_complete.among("auto", "padding", "pipe", "online"),
+            metavar="NAME,NAME",
+            names=get_args(Lengths),
         ),
-    ] = "auto"
+    ] = ("auto",)
     sync: Annotated[
-        str,
-        typer.Option(
+        Sequence[Waits],
+        several(
             help="finish (the driver's waits and copies), poll or predict.",
-            autocompletion=cli_complete.among("finish", "poll", "predict"),
+            metavar="NAME,NAME",
+            names=get_args(Waits),
         ),
-    ] = "predict"
+    ] = ("predict",)
     resolve: Annotated[
         bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the hand-over changes.")
     ] = False
     gpu_load: Annotated[
-        str | None, typer.Option(metavar="60fps:5ms", help="A game beside it: its rate and GPU time a frame.")
+        Sequence[Any] | None,
+        several(
+            help="A game beside it: its rate and GPU time a frame.", metavar="60fps:5ms", item=parse_load
+        ),
     ] = None
 
 
@@ -90,11 +140,15 @@ class ModellingOptions:
     """How a case is modelled."""
 
     what_if: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Change a parameter of the SoC, such as npu.execute_us=50."),
+        list[Parameter] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Change a parameter of the SoC, such as npu.execute_us=50.",
+            parser=Parameter.parse,
+        ),
     ] = None
     head_bits: Annotated[
-        int | None, typer.Option(help="Bits of head and embedding: 4, as in the papers, or 8.")
+        Literal[4, 8] | None, typer.Option(help="Bits of head and embedding; the papers have 4.")
     ] = None
     every_form: Annotated[
         bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM does not have.")
@@ -145,15 +199,13 @@ def _requests(
     from heterollm.simulate import SimulationRequest, expand
 
     models = _names(cases.model, "MODEL")
-    prompts, decodes = whole_numbers(cases.prompt, "--prompt"), whole_numbers(cases.decode, "--decode")
-    policies, syncs = words(cases.length_policy, "--length-policy"), words(cases.sync, "--sync")
     bits = modelling.head_bits
     base = SimulationRequest(
         models[0],
-        prompt=prompts[0],
-        decode=decodes[0],
+        prompt=cases.prompt[0],
+        decode=cases.decode[0],
         resolve=cases.resolve,
-        overrides=parse_overrides(modelling.what_if or []),
+        overrides=dict(modelling.what_if or ()),
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
         every_form=True if modelling.every_form else None,
         numerics=modelling.numerics,
@@ -163,14 +215,12 @@ def _requests(
         base,
         models=models,
         socs=_names(cases.soc, "--soc"),
-        prompts=prompts,
-        decodes=decodes,
-        levels=words(cases.plan, "--plan"),
-        policies=cast("list[LengthChoice]", policies),
-        syncs=cast("list[SimulatedSync]", syncs),
-        loads=[None]
-        if cases.gpu_load is None
-        else [parse_load(load) for load in words(cases.gpu_load, "--gpu-load")],
+        prompts=cases.prompt,
+        decodes=cases.decode,
+        levels=cases.plan,
+        policies=cases.length_policy,
+        syncs=cases.sync,
+        loads=cases.gpu_load or (None,),
     )
 
 
@@ -202,7 +252,7 @@ def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
 
 def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool) -> None:
     """Simulate one case and print all that is known of it."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.report import console as report
     from heterollm.report import simulation_report
     from heterollm.simulate import simulate
@@ -214,7 +264,7 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
     if as_json:
         write_json(result.to_dict())
         return
-    write(report.render(simulation_report(result), like=sys.stdout))
+    report.present(simulation_report(result))
 
 
 def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Format, out: Path | None) -> None:
@@ -231,7 +281,7 @@ def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Form
     if out is not None:
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if form == "table":
-        write(report.render(sweep_report(rows), like=sys.stdout))
+        report.present(sweep_report(rows))
     else:
         write(SWEEP_FORMATS[form](rows))
     failed = sum(row.error is not None for row in rows)
@@ -269,61 +319,15 @@ def check_output(out: Path | None) -> Path | None:
     return labelled(out)
 
 
-def words(text: str, option: str) -> list[str]:
-    """Return the values of an option that takes several.
-
-    Raises:
-        OptionError: There is none.
-    """
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise OptionError(f"{option} is {text!r:.80}.", fix="Give a value, or several with commas between.")
-    return found
-
-
 def _names(text: str, option: str) -> list[str]:
     """Return names or paths; a text that is a path as a whole is one, commas and all."""
     try:
         whole = "," in text and Path(text).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # no path, or nobody's home
         whole = False
-    return [text] if whole else words(text, option)
-
-
-def parse_load(text: str) -> GpuLoad:
-    """Return the game that ``60fps:5ms`` describes.
-
-    Raises:
-        OptionError: It describes none, or one that leaves the GPU no time.
-    """
-    from heterollm.kernels.sim import GpuLoad
-
-    rate, _, time = text.partition(":")
-    try:
-        if not (rate.endswith("fps") and time.endswith("ms")):
-            raise ValueError(text)
-        return GpuLoad(float(rate.removesuffix("fps")), 1e3 * float(time.removesuffix("ms")))
-    except ValueError:
-        raise OptionError(
-            f"--gpu-load is {text!r:.80}.", fix="Give frames a second and GPU time a frame: 60fps:5ms."
-        ) from None
-
-
-def parse_overrides(given: list[str]) -> dict[str, float]:
-    """Return the parameters that ``--what-if`` changes.
-
-    Raises:
-        OptionError: One is not of the form ``name=value``.
-    """
-    found: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        try:
-            found[name.strip()] = float(value)
-        except ValueError:
-            raise OptionError(
-                f"--what-if is {text!r:.80}.", fix="Give a parameter and a number: npu.execute_us=50."
-            ) from None
+    found = [text] if whole else [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise typer.BadParameter("It is empty.", param_hint=option)
     return found
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from heterollm.report.console import note, table
+from heterollm.report.console import note, pairs_table, table
 
 if TYPE_CHECKING:
     from heterollm.doctor import Check, Diagnosis, Problem
@@ -22,7 +21,7 @@ PARTS: Final = ("GPU", "NPU")
 
 def diagnosis_report(diagnosis: Diagnosis) -> Group:
     """Return the facts, the support table, and every failure with its fix."""
-    parts: list[RenderableType] = [_facts_table(diagnosis.facts)]
+    parts: list[RenderableType] = [pairs_table(diagnosis.facts)]
     if diagnosis.checks:
         parts.append(_support_table(diagnosis.checks))
         gates = sorted({check.gate for check in diagnosis.checks})
@@ -39,15 +38,6 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
         verdict = f"Device {diagnosis.device} is not usable as it is."
     parts.append(Text(verdict, "bold green" if diagnosis.passed else "bold red"))
     return Group(*parts)
-
-
-def _facts_table(facts: Sequence[tuple[str, str]]) -> Table:
-    made = Table(box=box.SIMPLE, show_header=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in facts:
-        made.add_row(name, Text(value))
-    return made
 
 
 def _support_table(checks: Sequence[Check]) -> Table:

@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.terminal_theme import TerminalTheme
 
 from heterollm.base import OptionError, check_folder, save_file
+from heterollm.report.console import SafeConsole
 
 __all__ = ["check_picture", "picture_svg", "write_picture"]
 
@@ -99,13 +100,12 @@ def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_
         title: What a reader that shows no pictures is told.
         width: Columns.
     """
-    console = Console(
+    console = SafeConsole(
         file=io.StringIO(),
         record=True,
         width=max(LEAST_WIDTH, min(width, WIDEST)),
         force_terminal=True,
         color_system="truecolor",
-        highlight=False,
         legacy_windows=False,
     )
     console.print(renderable)

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
 from rich.text import Text
 
 from heterollm.base import Progress, Section, format_bytes, format_duration, format_moment
-from heterollm.report.console import note, section_table, stderr_console, table
+from heterollm.report.console import note, pairs_table, section_table, stderr_console, table
 from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
@@ -131,7 +129,7 @@ def run_report(result: Profiled) -> Group:
         "file": str(result.path),
     }
     parts: list[RenderableType] = [
-        _pairs(rows),
+        pairs_table(rows.items()),
         Text("`heterollm profile show` prints what was found; `heterollm plan MODEL` plans with it."),
     ]
     if summary.over_seconds >= OVER_S:
@@ -227,11 +225,11 @@ def profiles_table(stored: Sequence[StoredProfile]) -> RenderableType:
     for entry in stored:
         size = format_bytes(entry.size_bytes)
         if entry.problem:
-            made.add_row(Text("damaged", "red"), "", Text(entry.path.name), "", "", "", "", size)
+            made.add_row(Text("damaged", "red"), "", entry.path.name, "", "", "", "", size)
             continue
         counts = [str(count) for count in (entry.records, entry.failed, entry.runs)]
         newest = format_moment(entry.newest_s) if entry.newest_s else "never"
-        made.add_row(Text(entry.device), Text(entry.time_kind), entry.fingerprint, *counts, newest, size)
+        made.add_row(entry.device, entry.time_kind, entry.fingerprint, *counts, newest, size)
     problems = [Text(entry.problem, "red") for entry in stored if entry.problem]
     return Group(made, *problems)
 
@@ -257,18 +255,9 @@ def _section(section: Section) -> Iterator[RenderableType]:
     if section.rows and section.columns:
         yield section_table(replace(section, title=""))
     elif section.rows:
-        yield _pairs({row[0]: row[1] for row in section.rows})
+        yield pairs_table((name, value) for name, value in section.rows)
     for line in section.notes:
         yield note(line)
-
-
-def _pairs(rows: dict[str, str]) -> Table:
-    made = Table(box=box.SIMPLE, show_header=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in rows.items():
-        made.add_row(Text(name), Text(value))
-    return made
 
 
 # -- two profiles ------------------------------------------------------------------------------------
@@ -291,7 +280,7 @@ def comparison_report(comparison: Comparison) -> Group:
         details = table("what", ">A us", ">B us", ">B / A", "B is")
         for pair in changed[:LISTED_CHANGES]:
             times = [f"{pair.first_us:.1f}", f"{pair.second_us:.1f}", f"{pair.ratio:.2f}"]
-            details.add_row(Text(f"{pair.kind}: {pair.label}"), *times, pair.verdict)
+            details.add_row(f"{pair.kind}: {pair.label}", *times, pair.verdict)
         parts.append(details)
     if len(changed) > LISTED_CHANGES:
         parts.append(note(f"{len(changed) - LISTED_CHANGES} more changed less; --json lists all."))

@@ -113,7 +113,7 @@ def _pass_table(one: PassSteps) -> RenderableType:
 def _add(made: Table, layer: str, lines: Sequence[_Line]) -> None:
     """Add lines to a table, the first of them with their layer."""
     for place, line in enumerate(lines):
-        made.add_row("" if place else layer, *map(Text, line.cells))
+        made.add_row("" if place else layer, *line.cells)
 
 
 def _runs(blocks: Sequence[_Block]) -> Iterator[tuple[list[int | None], list[_Line]]]:

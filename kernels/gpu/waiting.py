@@ -35,11 +35,11 @@ Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"
 
 STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 
-SyncChoice: TypeAlias = Literal["operator"] | Strategy
+SyncChoice: TypeAlias = Literal["operator", Strategy]
 """How passes wait: by a strategy, or ``operator``: the GPU's queue is finished after every operator, the
 baseline that fast waits are compared with."""
 
-SYNC_CHOICES: Final[tuple[SyncChoice, ...]] = ("operator", *STRATEGIES)
+SYNC_CHOICES: Final[tuple[SyncChoice, ...]] = get_args(SyncChoice)
 
 SET_TIMER_SLACK: Final = 29
 """``PR_SET_TIMERSLACK`` of Linux's ``prctl``."""

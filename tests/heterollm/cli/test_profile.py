@@ -301,7 +301,7 @@ def test_a_damaged_configuration(run, fake, tmp_path):
 
 def test_an_unknown_precision_and_group_size(run, fake):
     assert "w2a2" in panel_of(run("--precision", "w2a2")[2])
-    assert "group_size is 33" in panel_of(run("--group-size", "33")[2])
+    assert "'33' is not one of '32', '64', '128'" in panel_of(run("--group-size", "33")[2])
     assert fake.opened == []
 
 
