@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from heterollm.base import FAILED, OptionError
-from heterollm.cli import complete as cli_complete
+from heterollm.cli.complete import PLANS
 from heterollm.cli.options import (
     PRECISIONS,
     DeviceOption,
@@ -18,9 +18,12 @@ from heterollm.cli.options import (
     GroupSize,
     JsonOption,
     MaybeModel,
+    Names,
+    Numbers,
     RowsOption,
     chosen_format,
     command_group,
+    numbers,
     several,
     whole_number,
 )
@@ -34,101 +37,59 @@ __all__ = ["commands"]
 
 commands = command_group()
 
+ENGINES = ("self", "llama.cpp", "transformers")
+POLICIES = ("padding", "pipe", "auto")
 OF_SAVED = ("saved", "form", "as_json", "picture", "html")
 """Parameters that say how rows are shown."""
 
 
-class Pair(NamedTuple):
-    """A prompt length, and the number of tokens that are decoded after it."""
+def parse_pair(text: str) -> tuple[int, int]:
+    """Return the prompt length and the number of decoded tokens of a text such as ``256,64``.
 
-    prompt: int
-    decode: int
-
-    @classmethod
-    def parse(cls, text: str) -> Pair:
-        """Return the pair of a text such as ``256,64``.
-
-        Raises:
-            BadParameter: It is something else.
-        """
-        numbers = [whole_number(part.strip()) for part in text.split(",")]
-        if len(numbers) != 2:
-            raise typer.BadParameter(f"{text!r:.80} is no pair such as 256,64.")
-        return cls(*numbers)
+    Raises:
+        BadParameter: It is something else.
+    """
+    found = [whole_number(part.strip()) for part in text.split(",")]
+    if len(found) != 2:
+        raise typer.BadParameter(f"{text!r:.80} is no pair such as 256,64.")
+    return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What is measured; lists make a grid."""
+    """The measured lengths; lists make a grid."""
 
-    prompt: Annotated[
-        Sequence[int],
-        several("-p", "--prompt", help="Prompt lengths; 0 for none.", metavar="256,300", item=whole_number),
-    ] = (512,)
-    decode: Annotated[
-        Sequence[int],
-        several("-n", "--decode", help="Tokens to decode; 0 for none.", metavar="32,64", item=whole_number),
-    ] = (128,)
+    prompt: Annotated[Numbers, numbers("-p", "--prompt", help="Prompt lengths; 0 for none.")] = (512,)
+    decode: Annotated[Numbers, numbers("-n", "--decode", help="Tokens to decode; 0 for none.")] = (128,)
     pairs: Annotated[
-        list[Pair] | None,
-        typer.Option(
-            "-pg",
-            metavar="P,N",
-            help="A prompt length, and tokens to decode after it; may be given several times.",
-            parser=Pair.parse,
-        ),
+        list[Any] | None,
+        typer.Option("-pg", metavar="P,N", help="A prompt, then tokens; repeatable.", parser=parse_pair),
     ] = None
-    depth: Annotated[
-        Sequence[int],
-        several("-d", "--depth", help="Tokens in the KV cache before.", metavar="0,512", item=whole_number),
-    ] = (0,)
+    depth: Annotated[Numbers, numbers("-d", "--depth", help="Tokens in the KV cache before.")] = (0,)
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationOptions:
-    """How it is computed; lists make a grid."""
+    """The measured configurations; lists make a grid."""
 
     engine: Annotated[
-        Sequence[str],
-        several(
-            help="self, llama.cpp, transformers, or another plug-in.",
-            metavar="NAME,NAME",
-            names=("self", "llama.cpp", "transformers"),
-            item=str,
-        ),
+        Names, several(help="self, llama.cpp, transformers, or another plug-in.", names=ENGINES, item=str)
     ] = ("self",)
-    plan: Annotated[
-        Sequence[str],
-        several(
-            help="auto, gpu, npu, layer, tensor, block, or files of plans.",
-            metavar="NAME,NAME",
-            names=cli_complete.PLANS,
-            item=str,
-        ),
-    ] = ("auto",)
+    plan: Annotated[Names, several(help=f"{', '.join(PLANS)}, or files of plans.", names=PLANS, item=str)] = (
+        "auto",
+    )
     length_policy: Annotated[
-        Sequence[str],
-        several(
-            help="padding, pipe, auto: how npu and layer run lengths without a graph.",
-            metavar="NAME,NAME",
-            names=("padding", "pipe", "auto"),
-        ),
+        Names,
+        several(help="padding, pipe, auto: how npu and layer run lengths without a graph.", names=POLICIES),
     ] = ("padding",)
-    sync: Annotated[
-        Sequence[str],
-        several(help="How to wait for the GPU, as of generate.", metavar="NAME,NAME", names=get_args(Sync)),
-    ] = ("auto",)
-    precision: Annotated[
-        Sequence[str], several(help="w4a16, w4a8, fp16.", metavar="NAME,NAME", names=PRECISIONS)
-    ] = ("w4a16",)
+    sync: Annotated[Names, several(help="How to wait for the GPU, as of generate.", names=get_args(Sync))] = (
+        "auto",
+    )
+    precision: Annotated[Names, several(help="w4a16, w4a8, fp16.", names=PRECISIONS)] = ("w4a16",)
     threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None
-    gpu_threads: Annotated[
-        Sequence[int] | None, several(help="Threads of the GPU part.", metavar="1,2", item=whole_number)
-    ] = None
-    npu_threads: Annotated[
-        Sequence[int] | None, several(help="Threads of the NPU part.", metavar="1,0", item=whole_number)
-    ] = None
+    gpu_threads: Annotated[Numbers | None, numbers(help="Threads of the GPU part.")] = None
+    npu_threads: Annotated[Numbers | None, numbers(help="Threads of the NPU part.")] = None
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
 
@@ -229,7 +190,7 @@ def bench(
 def _options(
     model: str, tests: WorkloadOptions, grid: ConfigurationOptions, sampling: SampleOptions
 ) -> BenchOptions:
-    """Return what is to be measured.
+    """Return the options of the bench.
 
     Raises:
         OptionError: An option is not legal.
@@ -241,12 +202,7 @@ def _options(
     return BenchOptions(
         model,
         _configurations(grid),
-        cases_of(
-            tests.prompt,
-            tests.decode,
-            tests.pairs or (),
-            tests.depth,
-        ),
+        cases_of(tests.prompt, tests.decode, tests.pairs or (), tests.depth),
         repetitions=tests.repetitions,
         seed=sampling.seed,
         patience_s=sampling.patience,
@@ -310,12 +266,12 @@ def _check_traces(folder: Path, no_trace: bool) -> None:
 
 
 def _refuse_others(context: typer.Context) -> None:
-    """What says how to measure means nothing for rows that are there, and is not dropped in silence."""
+    """Refuse options of a measurement beside ``--from``, which would ignore them."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if param.name not in OF_SAVED and source is not None and source.name == "COMMANDLINE":
             raise OptionError(
-                f"{max(param.opts, key=len)} says what to measure, and --from measures nothing.",
+                f"{max(param.opts, key=len)} is for a measurement, and --from measures nothing.",
                 fix="Leave out one of the two.",
             )
 
@@ -328,7 +284,7 @@ def _saved_results(path: Path) -> list[BenchResult]:
 
 
 def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> None:
-    """Write what was found, run by run, to stdout and into files."""
+    """Write the results of each run to stdout and into files."""
     from heterollm.base import labelled, save_file, write
     from heterollm.benchmarks import FORMATS
     from heterollm.report import bench_reports, write_picture
@@ -358,9 +314,7 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
         report.show(report.note(f"Wrote {html}."))
 
 
-def _splits(
-    threads: str | None, gpu: Sequence[int] | None, npu: Sequence[int] | None
-) -> list[tuple[int, int]]:
+def _splits(threads: str | None, gpu: Numbers | None, npu: Numbers | None) -> list[tuple[int, int]]:
     """Return the splits of the cores that the three options name."""
     from heterollm.benchmarks import parse_threads
     from heterollm.kernels.threads import split_threads

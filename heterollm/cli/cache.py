@@ -19,14 +19,11 @@ commands = command_group("cache", "Look at and clear the cache.")
 @commands.command("list")
 def cache_list(as_json: JsonOption = False) -> None:
     """Show what the cache holds and how much room it takes."""
-    from heterollm.base import list_cache, write_json
+    from heterollm.base import list_cache
     from heterollm.report import console as report
 
     kinds = list_cache()
-    if as_json:
-        write_json([kind.to_dict() for kind in kinds])
-        return
-    report.present(report.cache_table(kinds))
+    report.answer(report.cache_table(kinds), [kind.to_dict() for kind in kinds], as_json=as_json)
 
 
 @commands.command("clear")

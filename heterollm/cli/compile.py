@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,10 +10,10 @@ from heterollm.cli.options import (
     Context,
     JsonOption,
     Model,
+    Numbers,
     WeightOptions,
     command_group,
-    several,
-    whole_number,
+    numbers,
 )
 from heterollm.cli.records import takes_records
 
@@ -31,10 +30,7 @@ def compile_graphs(
     plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
     *,
     weights: WeightOptions,
-    prompt: Annotated[
-        Sequence[int] | None,
-        several(help="Only these prompt lengths; 0 for none.", metavar="32,256", item=whole_number),
-    ] = None,
+    prompt: Annotated[Numbers | None, numbers(help="Only these prompt lengths; 0 for none.")] = None,
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode; 0 leaves out the graphs of one token.")
     ] = 1,
@@ -42,7 +38,6 @@ def compile_graphs(
     as_json: JsonOption = False,
 ) -> None:
     """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64; they are then copied to the device."""
-    from heterollm.base import write_json
     from heterollm.planning import precompile
     from heterollm.report import console as report
 
@@ -59,7 +54,4 @@ def compile_graphs(
             context=context,
             progress=progress,
         )
-    if as_json:
-        write_json(result.to_dict())
-        return
-    report.present(report.precompile_report(result))
+    report.answer(report.precompile_report(result), result.to_dict(), as_json=as_json)

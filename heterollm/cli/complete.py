@@ -23,7 +23,7 @@ __all__ = [
 
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
 WORD_BREAKS = ":="
-"""Of bash: it hands ``sim:sn`` over as three words, and replaces only the last by what it is offered."""
+"""Characters at which bash cuts words: it passes ``sim:sn`` as three, and completes the last alone."""
 
 
 def devices(incomplete: str) -> list[str]:
@@ -60,7 +60,7 @@ def profiled(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Return folders on the way to a checkpoint, checkpoints, and what is in the hub's cache."""
+    """Return folders, checkpoints, and the models in the hub's cache."""
     return [*_folders(incomplete), *_hub(incomplete)]
 
 
@@ -74,7 +74,7 @@ def profiles(incomplete: str) -> list[str]:
 
 @contextlib.contextmanager
 def whole_words() -> Iterator[None]:
-    """Ask with whole words where bash has cut them at a colon, and offer it what stands behind the cut.
+    """Join the words that bash has cut at a colon, and offer it only the part after the cut.
 
     Other shells keep words whole, and so does bash where its ``COMP_WORDBREAKS`` has no colon.
     """
@@ -92,7 +92,7 @@ def whole_words() -> Iterator[None]:
 
 
 def _join_words() -> str:
-    """Join the words that bash has cut, in its own variables; return what of the last one stays as it is."""
+    """Join the words that bash has cut, in its own variables; return the part of the last that it keeps."""
     try:
         place = int(os.environ["COMP_CWORD"])
     except (KeyError, ValueError):
@@ -129,10 +129,10 @@ def _folders(incomplete: str) -> Iterator[str]:
         for entry in entries:
             hidden = entry.name.startswith(".") and not begun
             if entry.name.startswith(begun) and not hidden and entry.is_dir():
-                whole = os.path.join(typed, entry.name)  # noqa: PTH118 - what was typed stays as it is
+                whole = os.path.join(typed, entry.name)  # noqa: PTH118 - keeps the typed form
                 yield whole if Path(entry.path, "config.json").is_file() else f"{whole}/"
     except OSError:
-        return  # a folder that is not there, or not ours to read, has nothing to offer
+        return  # no such folder, or no permission
 
 
 def _hub(incomplete: str) -> list[str]:
@@ -140,7 +140,7 @@ def _hub(incomplete: str) -> list[str]:
 
 
 def _hub_names() -> Iterator[str]:
-    """Yield names of repositories; the layout of the hub's cache is documented by huggingface_hub."""
+    """Yield names of repositories, by the documented layout of the hub's cache."""
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     for path in hub.glob("models--*"):

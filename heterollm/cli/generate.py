@@ -1,4 +1,4 @@
-"""The commands that answer: ``generate`` and ``chat``."""
+"""The commands ``generate`` and ``chat``."""
 
 from __future__ import annotations
 
@@ -60,13 +60,8 @@ def generate(
         stream = llm.stream(
             text,
             max_new_tokens=max_new_tokens,
-            temperature=choice.temperature,
-            top_k=choice.top_k,
-            top_p=choice.top_p,
-            min_p=choice.min_p,
-            repetition_penalty=choice.repetition_penalty,
-            seed=choice.seed,
             stop=stop or (),
+            **asdict(choice),
         )
         try:
             if as_json:
@@ -129,7 +124,7 @@ def _show_statistics(llm: LLM, result: GenerationResult) -> None:
 
 
 def _trace_file(path: Path | None, device: str) -> Path | None:
-    """Check where a trace goes, and return that; a simulated one has the word in its name.
+    """Return the checked file of a trace; the name of a simulated one has the word simulated.
 
     Raises:
         OptionError: The file cannot be written.
@@ -145,7 +140,7 @@ def _trace_file(path: Path | None, device: str) -> Path | None:
 
 
 def _write_trace(llm: LLM, path: Path) -> str:
-    """Write what was recorded, of an answer that failed too, and say where it is."""
+    """Write the recorded trace, of a failed answer too, and return a note with its path."""
     from heterollm.trace import save_trace
 
     recorded = llm.take_trace()

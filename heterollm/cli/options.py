@@ -30,6 +30,8 @@ __all__ = [
     "MaybeModel",
     "Model",
     "ModelOptions",
+    "Names",
+    "Numbers",
     "RowsOption",
     "RunOptions",
     "SyncOption",
@@ -38,6 +40,7 @@ __all__ = [
     "WeightOptions",
     "chosen_format",
     "command_group",
+    "numbers",
     "one_of",
     "several",
     "whole_number",
@@ -69,18 +72,18 @@ def whole_number(text: str) -> int:
 def several(
     *flags: str,
     help: str,  # noqa: A002 - as typer names it
-    metavar: str,
     names: Sequence[str] = (),
     item: Callable[[str], object] | None = None,
+    metavar: str = "NAME,NAME",
 ) -> Any:  # noqa: ANN401 - as typer.Option
     """Return an option that takes one value, or several with commas between them, as a tuple.
 
     Args:
         flags: Names of the option; by default that of its parameter.
         help: Text of the help.
-        metavar: Form of a value in the help.
         names: Values that the shell offers.
         item: Parser of one value; by default it takes the names alone.
+        metavar: Form of a value in the help.
     """
     parse_item = one_of(names) if item is None else item
 
@@ -96,7 +99,14 @@ def several(
     return typer.Option(*flags, help=help, metavar=metavar, parser=parse, autocompletion=complete)
 
 
+def numbers(*flags: str, help: str) -> Any:  # noqa: A002, ANN401 - as typer.Option
+    """Return an option that takes whole numbers with commas between them."""
+    return several(*flags, help=help, item=whole_number, metavar="N,N")
+
+
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Names: TypeAlias = Sequence[str]
+Numbers: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models
@@ -116,7 +126,7 @@ SyncOption = Annotated[
     Sync, typer.Option(help="How to wait for the GPU; operator waits after every operator.")
 ]
 Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
-FormatOption = Annotated[Format, typer.Option("--format", help="Form of what is printed.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Format of the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
@@ -125,14 +135,14 @@ RowsOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ThreadOptions:
-    """The threads of both parts, where they share the cores of one processor."""
+    """Threads of the two parts, which share the cores of one processor."""
 
     gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")] = (
         None
     )
-    npu_threads: Annotated[
-        int | None, typer.Option(help="Threads of the NPU part on host; 0 leaves it out.")
-    ] = None
+    npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU part on host; 0: no NPU.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +155,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """How weights are stored and multiplied."""
+    """Formats of weights and activations."""
 
     precision: PrecisionOption = "w4a16"
     group_size: GroupSize = 32
@@ -154,7 +164,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is loaded: where it runs, by which plan, with which weights and how long a context."""
+    """How a model is loaded: device, plan, weights and context."""
 
     device: DeviceOption = "auto"
     plan: Annotated[
@@ -174,11 +184,11 @@ class RunOptions:
 
     threads: ThreadOptions = ThreadOptions()
     allow_slow: Annotated[
-        bool, typer.Option("--allow-slow", help="Emulate models that take seconds a pass.")
+        bool, typer.Option("--allow-slow", help="Emulate models that take seconds for each pass.")
     ] = False
     sync: SyncOption = "auto"
     allow_fallback: Annotated[
-        bool, typer.Option("--allow-fallback", help="Go on with the GPU alone when the NPU part fails.")
+        bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
 
 
@@ -186,15 +196,17 @@ class RunOptions:
 class TokenOptions:
     """How the tokens of an answer are chosen."""
 
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0 among all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this probability.")] = 1.0
-    min_p: Annotated[
-        float, typer.Option(help="Leave out what is less likely than this fraction of the best.")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens that were seen less likely.")
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the likeliest tokens up to this total probability.")
     ] = 1.0
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens below this fraction of the best one's probability.")
+    ] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeated tokens less likely.")] = (
+        1.0
+    )
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
 
 
@@ -204,8 +216,8 @@ def command_group(
     """Return an empty group of commands.
 
     Args:
-        name: The word before its commands; without one they stand beside those of all groups.
-        description: What ``--help`` says of a group with a name.
+        name: The word before its commands; without a name they are commands of the program.
+        description: Help of a group with a name.
         cls: The class of the group.
     """
     return typer.Typer(name=name, cls=cls, help=description, no_args_is_help=True, rich_markup_mode=None)

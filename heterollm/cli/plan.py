@@ -14,11 +14,13 @@ from heterollm.cli.options import (
     DeviceOption,
     JsonOption,
     Model,
+    Names,
+    Numbers,
     ThreadOptions,
     WeightOptions,
     command_group,
+    numbers,
     several,
-    whole_number,
 )
 from heterollm.cli.records import takes_records
 
@@ -43,21 +45,17 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """The plan that is wanted, and how it is shown."""
+    """The level of the plan, and how it is shown."""
 
     plan: Annotated[
         Literal["auto", "tensor", "block"],
         typer.Option(help="auto takes the better of tensor and block (whole feed-forward networks)."),
     ] = "auto"
-    prompt: Annotated[
-        Sequence[int], several(help="Prompt lengths to show.", metavar="64,300", item=whole_number)
-    ] = (1, 64, 256, 1024)
+    prompt: Annotated[Numbers, numbers(help="Prompt lengths to show.")] = (1, 64, 256, 1024)
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode after each prompt; 0 shows no decode.")
     ] = 1
-    explain: Annotated[bool, typer.Option("--explain", help="Say what the other placements would cost.")] = (
-        False
-    )
+    explain: Annotated[bool, typer.Option("--explain", help="Show the times of rejected placements.")] = False
     steps: Annotated[
         bool, typer.Option("--steps", help="Show the steps of the passes that the engine would run.")
     ] = False
@@ -75,10 +73,9 @@ class LimitOptions:
     )
     energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0
     forbid: Annotated[
-        Sequence[str],
+        Names,
         several(
             help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split.",
-            metavar="NAME,NAME",
             names=FORBIDDEN,
         ),
     ] = ()
@@ -112,7 +109,7 @@ def plan_model(
     threads: ThreadOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Solve for the best cut of every operator, and show what was chosen and why."""
+    """Solve for the best split of every operator, and show the chosen placements."""
     from heterollm.base import OptionError, check_target, write_json
     from heterollm.planning import LoadOptions, solve_for
 
@@ -148,7 +145,7 @@ def plan_model(
 
 
 def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
-    """Return what the solver is asked for."""
+    """Return the request to the solver."""
     from heterollm.base import parse_duration
     from heterollm.solver import PlanRequest
 
@@ -165,7 +162,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
 
 
 def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None:
-    """Print what was chosen for a token and for prompts, and where the plan was written."""
+    """Print the plan for a token and for prompts, and the file that it was written to."""
     from heterollm.report import console as report
     from heterollm.report import plan_report
 

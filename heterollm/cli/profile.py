@@ -37,7 +37,7 @@ class ProfileGroup(TyperGroup):
         return args[1:]
 
 
-HELP = "Measure a device once, so that plans for it can be made; or look at what was measured."
+HELP = "Measure a device once, so that the solver can plan for it; or look at a profile."
 
 commands = command_group("profile", HELP, ProfileGroup)
 
@@ -83,20 +83,18 @@ class EffortOptions:
         "4m"
     )
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what plans need, of one model, in under a minute.")
+        bool, typer.Option("--quick", help="Measure only the needs of one model's plan, in under a minute.")
     ] = False
-    update: Annotated[bool, typer.Option("--update", help="Measure only what the profile does not have.")] = (
-        False
-    )
+    update: Annotated[
+        bool, typer.Option("--update", help="Measure only the points that the profile lacks.")
+    ] = False
     characterise: Annotated[
         bool,
         typer.Option(
             "--characterise", help="Measure stages, order of operands and the effect of k on the NPU, too."
         ),
     ] = False
-    no_tune: Annotated[
-        bool, typer.Option("--no-tune", help="Do not search the parameters of GPU kernels first.")
-    ] = False
+    no_tune: Annotated[bool, typer.Option("--no-tune", help="Do not tune the GPU kernels first.")] = False
 
 
 @commands.callback(help=HELP, invoke_without_command=True, no_args_is_help=False)
@@ -112,7 +110,7 @@ def profile(
     if context.invoked_subcommand is not None:
         return
     _refuse_commands(context, shapes.models or ())
-    from heterollm.base import parse_duration, write_json
+    from heterollm.base import parse_duration
     from heterollm.planning import Profiling
     from heterollm.profiler import SessionOptions
     from heterollm.report import console as report
@@ -142,10 +140,7 @@ def profile(
         except KeyboardInterrupt:
             report.show(report_profile.interrupted_note(profiling.kept()))
             raise
-    if as_json:
-        write_json(result.to_dict())
-    else:
-        report.present(report_profile.run_report(result))
+    report.answer(report_profile.run_report(result), result.to_dict(), as_json=as_json)
     if result.useless:
         raise typer.Exit(FAILED)
 
@@ -170,16 +165,14 @@ def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
 @commands.command("list")
 def profile_list(as_json: JsonOption = False) -> None:
     """List the profiles in the cache, damaged ones too."""
-    from heterollm.base import write_json
     from heterollm.profiler.records import list_profiles
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
 
     stored = list_profiles()
-    if as_json:
-        write_json([entry.to_dict() for entry in stored])
-        return
-    report.present(report_profile.profiles_table(stored))
+    report.answer(
+        report_profile.profiles_table(stored), [entry.to_dict() for entry in stored], as_json=as_json
+    )
 
 
 @commands.command("show")
@@ -194,8 +187,7 @@ def profile_show(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what was measured on a device, and how well the rest can be predicted."""
-    from heterollm.base import write_json
+    """Print the measurements of a device, and the accuracy of predictions from them."""
     from heterollm.profiler import summarize
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
@@ -208,10 +200,11 @@ def profile_show(
 
         for text in write_outputs(summary, folder=plots, page=html):
             report.show(report.note(text))
-    if as_json:
-        write_json({"path": str(path), **summary.to_dict()})
-        return
-    report.present(report_profile.profile_report(summary, everything=everything))
+    report.answer(
+        report_profile.profile_report(summary, everything=everything),
+        {"path": str(path), **summary.to_dict()},
+        as_json=as_json,
+    )
 
 
 @commands.command("compare")
@@ -229,17 +222,13 @@ def profile_compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two profiles: what became faster or slower beyond the noise."""
-    from heterollm.base import write_json
     from heterollm.profiler import compare
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
 
     comparison = compare(find_profile(first)[0], find_profile(second)[0])
-    if as_json:
-        write_json(comparison.to_dict())
-        return
-    report.present(report_profile.comparison_report(comparison))
+    report.answer(report_profile.comparison_report(comparison), comparison.to_dict(), as_json=as_json)
 
 
 @commands.command("export")

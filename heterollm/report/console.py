@@ -1,4 +1,4 @@
-"""Everything that is shown to a person: data in, rich renderables out."""
+"""The console: tables, panels, notes and progress bars of rich."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, write
+from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, write, write_json
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SafeConsole",
+    "answer",
+    "bars_with",
     "bug_panel",
     "cache_table",
     "devices_table",
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 PIPE_WIDTH: Final = 110
-"""Columns where there is no terminal to ask."""
+"""Columns of a pipe or a file."""
 
 FOLDED_WIDTH: Final = 24
 """A longer word, such as a path, may go on in the next line of its cell."""
@@ -92,9 +94,9 @@ def render(renderable: RenderableType, *, like: TextIO | None = None, width: int
     """Return a renderable as text.
 
     Args:
-        renderable: What to render.
-        like: Where the text will go; colours and width are those that suit it. Plain text by default.
-        width: Columns; by default those of the terminal, or enough for a table in a file.
+        renderable: The report.
+        like: The stream whose colours and width the text takes; plain text by default.
+        width: Columns; by default those of the terminal, or :data:`PIPE_WIDTH`.
     """
     terminal = like is not None and like.isatty()
     buffer = io.StringIO()
@@ -113,24 +115,41 @@ def present(renderable: RenderableType) -> None:
     write(render(renderable, like=sys.stdout), styled=True)
 
 
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Progress]:
-    """Show one bar for each stage that is reported, on a terminal only.
+def bars_with(last: ProgressColumn) -> RichProgress:
+    """Return progress bars on stderr, where it is a terminal.
 
-    A bar vanishes when its stage is done, so that a result can be written between two stages.
+    Args:
+        last: Column after the percentage.
     """
     console = stderr_console()
-    bars = RichProgress(
+    return RichProgress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
+        last,
         console=console,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
         disable=not console.is_terminal,
     )
+
+
+def answer(shown: RenderableType, data: object, *, as_json: bool) -> None:
+    """Write a result to stdout: its data as JSON, or the report for a person."""
+    if as_json:
+        write_json(data)
+    else:
+        present(shown)
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """Show one bar for each stage that is reported, on a terminal only.
+
+    A bar vanishes when its stage is done, so that a result can be written between two stages.
+    """
+    bars = bars_with(TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -152,19 +171,20 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def error_panel(error: HeteroLLMError) -> Panel:
-    """Return the panel of an error that was raised on purpose."""
-    parts = [Text(error.message)]
-    if error.fix:
-        parts.append(Text(error.fix, "bold"))
-    return Panel(Group(*parts), title="Error", title_align="left", border_style="red")
+    """Return the panel of an error of heterollm."""
+    return _panel("Error", error.message, error.fix)
 
 
 def bug_panel(error: BaseException) -> Panel:
-    """Return the panel of an error that nobody expected."""
+    """Return the panel of an unexpected error."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     advice = "This is a bug in heterollm. Run the command again with --debug and report what it prints."
-    parts = Group(Text(text), Text(advice, "bold"))
-    return Panel(parts, title="Unexpected error", title_align="left", border_style="red")
+    return _panel("Unexpected error", text, advice)
+
+
+def _panel(title: str, message: str, advice: str) -> Panel:
+    parts = [Text(message), *([Text(advice, "bold")] if advice else [])]
+    return Panel(Group(*parts), title=title, title_align="left", border_style="red")
 
 
 def note(text: str) -> Text:
@@ -175,7 +195,7 @@ def note(text: str) -> Text:
 def statistics_lines(
     result: GenerationResult, *, device: str, time_kind: str, plan: str, precision: str
 ) -> Text:
-    """Return what an answer cost: tokens, times and rates, and where it was computed."""
+    """Return tokens, times and rates of an answer, and the device, plan and precision."""
     parts = [f"{result.prompt_tokens} prompt tokens", f"{result.generated_tokens} new tokens"]
     if result.ttft_s is not None:
         parts.append(f"first after {result.ttft_s * 1e3:.0f} ms")
@@ -274,7 +294,7 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def devices_table(statuses: Sequence[DeviceStatus]) -> Group:
-    """Return what devices there are, and for the others why not and what to install."""
+    """Return the table of devices, and the reason and the fix of each unusable one."""
     made = table("device", "usable", "GPU part", "NPU part")
     lines: list[Text] = []
     for status in statuses:
@@ -287,7 +307,7 @@ def devices_table(statuses: Sequence[DeviceStatus]) -> Group:
 
 
 def cache_table(kinds: Sequence[CacheKind]) -> Table:
-    """Return what each kind of the cache takes."""
+    """Return files and size of each kind of cached file."""
     made = table("kind", "content", ">files", ">size", "folder")
     for kind in kinds:
         size = format_bytes(kind.size_bytes)
@@ -299,7 +319,7 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
 
 
 def precompile_report(result: Precompiled) -> Group:
-    """Return what was compiled for a chip, and how it gets there."""
+    """Return the graphs compiled for a chip, and how to copy them to it."""
     made = table("group", ">tokens", ">graphs", ">compiled", ">size", ">time", "loads in the emulator")
     for build in result.builds:
         loads = "yes" if build.loadable == build.graphs else f"{build.loadable} of {build.graphs}"

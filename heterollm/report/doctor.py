@@ -1,4 +1,4 @@
-"""What the doctor found, for a person to read."""
+"""The report of the doctor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from heterollm.report.console import note, pairs_table, table
 
 if TYPE_CHECKING:
-    from heterollm.doctor import Check, Diagnosis, Problem
+    from heterollm.doctor import Check, Diagnosis
 
 __all__ = ["diagnosis_report"]
 
@@ -31,8 +31,8 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
         if check.status == "fail":
             where = f"{check.part}, {check.operator}, {check.case}: {check.message}"
             parts.append(_finding("FAIL", "red", where, check.fix))
-    parts += [_problem("FAIL", "red", problem) for problem in diagnosis.problems]
-    parts += [_problem("NOTE", "yellow", warning) for warning in diagnosis.warnings]
+    parts += [_finding("FAIL", "red", one.message, one.fix) for one in diagnosis.problems]
+    parts += [_finding("NOTE", "yellow", one.message, one.fix) for one in diagnosis.warnings]
     verdict = f"Device {diagnosis.device}: everything passed."
     if not diagnosis.passed:
         verdict = f"Device {diagnosis.device} is not usable as it is."
@@ -63,10 +63,6 @@ def _cell(checks: Sequence[Check]) -> Text:
     if not errors:
         return note(checks[0].message or "not offered")
     return Text(f"pass  {max(errors):.0e} in {len(errors)}", "green")
-
-
-def _problem(kind: str, style: str, problem: Problem) -> Text:
-    return _finding(kind, style, problem.message, problem.fix)
 
 
 def _finding(kind: str, style: str, message: str, fix: str) -> Text:

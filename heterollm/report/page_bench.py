@@ -1,4 +1,4 @@
-"""One page about a bench: who is fastest, on what, by how much, and where the time went."""
+"""One page about a bench: verdicts, rates, traces and conditions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) ->
 
     Args:
         runs: The rows of each run.
-        notes: What to know about all of them.
+        notes: Remarks about all of them.
     """
     rows = [row for run in runs for row in run]
     kinds = dict.fromkeys(kind_word(row.time_kind) for row in rows if row.time_kind)
@@ -172,7 +172,7 @@ def _operators(row: BenchRow, kind: str, level: int) -> Iterator[Markup]:
 
 
 def _conditions(rows: Sequence[BenchRow]) -> Section:
-    """Return where and with what the rows came about; what differs between them stands side by side."""
+    """Return model, device, machine and versions of the rows; differing values stand side by side."""
     first = telling_row(rows)
     own = [row for row in rows if row.engine == "self"] or rows
     description = first.description

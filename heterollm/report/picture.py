@@ -1,4 +1,4 @@
-"""Reports of the terminal as pictures: SVG in which text is text, and nothing is loaded from elsewhere."""
+"""Reports of the terminal as SVG pictures, whose text is text and which load no other file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_picture(path: Path) -> None:
     """
     if path.suffix.lower() != ".svg":
         raise OptionError(
-            f"{path} is no name of a picture.", fix="Pictures of reports are SVG: name it FILE.svg."
+            f"{path} does not end in .svg.", fix="Pictures of reports are SVG: name it FILE.svg."
         )
     check_folder(path, "picture")
 
@@ -83,7 +83,7 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
     Args:
         path: The file; it is replaced once it is whole.
         renderable: The report.
-        title: What a reader that shows no pictures is told.
+        title: Text for readers that show no pictures.
         width: Columns.
 
     Raises:
@@ -93,11 +93,11 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
 
 
 def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> str:
-    """Return a report as one SVG, without anything that is loaded from elsewhere.
+    """Return a report as one SVG that loads no other file.
 
     Args:
         renderable: The report.
-        title: What a reader that shows no pictures is told.
+        title: Text for readers that show no pictures.
         width: Columns.
     """
     console = SafeConsole(
@@ -115,7 +115,7 @@ def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_
 
 
 def _without_head_room(text: str) -> str:
-    """Lower the picture's height by what is not drawn above the text."""
+    """Remove the empty space above the text."""
 
     def lower(found: re.Match[str]) -> str:
         return f"{found[1]}{float(found[2]) - HEAD_ROOM + 14:.1f}{found[3]}"

@@ -59,7 +59,7 @@ def steps_report(passes: Sequence[PassSteps], heading: str) -> RenderableType:
 
     Args:
         passes: The passes.
-        heading: What they are passes of.
+        heading: Device, precision and level of the plan.
     """
     parts: list[RenderableType] = [Text(heading)]
     for one in passes:
@@ -124,7 +124,7 @@ def _runs(blocks: Sequence[_Block]) -> Iterator[tuple[list[int | None], list[_Li
 
 
 def _blocks(steps: Iterable[Step]) -> list[_Block]:
-    """Return each layer with its lines, and what lies before and behind them under None."""
+    """Return each layer with its lines; steps before and after the layers are under None."""
     lines = itertools.groupby(_lines(steps), key=lambda line: line.step.layer)
     return [(layer, list(own)) for layer, own in lines]
 

@@ -1,4 +1,4 @@
-"""What the rows of a bench say, as words: the same ones go to the terminal and to the page."""
+"""Tables and sentences about the rows of a bench, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOUNDS: Final = {
 LEGEND: Final = (
     "x all: times the rate of gpu on all cores. GPU: its share of linear layers' arithmetic. pad: rows "
     "past the end that the NPU computes. predicted: ms, and how far from the measured. GB/s, GFLOP/s: "
-    "reached, and of what these parts reached in the profile. dist.: samples while others computed."
+    "reached, and the share of the profile's best rate. dist.: samples while other programs computed."
 )
 
 
@@ -58,7 +58,7 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
 
 
 def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Yield what was measured, on which parts and where."""
+    """Yield model, parts, device and commit of the rows."""
     first = telling_row(rows)
     description = first.description
     yield f"{first.model_filename}: {first.model_type or 'not loaded'}"
@@ -71,7 +71,7 @@ def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def telling_row(rows: Sequence[BenchRow]) -> BenchRow:
-    """Return the row that says most of where all were measured: one of heterollm's own, with both parts."""
+    """Return the row with the fullest description of the device: heterollm's own, with both parts."""
     own = [row for row in rows if row.engine == "self" and row.device]
     return next((row for row in own if row.description.get("npu")), (own or rows)[0])
 
@@ -108,7 +108,7 @@ def _rates(row: BenchRow, baseline: BenchRow | None, columns: int) -> tuple[str,
 
 
 def traces_section(rows: Sequence[BenchRow]) -> Section:
-    """Return what one traced run of each test showed: how long each part worked, both, and hand-overs."""
+    """Return the times of one traced run of each test: each part, both at once, and hand-overs."""
     columns = (
         "test", "configuration", ">wall ms", ">GPU", ">NPU", ">both", ">overlap", ">hand-overs", ">ms",
     )  # fmt: skip
@@ -159,7 +159,7 @@ def most_telling(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
 
 
 def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Say for each phase what bounds the fastest configuration of its own, by the profile's ceilings."""
+    """Yield the bound of the fastest configuration of each phase, by the profile's ceilings."""
     for (test, precision), group in groups_of(rows).items():
         known = [row for row in group if row.usable and row.bound is not None]
         best = best_of(known)
@@ -175,7 +175,7 @@ def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
 def energy_words(rows: Sequence[BenchRow]) -> str:
     """Say whether energy was measured."""
     words = {
-        "absent": "absent, as this system lets nobody read a counter of it",
+        "absent": "absent, as this system has no readable counter of it",
         "measured": "measured, of the whole processor package",
         "modelled": "modelled, the middle of the range that the SoC's parameters allow for",
     }
@@ -184,7 +184,7 @@ def energy_words(rows: Sequence[BenchRow]) -> str:
 
 
 def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Say what heterollm's own rows lack and why, and what their engines remarked."""
+    """Yield the values that heterollm's own rows lack, with reasons, and the notes of their engines."""
     for field, what in (("predicted_ms", "prediction"), ("ceilings", "ceilings")):
         lacking: dict[str, dict[str, None]] = {}
         for row in rows:
@@ -213,7 +213,7 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def _plain(value: Any, form: str) -> str:  # noqa: ANN401 - what a file says of an operator
+def _plain(value: Any, form: str) -> str:  # noqa: ANN401 - a value of a file
     return format(float(value), form) if isinstance(value, int | float) else ""
 
 

@@ -14,7 +14,8 @@ from heterollm.benchmarks import BenchResult, DemoResult
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.demo import Workload
 from heterollm.data import bundled_model
-from heterollm.doctor import Check, Diagnosis, Problem
+from heterollm.doctor import Check, Diagnosis
+from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.sim import simulated_devices
 from heterollm.planning import LoadOptions, Profiling, solve_for

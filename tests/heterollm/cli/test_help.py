@@ -182,7 +182,7 @@ def test_words_that_bash_has_cut_are_completed(run, monkeypatch, words, offered)
 
 
 def test_the_last_of_several_words_is_completed():
-    complete = several(help="", metavar="", names=("layer", "tensor")).autocompletion
+    complete = several(help="", names=("layer", "tensor")).autocompletion
     assert complete("") == ["layer", "tensor"]
     assert complete("layer,t") == ["layer,tensor"]
     assert complete("layer,x") == []

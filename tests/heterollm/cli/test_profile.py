@@ -244,7 +244,7 @@ def test_the_bar_tells_the_time_left(fake, monkeypatch):
     from heterollm.report import profile as report_profile
 
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr(report_profile, "stderr_console", lambda: console)
+    monkeypatch.setattr("heterollm.report.console.stderr_console", lambda: console)
     with report_profile.time_bar() as progress:
         progress("Linear layers", 0, 90_000)
     assert "Linear layers" in console.file.getvalue()
