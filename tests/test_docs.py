@@ -360,7 +360,7 @@ def test_sections_that_messages_name_exist():
     named = printed_anchors()
     assert len(named) >= 10
     assert set(named) <= anchors((ROOT / TROUBLESHOOTING).read_text("utf-8"))
-    url = see("the-emulator-is-slow").removeprefix("See ").removesuffix("#the-emulator-is-slow")
+    url = see("the-emulator-is-slow").removeprefix("See ").removesuffix("#the-emulator-is-slow.")
     page = Path(url2pathname(urlparse(url).path))
     assert page.read_bytes() == (ROOT / TROUBLESHOOTING).read_bytes()
 

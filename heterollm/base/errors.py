@@ -45,13 +45,13 @@ def page_url(name: str) -> str:
 
 
 def see(section: str) -> str:
-    """Return the end of an advice: the URL of a section of the documents, without a full stop.
+    """Return a sentence with the URL of a section of the documents.
 
     Args:
         section: A heading of the troubleshooting page as an anchor, such as ``the-emulator-is-slow``; a test
             checks that each one that a message names is there.
     """
-    return f"See {page_url('troubleshooting.md')}#{section}"
+    return f"See {page_url('troubleshooting.md')}#{section}."
 
 
 class HeteroLLMError(Exception):

@@ -126,7 +126,7 @@ def _show_error(error: Exception, *, debug: bool = False) -> int:
     from heterollm.report import console as report
 
     if debug:
-        traceback.print_exception(error)
+        report.show(report.note("".join(traceback.format_exception(error)).rstrip()))
     if isinstance(error, HeteroLLMError):
         report.show(report.error_panel(error))
     else:
