@@ -107,7 +107,9 @@ def _default(param: Any) -> str:  # noqa: ANN401 - a parameter of typer's own cl
     if param.required:
         return "required"
     default = param.default
-    return "" if default is None or default is False or callable(default) else f"`{default}`"
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    return "" if default is False or default in (None, "") or callable(default) else f"`{default}`"
 
 
 def example_files() -> dict[Path, str]:

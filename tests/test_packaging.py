@@ -39,6 +39,13 @@ def shipped_files() -> set[str]:
     return {f"{home}/{name}" for folder, home in HOMES.items() for name in files_below(ROOT / folder)}
 
 
+def installed_names(wheel: Path) -> set[str]:
+    """Return the files of a wheel without its metadata; pages of the documents go below ``share``."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {re.sub(r".*\.data/data/", "", name) for name in archive.namelist()}
+    return {name for name in names if ".dist-info/" not in name}
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source distribution, and with the wheel that is built from it."""
@@ -108,17 +115,16 @@ def test_the_version_is_in_one_place(wheel: Path) -> None:
 
 
 def test_the_wheel_has_every_file_and_no_other(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == shipped_files()
+    pages = {f"share/doc/heterollm/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert installed_names(wheel) == shipped_files() | pages
 
 
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in installed_names(wheel)}
     with zipfile.ZipFile(wheel) as archive:
-        tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
         entry = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "heterollm = heterollm.__main__:run" in archive.read(entry).decode()
-    assert tops == {"heterollm"}
+    assert tops == {"heterollm", "share"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:

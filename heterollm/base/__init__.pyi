@@ -33,6 +33,7 @@ from .exit_codes import DONE as DONE
 from .exit_codes import EXIT_CODES as EXIT_CODES
 from .exit_codes import FAILED as FAILED
 from .exit_codes import INTERRUPTED as INTERRUPTED
+from .exit_codes import USAGE as USAGE
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened
 from .keywords import check_keywords as check_keywords
@@ -49,6 +50,7 @@ from .strict_json import parse_json as parse_json
 from .terminal import discard_output as discard_output
 from .terminal import private_stdout as private_stdout
 from .terminal import quiet_libraries as quiet_libraries
+from .terminal import visible as visible
 from .terminal import write as write
 from .terminal import write_json as write_json
 from .typed_json import Amount as Amount

@@ -5,7 +5,9 @@ A message names the failure, the values and the next step; the command line show
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+import sysconfig
+from pathlib import Path
 
 __all__ = [
     "CacheError",
@@ -25,16 +27,29 @@ __all__ = [
     "see",
 ]
 
-TROUBLESHOOTING: Final = "docs/troubleshooting.md"
+
+@functools.cache
+def page_url(name: str) -> str:
+    """Return the URL of a page of the documents: the installed one, or that of the checkout.
+
+    Args:
+        name: File name of the page.
+    """
+    beside = Path(__file__).resolve().parents[2]  # the checkout, or what `pip install --target` named
+    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
+    installed = [Path(root, "share/doc/heterollm") for root in (beside, sysconfig.get_path("data"), user)]
+    pages = (folder / name for folder in (*installed, beside / "docs"))
+    page = next((path for path in pages if path.is_file()), None)
+    return f"docs/{name}" if page is None else page.as_uri()
 
 
 def see(section: str) -> str:
-    """Return a sentence that refers to a section of the troubleshooting page.
+    """Return a sentence with the URL of a section of the documents.
 
     Args:
         section: The heading as an anchor, such as ``the-emulator-is-slow``; a test checks that it exists.
     """
-    return f"See {TROUBLESHOOTING}#{section}."
+    return f"See {page_url('troubleshooting.md')}#{section}."
 
 
 class HeteroLLMError(Exception):

@@ -16,18 +16,36 @@ from typing import Any, Final
 
 from heterollm.base.errors import HeteroLLMError
 
-__all__ = ["discard_output", "private_stdout", "quiet_libraries", "write", "write_json"]
+__all__ = ["discard_output", "private_stdout", "quiet_libraries", "visible", "write", "write_json"]
 
 STDOUT: Final = 1
 
+CONTROLS: Final = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+}
+"""Control characters, and those that turn the direction of text, with the pictures that stand for them."""
 
-def write(text: str) -> None:
-    """Write a piece of the result and flush it.
+
+def visible(text: str) -> str:
+    """Return a text whose control characters a terminal shows instead of obeying; lines and tabs stay."""
+    return text.translate(CONTROLS)
+
+
+def write(text: str, *, styled: bool = False) -> None:
+    """Write a piece of the result now.
+
+    Args:
+        text: The text; a terminal gets its control characters as pictures, a file or a pipe as they are.
+        styled: Whether the text has colours that a terminal obeys.
 
     Raises:
         HeteroLLMError: It cannot be written, for example to a full disk.
         BrokenPipeError: The reader has closed the pipe.
     """
+    if not styled and sys.stdout.isatty():
+        text = visible(text)
     try:
         try:
             sys.stdout.write(text)

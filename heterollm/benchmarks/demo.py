@@ -176,7 +176,9 @@ def run_demo(
 
 def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
     try:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-")))
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-"))
+        folder = Path(temporary, LAYER.replace(" ", "-"))  # the profile shows this name
+        folder.mkdir()
         progress("Writing a layer of random weights", 0, 1)
         write_layer_checkpoint(folder)
         progress("Writing a layer of random weights", 1, 1)

@@ -1,6 +1,6 @@
 """The command line: one module a command, options in, one call, a result on stdout.
 
-A command parses and delegates: :mod:`heterollm.report` makes what it shows, the rooms below what it does.
+A command parses its options; the rooms below do the work, and :mod:`heterollm.report` shows the result.
 """
 
 from __future__ import annotations

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from heterollm.base import FAILED, OptionError
+from heterollm.cli.complete import PLANS
 from heterollm.cli.options import (
+    PRECISIONS,
     DeviceOption,
     FormatOption,
     GroupSize,
     JsonOption,
     MaybeModel,
+    Names,
+    Numbers,
     RowsOption,
     chosen_format,
     command_group,
-    whole_numbers,
+    numbers,
+    several,
+    whole_number,
 )
 from heterollm.cli.records import takes_records
+from heterollm.engine import Sync
 
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchOptions, BenchResult, Configuration, RowFile
@@ -31,42 +37,59 @@ __all__ = ["commands"]
 
 commands = command_group()
 
+ENGINES = ("self", "llama.cpp", "transformers")
+POLICIES = ("padding", "pipe", "auto")
 OF_SAVED = ("saved", "form", "as_json", "picture", "html")
 """Parameters that say how rows are shown."""
 
 
+def parse_pair(text: str) -> tuple[int, int]:
+    """Return the prompt length and the number of decoded tokens of a text such as ``256,64``.
+
+    Raises:
+        BadParameter: It is something else.
+    """
+    found = [whole_number(part.strip()) for part in text.split(",")]
+    if len(found) != 2:
+        raise typer.BadParameter(f"{text!r:.80} is no pair such as 256,64.")
+    return found[0], found[1]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What is measured; lists make a grid."""
+    """The measured lengths; lists make a grid."""
 
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths: 256,300; 0 for none.")] = (
-        "512"
-    )
-    decode: Annotated[str, typer.Option("-n", "--decode", help="Tokens to decode; 0 for none.")] = "128"
+    prompt: Annotated[Numbers, numbers("-p", "--prompt", help="Prompt lengths; 0 for none.")] = (512,)
+    decode: Annotated[Numbers, numbers("-n", "--decode", help="Tokens to decode; 0 for none.")] = (128,)
     pairs: Annotated[
-        list[str] | None,
-        typer.Option("-pg", metavar="P,N", help="A prompt and tokens behind it; may be given several times."),
+        list[Any] | None,
+        typer.Option("-pg", metavar="P,N", help="A prompt, then tokens; repeatable.", parser=parse_pair),
     ] = None
-    depth: Annotated[str, typer.Option("-d", "--depth", help="Tokens that were seen before.")] = "0"
+    depth: Annotated[Numbers, numbers("-d", "--depth", help="Tokens in the KV cache before.")] = (0,)
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationOptions:
-    """How it is computed; lists make a grid."""
+    """The measured configurations; lists make a grid."""
 
-    engine: Annotated[str, typer.Option(help="self, llama.cpp, transformers, or another plug-in.")] = "self"
-    plan: Annotated[str, typer.Option(help="auto, gpu, npu, layer, tensor, block, or files of plans.")] = (
-        "auto"
+    engine: Annotated[
+        Names, several(help="self, llama.cpp, transformers, or another plug-in.", names=ENGINES, item=str)
+    ] = ("self",)
+    plan: Annotated[Names, several(help=f"{', '.join(PLANS)}, or files of plans.", names=PLANS, item=str)] = (
+        "auto",
     )
     length_policy: Annotated[
-        str, typer.Option(help="padding, pipe, auto: how npu and layer run lengths without a graph.")
-    ] = "padding"
-    sync: Annotated[str, typer.Option(help="How to wait for the GPU, as of generate.")] = "auto"
-    precision: Annotated[str, typer.Option(help="w4a16, w4a8, fp16.")] = "w4a16"
+        Names,
+        several(help="padding, pipe, auto: how npu and layer run lengths without a graph.", names=POLICIES),
+    ] = ("padding",)
+    sync: Annotated[Names, several(help="How to wait for the GPU, as of generate.", names=get_args(Sync))] = (
+        "auto",
+    )
+    precision: Annotated[Names, several(help="w4a16, w4a8, fp16.", names=PRECISIONS)] = ("w4a16",)
     threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None
-    gpu_threads: Annotated[str | None, typer.Option(help="Threads of the GPU part: 1,2.")] = None
-    npu_threads: Annotated[str | None, typer.Option(help="Threads of the NPU part: 1,0.")] = None
+    gpu_threads: Annotated[Numbers | None, numbers(help="Threads of the GPU part.")] = None
+    npu_threads: Annotated[Numbers | None, numbers(help="Threads of the NPU part.")] = None
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
 
@@ -167,7 +190,7 @@ def bench(
 def _options(
     model: str, tests: WorkloadOptions, grid: ConfigurationOptions, sampling: SampleOptions
 ) -> BenchOptions:
-    """Return what is to be measured.
+    """Return the options of the bench.
 
     Raises:
         OptionError: An option is not legal.
@@ -179,12 +202,7 @@ def _options(
     return BenchOptions(
         model,
         _configurations(grid),
-        cases_of(
-            whole_numbers(tests.prompt, "--prompt"),
-            whole_numbers(tests.decode, "--decode"),
-            [_pair(pair) for pair in tests.pairs or ()],
-            whole_numbers(tests.depth, "--depth"),
-        ),
+        cases_of(tests.prompt, tests.decode, tests.pairs or (), tests.depth),
         repetitions=tests.repetitions,
         seed=sampling.seed,
         patience_s=sampling.patience,
@@ -200,11 +218,11 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
 
     return with_baseline(
         expand(
-            engines=_words(grid.engine),
-            levels=_words(grid.plan),
-            policies=_words(grid.length_policy),
-            syncs=_words(grid.sync),
-            precisions=_words(grid.precision),
+            engines=grid.engine,
+            levels=grid.plan,
+            policies=grid.length_policy,
+            syncs=grid.sync,
+            precisions=grid.precision,
             threads=_splits(grid.threads, grid.gpu_threads, grid.npu_threads),
             device=grid.device,
             group_size=grid.group_size,
@@ -248,12 +266,12 @@ def _check_traces(folder: Path, no_trace: bool) -> None:
 
 
 def _refuse_others(context: typer.Context) -> None:
-    """What says how to measure means nothing for rows that are there, and is not dropped in silence."""
+    """Refuse options of a measurement beside ``--from``, which would ignore them."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if param.name not in OF_SAVED and source is not None and source.name == "COMMANDLINE":
             raise OptionError(
-                f"{max(param.opts, key=len)} says what to measure, and --from measures nothing.",
+                f"{max(param.opts, key=len)} is for a measurement, and --from measures nothing.",
                 fix="Leave out one of the two.",
             )
 
@@ -266,7 +284,7 @@ def _saved_results(path: Path) -> list[BenchResult]:
 
 
 def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> None:
-    """Write what was found, run by run, to stdout and into files."""
+    """Write the results of each run to stdout and into files."""
     from heterollm.base import labelled, save_file, write
     from heterollm.benchmarks import FORMATS
     from heterollm.report import bench_reports, write_picture
@@ -278,7 +296,7 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
     shown = bench_reports([result for result in results if result.rows])
     form = chosen_format(options.form, as_json=options.as_json)
     if form == "table" and rows:
-        write(report.render(shown, like=sys.stdout))
+        report.present(shown)
     else:
         write(FORMATS[form](rows) if form != "table" else "")
         for text in notes:
@@ -296,18 +314,7 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
         report.show(report.note(f"Wrote {html}."))
 
 
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _pair(text: str) -> tuple[int, int]:
-    found = whole_numbers(text, "-pg")
-    if len(found) != 2:
-        raise OptionError(f"-pg is {text!r:.80}.", fix="Give a prompt and a number of tokens: -pg 256,64.")
-    return found[0], found[1]
-
-
-def _splits(threads: str | None, gpu: str | None, npu: str | None) -> list[tuple[int, int]]:
+def _splits(threads: str | None, gpu: Numbers | None, npu: Numbers | None) -> list[tuple[int, int]]:
     """Return the splits of the cores that the three options name."""
     from heterollm.benchmarks import parse_threads
     from heterollm.kernels.threads import split_threads
@@ -320,7 +327,5 @@ def _splits(threads: str | None, gpu: str | None, npu: str | None) -> list[tuple
         return parse_threads(threads)
     if gpu is None and npu is None:
         return []
-    gpus: list[int | None] = [None] if gpu is None else [*whole_numbers(gpu, "--gpu-threads")]
-    npus: list[int | None] = [None] if npu is None else [*whole_numbers(npu, "--npu-threads")]
-    splits = [split_threads(one, other) for one in gpus for other in npus]
+    splits = [split_threads(one, other) for one in gpu or (None,) for other in npu or (None,)]
     return [(len(split.gpu_cores), len(split.npu_cores)) for split in splits]

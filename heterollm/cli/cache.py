@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 
+from heterollm.base import KINDS
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import JsonOption, command_group
+from heterollm.cli.options import JsonOption, command_group, one_of
 
 __all__ = ["commands"]
 
@@ -19,14 +19,11 @@ commands = command_group("cache", "Look at and clear the cache.")
 @commands.command("list")
 def cache_list(as_json: JsonOption = False) -> None:
     """Show what the cache holds and how much room it takes."""
-    from heterollm.base import list_cache, write, write_json
+    from heterollm.base import list_cache
     from heterollm.report import console as report
 
     kinds = list_cache()
-    if as_json:
-        write_json(kinds)
-        return
-    write(report.render(report.cache_table(kinds), like=sys.stdout))
+    report.answer(report.cache_table(kinds), kinds, as_json=as_json)
 
 
 @commands.command("clear")
@@ -35,8 +32,9 @@ def cache_clear(
         list[str] | None,
         typer.Argument(
             metavar="[KIND]...",
-            help="weights, graphs, opencl, tuning, predictors, plans or profiles.",
-            autocompletion=cli_complete.cache_kinds,
+            help=f"{', '.join(KINDS)}.",
+            parser=one_of(KINDS),
+            autocompletion=lambda incomplete: cli_complete.beginning(incomplete, KINDS),
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

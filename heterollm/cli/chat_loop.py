@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from heterollm.base import HeteroLLMError, write
@@ -20,7 +21,7 @@ HELP: Final = "/reset forgets the dialogue, /exit or Ctrl-D ends, Ctrl-C stops a
 
 
 class ChatLoop:
-    """One dialogue with a loaded model; its session keeps what was computed.
+    """One dialogue with a loaded model, in one session.
 
     Args:
         llm: The model.
@@ -81,12 +82,7 @@ class ChatLoop:
                 session=self._session,
                 stop=self._llm.tokenizer.chat_stop_strings,
                 max_new_tokens=self._max_new_tokens,
-                temperature=self._choice.temperature,
-                top_k=self._choice.top_k,
-                top_p=self._choice.top_p,
-                min_p=self._choice.min_p,
-                repetition_penalty=self._choice.repetition_penalty,
-                seed=self._choice.seed,
+                **asdict(self._choice),
             )
             try:
                 for step in stream:

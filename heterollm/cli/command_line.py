@@ -12,12 +12,12 @@ import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
-from heterollm.base import BROKEN_PIPE, DONE, FAILED, INTERRUPTED, HeteroLLMError
+from heterollm.base import BROKEN_PIPE, DONE, FAILED, INTERRUPTED, USAGE, HeteroLLMError
 from heterollm.cli import bench as cli_bench
 from heterollm.cli import cache as cli_cache
 from heterollm.cli import compile as cli_compile
@@ -34,8 +34,12 @@ from heterollm.cli.examples import add_examples
 __all__ = ["app", "main"]
 
 
+UsageError: Final[Any] = typer.BadParameter.__bases__[0]
+"""Typer's error of wrong usage, which it does not export."""
+
+
 class Commands(TyperGroup):
-    """The commands, with one answer to Ctrl-C and to a reader that went away."""
+    """The commands; Ctrl-C, a closed pipe and wrong usage end each of them alike."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of typer's own click
         """Read the options before the command; ``--help`` writes here."""
@@ -55,6 +59,14 @@ def _endings() -> Iterator[None]:
     except KeyboardInterrupt:
         _note("Interrupted.")
         raise typer.Exit(INTERRUPTED) from None
+    except UsageError as error:
+        context = getattr(error, "ctx", None)
+        if context is None or type(error).show is not UsageError.show:  # help, which typer shows
+            raise
+        _note(context.get_usage())
+        message = error.format_message().replace("Value error, ", "")
+        _show_error(HeteroLLMError(message, fix=f"`{context.command_path} -h` shows the options."))
+        raise typer.Exit(USAGE) from None
     except BrokenPipeError:
         from heterollm.base import discard_output
 
@@ -91,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code, one of :data:`heterollm.base.EXIT_CODES`.
 
     Args:
-        arguments: What follows the program's name; by default what the process was started with.
+        arguments: The words after the program's name; by default those of the process.
     """
     from heterollm.base import private_stdout, quiet_libraries
 
@@ -110,11 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _show_error(error: Exception, *, debug: bool) -> int:
+def _show_error(error: Exception, *, debug: bool = False) -> int:
     from heterollm.report import console as report
 
     if debug:
-        traceback.print_exception(error)
+        report.show(report.note("".join(traceback.format_exception(error)).rstrip()))
     if isinstance(error, HeteroLLMError):
         report.show(report.error_panel(error))
     else:

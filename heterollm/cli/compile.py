@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -11,14 +10,12 @@ from heterollm.cli.options import (
     Context,
     JsonOption,
     Model,
+    Numbers,
     WeightOptions,
     command_group,
-    whole_numbers,
+    numbers,
 )
 from heterollm.cli.records import takes_records
-
-if TYPE_CHECKING:
-    from heterollm.kernels.ops import Precision
 
 __all__ = ["commands"]
 
@@ -33,9 +30,7 @@ def compile_graphs(
     plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
     *,
     weights: WeightOptions,
-    prompt: Annotated[
-        str | None, typer.Option(help="Some lengths of prompts only, such as 32,256; 0 for none.")
-    ] = None,
+    prompt: Annotated[Numbers | None, numbers(help="Only these prompt lengths; 0 for none.")] = None,
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode; 0 leaves out the graphs of one token.")
     ] = 1,
@@ -43,7 +38,6 @@ def compile_graphs(
     as_json: JsonOption = False,
 ) -> None:
     """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64; they are then copied to the device."""
-    from heterollm.base import write, write_json
     from heterollm.planning import precompile
     from heterollm.report import console as report
 
@@ -52,15 +46,12 @@ def compile_graphs(
             model,
             soc=soc,
             plan=plan,
-            precision=cast("Precision", weights.precision),
+            precision=weights.precision,
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,
-            prompts=None if prompt is None else [n for n in whole_numbers(prompt, "--prompt") if n],
+            prompts=None if prompt is None else [n for n in prompt if n],
             decode=decode > 0,
             context=context,
             progress=progress,
         )
-    if as_json:
-        write_json(result.to_dict())
-        return
-    write(report.render(report.precompile_report(result), like=sys.stdout))
+    report.answer(report.precompile_report(result), result.to_dict(), as_json=as_json)

@@ -1,4 +1,4 @@
-"""What the shell offers behind options and arguments; quick enough to be asked at every press of a key."""
+"""The values that the shell offers for options and arguments that are no fixed choice."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
-    "among",
-    "cache_kinds",
+    "beginning",
     "devices",
     "known_models",
     "models",
     "plans",
-    "precisions",
     "profiled",
     "profiles",
     "socs",
@@ -24,9 +22,8 @@ __all__ = [
 ]
 
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
-PRECISIONS = ("w4a16", "w4a8", "fp16")
 WORD_BREAKS = ":="
-"""Of bash: it hands ``sim:sn`` over as three words, and replaces only the last by what it is offered."""
+"""Characters at which bash cuts words: it passes ``sim:sn`` as three, and completes the last alone."""
 
 
 def devices(incomplete: str) -> list[str]:
@@ -34,51 +31,36 @@ def devices(incomplete: str) -> list[str]:
     from heterollm.kernels.sim import soc_names
 
     simulated = (f"sim:{name}" for name in soc_names())
-    return _beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
+    return beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
 
 
 def plans(incomplete: str) -> list[str]:
     """Return the levels of plans; a shell offers files by itself."""
-    return _beginning(incomplete, PLANS)
-
-
-def precisions(incomplete: str) -> list[str]:
-    """Return the precisions."""
-    return _beginning(incomplete, PRECISIONS)
+    return beginning(incomplete, PLANS)
 
 
 def socs(incomplete: str) -> list[str]:
     """Return the SoCs that can be simulated by name."""
     from heterollm.kernels.sim import soc_names
 
-    return _beginning(incomplete, soc_names())
-
-
-def among(*names: str) -> Callable[[str], list[str]]:
-    """Return what completes one of a few words, or the last of several with commas between them."""
-
-    def complete(incomplete: str) -> list[str]:
-        listed, comma, last = incomplete.rpartition(",")
-        return [f"{listed}{comma}{name}" for name in _beginning(last, names)]
-
-    return complete
+    return beginning(incomplete, soc_names())
 
 
 def known_models(incomplete: str) -> list[str]:
     """Return the models whose sizes are known, and folders."""
     from heterollm.model import KNOWN_MODELS
 
-    return [*_beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
+    return [*beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
 
 
 def profiled(incomplete: str) -> list[str]:
     """Return the commands under ``profile``, and models."""
     commands = ("list", "show", "compare", "export", "import")
-    return [*_beginning(incomplete, commands), *known_models(incomplete), *_hub(incomplete)]
+    return [*beginning(incomplete, commands), *known_models(incomplete), *_hub(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
-    """Return folders on the way to a checkpoint, checkpoints, and what is in the hub's cache."""
+    """Return folders, checkpoints, and the models in the hub's cache."""
     return [*_folders(incomplete), *_hub(incomplete)]
 
 
@@ -87,19 +69,12 @@ def profiles(incomplete: str) -> list[str]:
     from heterollm.base import cache_root
 
     found = (path.stem.rpartition("-")[2] for path in (cache_root() / "profiles").glob("*.json"))
-    return _beginning(incomplete, sorted(found))
-
-
-def cache_kinds(incomplete: str) -> list[str]:
-    """Return the kinds of files in the cache."""
-    from heterollm.base import KINDS
-
-    return _beginning(incomplete, KINDS)
+    return beginning(incomplete, sorted(found))
 
 
 @contextlib.contextmanager
 def whole_words() -> Iterator[None]:
-    """Ask with whole words where bash has cut them at a colon, and offer it what stands behind the cut.
+    """Join the words that bash has cut at a colon, and offer it only the part after the cut.
 
     Other shells keep words whole, and so does bash where its ``COMP_WORDBREAKS`` has no colon.
     """
@@ -117,7 +92,7 @@ def whole_words() -> Iterator[None]:
 
 
 def _join_words() -> str:
-    """Join the words that bash has cut, in its own variables; return what of the last one stays as it is."""
+    """Join the words that bash has cut, in its own variables; return the part of the last that it keeps."""
     try:
         place = int(os.environ["COMP_CWORD"])
     except (KeyError, ValueError):
@@ -142,7 +117,8 @@ def _join_words() -> str:
     return begun.partition("=")[2] if begun.startswith("-") else begun
 
 
-def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+def beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    """Return the names that begin with the typed text."""
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -153,18 +129,18 @@ def _folders(incomplete: str) -> Iterator[str]:
         for entry in entries:
             hidden = entry.name.startswith(".") and not begun
             if entry.name.startswith(begun) and not hidden and entry.is_dir():
-                whole = os.path.join(typed, entry.name)  # noqa: PTH118 - what was typed stays as it is
+                whole = os.path.join(typed, entry.name)  # noqa: PTH118 - keeps the typed form
                 yield whole if Path(entry.path, "config.json").is_file() else f"{whole}/"
     except OSError:
-        return  # a folder that is not there, or not ours to read, has nothing to offer
+        return  # no such folder, or no permission
 
 
 def _hub(incomplete: str) -> list[str]:
-    return _beginning(incomplete, sorted(_hub_names()))
+    return beginning(incomplete, sorted(_hub_names()))
 
 
 def _hub_names() -> Iterator[str]:
-    """Yield names of repositories; the layout of the hub's cache is documented by huggingface_hub."""
+    """Yield names of repositories, by the documented layout of the hub's cache."""
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     for path in hub.glob("models--*"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Annotated
 
 import typer
@@ -35,4 +34,5 @@ def demo(
             return
         write(PROMPT)
         result = run(on_text=write, progress=progress)
-    write("\n\n" + report.render(demo_report(result), like=sys.stdout))
+    write("\n\n")
+    report.present(demo_report(result))

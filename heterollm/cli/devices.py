@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
 from heterollm.base import FAILED
@@ -17,26 +15,23 @@ commands = command_group()
 
 @commands.command()
 def devices(as_json: JsonOption = False) -> None:
-    """List the devices, simulated ones too; for those that are not usable, why and what to install."""
+    """List all devices; for an unusable one, give the reason and the package to install."""
     import dataclasses
 
-    from heterollm.base import write, write_json
     from heterollm.kernels.open import list_devices
     from heterollm.kernels.sim import simulated_devices
     from heterollm.report import console as report
 
     statuses = [*list_devices(), *simulated_devices()]
-    if as_json:
-        write_json([dataclasses.asdict(status) for status in statuses])
-        return
-    write(report.render(report.devices_table(statuses), like=sys.stdout))
+    report.answer(
+        report.devices_table(statuses), [dataclasses.asdict(status) for status in statuses], as_json=as_json
+    )
 
 
 @commands.command()
 @takes_records
 def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
     """Run every operator on every part of a device against float64; exit code 1 if something fails."""
-    from heterollm.base import write, write_json
     from heterollm.doctor import diagnose
     from heterollm.report import console as report
     from heterollm.report import diagnosis_report
@@ -48,9 +43,6 @@ def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
             npu_threads=opened.threads.npu_threads,
             progress=progress,
         )
-    if as_json:
-        write_json(diagnosis.to_dict())
-    else:
-        write(report.render(diagnosis_report(diagnosis), like=sys.stdout))
+    report.answer(diagnosis_report(diagnosis), diagnosis.to_dict(), as_json=as_json)
     if not diagnosis.passed:
         raise typer.Exit(FAILED)

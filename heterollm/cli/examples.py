@@ -72,7 +72,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "cache clear": ("heterollm cache clear", "heterollm cache clear weights graphs --yes"),
     "cache path": ("heterollm cache path",),
 }
-"""Command lines by the words behind ``heterollm``; MODEL, in capitals, is the user's to fill in."""
+"""Command lines by the words after ``heterollm``; MODEL stands for a checkpoint of the user."""
 
 
 SUMMARIES: Final[dict[str, str]] = {
@@ -80,16 +80,16 @@ SUMMARIES: Final[dict[str, str]] = {
     "chat": "Talk to a model.",
     "demo": "Try every plan level with the bundled model; no download.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
-    "devices": "List the devices, and what the others lack.",
+    "devices": "List the devices; say why one is not usable.",
     "doctor": "Check every operator on a device against float64.",
-    "profile": "Measure a device once, or look at what was measured.",
+    "profile": "Measure a device once, or look at its profile.",
     "plan": "Solve for the best cut of every operator; show why.",
     "bench": "Measure prefill and decode, beside other engines too.",
     "trace": "Say where the time of a recorded run went.",
     "simulate": "Run a model's shapes on a simulated phone.",
     "cache": "Look at and clear the cache.",
 }
-"""What the list of commands says of each; their own help says more."""
+"""Lines of the list of commands; the help of each says more."""
 
 Info: TypeAlias = TyperInfo | CommandInfo
 

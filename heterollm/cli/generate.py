@@ -1,4 +1,4 @@
-"""The commands that answer: ``generate`` and ``chat``."""
+"""The commands ``generate`` and ``chat``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,8 +23,6 @@ from heterollm.cli.options import (
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from heterollm.engine import Sync
-    from heterollm.kernels.ops import Precision
     from heterollm.llm import LLM
     from heterollm.text import GenerationResult
 
@@ -62,13 +60,8 @@ def generate(
         stream = llm.stream(
             text,
             max_new_tokens=max_new_tokens,
-            temperature=choice.temperature,
-            top_k=choice.top_k,
-            top_p=choice.top_p,
-            min_p=choice.min_p,
-            repetition_penalty=choice.repetition_penalty,
-            seed=choice.seed,
             stop=stop or (),
+            **asdict(choice),
         )
         try:
             if as_json:
@@ -131,7 +124,7 @@ def _show_statistics(llm: LLM, result: GenerationResult) -> None:
 
 
 def _trace_file(path: Path | None, device: str) -> Path | None:
-    """Check where a trace goes, and return that; a simulated one has the word in its name.
+    """Return the checked file of a trace; the name of a simulated one has the word simulated.
 
     Raises:
         OptionError: The file cannot be written.
@@ -147,7 +140,7 @@ def _trace_file(path: Path | None, device: str) -> Path | None:
 
 
 def _write_trace(llm: LLM, path: Path) -> str:
-    """Write what was recorded, of an answer that failed too, and say where it is."""
+    """Write the recorded trace, of a failed answer too, and return a note with its path."""
     from heterollm.trace import save_trace
 
     recorded = llm.take_trace()
@@ -202,14 +195,14 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
             model,
             device=options.device,
             plan=options.plan,
-            precision=cast("Precision", options.weights.precision),
+            precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,
             context=options.context,
             gpu_threads=run.threads.gpu_threads,
             npu_threads=run.threads.npu_threads,
             allow_slow=run.allow_slow,
-            sync=cast("Sync", run.sync),
+            sync=run.sync,
             allow_fallback=run.allow_fallback,
             trace=trace,
             progress=progress,

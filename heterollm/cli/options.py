@@ -6,18 +6,20 @@ A new family of commands is a module of this room with ``commands = command_grou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import typer
 from typer.core import TyperGroup
 
-from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
+from heterollm.engine import Sync
+from heterollm.kernels.ops import Precision
 
 __all__ = [
-    "FAILED",
+    "PRECISIONS",
     "Context",
     "DeviceOption",
     "DeviceOptions",
@@ -28,6 +30,8 @@ __all__ = [
     "MaybeModel",
     "Model",
     "ModelOptions",
+    "Names",
+    "Numbers",
     "RowsOption",
     "RunOptions",
     "SyncOption",
@@ -36,8 +40,73 @@ __all__ = [
     "WeightOptions",
     "chosen_format",
     "command_group",
-    "whole_numbers",
+    "numbers",
+    "one_of",
+    "several",
+    "whole_number",
 ]
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """Return a parser of typer that takes one of some names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise typer.BadParameter(f"{text!r:.80} is not one of {', '.join(map(repr, names))}.")
+        return text
+
+    return parse
+
+
+def whole_number(text: str) -> int:
+    """Return a number as an option states it.
+
+    Raises:
+        BadParameter: It is something else.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise typer.BadParameter(f"{text!r:.80} is not a whole number.")
+    return int(text)
+
+
+def several(
+    *flags: str,
+    help: str,  # noqa: A002 - as typer names it
+    names: Sequence[str] = (),
+    item: Callable[[str], object] | None = None,
+    metavar: str = "NAME,NAME",
+) -> Any:  # noqa: ANN401 - as typer.Option
+    """Return an option that takes one value, or several with commas between them, as a tuple.
+
+    Args:
+        flags: Names of the option; by default that of its parameter.
+        help: Text of the help.
+        names: Values that the shell offers.
+        item: Parser of one value; by default it takes the names alone.
+        metavar: Form of a value in the help.
+    """
+    parse_item = one_of(names) if item is None else item
+
+    def parse(given: str | tuple[object, ...]) -> tuple[object, ...]:
+        if isinstance(given, tuple):  # the default
+            return given
+        return tuple(parse_item(part.strip()) for part in given.split(","))
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in cli_complete.beginning(last, names)]
+
+    return typer.Option(*flags, help=help, metavar=metavar, parser=parse, autocompletion=complete)
+
+
+def numbers(*flags: str, help: str) -> Any:  # noqa: A002, ANN401 - as typer.Option
+    """Return an option that takes whole numbers with commas between them."""
+    return several(*flags, help=help, item=whole_number, metavar="N,N")
+
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Names: TypeAlias = Sequence[str]
+Numbers: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models
@@ -50,20 +119,14 @@ DeviceOption = Annotated[
         help="auto, snapdragon, host, emulator, or sim:SOC (simulated).", autocompletion=cli_complete.devices
     ),
 ]
-PrecisionOption = Annotated[
-    str, typer.Option(help="w4a16, w4a8 or fp16.", autocompletion=cli_complete.precisions)
-]
-GroupSize = Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="Bits of weights and activations.")]
+GroupSize = Annotated[Literal[32, 64, 128], typer.Option(help="Weights that share a scale.")]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
 SyncOption = Annotated[
-    str,
-    typer.Option(
-        help="How to wait for the GPU: auto, event, poll, flag, sleep_poll, sleep_flag, finish, or operator "
-        "(after every operator)."
-    ),
+    Sync, typer.Option(help="How to wait for the GPU; operator waits after every operator.")
 ]
 Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
-FormatOption = Annotated[Format, typer.Option("--format", help="Form of what is printed.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Format of the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
@@ -72,14 +135,14 @@ RowsOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ThreadOptions:
-    """The threads of both parts, where they share the cores of one processor."""
+    """Threads of the two parts, which share the cores of one processor."""
 
     gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")] = (
         None
     )
-    npu_threads: Annotated[
-        int | None, typer.Option(help="Threads of the NPU part on host; 0 leaves it out.")
-    ] = None
+    npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU part on host; 0: no NPU.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +155,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """How weights are stored and multiplied."""
+    """Formats of weights and activations."""
 
     precision: PrecisionOption = "w4a16"
     group_size: GroupSize = 32
@@ -101,7 +164,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is loaded: where it runs, by which plan, with which weights and how long a context."""
+    """How a model is loaded: device, plan, weights and context."""
 
     device: DeviceOption = "auto"
     plan: Annotated[
@@ -121,11 +184,11 @@ class RunOptions:
 
     threads: ThreadOptions = ThreadOptions()
     allow_slow: Annotated[
-        bool, typer.Option("--allow-slow", help="Emulate models that take seconds a pass.")
+        bool, typer.Option("--allow-slow", help="Emulate models that take seconds for each pass.")
     ] = False
     sync: SyncOption = "auto"
     allow_fallback: Annotated[
-        bool, typer.Option("--allow-fallback", help="Go on with the GPU alone when the NPU part fails.")
+        bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
 
 
@@ -133,15 +196,17 @@ class RunOptions:
 class TokenOptions:
     """How the tokens of an answer are chosen."""
 
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0 among all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this probability.")] = 1.0
-    min_p: Annotated[
-        float, typer.Option(help="Leave out what is less likely than this fraction of the best.")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens that were seen less likely.")
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the likeliest tokens up to this total probability.")
     ] = 1.0
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens below this fraction of the best one's probability.")
+    ] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeated tokens less likely.")] = (
+        1.0
+    )
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
 
 
@@ -151,8 +216,8 @@ def command_group(
     """Return an empty group of commands.
 
     Args:
-        name: The word before its commands; without one they stand beside those of all groups.
-        description: What ``--help`` says of a group with a name.
+        name: The word before its commands; without a name they are commands of the program.
+        description: Help of a group with a name.
         cls: The class of the group.
     """
     return typer.Typer(name=name, cls=cls, help=description, no_args_is_help=True, rich_markup_mode=None)
@@ -169,15 +234,3 @@ def chosen_format(form: Format, *, as_json: bool) -> Format:
     if form not in ("table", "json"):
         raise typer.BadParameter(f"--json prints JSON, and --format {form} does not.", param_hint="--json")
     return "json"
-
-
-def whole_numbers(text: str, option: str) -> list[int]:
-    """Return the numbers of an option that takes several, such as ``1,32,256``.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise OptionError(f"{option} is {text!r:.80}.", fix="Give whole numbers with commas between them.")
-    return [int(part) for part in parts]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,15 +14,17 @@ from heterollm.cli.options import (
     DeviceOption,
     JsonOption,
     Model,
+    Names,
+    Numbers,
     ThreadOptions,
     WeightOptions,
     command_group,
-    whole_numbers,
+    numbers,
+    several,
 )
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from heterollm.kernels.ops import Precision
     from heterollm.planning import Solved
     from heterollm.solver import PlanRequest, RequestedLevel
 
@@ -31,7 +32,7 @@ __all__ = ["commands"]
 
 commands = command_group()
 
-DEFAULT_PROMPTS = "1,64,256,1024"
+FORBIDDEN = ("gpu", "npu", "row", "sequence", "hybrid", "block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,17 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """The plan that is wanted, and how it is shown."""
+    """The level of the plan, and how it is shown."""
 
     plan: Annotated[
         Literal["auto", "tensor", "block"],
         typer.Option(help="auto takes the better of tensor and block (whole feed-forward networks)."),
     ] = "auto"
-    prompt: Annotated[str, typer.Option(help="Prompt lengths to show, such as 64,300.")] = DEFAULT_PROMPTS
+    prompt: Annotated[Numbers, numbers(help="Prompt lengths to show.")] = (1, 64, 256, 1024)
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode after each prompt; 0 shows no decode.")
     ] = 1
-    explain: Annotated[bool, typer.Option("--explain", help="Say what the other placements would cost.")] = (
-        False
-    )
+    explain: Annotated[bool, typer.Option("--explain", help="Show the times of rejected placements.")] = False
     steps: Annotated[
         bool, typer.Option("--steps", help="Show the steps of the passes that the engine would run.")
     ] = False
@@ -74,12 +73,12 @@ class LimitOptions:
     )
     energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0
     forbid: Annotated[
-        str | None,
-        typer.Option(
-            help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split. "
-            "Several with commas."
+        Names,
+        several(
+            help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split.",
+            names=FORBIDDEN,
         ),
-    ] = None
+    ] = ()
     npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None
     histogram: Annotated[
         str | None,
@@ -110,18 +109,18 @@ def plan_model(
     threads: ThreadOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Solve for the best cut of every operator, and show what was chosen and why."""
+    """Solve for the best split of every operator, and show the chosen placements."""
     from heterollm.base import OptionError, check_target, write_json
     from heterollm.planning import LoadOptions, solve_for
 
-    prompts = whole_numbers(answer.prompt, "--prompt")
+    prompts = answer.prompt
     if min(prompts) < 1:
-        raise OptionError(f"--prompt is {answer.prompt!r:.80}.", fix="Prompts have at least one token.")
+        raise OptionError("--prompt is 0.", fix="Prompts have at least one token.")
     if answer.output is not None:
         check_target(answer.output, "plan")
     options = LoadOptions(
         device=source.device,
-        precision=cast("Precision", weights.precision),
+        precision=weights.precision,
         group_size=weights.group_size,
         symmetric=not weights.asymmetric,
         context=context,
@@ -146,7 +145,7 @@ def plan_model(
 
 
 def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
-    """Return what the solver is asked for."""
+    """Return the request to the solver."""
     from heterollm.base import parse_duration
     from heterollm.solver import PlanRequest
 
@@ -154,7 +153,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
     return PlanRequest(
         gpu_share=limits.gpu_share,
         energy_weight=limits.energy_weight,
-        forbidden=tuple(limits.forbid.split(",")) if limits.forbid else (),
+        forbidden=tuple(limits.forbid),
         npu_gib=limits.npu_gib,
         histogram=None if limits.histogram is None else _histogram(limits.histogram),
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
@@ -163,12 +162,11 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
 
 
 def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None:
-    """Print what was chosen for a token and for prompts, and where the plan was written."""
-    from heterollm.base import write
+    """Print the plan for a token and for prompts, and the file that it was written to."""
     from heterollm.report import console as report
     from heterollm.report import plan_report
 
-    write(report.render(plan_report(solved, prompts, answer.decode, explain=answer.explain), like=sys.stdout))
+    report.present(plan_report(solved, prompts, answer.decode, explain=answer.explain))
     if answer.output is not None:
         command = f"heterollm generate --plan {answer.output}"
         report.show(report.note(f"Written to {answer.output}; run it with `{command}`."))

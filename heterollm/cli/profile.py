@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 
 from heterollm.base import FAILED
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import DeviceOptions, GroupSize, JsonOption, command_group
+from heterollm.cli.options import PRECISIONS, DeviceOptions, GroupSize, JsonOption, command_group, one_of
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ProfileGroup(TyperGroup):
         return args[1:]
 
 
-HELP = "Measure a device once, so that plans for it can be made; or look at what was measured."
+HELP = "Measure a device once, so that the solver can plan for it; or look at a profile."
 
 commands = command_group("profile", HELP, ProfileGroup)
 
@@ -63,7 +64,13 @@ class ShapeOptions:
         ),
     ] = None
     precision: Annotated[
-        list[str] | None, typer.Option(help="w4a16 (default), w4a8 or fp16; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="w4a16 (default), w4a8 or fp16; may be given several times.",
+            parser=one_of(PRECISIONS),
+            autocompletion=lambda incomplete: cli_complete.beginning(incomplete, PRECISIONS),
+            metavar="NAME",
+        ),
     ] = None
     group_size: GroupSize = 32
 
@@ -76,20 +83,18 @@ class EffortOptions:
         "4m"
     )
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what plans need, of one model, in under a minute.")
+        bool, typer.Option("--quick", help="Measure only the needs of one model's plan, in under a minute.")
     ] = False
-    update: Annotated[bool, typer.Option("--update", help="Measure only what the profile does not have.")] = (
-        False
-    )
+    update: Annotated[
+        bool, typer.Option("--update", help="Measure only the points that the profile lacks.")
+    ] = False
     characterise: Annotated[
         bool,
         typer.Option(
             "--characterise", help="Measure stages, order of operands and the effect of k on the NPU, too."
         ),
     ] = False
-    no_tune: Annotated[
-        bool, typer.Option("--no-tune", help="Do not search the parameters of GPU kernels first.")
-    ] = False
+    no_tune: Annotated[bool, typer.Option("--no-tune", help="Do not tune the GPU kernels first.")] = False
 
 
 @commands.callback(help=HELP, invoke_without_command=True, no_args_is_help=False)
@@ -105,7 +110,7 @@ def profile(
     if context.invoked_subcommand is not None:
         return
     _refuse_commands(context, shapes.models or ())
-    from heterollm.base import parse_duration, write, write_json
+    from heterollm.base import parse_duration
     from heterollm.planning import Profiling
     from heterollm.profiler import SessionOptions
     from heterollm.report import console as report
@@ -135,16 +140,13 @@ def profile(
         except KeyboardInterrupt:
             report.show(report_profile.interrupted_note(profiling.kept()))
             raise
-    if as_json:
-        write_json(result.to_dict())
-    else:
-        write(report.render(report_profile.run_report(result), like=sys.stdout))
+    report.answer(report_profile.run_report(result), result.to_dict(), as_json=as_json)
     if result.useless:
         raise typer.Exit(FAILED)
 
 
 def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
-    """Refuse the name of a command behind an option: the option would mean nothing to the command."""
+    """Refuse the name of a command after an option, which the command would not get, and a mistyped one."""
     named = [name for name in models if name in context.command.commands]  # type: ignore[attr-defined]
     if named:
         raise typer.BadParameter(
@@ -152,21 +154,25 @@ def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
             f"of this name is ./{named[0]}.",
             ctx=context,
         )
+    for name in models:
+        near = difflib.get_close_matches(name, context.command.commands, 1)  # type: ignore[attr-defined]
+        if near and not os.path.exists(name):  # noqa: PTH110 - of any text
+            raise typer.BadParameter(
+                f"There is no model {name!r:.80}. Did you mean `heterollm profile {near[0]}`?", ctx=context
+            )
 
 
 @commands.command("list")
 def profile_list(as_json: JsonOption = False) -> None:
     """List the profiles in the cache, damaged ones too."""
-    from heterollm.base import write, write_json
     from heterollm.profiler.records import list_profiles
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
 
     stored = list_profiles()
-    if as_json:
-        write_json(stored)
-        return
-    write(report.render(report_profile.profiles_table(stored), like=sys.stdout))
+    report.answer(
+        report_profile.profiles_table(stored), stored, as_json=as_json
+    )
 
 
 @commands.command("show")
@@ -181,8 +187,7 @@ def profile_show(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what was measured on a device, and how well the rest can be predicted."""
-    from heterollm.base import write, write_json
+    """Print the measurements of a device, and the accuracy of predictions from them."""
     from heterollm.profiler import summarize
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
@@ -195,10 +200,11 @@ def profile_show(
 
         for text in write_outputs(summary, folder=plots, page=html):
             report.show(report.note(text))
-    if as_json:
-        write_json({"path": str(path), **summary.to_dict()})
-        return
-    write(report.render(report_profile.profile_report(summary, everything=everything), like=sys.stdout))
+    report.answer(
+        report_profile.profile_report(summary, everything=everything),
+        {"path": str(path), **summary.to_dict()},
+        as_json=as_json,
+    )
 
 
 @commands.command("compare")
@@ -216,17 +222,13 @@ def profile_compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two profiles: what became faster or slower beyond the noise."""
-    from heterollm.base import write, write_json
     from heterollm.profiler import compare
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
 
     comparison = compare(find_profile(first)[0], find_profile(second)[0])
-    if as_json:
-        write_json(comparison.to_dict())
-        return
-    write(report.render(report_profile.comparison_report(comparison), like=sys.stdout))
+    report.answer(report_profile.comparison_report(comparison), comparison.to_dict(), as_json=as_json)
 
 
 @commands.command("export")

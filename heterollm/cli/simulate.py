@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import typer
 
@@ -16,28 +15,66 @@ from heterollm.cli.options import (
     Format,
     FormatOption,
     JsonOption,
+    Names,
+    Numbers,
     RowsOption,
     chosen_format,
     command_group,
-    whole_numbers,
+    numbers,
+    several,
 )
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.kernels.sim import GpuLoad
-    from heterollm.simulate import LengthChoice, SimulatedSync, SimulationRequest
+    from heterollm.simulate import SimulationRequest
     from heterollm.trace import Trace
 
-__all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_overrides", "words"]
+__all__ = ["commands", "parse_load", "parse_parameter"]
 
 commands = command_group()
 
-MOST_JOBS: Final = 1024
+LEVELS: Final = cli_complete.PLANS[1:]
+
+Lengths: TypeAlias = Literal["auto", "padding", "pipe", "online"]
+Waits: TypeAlias = Literal["finish", "poll", "predict"]
+
+
+def parse_load(text: str) -> GpuLoad:
+    """Return the game that ``60fps:5ms`` describes.
+
+    Raises:
+        BadParameter: It describes none, or one that leaves the GPU no time.
+    """
+    from heterollm.kernels.sim import GpuLoad
+
+    rate, _, time = text.partition(":")
+    try:
+        if not (rate.endswith("fps") and time.endswith("ms")):
+            raise ValueError(text)
+        return GpuLoad(float(rate.removesuffix("fps")), 1e3 * float(time.removesuffix("ms")))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.80} is no frame rate with GPU time a frame, such as 60fps:5ms."
+        ) from None
+
+
+def parse_parameter(text: str) -> tuple[str, float]:
+    """Return the name of a parameter of the SoC and its value from a text such as ``npu.execute_us=50``.
+
+    Raises:
+        BadParameter: The text is not of this form.
+    """
+    name, _, value = text.partition("=")
+    try:
+        return name.strip(), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r:.80} is no parameter such as npu.execute_us=50.") from None
 
 
 @dataclass(frozen=True, slots=True)
 class CaseOptions:
-    """What is simulated; lists make a grid, except of ``resolve``."""
+    """The simulated cases; lists make a grid."""
 
     model: Annotated[
         str,
@@ -54,34 +91,26 @@ class CaseOptions:
             autocompletion=cli_complete.socs,
         ),
     ] = "snapdragon-8gen3"
-    prompt: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "256"
-    decode: Annotated[str, typer.Option(help="Tokens made after the first.")] = "64"
-    plan: Annotated[
-        str,
-        typer.Option(
-            help="gpu, npu, layer, tensor or block.",
-            autocompletion=cli_complete.among(*cli_complete.PLANS[1:]),
-        ),
-    ] = "tensor"
+    prompt: Annotated[Numbers, numbers(help="Tokens of the prompt.")] = (256,)
+    decode: Annotated[Numbers, numbers(help="Tokens to decode after the first.")] = (64,)
+    plan: Annotated[Names, several(help="gpu, npu, layer, tensor or block.", names=LEVELS)] = ("tensor",)
     length_policy: Annotated[
-        str,
-        typer.Option(
+        Sequence[Lengths],
+        several(
             help="auto, padding, pipe or online: how npu and layer run lengths without a graph.",
-            autocompletion=cli_complete.among("auto", "padding", "pipe", "online"),
+            names=get_args(Lengths),
         ),
-    ] = "auto"
+    ] = ("auto",)
     sync: Annotated[
-        str,
-        typer.Option(
-            help="finish (the driver's waits and copies), poll or predict.",
-            autocompletion=cli_complete.among("finish", "poll", "predict"),
-        ),
-    ] = "predict"
+        Sequence[Waits],
+        several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
+    ] = ("predict",)
     resolve: Annotated[
         bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the hand-over changes.")
     ] = False
     gpu_load: Annotated[
-        str | None, typer.Option(metavar="60fps:5ms", help="A game beside it: its rate and GPU time a frame.")
+        Sequence[Any] | None,
+        several(help="A game: its frame rate and GPU time a frame.", metavar="60fps:5ms", item=parse_load),
     ] = None
 
 
@@ -90,11 +119,15 @@ class ModellingOptions:
     """How a case is modelled."""
 
     what_if: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Change a parameter of the SoC, such as npu.execute_us=50."),
+        list[Any] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Change a parameter of the SoC, such as npu.execute_us=50.",
+            parser=parse_parameter,
+        ),
     ] = None
     head_bits: Annotated[
-        int | None, typer.Option(help="Bits of head and embedding: 4, as in the papers, or 8.")
+        Literal[4, 8] | None, typer.Option(help="Bits of head and embedding; the papers have 4.")
     ] = None
     every_form: Annotated[
         bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM does not have.")
@@ -113,7 +146,9 @@ def simulate_model(
         Path | None,
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Processes of a sweep; by default one a core.")
+    ] = None,
     form: FormatOption = "table",
     output: RowsOption = None,
     as_json: JsonOption = False,
@@ -124,8 +159,12 @@ def simulate_model(
     syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
     Names of files get the word simulated where they lack it: game.json is written as game.simulated.json.
     """
+    from heterollm.base import check_target, labelled
+
     form = chosen_format(form, as_json=as_json)
-    out = check_output(output)
+    out = None if output is None else labelled(output)
+    if out is not None:
+        check_target(out, "result")
     timeline, picture = _check_timeline(timeline)
     requests = _requests(cases, modelling, trace=timeline is not None)
     if len(requests) == 1 and form in ("table", "json") and out is None:
@@ -145,15 +184,13 @@ def _requests(
     from heterollm.simulate import SimulationRequest, expand
 
     models = _names(cases.model, "MODEL")
-    prompts, decodes = whole_numbers(cases.prompt, "--prompt"), whole_numbers(cases.decode, "--decode")
-    policies, syncs = words(cases.length_policy, "--length-policy"), words(cases.sync, "--sync")
     bits = modelling.head_bits
     base = SimulationRequest(
         models[0],
-        prompt=prompts[0],
-        decode=decodes[0],
+        prompt=cases.prompt[0],
+        decode=cases.decode[0],
         resolve=cases.resolve,
-        overrides=parse_overrides(modelling.what_if or []),
+        overrides=dict(modelling.what_if or ()),
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
         every_form=True if modelling.every_form else None,
         numerics=modelling.numerics,
@@ -163,19 +200,17 @@ def _requests(
         base,
         models=models,
         socs=_names(cases.soc, "--soc"),
-        prompts=prompts,
-        decodes=decodes,
-        levels=words(cases.plan, "--plan"),
-        policies=cast("list[LengthChoice]", policies),
-        syncs=cast("list[SimulatedSync]", syncs),
-        loads=[None]
-        if cases.gpu_load is None
-        else [parse_load(load) for load in words(cases.gpu_load, "--gpu-load")],
+        prompts=cases.prompt,
+        decodes=cases.decode,
+        levels=cases.plan,
+        policies=cases.length_policy,
+        syncs=cases.sync,
+        loads=cases.gpu_load or (None,),
     )
 
 
 def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
-    """Return where a timeline and its picture go, before the work.
+    """Return the checked files of a timeline and of its picture.
 
     Without matplotlib there is no picture, and a note says so.
 
@@ -201,8 +236,7 @@ def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
 
 
 def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool) -> None:
-    """Simulate one case and print all that is known of it."""
-    from heterollm.base import write, write_json
+    """Simulate one case and print its report."""
     from heterollm.report import console as report
     from heterollm.report import simulation_report
     from heterollm.simulate import simulate
@@ -211,27 +245,26 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
         result = simulate(request, progress)
     if timeline is not None and result.trace is not None:
         report.show(report.note(_write_timeline(result.trace, timeline, picture)))
-    if as_json:
-        write_json(result.to_dict())
-        return
-    write(report.render(simulation_report(result), like=sys.stdout))
+    report.answer(simulation_report(result), result.to_dict(), as_json=as_json)
 
 
 def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Format, out: Path | None) -> None:
     """Simulate a grid and print a row for each case."""
     from heterollm.base import write
+    from heterollm.kernels.threads import allowed_cores
     from heterollm.report import SWEEP_FORMATS, append_simulated, sweep_report
     from heterollm.report import console as report
     from heterollm.simulate import run_sweep
 
-    # Row by row: what an interrupted sweep has found is kept.
+    # Row by row: an interrupted sweep keeps its rows.
     keep = None if out is None else lambda row: append_simulated(out, [row])
+    jobs = jobs or min(len(requests), len(allowed_cores()))
     with report.progress_bars() as progress:
-        rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress, keep=keep)
+        rows = run_sweep(requests, jobs=jobs, progress=progress, keep=keep)
     if out is not None:
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if form == "table":
-        write(report.render(sweep_report(rows), like=sys.stdout))
+        report.present(sweep_report(rows))
     else:
         write(SWEEP_FORMATS[form](rows))
     failed = sum(row.error is not None for row in rows)
@@ -240,95 +273,20 @@ def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Form
         raise typer.Exit(FAILED)
 
 
-def default_jobs(jobs: int | None, cases: int) -> int:
-    """Return how many processes simulate: what was asked for, or one a core, and none without a case.
-
-    Raises:
-        OptionError: The number is not legal.
-    """
-    from heterollm.kernels.threads import allowed_cores
-
-    if jobs is None:
-        return max(1, min(cases, len(allowed_cores())))
-    if not 1 <= jobs <= MOST_JOBS:
-        raise OptionError(f"--jobs is {jobs}.", fix=f"Give 1 to {MOST_JOBS} processes.")
-    return jobs
-
-
-def check_output(out: Path | None) -> Path | None:
-    """Return the file that rows go into, checked before the work; its name says that it is simulated.
-
-    Raises:
-        OptionError: The file cannot be written.
-    """
-    if out is None:
-        return None
-    from heterollm.base import check_target, labelled
-
-    check_target(labelled(out), "result")
-    return labelled(out)
-
-
-def words(text: str, option: str) -> list[str]:
-    """Return the values of an option that takes several.
-
-    Raises:
-        OptionError: There is none.
-    """
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise OptionError(f"{option} is {text!r:.80}.", fix="Give a value, or several with commas between.")
-    return found
-
-
 def _names(text: str, option: str) -> list[str]:
-    """Return names or paths; a text that is a path as a whole is one, commas and all."""
+    """Return names or paths; the path of a file may have commas."""
     try:
         whole = "," in text and Path(text).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # no path, or nobody's home
+    except (OSError, RuntimeError, ValueError):  # no path, or no such home
         whole = False
-    return [text] if whole else words(text, option)
-
-
-def parse_load(text: str) -> GpuLoad:
-    """Return the game that ``60fps:5ms`` describes.
-
-    Raises:
-        OptionError: It describes none, or one that leaves the GPU no time.
-    """
-    from heterollm.kernels.sim import GpuLoad
-
-    rate, _, time = text.partition(":")
-    try:
-        if not (rate.endswith("fps") and time.endswith("ms")):
-            raise ValueError(text)
-        return GpuLoad(float(rate.removesuffix("fps")), 1e3 * float(time.removesuffix("ms")))
-    except ValueError:
-        raise OptionError(
-            f"--gpu-load is {text!r:.80}.", fix="Give frames a second and GPU time a frame: 60fps:5ms."
-        ) from None
-
-
-def parse_overrides(given: list[str]) -> dict[str, float]:
-    """Return the parameters that ``--what-if`` changes.
-
-    Raises:
-        OptionError: One is not of the form ``name=value``.
-    """
-    found: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        try:
-            found[name.strip()] = float(value)
-        except ValueError:
-            raise OptionError(
-                f"--what-if is {text!r:.80}.", fix="Give a parameter and a number: npu.execute_us=50."
-            ) from None
+    found = [text] if whole else [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise typer.BadParameter("It is empty.", param_hint=option)
     return found
 
 
 def _write_timeline(trace: Trace, path: Path, picture: Path | None) -> str:
-    """Write the simulated timeline and its picture; return what was written."""
+    """Write the simulated timeline and its picture, and return a note with their paths."""
     from heterollm.trace import save_trace
 
     save_trace(trace, path)

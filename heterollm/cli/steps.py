@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ def show_steps(
     Raises:
         HeteroLLMError: The device or the weights are not there.
     """
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.kernels.sim import is_simulated
     from heterollm.report import PassSteps, console, steps_json, steps_report
 
@@ -55,7 +54,7 @@ def show_steps(
         write_json(steps_json(passes))
     else:
         heading = f"{plan.device}, {plan.precision}, level {plan.level}"
-        write(console.render(steps_report(passes, heading), like=sys.stdout))
+        console.present(steps_report(passes, heading))
 
 
 def _simulated(solved: Solved, wanted: Sequence[tuple[Phase, int]]) -> list[tuple[Step, ...]]:

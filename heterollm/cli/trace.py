@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ def show_trace(
     as_json: JsonOption = False,
 ) -> None:
     """Say where the time of a recorded run went; the file itself opens in ui.perfetto.dev."""
-    from heterollm.base import write, write_json
+    from heterollm.base import write_json
     from heterollm.report import console as report
     from heterollm.report import trace as report_trace
     from heterollm.trace import load_trace, summarise, summarise_phases
@@ -39,4 +38,4 @@ def show_trace(
         phases = {name: summary.to_dict() for name, summary in summarise_phases(trace).items()}
         write_json({"path": str(file), "all": summarise(trace).to_dict(), "phases": phases})
         return
-    write(report.render(report_trace.trace_report(trace), like=sys.stdout))
+    report.present(report_trace.trace_report(trace))

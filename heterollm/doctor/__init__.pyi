@@ -1,4 +1,3 @@
 from .case import Check as Check
 from .run import Diagnosis as Diagnosis
-from .run import Problem as Problem
 from .run import diagnose as diagnose

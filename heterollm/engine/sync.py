@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
-from heterollm.kernels.gpu import SYNC_CHOICES, SyncChoice
+from heterollm.kernels.gpu import SyncChoice
 
 __all__ = ["SYNC_OPTIONS", "Sync"]
 
-Sync: TypeAlias = Literal["auto"] | SyncChoice
+Sync: TypeAlias = Literal["auto", SyncChoice]
 """A strategy in place of the plan's; ``auto`` is the plan's."""
 
-SYNC_OPTIONS: Final[tuple[Sync, ...]] = ("auto", *SYNC_CHOICES)
+SYNC_OPTIONS: Final[tuple[Sync, ...]] = get_args(Sync)

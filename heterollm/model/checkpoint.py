@@ -81,17 +81,55 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
             str(name), allow_patterns=HUB_FILES if weights else CONFIG_FILES, ignore_patterns=HUB_IGNORED
         )
     except Exception as error:
-        # The hub's client raises errors of several libraries without a common base class.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{name} is not a local folder, and the Hugging Face hub did not give it: {reason}",
-            fix="Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
-        ) from error
+        # The hub's client raises the errors of several libraries, without a common base.
+        problem, fix = _hub_problem(str(name), error)
+        raise CheckpointError(f"There is no folder {name}, and {problem}.", fix=fix) from error
     return Path(found)
 
 
-def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
-    """Return the error about a file, or a folder without weights; it names another format that it finds."""
+def _hub_problem(name: str, error: Exception) -> tuple[str, str]:
+    """Return why the hub did not give a model, and what to do."""
+    from huggingface_hub import errors
+
+    cause = error.__cause__
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            "the Hugging Face hub gives the model only to accounts that its owner has accepted",
+            f"Ask for access on https://huggingface.co/{name}, then run `hf auth login`.",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "the Hugging Face hub has no public model of this name",
+            "Check the spelling, OWNER/NAME; for a private model run `hf auth login`.",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return (
+            "the model has no revision `main` on the Hugging Face hub",
+            "Download a revision, and name its folder.",
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(cause, errors.OfflineModeIsEnabled):
+        return (
+            "HF_HUB_OFFLINE keeps heterollm from the Hugging Face hub, whose cache here lacks the model",
+            "Unset HF_HUB_OFFLINE, or name the folder of a checkpoint.",
+        )
+    for failed in (error, cause):
+        if isinstance(failed, errors.HfHubHTTPError):
+            status = failed.response.status_code
+            return f"the Hugging Face hub answered with status {status}", "Run the command again later."
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            "the Hugging Face hub cannot be reached, and its cache here lacks the model",
+            "Check the connection (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), or name a folder.",
+        )
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return (
+        f"the Hugging Face hub did not give it: {reason}",
+        "Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
+    )
+
+
+def other_format(path: Path) -> CheckpointError | None:
+    """Return the error of a file, or of a folder with one, whose format heterollm does not read."""
     try:
         found = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
@@ -100,7 +138,12 @@ def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
         for ending, kind, convert in OTHER_FORMATS:
             if file.name.endswith(ending):
                 return CheckpointError(f"{file} is {kind}. Only safetensors are read.", fix=convert)
-    return CheckpointError(f"{path} {lack}", fix=fix)
+    return None
+
+
+def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
+    """Return the error of a file, or of a folder without weights; it names another format found there."""
+    return other_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
 
 
 def is_hub_name(name: Path | str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Precision
-from heterollm.model.checkpoint import checkpoint_folder, is_hub_name
+from heterollm.model.checkpoint import checkpoint_folder, is_hub_name, other_format
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
 from heterollm.model.json_fields import read_json_object
@@ -243,6 +243,8 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         on_hub = not path.exists() and "/" in str(name_or_path) and is_hub_name(name_or_path)
         if on_hub:
             path = checkpoint_folder(name_or_path, weights=False)
+        if path.exists() and not (path / "config.json").is_file() and (other := other_format(path)):
+            raise other
         if path.is_dir():
             name = str(name_or_path) if on_hub else path.resolve().name
             file = path / "config.json"

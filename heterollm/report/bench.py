@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -26,7 +27,6 @@ from heterollm.report.tables_bench import (
 )
 
 if TYPE_CHECKING:
-    from heterollm.base import Section
     from heterollm.benchmarks import BenchResult, BenchRow
 
 __all__ = ["bars", "bench_report", "bench_reports", "rows_table"]
@@ -46,8 +46,8 @@ def bench_report(result: BenchResult) -> RenderableType:
                 parts.append(Padding(bars(drawn), (0, 0, 0, 2)))
     traced = [row for row in rows if row.trace.traced_ms is not None]
     if traced:
-        parts += [Text(), _tightened(traces_section(traced))]
-        parts += [_tightened(operators_section(row)) for row in most_telling(traced)]
+        parts += [Text(), section_table(traces_section(traced))]
+        parts += [section_table(operators_section(row)) for row in most_telling(traced)]
     bound = list(bounds(rows))
     if bound:
         parts += [Text(), Text("What bounds each phase", "bold")]
@@ -75,33 +75,22 @@ def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
 
 def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
     """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
-    made = _tightened(rates_section(rows, title))
+    made = section_table(rates_section(rows, title))
     for place, row in enumerate(rows):
         if row.times.median_ts is None or row.quality.quality_passed is False:
             made.rows[place].style = "red"
     return made
 
 
-def _tightened(section: Section) -> Table:
-    """Return a table that saves room: labels may wrap, numbers may not."""
-    made = section_table(section)
-    made.pad_edge, made.collapse_padding = False, True
-    for column in made.columns:
-        column.no_wrap = column.header != "configuration"
-    return made
-
-
-def bars(rows: Sequence[BenchRow]) -> Text:
+def bars(rows: Sequence[BenchRow]) -> Table:
     """Return a bar for each row, as long as its rate."""
-    longest = max(row.times.median_ts or 0.0 for row in rows)
-    width = max(len(short_label(row)) for row in rows)
+    rates = [row.times.median_ts or 0.0 for row in rows]
     best = best_of(rows)
-    text = Text()
-    for row in rows:
-        rate = row.times.median_ts or 0.0
-        filled = round(BAR_WIDTH * rate / longest) if longest else 0
-        text.append(f"{short_label(row):<{width}} ")
-        text.append("█" * filled, "green" if row is best else "cyan")
-        text.append(f" {rate:.1f}\n")
-    text.rstrip()
-    return text
+    made = Table.grid(padding=(0, 1))
+    made.add_column(overflow="fold")
+    made.add_column(max_width=BAR_WIDTH)
+    made.add_column(justify="right", no_wrap=True)
+    for row, rate in zip(rows, rates, strict=True):
+        bar = Bar(max(rates) or 1.0, 0, rate, color="green" if row is best else "cyan")
+        made.add_row(short_label(row), bar, f"{rate:.1f}")
+    return made

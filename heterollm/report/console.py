@@ -1,23 +1,27 @@
-"""Everything that is shown to a person: data in, rich renderables out."""
+"""The console: tables, panels, notes and progress bars of rich."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, TextIO
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from heterollm.base import HeteroLLMError, Progress, format_bytes
+from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, write, write_json
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
@@ -26,12 +30,17 @@ if TYPE_CHECKING:
     from heterollm.text import GenerationResult
 
 __all__ = [
+    "SafeConsole",
+    "answer",
+    "bars_with",
     "bug_panel",
     "cache_table",
     "devices_table",
     "error_panel",
     "note",
+    "pairs_table",
     "precompile_report",
+    "present",
     "progress_bars",
     "render",
     "section_table",
@@ -41,16 +50,34 @@ __all__ = [
 ]
 
 PIPE_WIDTH: Final = 110
-"""Columns where there is no terminal to ask."""
+"""Columns of a pipe or a file."""
 
-LEAST_TEXT_WIDTH: Final = 6
-"""Of a table's columns of words, before numbers are broken."""
+FOLDED_WIDTH: Final = 24
+"""A longer word, such as a path, may go on in the next line of its cell."""
+
+
+class SafeConsole(Console):
+    """A console that reads no markup in texts, and shows control characters instead of obeying them."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of rich's Console
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render with the control characters of a text made visible."""
+        if isinstance(renderable, Text) and (shown := visible(renderable.plain)) != renderable.plain:
+            renderable = renderable.copy()
+            renderable.plain = shown
+        return super().render(renderable, options)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401 - those of rich's Console
+        """Return a text with its control characters made visible."""
+        return super().render_str(visible(text), **options)
 
 
 @functools.cache
 def stderr_console() -> Console:
-    """Return the one console on stderr, which keeps what is shown clear of progress bars."""
-    console = Console(stderr=True, highlight=False)
+    """Return the console on stderr, which writes messages above the progress bars."""
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
@@ -67,21 +94,53 @@ def render(renderable: RenderableType, *, like: TextIO | None = None, width: int
     """Return a renderable as text.
 
     Args:
-        renderable: What to render.
-        like: Where the text will go; colours and width are those that suit it. Plain text by default.
-        width: Columns; by default those of the terminal, or enough for a table in a file.
+        renderable: The report.
+        like: The stream whose colours and width the text takes; plain text by default.
+        width: Columns; by default those of the terminal, or :data:`PIPE_WIDTH`.
     """
     terminal = like is not None and like.isatty()
     buffer = io.StringIO()
-    console = Console(
+    console = SafeConsole(
         file=buffer,
         force_terminal=terminal,
         no_color=None if terminal else True,
         width=width or (None if terminal else PIPE_WIDTH),
-        highlight=False,
     )
     console.print(renderable)
     return buffer.getvalue()
+
+
+def present(renderable: RenderableType) -> None:
+    """Write a result to stdout, with the colours and the width that suit it."""
+    write(render(renderable, like=sys.stdout), styled=True)
+
+
+def bars_with(last: ProgressColumn) -> RichProgress:
+    """Return progress bars on stderr, where it is a terminal.
+
+    Args:
+        last: Column after the percentage.
+    """
+    console = stderr_console()
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        last,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    )
+
+
+def answer(shown: RenderableType, data: object, *, as_json: bool) -> None:
+    """Write a result to stdout: its data as JSON, or the report for a person."""
+    if as_json:
+        write_json(data)
+    else:
+        present(shown)
 
 
 @contextlib.contextmanager
@@ -90,18 +149,7 @@ def progress_bars() -> Iterator[Progress]:
 
     A bar vanishes when its stage is done, so that a result can be written between two stages.
     """
-    console = stderr_console()
-    bars = RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=not console.is_terminal,
-    )
+    bars = bars_with(TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -123,19 +171,20 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def error_panel(error: HeteroLLMError) -> Panel:
-    """Return the panel of an error that was raised on purpose."""
-    parts = [Text(error.message)]
-    if error.fix:
-        parts.append(Text(error.fix, "bold"))
-    return Panel(Group(*parts), title="Error", title_align="left", border_style="red")
+    """Return the panel of an error of heterollm."""
+    return _panel("Error", error.message, error.fix)
 
 
 def bug_panel(error: BaseException) -> Panel:
-    """Return the panel of an error that nobody expected."""
+    """Return the panel of an unexpected error."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     advice = "This is a bug in heterollm. Run the command again with --debug and report what it prints."
-    parts = Group(Text(text), Text(advice, "bold"))
-    return Panel(parts, title="Unexpected error", title_align="left", border_style="red")
+    return _panel("Unexpected error", text, advice)
+
+
+def _panel(title: str, message: str, advice: str) -> Panel:
+    parts = [Text(message), *([Text(advice, "bold")] if advice else [])]
+    return Panel(Group(*parts), title=title, title_align="left", border_style="red")
 
 
 def note(text: str) -> Text:
@@ -146,7 +195,7 @@ def note(text: str) -> Text:
 def statistics_lines(
     result: GenerationResult, *, device: str, time_kind: str, plan: str, precision: str
 ) -> Text:
-    """Return what an answer cost: tokens, times and rates, and where it was computed."""
+    """Return tokens, times and rates of an answer, and the device, plan and precision."""
     parts = [f"{result.prompt_tokens} prompt tokens", f"{result.generated_tokens} new tokens"]
     if result.ttft_s is not None:
         parts.append(f"first after {result.ttft_s * 1e3:.0f} ms")
@@ -162,47 +211,64 @@ def statistics_lines(
 # -- tables ------------------------------------------------------------------------------------------
 
 
-class _WholeWords(Table):
-    """A table that breaks no word while there is room, and then no number; rich would break any."""
+class _FittingTable(Table):
+    """A table that breaks no word and no number; on a narrow terminal it puts the cells of a row on lines.
+
+    Args:
+        heading: Text above the table.
+    """
+
+    def __init__(self, heading: str = "") -> None:
+        super().__init__(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        self.heading = heading
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield its lines, with columns as wide as their longest words and as the room allows."""
-        least, widths, numbers = [], [], []
+        """Yield the heading and the table, or the rows one below the other."""
+        if self.heading:
+            yield Text(self.heading, "bold")
+        least, widths = [], []
         for column in self.columns:
-            column.width = None
+            column.width = 1
             sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-            right = column.justify == "right"
-            # A number stays with its unit.
-            whole = column.no_wrap or right
-            small = [sizes[0].minimum, *(size.maximum if whole else size.minimum for size in sizes[1:])]
-            least.append(max(small))
             widths.append(max(size.maximum for size in sizes))
-            numbers.append(max(small[1:], default=1) if right else min(max(small), LEAST_TEXT_WIDTH))
-        if self._taken(console, options) + sum(least) > options.max_width:
-            self.collapse_padding, self.pad_edge = True, False
-        room = options.max_width - self._taken(console, options)
-        for floor in (least, numbers, [1] * len(widths)):
-            while sum(widths) > room:
-                slack = [width if width > low else 0 for width, low in zip(widths, floor, strict=True)]
-                if not any(slack):
-                    break
-                widths[slack.index(max(slack))] -= 1
+            number = column.justify == "right"  # it stays with its unit; a column of words may fold paths
+            cells = [size.maximum if number else min(size.minimum, FOLDED_WIDTH) for size in sizes[1:]]
+            least.append(max(sizes[0].minimum, *cells, 1))
+        room = options.max_width - (super().__rich_measure__(console, options).minimum - len(widths))
+        if sum(least) > room:
+            yield from self._lines(options.max_width)
+            return
+        while sum(widths) > room:
+            _, place = max((width, place) for place, width in enumerate(widths) if width > least[place])
+            widths[place] -= 1
         for column, width in zip(self.columns, widths, strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
 
-    def _taken(self, console: Console, options: ConsoleOptions) -> int:
-        """Return the columns of the terminal that lines and padding take."""
-        empty = Table(box=self.box, pad_edge=self.pad_edge, collapse_padding=self.collapse_padding)
-        for _ in self.columns:
-            empty.add_column(width=0)
-        return empty.__rich_measure__(console, options).minimum
+    def _lines(self, width: int) -> RenderResult:
+        """Yield the first cell of each row, and below it the others, each with the head of its column."""
+        for row, cells in zip(
+            self.rows, zip(*(column.cells for column in self.columns), strict=True), strict=True
+        ):
+            first, *others = (
+                Text.assemble(head, ": " if head else "", _text(cell), overflow="fold")
+                for head, cell in zip((str(column.header) for column in self.columns), cells, strict=True)
+                if str(cell)
+            )
+            first.stylize(row.style or "bold")
+            short = [other for other in others if "\n" not in other.plain and other.cell_len < width // 2]
+            long = [other for other in others if other not in short]
+            yield first
+            yield Padding(Group(Columns(short, (0, 3)), *long), (0, 0, 0, 2))
+
+
+def _text(cell: RenderableType) -> Text:
+    return cell if isinstance(cell, Text) else Text(str(cell))
 
 
 def table(*columns: str, title: str = "") -> Table:
     """Return an empty table in the project's style; columns that begin with ``>`` are right-aligned."""
-    heading = Text(title) if title else None  # text, since names of models and files are no markup
-    made = _WholeWords(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    made = _FittingTable(title)
     for column in columns:
         right = column.startswith(">")
         made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
@@ -213,29 +279,39 @@ def section_table(section: Section) -> Table:
     """Return a section's title and table."""
     made = table(*section.columns, title=section.title)
     for row in section.rows:
-        made.add_row(*map(Text, row))
+        made.add_row(*row)
+    return made
+
+
+def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return names with their values, without a head."""
+    made = Table(box=box.SIMPLE, show_header=False)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in pairs:
+        made.add_row(name, value)
     return made
 
 
 def devices_table(statuses: Sequence[DeviceStatus]) -> Group:
-    """Return what devices there are, and for the others why not and what to install."""
+    """Return the table of devices, and the reason and the fix of each unusable one."""
     made = table("device", "usable", "GPU part", "NPU part")
     lines: list[Text] = []
     for status in statuses:
         yes = "yes" if status.time == "real" else status.time
         usable = Text(yes, "green") if status.usable else Text("no", "red")
-        made.add_row(status.name, usable, Text(status.gpu), Text(status.npu))
+        made.add_row(status.name, usable, status.gpu, status.npu)
         if status.reason or status.fix:
             lines.append(Text(f"{status.name}: {status.reason} {status.fix}".rstrip()))
     return Group(made, *lines)
 
 
 def cache_table(kinds: Sequence[CacheKind]) -> Table:
-    """Return what each kind of the cache takes."""
+    """Return files and size of each kind of cached file."""
     made = table("kind", "content", ">files", ">size", "folder")
     for kind in kinds:
         size = format_bytes(kind.size_bytes)
-        made.add_row(kind.name, kind.content, str(kind.files), size, Text(str(kind.path)))
+        made.add_row(kind.name, kind.content, str(kind.files), size, str(kind.path))
     total = sum(kind.size_bytes for kind in kinds)
     made.add_section()
     made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
@@ -243,7 +319,7 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
 
 
 def precompile_report(result: Precompiled) -> Group:
-    """Return what was compiled for a chip, and how it gets there."""
+    """Return the graphs compiled for a chip, and how to copy them to it."""
     made = table("group", ">tokens", ">graphs", ">compiled", ">size", ">time", "loads in the emulator")
     for build in result.builds:
         loads = "yes" if build.loadable == build.graphs else f"{build.loadable} of {build.graphs}"
@@ -254,7 +330,7 @@ def precompile_report(result: Precompiled) -> Group:
             str(build.compiled),
             format_bytes(build.size_bytes),
             f"{build.build_s:.1f} s",
-            Text(f"{loads}: {build.refusal}" if build.refusal else loads),
+            f"{loads}: {build.refusal}" if build.refusal else loads,
         )
     made.add_section()
     counts = (sum(build.graphs for build in result.builds), sum(build.compiled for build in result.builds))

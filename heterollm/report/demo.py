@@ -20,7 +20,7 @@ __all__ = ["demo_report"]
 
 
 def demo_report(result: DemoResult) -> Group:
-    """Return the plan levels' tables, what they mean, and the notes."""
+    """Return the tables of the plan levels, the verdicts and the notes."""
     device = result.device
     parts: list[RenderableType] = [
         Text(f"GPU part: {device['gpu']} ({device['gpu_driver']}){_threads(device['gpu_threads'])}"),

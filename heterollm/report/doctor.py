@@ -1,19 +1,18 @@
-"""What the doctor found, for a person to read."""
+"""The report of the doctor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from heterollm.report.console import note, table
+from heterollm.report.console import note, pairs_table, table
 
 if TYPE_CHECKING:
-    from heterollm.doctor import Check, Diagnosis, Problem
+    from heterollm.doctor import Check, Diagnosis
 
 __all__ = ["diagnosis_report"]
 
@@ -22,7 +21,7 @@ PARTS: Final = ("GPU", "NPU")
 
 def diagnosis_report(diagnosis: Diagnosis) -> Group:
     """Return the facts, the support table, and every failure with its fix."""
-    parts: list[RenderableType] = [_facts_table(diagnosis.facts)]
+    parts: list[RenderableType] = [pairs_table(diagnosis.facts)]
     if diagnosis.checks:
         parts.append(_support_table(diagnosis.checks))
         gates = sorted({check.gate for check in diagnosis.checks})
@@ -32,22 +31,13 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
         if check.status == "fail":
             where = f"{check.part}, {check.operator}, {check.case}: {check.message}"
             parts.append(_finding("FAIL", "red", where, check.fix))
-    parts += [_problem("FAIL", "red", problem) for problem in diagnosis.problems]
-    parts += [_problem("NOTE", "yellow", warning) for warning in diagnosis.warnings]
+    parts += [_finding("FAIL", "red", one.message, one.fix) for one in diagnosis.problems]
+    parts += [_finding("NOTE", "yellow", one.message, one.fix) for one in diagnosis.warnings]
     verdict = f"Device {diagnosis.device}: everything passed."
     if not diagnosis.passed:
         verdict = f"Device {diagnosis.device} is not usable as it is."
     parts.append(Text(verdict, "bold green" if diagnosis.passed else "bold red"))
     return Group(*parts)
-
-
-def _facts_table(facts: Sequence[tuple[str, str]]) -> Table:
-    made = Table(box=box.SIMPLE, show_header=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in facts:
-        made.add_row(name, Text(value))
-    return made
 
 
 def _support_table(checks: Sequence[Check]) -> Table:
@@ -73,10 +63,6 @@ def _cell(checks: Sequence[Check]) -> Text:
     if not errors:
         return note(checks[0].message or "not offered")
     return Text(f"pass  {max(errors):.0e} in {len(errors)}", "green")
-
-
-def _problem(kind: str, style: str, problem: Problem) -> Text:
-    return _finding(kind, style, problem.message, problem.fix)
 
 
 def _finding(kind: str, style: str, message: str, fix: str) -> Text:

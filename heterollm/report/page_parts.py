@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 KINDS: Final = {"real": "measured"}
-"""What times of a kind are called; others by the name of the kind."""
+"""Words for kinds of times; another kind keeps its name."""
 
 LONG_CELL: Final = 40
 """Characters from which on a cell may wrap."""
 
 LONG_NAME: Final = 12
-"""The same of a row's name, so that numbers have room beside it on a phone."""
+"""The same for the name of a row, which leaves room for numbers on a phone."""
 
 CODE: Final = re.compile(r"`([^`]+)`")
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|[\ud800-\udfff]")
@@ -44,11 +44,11 @@ class Bar:
     """One line of a chart.
 
     Args:
-        name: What it is of.
-        pieces: Lengths one after the other, with the class of the style that colours each.
-        number: What stands behind it.
-        spread: Between which lengths the samples lie; None for no mark.
-        best: Whether it is the one to look at.
+        name: Label.
+        pieces: Lengths from the left, each with the style class that colours it.
+        number: Text after the bar.
+        spread: Lengths of the least and the largest sample; None for no mark.
+        best: Whether to highlight the bar.
     """
 
     name: str
@@ -104,8 +104,8 @@ def bars_html(bars: Sequence[Bar], caption: str, keys: Sequence[tuple[str, str]]
 
     Args:
         bars: From the top.
-        caption: What their lengths are.
-        keys: Classes of the style, and what their colours mean.
+        caption: Quantity and unit of the lengths.
+        keys: Style classes with the meaning of their colours.
     """
     lengths = [sum(size for size, _ in bar.pieces) for bar in bars]
     longest = max([*lengths, *(end for bar in bars for end in bar.spread or ())], default=0.0)
@@ -149,13 +149,13 @@ def _environment() -> Environment:
 
 
 def _part(name: str, *arguments: object) -> Markup:
-    """Return what a macro of the parts' template makes of its arguments."""
+    """Return the markup of a macro of the parts' template."""
     macro: Callable[..., Markup] = getattr(_environment().get_template("parts.html.jinja").module, name)
     return macro(*arguments)
 
 
 def _legal(value: object) -> object:
-    """Replace the characters that no page may hold; markup is made of text that went through this."""
+    """Replace the characters that are not legal in a page; markup holds legal text already."""
     return value if isinstance(value, Markup) or not isinstance(value, str) else CONTROLS.sub("\ufffd", value)
 
 

@@ -19,7 +19,7 @@ def profile_page(summary: ProfileSummary, pictures: Sequence[tuple[str, bytes]] 
 
     Args:
         summary: The profile.
-        pictures: What each shows, and its PNG.
+        pictures: Caption and PNG of each.
     """
     kind = kind_word(summary.time_kind)
     first, *rest = sections(summary)

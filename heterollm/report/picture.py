@@ -1,4 +1,4 @@
-"""Reports of the terminal as pictures: SVG in which text is text, and nothing is loaded from elsewhere."""
+"""Reports of the terminal as SVG pictures, whose text is text and which load no other file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.terminal_theme import TerminalTheme
 
 from heterollm.base import OptionError, check_folder, save_file
+from heterollm.report.console import SafeConsole
 
 __all__ = ["check_picture", "picture_svg", "write_picture"]
 
@@ -71,7 +72,7 @@ def check_picture(path: Path) -> None:
     """
     if path.suffix.lower() != ".svg":
         raise OptionError(
-            f"{path} is no name of a picture.", fix="Pictures of reports are SVG: name it FILE.svg."
+            f"{path} does not end in .svg.", fix="Pictures of reports are SVG: name it FILE.svg."
         )
     check_folder(path, "picture")
 
@@ -82,7 +83,7 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
     Args:
         path: The file; it is replaced once it is whole.
         renderable: The report.
-        title: What a reader that shows no pictures is told.
+        title: Text for readers that show no pictures.
         width: Columns.
 
     Raises:
@@ -92,20 +93,19 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
 
 
 def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> str:
-    """Return a report as one SVG, without anything that is loaded from elsewhere.
+    """Return a report as one SVG that loads no other file.
 
     Args:
         renderable: The report.
-        title: What a reader that shows no pictures is told.
+        title: Text for readers that show no pictures.
         width: Columns.
     """
-    console = Console(
+    console = SafeConsole(
         file=io.StringIO(),
         record=True,
         width=max(LEAST_WIDTH, min(width, WIDEST)),
         force_terminal=True,
         color_system="truecolor",
-        highlight=False,
         legacy_windows=False,
     )
     console.print(renderable)
@@ -115,7 +115,7 @@ def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_
 
 
 def _without_head_room(text: str) -> str:
-    """Lower the picture's height by what is not drawn above the text."""
+    """Remove the empty space above the text."""
 
     def lower(found: re.Match[str]) -> str:
         return f"{found[1]}{float(found[2]) - HEAD_ROOM + 14:.1f}{found[3]}"

@@ -22,13 +22,13 @@ __all__ = ["lengths_table", "pass_table", "plan_report"]
 
 
 def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
-    """Return the tables of some passes under a solved plan, and what was learnt on the way.
+    """Return the tables of some passes under a solved plan, and the notes of the solver.
 
     Args:
         solved: The plan.
         prompts: Lengths of the prompts that were asked for; long ones run in several passes.
         decode: Tokens that are decoded after each.
-        explain: Whether to say why others lost.
+        explain: Whether to show rejected placements.
     """
     model, plan = solved.model, solved.plan
     lengths = {tokens for prompt in prompts for _, tokens in plan.chunks(prompt)} - {1}
@@ -89,7 +89,7 @@ def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:
 
 
 def chunked(plan: Plan, prompt: int) -> str:
-    """Say in which passes a long prompt runs."""
+    """Return the passes of a long prompt, in words."""
     lengths = [length for _, length in plan.chunks(prompt)]
     full = lengths.count(plan.chunk_length)
     words = f"{full} of {plan.chunk_length}" if full > 1 else f"one of {plan.chunk_length}"
@@ -98,7 +98,7 @@ def chunked(plan: Plan, prompt: int) -> str:
 
 
 def lengths_table(choice: LengthChoice) -> Table:
-    """Return which standard lengths were chosen, and what they mean beside all that there are."""
+    """Return the chosen standard lengths beside all lengths of the device."""
     columns = ["standard lengths", "lengths", ">graphs", ">to build", ">mean pass ms", ">padding on the NPU"]
     title = f"Standard lengths within {format_duration(choice.budget_us / 1e6)} of building, by the histogram"
     result = table(*columns, title=title)
@@ -115,7 +115,7 @@ def lengths_table(choice: LengthChoice) -> Table:
 
 
 def verdict(passes: Sequence[PassTime]) -> str:
-    """Say in words where splitting pays, by the numbers of the passes."""
+    """Return the passes with split operators, in words."""
     split = [found for found in passes if any(item.priced.is_cut for item in found.operators)]
     if not split:
         return "No operator is split: either part alone is as fast as both, by the profile."
@@ -157,7 +157,7 @@ def pass_table(found: PassTime, *, explain: bool) -> Table:
 
 
 def _reasons(item: OperatorTime, ffn_us: float) -> list[str]:
-    """Return what other placements would have cost, by the plan."""
+    """Return the predicted times of rejected placements, by the plan."""
     placement = item.priced.placement
     chosen_us = item.priced.time_us if placement.predicted_us is None else placement.predicted_us
     return [
@@ -167,7 +167,7 @@ def _reasons(item: OperatorTime, ffn_us: float) -> list[str]:
 
 
 def _reason(other: str, other_us: float, chosen_us: float) -> str:
-    """Say how much slower another placement would be, or why it is none although it is faster."""
+    """Return how much slower another placement would be, or why a faster one is not chosen."""
     slower = other_us / chosen_us - 1.0 if chosen_us else 0.0
     reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a cut must gain"
     return f"{other}: {other_us:.0f} us ({reason})"

@@ -10,14 +10,14 @@ import io
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from heterollm.base import OptionError
 from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.profiler import HeldOut, held_out
-from heterollm.report.tables_npu import column_curves, order_ratios, stage_curves
+from heterollm.report.tables_npu import Curves, column_curves, is_counted, order_ratios, stage_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,9 +40,6 @@ __all__ = [
     "step_curves",
 ]
 
-Curves: TypeAlias = Mapping[str, Mapping[int, float]]
-"""Values by tokens, by the name of the curve."""
-
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 WIDTH_IN: Final = 4.0
@@ -54,7 +51,7 @@ STAGE_TOKENS: Final = 32
 LONGEST_LINEAR_AXIS: Final = 300
 MOST_CURVES: Final = 6
 FEW_CURVES: Final = 3
-"""So many names have room beside the curves."""
+"""Most curves whose names have room beside them."""
 
 LEGEND_ROW_IN: Final = 0.17
 WIDE_RANGE: Final = 30.0
@@ -123,12 +120,11 @@ def _stages_of_sweeps(summary: ProfileSummary) -> Figure | None:
 
 
 def _npu_unit(summary: ProfileSummary) -> str:
-    counted = all(row.counted for row in summary.sweeps)
-    return "Mcycles of the emulated NPU" if counted else f"{summary.time_kind} time, ms"
+    return "Mcycles of the emulated NPU" if is_counted(summary) else f"{summary.time_kind} time, ms"
 
 
 def columns_plot(summary: ProfileSummary) -> Figure | None:
-    """Return what a weight costs on the NPU against the inputs ``k``, at weights of one size."""
+    """Return the NPU's cost of a weight against the inputs ``k``, at matrices of one size."""
     curves = column_curves(summary)
     if not curves:
         return None
@@ -136,8 +132,7 @@ def columns_plot(summary: ProfileSummary) -> Figure | None:
     for name, curve in curves.items():  # tokens lie far apart: a panel each
         panels[name.partition(",")[0]][name] = curve
     figure, axes = _figure(summary, "NPU: effect of k", "4-bit weights of one size", panels=len(panels))
-    counted = all(row.counted for row in summary.sweeps)
-    unit = "cycles a weight" if counted else "ns for 1000 weights"
+    unit = "cycles a weight" if is_counted(summary) else "ns for 1000 weights"
     for panel, found in zip(axes, panels.values(), strict=True):
         step_curves(panel, found, unit, xlabel="inputs k", logarithmic=False)
         panel.set_ylim(bottom=0)
@@ -161,7 +156,7 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
         if row.part == "npu" and linear and not row.point.weight.quantized:
             cost = row.cycles if counted else row.times.median_us
             if cost:
-                slices[_formless(row.point)][row.point.form] = cost
+                slices[replace(row.point, form="")][row.point.form] = cost
     pairs = {
         point: costs for point, costs in slices.items() if {"weight_first", "activation_first"} <= set(costs)
     }
@@ -226,7 +221,7 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
 
 
 def bandwidth_plot(summary: ProfileSummary) -> Figure | None:
-    """Return what each part reads from memory in a second, alone and beside the other."""
+    """Return the memory bandwidth of each part, alone and beside the other."""
     rates = {(row.part, row.together): row.gbps for row in summary.bandwidth}
     if not rates:
         return None
@@ -299,11 +294,11 @@ PLOTS: Final[Mapping[str, tuple[str, Callable[[ProfileSummary], Figure | None]]]
         lambda summary: accuracy_plot(summary, held_out(summary)),
     ),
 }
-"""File names, what the plots show, and what draws them."""
+"""Captions and functions of the plots by file name."""
 
 
 def draw(summary: ProfileSummary) -> Iterator[tuple[str, str, bytes | None]]:
-    """Yield each plot's file name, what it shows, and its PNG; None where the profile has nothing for it.
+    """Yield file name, caption and PNG of each plot; None where the profile has no data for it.
 
     Raises:
         OptionError: matplotlib is not installed.
@@ -319,7 +314,7 @@ def draw(summary: ProfileSummary) -> Iterator[tuple[str, str, bytes | None]]:
         yield name, title, file.getvalue()
 
 
-# -- what they share ---------------------------------------------------------------------------------
+# -- shared functions --------------------------------------------------------------------------------
 
 
 def step_curves(
@@ -336,8 +331,8 @@ def step_curves(
     Args:
         axes: Where.
         curves: The values.
-        ylabel: What they are.
-        xlabel: What they are of.
+        ylabel: Quantity and unit of the values.
+        xlabel: Quantity of the places.
         logarithmic: Whether both axes are; by default each where its values are far apart.
         legend: Whether the lines are named.
     """
@@ -417,10 +412,6 @@ def new_figure(title: str, *, panels: int = 1, height_in: float = HEIGHT_IN) -> 
         panel.xaxis.label.set_fontsize(9)
         panel.yaxis.label.set_fontsize(9)
     return figure, axes
-
-
-def _formless(point: LinearPoint) -> LinearPoint:
-    return replace(point, form="")
 
 
 def _few(curves: Curves) -> Curves:

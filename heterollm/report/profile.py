@@ -1,4 +1,4 @@
-"""What a profile says, for a person to read on a terminal."""
+"""Profiles on the terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as RichProgress
-from rich.table import Table
+from rich.progress import TextColumn
 from rich.text import Text
 
 from heterollm.base import Progress, Section, format_bytes, format_duration, format_moment
-from heterollm.report.console import note, section_table, stderr_console, table
+from heterollm.report.console import bars_with, note, pairs_table, section_table, table
 from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
@@ -57,20 +54,9 @@ SKIPPED_FRACTION: Final = 0.1
 def time_bar() -> Iterator[Progress]:
     """Show one bar with the time left, on a terminal only.
 
-    Steps are milliseconds of estimated work, so that what is left can be said from the start.
+    Steps are milliseconds of estimated work, which give the time left from the start.
     """
-    console = stderr_console()
-    bars = RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[left]}", markup=False),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=not console.is_terminal,
-    )
+    bars = bars_with(TextColumn("{task.fields[left]}", markup=False))
     task = bars.add_task("Profiling", total=None, left="")
     pace = Pace()
 
@@ -86,7 +72,7 @@ def time_bar() -> Iterator[Progress]:
 
 
 class Pace:
-    """Tells how long the rest of some work will take, from estimates and from how they held so far."""
+    """Predicts the time left from estimates and from the time that earlier work took."""
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
@@ -102,7 +88,7 @@ class Pace:
         """
         if self._last is not None:
             estimated_s, taken_s = (done_ms - self._last[0]) / 1e3, now_s - self._last[1]
-            # What was known already is done in no time, and other work starts anew: neither says anything.
+            # Known points take no time, and a smaller count is other work: both say nothing of the pace.
             if 0 < estimated_s * SKIPPED_FRACTION <= taken_s:
                 self._estimated_s += estimated_s
                 self._taken_s += taken_s
@@ -116,7 +102,7 @@ class Pace:
 
 
 def run_report(result: Profiled) -> Group:
-    """Return what a run did, where it is kept and what comes next."""
+    """Return counts, times and the file of a run, and the next commands."""
     summary, profile = result.summary, result.profile
     rows = {
         "device": f"{profile.device}, {profile.time_kind} time, fingerprint {profile.fingerprint}",
@@ -131,25 +117,25 @@ def run_report(result: Profiled) -> Group:
         "file": str(result.path),
     }
     parts: list[RenderableType] = [
-        _pairs(rows),
-        Text("`heterollm profile show` prints what was found; `heterollm plan MODEL` plans with it."),
+        pairs_table(rows.items()),
+        Text("`heterollm profile show` prints the profile; `heterollm plan MODEL` plans with it."),
     ]
     if summary.over_seconds >= OVER_S:
         parts.append(
             note(
-                f"What is always measured took {format_duration(summary.over_seconds)} more than the budget; "
+                f"Needed measurements took {format_duration(summary.over_seconds)} more than the budget; "
                 f"building NPU graphs took {format_duration(summary.build_seconds)} of the run."
             )
         )
     if disturbed := disturbed_words(summary.drift_fraction, _spreads(result)):
         parts.append(Text(disturbed, "yellow"))
     if summary.left:
-        parts.append(note("`heterollm profile --update` with a longer --budget measures what was left out."))
+        parts.append(note("`heterollm profile --update` with a longer --budget measures the rest."))
     return Group(*parts)
 
 
 def left_words(summary: RunSummary) -> str:
-    """Return what the budget left out, by group and part."""
+    """Return the measurements that the budget left out, by group and part."""
     if not summary.left:
         return "nothing"
     names = ", ".join(f"{name} {count}" for name, count in summary.left_out.items())
@@ -157,7 +143,7 @@ def left_words(summary: RunSummary) -> str:
 
 
 def skipped_words(skipped: object) -> str:
-    """Return how many points were left out by which rule."""
+    """Return the number of skipped points by rule."""
     counts = dict(skipped) if isinstance(skipped, dict) else {}
     if not counts:
         return "nothing"
@@ -166,7 +152,7 @@ def skipped_words(skipped: object) -> str:
 
 
 def drift_words(drift: object) -> str:
-    """Return how far the machine moved during a run."""
+    """Return how far the speed of each part drifted during a run."""
     fractions = dict(drift) if isinstance(drift, dict) else {}
     if not fractions:
         return "not measured"
@@ -207,7 +193,7 @@ def _spreads(result: Profiled) -> list[float]:
 
 
 def interrupted_note(kept: Kept) -> Text:
-    """Return what is kept of a run that was stopped, and how to go on."""
+    """Return the number of kept measurements of a stopped run, and how to continue it."""
     if not kept.measured:
         return note("Stopped before anything was measured.")
     return note(
@@ -220,18 +206,18 @@ def interrupted_note(kept: Kept) -> Text:
 
 
 def profiles_table(stored: Sequence[StoredProfile]) -> RenderableType:
-    """Return the profiles of the cache, and what is wrong with damaged ones."""
+    """Return the profiles of the cache, and the problems of damaged ones."""
     if not stored:
         return Text("There is no profile yet. Run `heterollm profile`.")
     made = table("device", "time", "fingerprint", ">records", ">failed", ">runs", "newest", ">size")
     for entry in stored:
         size = format_bytes(entry.size_bytes)
         if entry.problem:
-            made.add_row(Text("damaged", "red"), "", Text(entry.path.name), "", "", "", "", size)
+            made.add_row(Text("damaged", "red"), "", entry.path.name, "", "", "", "", size)
             continue
         counts = [str(count) for count in (entry.records, entry.failed, entry.runs)]
         newest = format_moment(entry.newest_s) if entry.newest_s else "never"
-        made.add_row(Text(entry.device), Text(entry.time_kind), entry.fingerprint, *counts, newest, size)
+        made.add_row(entry.device, entry.time_kind, entry.fingerprint, *counts, newest, size)
     problems = [Text(entry.problem, "red") for entry in stored if entry.problem]
     return Group(made, *problems)
 
@@ -257,25 +243,16 @@ def _section(section: Section) -> Iterator[RenderableType]:
     if section.rows and section.columns:
         yield section_table(replace(section, title=""))
     elif section.rows:
-        yield _pairs({row[0]: row[1] for row in section.rows})
+        yield pairs_table((name, value) for name, value in section.rows)
     for line in section.notes:
         yield note(line)
-
-
-def _pairs(rows: dict[str, str]) -> Table:
-    made = Table(box=box.SIMPLE, show_header=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in rows.items():
-        made.add_row(Text(name), Text(value))
-    return made
 
 
 # -- two profiles ------------------------------------------------------------------------------------
 
 
 def comparison_report(comparison: Comparison) -> Group:
-    """Return two profiles side by side: summaries, then what changed most."""
+    """Return two profiles side by side: summaries, then the largest changes."""
     parts: list[RenderableType] = [Text(f"A  {comparison.first}"), Text(f"B  {comparison.second}")]
     for name, (ours, theirs) in comparison.differences.items():
         parts.append(note(f"{name}: A {ours!s:.80}, B {theirs!s:.80}"))
@@ -291,7 +268,7 @@ def comparison_report(comparison: Comparison) -> Group:
         details = table("what", ">A us", ">B us", ">B / A", "B is")
         for pair in changed[:LISTED_CHANGES]:
             times = [f"{pair.first_us:.1f}", f"{pair.second_us:.1f}", f"{pair.ratio:.2f}"]
-            details.add_row(Text(f"{pair.kind}: {pair.label}"), *times, pair.verdict)
+            details.add_row(f"{pair.kind}: {pair.label}", *times, pair.verdict)
         parts.append(details)
     if len(changed) > LISTED_CHANGES:
         parts.append(note(f"{len(changed) - LISTED_CHANGES} more changed less; --json lists all."))

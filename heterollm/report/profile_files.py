@@ -16,10 +16,10 @@ __all__ = ["write_outputs"]
 
 
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
-    """Write plots and page, and say what was written and what there is nothing to draw for.
+    """Write plots and page, and return notes about written files and plots without data.
 
-    Without matplotlib a page has its tables, and what is missing is said. Names of files say where times are
-    simulated.
+    Without matplotlib the page has tables alone, and a note says so. Files with simulated times have the word
+    simulated in their names.
 
     Args:
         summary: The profile.

@@ -19,7 +19,7 @@ __all__ = ["sections_report", "simulation_report", "sweep_report"]
 
 
 def sweep_report(rows: Sequence[SimulatedRow]) -> RenderableType:
-    """Return the rows of a sweep, and what failed in it."""
+    """Return the rows of a sweep, and the reasons of failed cases."""
     return sections_report([sweep_table(rows)])
 
 
@@ -32,7 +32,7 @@ def sections_report(sections: Sequence[Section]) -> RenderableType:
 
 
 def simulation_report(result: SimulationResult) -> RenderableType:
-    """Return what a simulation found, as tables."""
+    """Return the result of a simulation as tables."""
     data = result.to_dict()
     head = (
         f"{result.model} on {result.device}, plan level {result.plan.level}, sync {result.sync}: "

@@ -59,7 +59,7 @@ def steps_report(passes: Sequence[PassSteps], heading: str) -> RenderableType:
 
     Args:
         passes: The passes.
-        heading: What they are passes of.
+        heading: Device, precision and level of the plan.
     """
     parts: list[RenderableType] = [Text(heading)]
     for one in passes:
@@ -113,7 +113,7 @@ def _pass_table(one: PassSteps) -> RenderableType:
 def _add(made: Table, layer: str, lines: Sequence[_Line]) -> None:
     """Add lines to a table, the first of them with their layer."""
     for place, line in enumerate(lines):
-        made.add_row("" if place else layer, *map(Text, line.cells))
+        made.add_row("" if place else layer, *line.cells)
 
 
 def _runs(blocks: Sequence[_Block]) -> Iterator[tuple[list[int | None], list[_Line]]]:
@@ -124,7 +124,7 @@ def _runs(blocks: Sequence[_Block]) -> Iterator[tuple[list[int | None], list[_Li
 
 
 def _blocks(steps: Iterable[Step]) -> list[_Block]:
-    """Return each layer with its lines, and what lies before and behind them under None."""
+    """Return each layer with its lines; steps before and after the layers are under None."""
     lines = itertools.groupby(_lines(steps), key=lambda line: line.step.layer)
     return [(layer, list(own)) for layer, own in lines]
 

@@ -1,4 +1,4 @@
-"""The NPU as section 3 of the HeteroLLM paper looks at one: stages, order of operands, effect of ``k``."""
+"""The NPU's stages, order of operands and effect of ``k``, as in section 3 of the HeteroLLM paper."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from heterollm.kernels.npu import K_SPLIT_COLUMNS
 if TYPE_CHECKING:
     from heterollm.profiler import ProfileSummary, SweepRow
 
-__all__ = ["column_curves", "npu_sections", "order_ratios", "stage_curves"]
+__all__ = ["Curves", "column_curves", "is_counted", "npu_sections", "order_ratios", "stage_curves"]
 
 Curves: TypeAlias = Mapping[str, Mapping[int, float]]
+"""Values by tokens or inputs, by the name of the curve."""
 
 STAGE_TOKENS: Final = 32
 ORDERS: Final = ("weight_first", "activation_first")
@@ -28,14 +29,14 @@ def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
         note = "Not measured; `heterollm profile --update --characterise` does."
         yield Section("NPU: stages, order of operands and effect of k", notes=(note,))
         return
-    unit = "Mcycles" if _counted(summary) else f"ms, {summary.time_kind} time"
+    unit = "Mcycles" if is_counted(summary) else f"ms, {summary.time_kind} time"
     stages = stage_curves(summary)
     yield _table(f"NPU: stages, {unit}", "tokens", stages, [_steps(*item) for item in stages.items()])
     ratios = order_ratios(summary)
     notes = ["Activation first (x·W) over weight first (W·x)."] if ratios else []
     yield _table("NPU: order of operands", "tokens", ratios, [*notes, *_missing(summary)])
     columns = column_curves(summary)
-    unit = "cycles a weight" if _counted(summary) else f"ns for 1000 weights, {summary.time_kind} time"
+    unit = "cycles a weight" if is_counted(summary) else f"ns for 1000 weights, {summary.time_kind} time"
     knees = [_knee(name, curve) for name, curve in columns.items() if "in pieces" not in name]
     if summary.time_kind == "simulated":
         knees.append("A simulated NPU has its limit as a parameter, so that this checks the model alone.")
@@ -46,7 +47,7 @@ def stage_curves(summary: ProfileSummary) -> Curves:
     """Return the cost of one square weight by tokens, in ms or millions of cycles, by format and form."""
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for row in _square(summary):
-        scale = 1e6 if _counted(summary) else 1e3
+        scale = 1e6 if is_counted(summary) else 1e3
         curves[f"{row.point.weight} {_form(row)}"][row.point.tokens] = row.cost / scale
     return curves
 
@@ -69,7 +70,7 @@ def column_curves(summary: ProfileSummary) -> Curves:
     for row in summary.sweeps:
         point = row.point
         if point.rows != point.columns:
-            scale = 1.0 if _counted(summary) else 1e6
+            scale = 1.0 if is_counted(summary) else 1e6
             form = ", k in pieces" if point.form == "k_chunked" else ""
             name = f"{point.tokens} token{'s' if point.tokens > 1 else ''}{form}"
             curves[name][point.columns] = row.cost * scale / (point.rows * point.columns)
@@ -80,7 +81,8 @@ def _square(summary: ProfileSummary) -> list[SweepRow]:
     return [row for row in summary.sweeps if row.point.rows == row.point.columns]
 
 
-def _counted(summary: ProfileSummary) -> bool:
+def is_counted(summary: ProfileSummary) -> bool:
+    """Return whether the sweeps count cycles of the NPU instead of time."""
     return all(row.counted for row in summary.sweeps)
 
 
@@ -98,7 +100,7 @@ def _table(title: str, first: str, curves: Curves, notes: Sequence[str]) -> Sect
 
 
 def _steps(name: str, curve: Mapping[int, float]) -> str:
-    """Say what the first token after a stage costs."""
+    """Return the cost of the first token after each stage, in words."""
     edges = [edge for edge in sorted(curve) if edge % STAGE_TOKENS == 0 and edge + 1 in curve]
     words = ", ".join(f"{edge + 1} cost {curve[edge + 1] / curve[edge]:.2f} times {edge}" for edge in edges)
     return f"{name}: of tokens, {words}." if words else f"{name}: not measured at both sides of a stage."
@@ -118,7 +120,7 @@ def _missing(summary: ProfileSummary) -> list[str]:
 
 
 def _knee(name: str, curve: Mapping[int, float]) -> str:
-    """Say where the cost of a weight rises, beside the prior of the forms with ``k`` in pieces."""
+    """Return where the cost of a weight rises, beside the prior of the forms with ``k`` in pieces."""
     least, places = min(curve.values()), sorted(curve)
     risen = len(places)
     while risen and curve[places[risen - 1]] > RISE * least:

@@ -1,4 +1,4 @@
-"""The tables of a profile as words: the same ones go to the terminal and to the page."""
+"""The tables of a profile, for the terminal and for the page."""
 
 from __future__ import annotations
 

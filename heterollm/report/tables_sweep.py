@@ -13,7 +13,6 @@ from heterollm.simulate import ROW_FIELDS, SimulatedRow
 __all__ = [
     "SWEEP_FORMATS",
     "append_simulated",
-    "check_name",
     "number",
     "read_simulated",
     "sweep_table",
@@ -42,47 +41,28 @@ def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
     )
 
 
-def to_markdown(rows: Sequence[SimulatedRow]) -> str:
-    """Return a table under a heading that says what it is."""
-    return sweep_table(rows).to_markdown()
-
-
-def to_named_csv(rows: Sequence[SimulatedRow]) -> str:
-    """Return one header and one line a row."""
-    return to_csv(rows, ROW_FIELDS)
-
-
 SWEEP_FORMATS: Final[dict[str, Callable[[Sequence[SimulatedRow]], str]]] = {
-    "md": to_markdown,
-    "csv": to_named_csv,
+    "md": lambda rows: sweep_table(rows).to_markdown(),
+    "csv": lambda rows: to_csv(rows, ROW_FIELDS),
     "json": to_json,
     "jsonl": to_jsonl,
 }
-"""How rows can be written, by the names of ``-o``."""
-
-
-def check_name(path: Path) -> None:
-    """Check that a file of simulated times says so in its name, and can be written.
-
-    Raises:
-        OptionError: It does not, or cannot.
-    """
-    if LABEL not in path.name.lower():
-        raise OptionError(
-            f"{path.name!r:.200} does not say that its times are simulated.",
-            fix=f"Name it {labelled(path).name}: files of simulated times carry the word in their names.",
-        )
-    check_target(path, "result")
+"""Writers of rows by the value of ``--format``."""
 
 
 def append_simulated(path: Path, rows: Sequence[SimulatedRow]) -> None:
     """Append rows to a file of JSON lines.
 
     Raises:
-        OptionError: Its name does not say that it is simulated.
-        CacheError: It cannot be written.
+        OptionError: The name of the file lacks the word simulated, or the file cannot be written.
+        CacheError: The disk is full.
     """
-    check_name(path)
+    if LABEL not in path.name.lower():
+        raise OptionError(
+            f"{path.name!r:.200} lacks the word {LABEL}.",
+            fix=f"Name it {labelled(path).name}: files of simulated times carry the word in their names.",
+        )
+    check_target(path, "result")
     append_jsonl(path, rows)
 
 
@@ -127,5 +107,5 @@ def _cells(row: SimulatedRow) -> dict[str, str]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Return a number with so many digits behind the point; nothing for None."""
+    """Return a number with a fixed count of decimals; an empty text for None."""
     return "" if value is None else f"{value:,.{digits}f}"

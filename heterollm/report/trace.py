@@ -15,7 +15,7 @@ from heterollm.trace import OperatorTime, Trace, TraceSummary, summarise_phases
 __all__ = ["summary_text", "trace_report"]
 
 OPERATORS: Final = 14
-"""Rows of the table of operators; what is left takes little time."""
+"""Rows of the table of operators; the others take little time."""
 
 
 def trace_report(trace: Trace) -> RenderableType:
@@ -43,7 +43,7 @@ def trace_report(trace: Trace) -> RenderableType:
 
 
 def summary_text(summary: TraceSummary) -> str:
-    """Say in words whether the parts worked at once and what hand-overs cost."""
+    """Return the overlap of the parts and the cost of hand-overs, in words."""
     if not summary.npu_busy_us:
         return "the GPU computed alone."
     overlap = f"{summary.overlap_fraction:.0%} of the time of the part that worked less"

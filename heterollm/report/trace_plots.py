@@ -1,4 +1,4 @@
-"""The picture of a trace: what the GPU's queue, the NPU and the engine thread did, above each other."""
+"""The picture of a trace: a row of bars each for the GPU's queue, the NPU and the engine thread."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _windows(trace: Trace) -> Iterator[_Window]:
     rest = f", {more} more not shown" if more else ""
     yield _Window(f"{_counted(first)}{rest}", first[0].begin_ns, first[-1].end_ns, False)
     for phase in ("prefill", "decode"):
-        # The first builds what the others find.
+        # The first decode step builds objects that the others reuse.
         found = [one for one in passes if one.phase == phase and not one.failed]
         if found:
             typical = _typical(found[1:] if phase == "decode" and len(found) > 1 else found)
@@ -177,7 +177,7 @@ def _zoom(trace: Trace, one: Pass, summary: TraceSummary) -> _Window:
 
 
 def _draw(axes: Axes, spans: Sequence[Span], window: _Window) -> dict[str, str]:
-    """Draw what lies in a window; returns the colours that are in it, by what they stand for."""
+    """Draw the spans of a window, and return their colours by meaning."""
     shown: dict[str, str] = {}
     width_ns = window.end_ns - window.begin_ns
     for track in TRACKS:

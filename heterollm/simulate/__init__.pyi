@@ -1,5 +1,3 @@
-from .request import LengthChoice as LengthChoice
-from .request import SimulatedSync as SimulatedSync
 from .request import SimulationRequest as SimulationRequest
 from .result import PhaseUse as PhaseUse
 from .result import SimulationResult as SimulationResult

@@ -58,7 +58,6 @@ from .variants import BuildError as BuildError
 from .variants import Variant as Variant
 from .variants import VariantRecord as VariantRecord
 from .waiting import STRATEGIES as STRATEGIES
-from .waiting import SYNC_CHOICES as SYNC_CHOICES
 from .waiting import HostClock as HostClock
 from .waiting import Strategy as Strategy
 from .waiting import SyncChoice as SyncChoice

@@ -34,11 +34,11 @@ Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"
 
 STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 
-SyncChoice: TypeAlias = Literal["operator"] | Strategy
+SyncChoice: TypeAlias = Literal["operator", Strategy]
 """Synchronisation of passes: a strategy, or ``operator``, which finishes the GPU's queue after every
 operator, the baseline of fast waits."""
 
-SYNC_CHOICES: Final[tuple[SyncChoice, ...]] = ("operator", *STRATEGIES)
+SYNC_CHOICES: Final[tuple[SyncChoice, ...]] = get_args(SyncChoice)
 
 SET_TIMER_SLACK: Final = 29
 """``PR_SET_TIMERSLACK`` of Linux's ``prctl``."""

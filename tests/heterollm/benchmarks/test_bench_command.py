@@ -79,9 +79,7 @@ def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["-p", "x"], "--prompt is 'x'"),
         (["-p", "0", "-n", "0"], "nothing to measure"),
-        (["-pg", "5"], "-pg is '5'"),
         (["--threads", "1"], "--threads is '1'"),
         (["--threads", "1+0", "--gpu-threads", "1"], "already names both parts"),
         (["--plan", "fast"], "neither a plan level nor a plan file"),

@@ -143,7 +143,7 @@ def test_saved_rows_become_a_page(rows, tmp_path, capsys):
     assert "Wrote" in err
     assert page.read_text("utf-8") == bench_page(runs_of(rows))
     assert main(["bench", "--from", str(saved), "-n", "4"]) == 1
-    assert "--decode says what to measure" in capsys.readouterr().err
+    assert "--decode is for a measurement" in capsys.readouterr().err
     assert main(["bench", str(tmp_path), "--from", str(saved)]) == 1
     assert main(["bench"]) == 2
     assert "--from" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_a_table_fits_a_pipe_and_has_every_number(rows):
 
 
 def test_bars_are_as_long_as_their_rates(rows):
-    lengths = [line.count("█") for line in bars(rows[:3]).plain.splitlines()]
+    lengths = [line.count("█") for line in render(bars(rows[:3])).splitlines()]
     assert lengths == [10, 20, 40]
 
 

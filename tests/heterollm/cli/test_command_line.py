@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -14,8 +15,12 @@ from rich.console import Console
 
 import heterollm.llm
 from heterollm import __version__
+from heterollm.base import KINDS
 from heterollm.cli.command_line import app
+from heterollm.engine import Sync
+from heterollm.kernels.ops import Precision
 from heterollm.report import console
+from heterollm.simulate.request import LengthChoice
 from heterollm.text import GenerationResult, GenerationStep
 
 TEXT = "one two three"
@@ -253,8 +258,8 @@ def test_an_unknown_device_and_an_unknown_precision(run, bundled_model):
     assert code == 1
     assert "toaster" in panel_of(err)
     code, _, err = run("generate", bundled_model, "hello", "--precision", "w2a2")
-    assert code == 1
-    assert "w2a2" in panel_of(err)
+    assert code == 2
+    assert "'w2a2' is not one of 'w4a16', 'w4a8', 'fp16'" in panel_of(err)
 
 
 def test_an_unknown_plan(run, bundled_model):
@@ -333,8 +338,8 @@ def test_clearing_asks_first(run, tmp_path, monkeypatch):
 
 def test_clearing_an_unknown_kind_is_refused(run):
     code, out, err = run("cache", "clear", "everything")
-    assert (code, out) == (1, "")
-    assert "everything" in panel_of(err)
+    assert (code, out) == (2, "")
+    assert "'everything' is not one of 'weights', 'graphs'" in panel_of(err)
 
 
 # -- real processes ----------------------------------------------------------------------------------
@@ -491,12 +496,43 @@ def test_one_option_has_one_word_in_every_command():
         ["plan", "MODEL", "--plan", "npu"],
         ["plan", "MODEL", "--decode", "-1"],
         ["profile", "--quick", "show"],
+        ["profile", "--precision", "w4a4"],
+        ["generate", "MODEL", "hello", "--sync", "often"],
+        ["generate", "MODEL", "hello", "--group-size", "48"],
+        ["plan", "MODEL", "--forbid", "npu,cpu"],
+        ["plan", "MODEL", "--prompt", "64,many"],
+        ["simulate", "--plan", "tensor,auto"],
+        ["simulate", "--length-policy", "none"],
+        ["simulate", "--gpu-load", "60fps"],
+        ["simulate", "--what-if", "npu.execute_us"],
+        ["simulate", "--head-bits", "5"],
+        ["bench", "MODEL", "-p", "x"],
+        ["bench", "MODEL", "-pg", "5"],
+        ["bench", "MODEL", "--sync", "event,often"],
+        ["bench", "MODEL", "--precision", ""],
     ],
 )
 def test_a_value_that_no_option_takes_is_wrong_usage(run, words):
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert "Usage:" in err
+    assert f"heterollm {words[0]} -h" in panel_of(err)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["generate", "m", "p", "--sync", "x"], get_args(Sync)),
+        (["generate", "m", "p", "--precision", "x"], get_args(Precision)),
+        (["bench", "m", "--sync", "event,x"], get_args(Sync)),
+        (["simulate", "--length-policy", "x"], get_args(LengthChoice)),
+        (["cache", "clear", "x"], KINDS),
+    ],
+)
+def test_a_refused_value_lists_the_choices(run, words, names):
+    err = panel_of(run(*words)[2])
+    assert "'x' is not one of" in err
+    assert all(f"'{name}'" in err for name in names)
 
 
 def test_a_hub_name_gives_shapes_without_weights(run, monkeypatch, bundled_model):

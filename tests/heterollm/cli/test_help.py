@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import sys
 import unicodedata
+from typing import get_args
 
 import pytest
 import typer
 
-from heterollm.base import EXIT_CODES, KINDS
+from heterollm.base import EXIT_CODES
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.command_line import app
 from heterollm.cli.examples import EXAMPLES, SUMMARIES, command_names
+from heterollm.cli.options import several
 from heterollm.kernels.open import DEVICE_NAMES
 from heterollm.simulate.request import LENGTH_CHOICES, PLAN_LEVELS, SYNC_CHOICES
 
@@ -68,11 +70,20 @@ def test_help_lists_every_command_in_a_line_and_every_exit_code(run):
         assert re.search(rf"^ +{code}  {re.escape(meaning)}$", out, re.MULTILINE), code
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("genrate", "generate"), ("benhc", "bench")])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("generte", "generate"), ("benhc", "bench"), ("cache lst", "list")],
+)
 def test_an_unknown_command_suggests_one(run, typed, meant):
-    code, out, err = run(typed)
+    code, out, err = run(*typed.split())
     assert (code, out) == (2, "")
     assert f"Did you mean '{meant}'?" in err
+
+
+def test_a_mistyped_command_behind_profile_is_no_model(run):
+    code, out, err = run("profile", "shows")
+    assert (code, out) == (2, "")
+    assert "There is no model 'shows'. Did you mean `heterollm profile show`?" in err
 
 
 # -- completion --------------------------------------------------------------------------------------
@@ -171,15 +182,24 @@ def test_words_that_bash_has_cut_are_completed(run, monkeypatch, words, offered)
 
 
 def test_the_last_of_several_words_is_completed():
-    complete = cli_complete.among("layer", "tensor")
+    complete = several(help="", names=("layer", "tensor")).autocompletion
     assert complete("") == ["layer", "tensor"]
     assert complete("layer,t") == ["layer,tensor"]
     assert complete("layer,x") == []
 
 
+def test_the_names_of_options_are_those_of_the_library():
+    from heterollm.cli import plan, simulate
+    from heterollm.solver.request import FORBIDDEN
+
+    assert set(get_args(simulate.Lengths)) == set(LENGTH_CHOICES)
+    assert set(get_args(simulate.Waits)) == set(SYNC_CHOICES)
+    assert cli_complete.PLANS[1:] == PLAN_LEVELS
+    assert set(plan.FORBIDDEN) == set(FORBIDDEN)
+
+
 def test_what_is_offered_is_what_there_is(tmp_path, monkeypatch, bundled_model):
     assert set(DEVICE_NAMES) <= set(cli_complete.devices(""))
-    assert cli_complete.cache_kinds("") == list(KINDS)
     assert "llama-3-8b" in cli_complete.known_models("llama-3-8b")
     assert str(bundled_model) in cli_complete.models(f"{bundled_model.parent}{os.sep}")
     assert cli_complete.models(f"{tmp_path}/none/x") == []

@@ -244,7 +244,7 @@ def test_the_bar_tells_the_time_left(fake, monkeypatch):
     from heterollm.report import profile as report_profile
 
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr(report_profile, "stderr_console", lambda: console)
+    monkeypatch.setattr("heterollm.report.console.stderr_console", lambda: console)
     with report_profile.time_bar() as progress:
         progress("Linear layers", 0, 90_000)
     assert "Linear layers" in console.file.getvalue()
@@ -301,7 +301,7 @@ def test_a_damaged_configuration(run, fake, tmp_path):
 
 def test_an_unknown_precision_and_group_size(run, fake):
     assert "w2a2" in panel_of(run("--precision", "w2a2")[2])
-    assert "group_size is 33" in panel_of(run("--group-size", "33")[2])
+    assert "'33' is not one of '32', '64', '128'" in panel_of(run("--group-size", "33")[2])
     assert fake.opened == []
 
 

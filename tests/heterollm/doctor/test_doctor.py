@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError, KernelError, OptionError
-from heterollm.doctor import Diagnosis, Problem, diagnose
+from heterollm.doctor import Diagnosis, diagnose
 from heterollm.doctor import flag as doctor_flag
 from heterollm.doctor import run as doctor
 from heterollm.doctor.case import Case, run_case
 from heterollm.doctor.checks import device_cases
 from heterollm.doctor.flag import FLAG
-from heterollm.doctor.run import unlisted_vendors
+from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.doctor.w4a8 import AGREEMENT
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers

@@ -1,15 +1,17 @@
+import itertools
 import json
 import os
 import shutil
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from heterollm.base import CheckpointError
-from heterollm.model import Checkpoint, ModelConfig
+from heterollm.model import Checkpoint, ModelConfig, find_model
 from heterollm.model.tensor_file import TensorFile
 
 SAFETENSORS = "model.safetensors"
@@ -334,8 +336,46 @@ def test_a_path_that_is_nothing(tmp_path):
 def test_a_hub_name_without_a_connection_says_both(monkeypatch, tmp_path, name):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{name} is not a local folder, and the Hugging Face hub"):
+    with pytest.raises(
+        CheckpointError, match=f"There is no folder {name}, and HF_HUB_OFFLINE keeps"
+    ) as caught:
         Checkpoint(name)
+    assert caught.value.fix.startswith("Unset HF_HUB_OFFLINE")
+
+
+def hub_error(name, cause=None):
+    from huggingface_hub import errors
+
+    kind = getattr(errors, name)
+    status = {"GatedRepoError": 403, "HfHubHTTPError": 503}.get(name, 404)
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    error = kind("no") if name == "LocalEntryNotFoundError" else kind("no", response=response)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "words", "fix"),
+    [
+        ("RepositoryNotFoundError", None, "no public model of this name", "Check the spelling"),
+        ("GatedRepoError", None, "only to accounts that its owner", "https://huggingface.co/some/model"),
+        ("RevisionNotFoundError", None, "no revision `main`", "Download a revision"),
+        ("LocalEntryNotFoundError", None, "cannot be reached", "Check the connection"),
+        ("LocalEntryNotFoundError", "HfHubHTTPError", "answered with status 503", "again later"),
+        ("HfHubHTTPError", None, "answered with status 503", "again later"),
+    ],
+)
+def test_failures_of_the_hub_say_what_to_do(monkeypatch, tmp_path, name, cause, words, fix):
+    error = hub_error(name, cause and hub_error(cause))
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"There is no folder some/model, and .*{words}") as caught:
+        Checkpoint("some/model")
+    assert fix in caught.value.fix
 
 
 def test_a_hub_name_is_fetched_with_the_files_that_matter(monkeypatch, models, tmp_path):
@@ -450,8 +490,8 @@ def test_bits_of_a_type_that_is_not_read(tmp_path):
 )
 def test_other_formats_are_named(tmp_path, name, words):
     (tmp_path / name).write_bytes(b"GGUF")
-    for given in (tmp_path, tmp_path / name):
+    for given, read in itertools.product((tmp_path, tmp_path / name), (Checkpoint, find_model)):
         with pytest.raises(CheckpointError, match=words) as caught:
-            Checkpoint(given)
+            read(given)
         assert name in caught.value.message
         assert caught.value.fix

@@ -5,7 +5,8 @@ import pytest
 
 from heterollm.base import CacheKind, DeviceError
 from heterollm.benchmarks import DemoResult
-from heterollm.doctor import Check, Diagnosis, Problem
+from heterollm.doctor import Check, Diagnosis
+from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.report import console as report
 from heterollm.report import demo_report, diagnosis_report
