@@ -13,13 +13,11 @@ from heterollm.kernels.cases import Numbers
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 from heterollm.kernels.gpu import OpenClError
 
-__all__ = ["COLUMNS", "SEED", "Case", "Check", "Seen", "run_case"]
+__all__ = ["SEED", "Case", "Check", "Seen", "run_case"]
 
 Part = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "not offered"]
 SEED: Final = 20260101
-COLUMNS: Final = 256
-"""Inputs of every linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
