@@ -76,7 +76,7 @@ class EffortOptions:
         "4m"
     )
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what plans need, of one model, in under a minute.")
+        bool, typer.Option("--quick", help="What plans need, of one model, in about a minute.")
     ] = False
     update: Annotated[bool, typer.Option("--update", help="Measure only what the profile does not have.")] = (
         False
