@@ -166,7 +166,7 @@ def run_linear(
     rounded: RoundedInputs | None = None,
     style: KernelStyle | Variant | None = None,
 ) -> NDArray[Any]:
-    """Return what one launch computes of activations that lie between rows of NaN.
+    """Return the output of one launch on activations that lie between rows of NaN.
 
     Args:
         gpu: The device.
@@ -209,7 +209,7 @@ def run_linear(
 def run_part(
     npu: NpuBackend, part: NpuPart, x: NDArray[Any], length: int, form: Form | None = None
 ) -> NDArray[Any]:
-    """Return what an NPU graph computes of activations that lie before rows of NaN.
+    """Return the output of an NPU graph on activations that lie before rows of NaN.
 
     Args:
         npu: The device.

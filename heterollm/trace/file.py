@@ -245,14 +245,14 @@ def trace_from_json(text: str | bytes, *, source: str = "the trace") -> Trace:
     head = file.otherData
     spans, passes = _records(file.traceEvents, source)
     return Trace(
-        head.device,
-        head.time_kind,
-        head.plan,
-        head.precision,
-        passes,
-        spans,
-        head.clock_uncertainty_us,
-        head.notes,
+        device=head.device,
+        time_kind=head.time_kind,
+        plan=head.plan,
+        precision=head.precision,
+        passes=passes,
+        spans=spans,
+        clock_uncertainty_us=head.clock_uncertainty_us,
+        notes=head.notes,
     )
 
 

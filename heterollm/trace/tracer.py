@@ -100,14 +100,14 @@ class Tracer:
             self._clocks.read_again()
         passes, spans, notes = self._recorder.take(self._clocks.host_ns)
         return Trace(
-            self._device.name,
-            self._device.time_kind,
-            engine.plan.level,
-            engine.plan.precision,
-            passes,
-            spans,
-            self._clocks.uncertainty_us,
-            (*notes, *engine.notes),
+            device=self._device.name,
+            time_kind=self._device.time_kind,
+            plan=engine.plan.level,
+            precision=engine.plan.precision,
+            passes=passes,
+            spans=spans,
+            clock_uncertainty_us=self._clocks.uncertainty_us,
+            notes=(*notes, *engine.notes),
         )
 
     # -- pieces --------------------------------------------------------------------------------------
