@@ -1,6 +1,6 @@
-"""Operators on random data beside their float64 oracles: what `heterollm doctor` and the kernel tests run.
+"""Operators on random data beside their float64 oracles, for `heterollm doctor` and the kernel tests.
 
-A case returns what the GPU computed and the exact result. Outputs have a guard pattern behind them, inputs
+A case returns the output of the GPU and the exact result. Outputs have a guard pattern behind them, inputs
 have NaN where a kernel must not read.
 """
 
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
-"""What the processor computed and the exact result."""
+"""The output of the processor and the exact result."""
 
 GUARD: Final = 0xA5
 GUARD_BYTES: Final = 4096

@@ -186,12 +186,12 @@ def _kinds(pairs: tuple[Pair, ...]) -> Iterator[KindSummary]:
         mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
         verdicts = [pair.verdict for pair in own]
         yield KindSummary(
-            kind,
-            len(ratios),
-            verdicts.count("faster"),
-            verdicts.count("slower"),
-            mean,
-            verdicts.count("only in A"),
-            verdicts.count("only in B"),
-            verdicts.count("failed"),
+            kind=kind,
+            both=len(ratios),
+            faster=verdicts.count("faster"),
+            slower=verdicts.count("slower"),
+            ratio=mean,
+            only_first=verdicts.count("only in A"),
+            only_second=verdicts.count("only in B"),
+            failed=verdicts.count("failed"),
         )

@@ -154,7 +154,7 @@ def profile_device(
         details["tuning"] = _tune(device, shapes, options.budget_s, progress)
     with _temporary_graphs(device), contextlib.closing(SharedLoad(device)) as load:
         finest: Tier = 0 if options.quick else 2 if options.budget_s is None else 1
-        linear, skipped = linear_tasks(device, shapes, tier=finest, known=profile.records)
+        linear, skipped = linear_tasks(device, shapes, tier=finest, core=options.quick, known=profile.records)
         first = [task for task in linear if task.essential]
         finer = [task for task in linear if not task.essential]
         tasks = [
@@ -163,6 +163,8 @@ def profile_device(
             *first,
             *layer_tasks(device, shapes, quick=options.quick),
         ]
+        if options.quick:  # in order, since the points of a quick run are too few to rank by
+            tasks, finer = [*tasks, *finer], []
         if options.characterise:
             tasks += sweep_tasks(device)
         if not options.quick:
@@ -207,7 +209,7 @@ def essential_work(device: Device, shapes: Sequence[ModelShape], *, quick: bool)
         tasks = [
             *_link_tasks(device, quick=quick),
             *bandwidth_tasks(load),
-            *linear_tasks(device, shapes, tier=0)[0],
+            *linear_tasks(device, shapes, tier=0, core=quick)[0],
             *layer_tasks(device, shapes, quick=quick),
         ]
     needed = [task for task in tasks if task.essential]

@@ -66,40 +66,40 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
     cuts = _cuts(profile)
     scores, reason = _accuracy(profile) if accuracy else ((), "it was not asked for")
     return ProfileSummary(
-        profile.device,
-        profile.time_kind,
-        profile.fingerprint,
-        dict(profile.description),
-        tuple(_run(run) for _, run in sorted(profile.runs.items())),
-        tuple(_linear(profile, cuts)),
-        tuple(_layers(profile)),
-        tuple(_bandwidth(profile)),
-        tuple(
+        device=profile.device,
+        time_kind=profile.time_kind,
+        fingerprint=profile.fingerprint,
+        description=dict(profile.description),
+        runs=tuple(_run(run) for _, run in sorted(profile.runs.items())),
+        linear=tuple(_linear(profile, cuts)),
+        layers=tuple(_layers(profile)),
+        bandwidth=tuple(_bandwidth(profile)),
+        contention=tuple(
             ContentionRow(key.part, key.bound, key.beside, record.values["slowdown"])
             for key, record in profile.of_kind(ContentionKey)
             if "slowdown" in record.values
         ),
-        tuple(
+        launches=tuple(
             LaunchRow(key.measure, times)
             for key, record in profile.of_kind(LaunchKey)
             if (times := Times.of(record)) is not None
         ),
-        tuple(_hand_overs(profile)),
-        tuple(
+        hand_overs=tuple(_hand_overs(profile)),
+        copies=tuple(
             CopyRow(key.method, key.size_bytes, times)
             for key, record in profile.of_kind(CopyKey)
             if (times := Times.of(record)) is not None
         ),
-        tuple(_graphs(profile, cuts)),
-        tuple(
+        graphs=tuple(_graphs(profile, cuts)),
+        power=tuple(
             PowerRow(key.source, key.load, record.values["watts"])
             for key, record in profile.of_kind(PowerKey)
             if "watts" in record.values
         ),
-        tuple(_failures(profile.failures())),
-        scores,
-        reason,
-        tuple(_sweeps(profile)),
+        failures=tuple(_failures(profile.failures())),
+        accuracy=scores,
+        accuracy_reason=reason,
+        sweeps=tuple(_sweeps(profile)),
     )
 
 
@@ -108,16 +108,16 @@ def _run(run: Mapping[str, Any]) -> RunRow:
     measured, failed, known, left = (_count(run.get(name)) for name in COUNTS)
     models = run.get("models")
     return RunRow(
-        float(run["started_s"]),
-        _number(run.get("seconds")),
-        run["finished"],
-        measured,
-        failed,
-        known,
-        left,
-        {str(name): _number(value) for name, value in _entries(run.get("drift_fraction"))},
-        {str(name): _count(value) for name, value in _entries(run.get("skipped"))},
-        tuple(map(str, models)) if isinstance(models, list) else (),
+        started_s=float(run["started_s"]),
+        seconds=_number(run.get("seconds")),
+        finished=run["finished"],
+        measured=measured,
+        failed=failed,
+        known=known,
+        left=left,
+        drift_fraction={str(name): _number(value) for name, value in _entries(run.get("drift_fraction"))},
+        skipped={str(name): _count(value) for name, value in _entries(run.get("skipped"))},
+        models=tuple(map(str, models)) if isinstance(models, list) else (),
     )
 
 

@@ -434,74 +434,76 @@ def loads(name, value):
 
 
 EDITS = [
-    # What is edited, how, and whether the loader takes it.
-    ("plan", lambda plan: plan, True),
-    ("plan", lambda plan: plan.update(schema_version=1), False),
-    ("plan", lambda plan: plan.pop("shape"), False),
-    ("plan", lambda plan: plan.update(chunk_length=0), False),
-    ("plan", lambda plan: plan.update(remark="mine"), False),
-    ("plan", lambda plan: plan["entries"][0].update(group="attention"), False),
-    ("plan", lambda plan: plan["entries"][0].update(remark="mine"), False),
-    ("plan", lambda plan: plan["entries"][0].update(lengths=[1]), False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_row=[1]), False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_lengths=[0]), False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(predicted_us=-1), False),
+    # Name, edit, and who refuses the result: the schema (and the loader), or the loader alone.
+    ("plan", lambda plan: plan, None),
+    ("plan", lambda plan: plan.update(schema_version=1), "schema"),
+    ("plan", lambda plan: plan.pop("shape"), "schema"),
+    ("plan", lambda plan: plan.update(chunk_length=0), "schema"),
+    ("plan", lambda plan: plan.update(remark="mine"), "schema"),
+    ("plan", lambda plan: plan["entries"][0].update(group="attention"), "schema"),
+    ("plan", lambda plan: plan["entries"][0].update(remark="mine"), "schema"),
+    ("plan", lambda plan: plan["entries"][0].update(lengths=[1]), "schema"),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_row=[1]), "schema"),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(npu_lengths=[0]), "schema"),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(predicted_us=-1), "schema"),
     (
         "plan",
         lambda plan: plan["entries"][0].update(
             group="ffn", placement={"npu_rows": [256], "npu_lengths": [32]}
         ),
-        False,
+        "schema",
     ),
-    ("plan", lambda plan: plan.pop("sync"), False),
-    ("plan", lambda plan: plan["sync"].update(decode="guess"), False),
-    ("plan", lambda plan: plan["entries"][0]["placement"].update(type="shadow"), False),
-    ("plan", lambda plan: plan.update(request={"level": "tensor"}), False),
-    ("plan", lambda plan: plan["entries"][0].update(lengths=[9, 8]), False),
-    ("plan", lambda plan: plan["slices"].pop(), False),
+    ("plan", lambda plan: plan.pop("sync"), "schema"),
+    ("plan", lambda plan: plan["sync"].update(decode="guess"), "schema"),
+    ("plan", lambda plan: plan["entries"][0]["placement"].update(type="shadow"), "schema"),
+    ("plan", lambda plan: plan.update(request={"level": "tensor"}), "schema"),
+    ("plan", lambda plan: plan["entries"][0].update(lengths=[9, 8]), "loader"),
+    ("plan", lambda plan: plan["slices"].pop(), "loader"),
     (
         "plan",
         lambda plan: plan["entries"][0].update(
             group="ffn", placement={"type": "rows", "npu_rows": [256, 512], "npu_lengths": [32]}
         ),
-        False,
+        "loader",
     ),
-    ("plan", lambda plan: plan.update(chunk_length=1024.0), False),
-    ("profile", lambda profile: profile, True),
-    ("profile", lambda profile: profile.update(schema_version="1"), False),
-    ("profile", lambda profile: profile.pop("records"), False),
-    ("profile", lambda profile: profile["description"].pop("time"), False),
-    ("profile", lambda profile: profile["description"].pop("cache_bytes"), False),
-    ("profile", lambda profile: profile.update(schema_version=1), False),
-    ("profile", lambda profile: profile["runs"].update(now={"finished": True}), False),
-    ("profile", lambda profile: profile["records"][0].update(kind="linea"), False),
-    ("profile", lambda profile: profile["records"][0].update(samples_us=[0.0]), False),
-    ("profile", lambda profile: profile["records"][0].update(samples_us=[]), False),
-    ("profile", lambda profile: profile["records"][0].pop("taken_s"), False),
-    ("profile", lambda profile: profile["records"][0].update(remark="mine"), False),
-    ("profile", lambda profile: profile["records"][0]["key"].pop("code"), False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(bits=5), False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(block=0), False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=0), False),
-    ("profile", lambda profile: profile.update(fingerprint="0" * 16), False),
-    ("profile", lambda profile: profile["description"].update(gpu="another"), False),
-    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=2**52), False),
-    ("trace", lambda trace: trace, True),
-    ("trace", lambda trace: trace["otherData"].update(heterollm_trace=2), False),
-    ("trace", lambda trace: trace["otherData"].update(time_kind="guessed"), False),
-    ("trace", lambda trace: trace["traceEvents"][-1].update(tid=4), False),
-    ("trace", lambda trace: trace["traceEvents"][-1].update(dur=-1), False),
-    ("trace", lambda trace: trace["traceEvents"][-1]["args"].pop("operator"), False),
+    ("plan", lambda plan: plan.update(chunk_length=1024.0), "loader"),
+    ("profile", lambda profile: profile, None),
+    ("profile", lambda profile: profile.update(schema_version="1"), "schema"),
+    ("profile", lambda profile: profile.pop("records"), "schema"),
+    ("profile", lambda profile: profile["description"].pop("time"), "schema"),
+    ("profile", lambda profile: profile["description"].pop("cache_bytes"), "schema"),
+    ("profile", lambda profile: profile.update(schema_version=1), "schema"),
+    ("profile", lambda profile: profile["runs"].update(now={"finished": True}), "schema"),
+    ("profile", lambda profile: profile["records"][0].update(kind="linea"), "schema"),
+    ("profile", lambda profile: profile["records"][0].update(samples_us=[0.0]), "schema"),
+    ("profile", lambda profile: profile["records"][0].update(samples_us=[]), "loader"),
+    ("profile", lambda profile: profile["records"][0].pop("taken_s"), "schema"),
+    ("profile", lambda profile: profile["records"][0].update(remark="mine"), "schema"),
+    ("profile", lambda profile: profile["records"][0]["key"].pop("code"), "schema"),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(bits=5), "schema"),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(block=0), "loader"),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=0), "schema"),
+    ("profile", lambda profile: profile.update(fingerprint="0" * 16), "loader"),
+    ("profile", lambda profile: profile["description"].update(gpu="another"), "loader"),
+    ("profile", lambda profile: profile["records"][0]["key"]["point"].update(tokens=2**52), "loader"),
+    ("trace", lambda trace: trace, None),
+    ("trace", lambda trace: trace["otherData"].update(heterollm_trace=2), "schema"),
+    ("trace", lambda trace: trace["otherData"].update(time_kind="guessed"), "schema"),
+    ("trace", lambda trace: trace["traceEvents"][-1].update(tid=4), "schema"),
+    ("trace", lambda trace: trace["traceEvents"][-1].update(dur=-1), "schema"),
+    ("trace", lambda trace: trace["traceEvents"][-1]["args"].pop("operator"), "schema"),
+    ("trace", lambda trace: trace["traceEvents"][-1].update(dur="1"), "schema"),
+    ("trace", lambda trace: trace["traceEvents"][-1]["args"].update(remark="mine"), "schema"),
     # A pass that an event names must be there.
-    ("trace", lambda trace: trace["traceEvents"][-1]["args"].update({"pass": 999}), False),
+    ("trace", lambda trace: trace["traceEvents"][-1]["args"].update({"pass": 999}), "loader"),
 ]
 
 
-@pytest.mark.parametrize(("name", "edit", "taken"), EDITS, ids=range(len(EDITS)))
-def test_what_the_loader_takes_is_sound_and_nonsense_is_refused(name, edit, taken, made):
+@pytest.mark.parametrize(("name", "edit", "refused_by"), EDITS, ids=range(len(EDITS)))
+def test_schema_and_loader_refuse_bad_edits(name, edit, refused_by, made):
     value = copy.deepcopy(made[name])
     if name == "profile":  # a few records say as much as all
         value["records"] = value["records"][:3]
     edit(value)
-    assert loads(name, value) == taken
-    assert sound(name, value) or not taken
+    assert loads(name, value) == (refused_by is None)
+    assert sound(name, value) == (refused_by != "schema")

@@ -83,7 +83,7 @@ class EffortOptions:
         "4m"
     )
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only the needs of one model's plan, in under a minute.")
+        bool, typer.Option("--quick", help="Measure only the needs of one model's plan, in about a minute.")
     ] = False
     update: Annotated[
         bool, typer.Option("--update", help="Measure only the points that the profile lacks.")

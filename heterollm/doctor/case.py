@@ -1,4 +1,4 @@
-"""One check of `heterollm doctor`: what a part computes, held against the exact result."""
+"""One check of `heterollm doctor`: the output of a processor against the exact result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from heterollm.kernels.cases import Numbers
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 from heterollm.kernels.gpu import OpenClError
 
-__all__ = ["COLUMNS", "SEED", "Case", "Check", "Seen", "run_case"]
+__all__ = ["SEED", "Case", "Check", "Seen", "run_case"]
 
 Part = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "not offered"]
 SEED: Final = 20260101
-COLUMNS: Final = 256
-"""Inputs of every linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What came of a case that has no numbers to compare.
+    """Result of a case that has no numbers to compare.
 
     Args:
-        passed: Whether all was as it should be.
-        message: What was seen.
-        fix: What to do where it was not.
+        passed: Whether the case succeeded.
+        message: The observation.
+        fix: What to do if the case failed.
     """
 
     passed: bool
@@ -39,7 +37,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What came out of one case.
+    """Result of one case.
 
     Args:
         part: ``GPU`` or ``NPU``.
@@ -48,8 +46,9 @@ class Check:
         status: Whether the error is within the gate; ``not offered`` where the part does not claim it.
         error: NMSE, the larger of the whole's and a tenth of the worst row's or token's; None if it raised or
             there are no numbers.
-        gate: What the error is held to.
-        message: What went wrong, what was seen where there are no numbers, or why the part does not offer it.
+        gate: Largest error that passes.
+        message: Why the case failed; the observation, where there are no numbers; or why the part does not
+            offer the operator.
         fix: What to do about it.
     """
 
@@ -65,7 +64,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One check to run; without ``run`` the part does not offer the operator, for the reason given."""
+    """One check to run; where ``run`` is None the part does not offer the operator, for ``reason``."""
 
     part: Part
     operator: str
@@ -76,30 +75,34 @@ class Case:
 
 def run_case(case: Case, compute: ComputeType) -> Check:
     """Run one case and hold its error against the gate; a case that raises is a failed check."""
-    gate = LINEAR_NMSE[compute]
+
+    def check(status: Status, error: float | None = None, message: str = "", fix: str = "") -> Check:
+        return Check(
+            case.part, case.operator, case.case, status, error, LINEAR_NMSE[compute], message=message, fix=fix
+        )
+
+    advice = _advice(case.part)
     if case.run is None:
-        return Check(case.part, case.operator, case.case, "not offered", None, gate, case.reason)
+        return check("not offered", message=case.reason)
     try:
         found = case.run()
         if isinstance(found, Seen):
-            status: Status = "pass" if found.passed else "fail"
-            fix = "" if found.passed else found.fix
-            return Check(case.part, case.operator, case.case, status, None, gate, found.message, fix)
+            return check(
+                "pass" if found.passed else "fail", None, found.message, "" if found.passed else found.fix
+            )
         errors = linear_errors(*found)
     except HeteroLLMError as error:
-        fix = error.fix or _advice(case.part)
-        return Check(case.part, case.operator, case.case, "fail", None, gate, error.message, fix)
+        return check("fail", None, error.message, error.fix or advice)
     except OpenClError as error:
-        return Check(case.part, case.operator, case.case, "fail", None, gate, str(error), _advice(case.part))
+        return check("fail", None, str(error), advice)
     singles = errors.worst_row / SINGLE_FACTOR, errors.worst_token / SINGLE_FACTOR
     # NaN must win, which max() does not promise.
     worst = float(np.max([errors.nmse, *singles]))
-    # JSON has no NaN; the message has.
-    finite = worst if np.isfinite(worst) else None
     if errors.within(compute):
-        return Check(case.part, case.operator, case.case, "pass", worst, gate)
-    message = f"The numbers are wrong: NMSE {worst:.1e}, and the gate is {gate:.0e}."
-    return Check(case.part, case.operator, case.case, "fail", finite, gate, message, _advice(case.part))
+        return check("pass", worst)
+    message = f"The numbers are wrong: NMSE {worst:.1e}, and the gate is {LINEAR_NMSE[compute]:.0e}."
+    # JSON has no NaN; the message has.
+    return check("fail", worst if np.isfinite(worst) else None, message, advice)
 
 
 def _advice(part: Part) -> str:

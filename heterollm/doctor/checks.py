@@ -6,15 +6,14 @@ from heterollm.doctor.case import Case
 from heterollm.doctor.flag import flag_cases
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
-from heterollm.doctor.w4a8 import w4a8_cases
 from heterollm.kernels.device import Device
 
 __all__ = ["device_cases"]
 
 
 def device_cases(device: Device) -> list[Case]:
-    """Return every check of a device: the GPU's, the NPU's, those that need both, and the flag's."""
+    """Return every check of a device: those of the GPU, of the NPU, and of the flag."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
-        cases += npu_cases(device.npu)
-    return [*cases, *w4a8_cases(device), *flag_cases(device)]
+        cases += npu_cases(device, device.npu)
+    return [*cases, *flag_cases(device)]

@@ -1,4 +1,4 @@
-"""The doctor's cases of what the GPU does between the linear layers."""
+"""The doctor's checks of the GPU operators between the linear layers."""
 
 from __future__ import annotations
 

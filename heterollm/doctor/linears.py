@@ -1,107 +1,82 @@
-"""The doctor's checks of the linear layers and the embedding, on either part."""
+"""The doctor's checks of the linear layers and the embedding, on either part and of one against the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from heterollm.doctor.case import COLUMNS, SEED, Case
-from heterollm.kernels.cases import Numbers, fill_slot, run_launches, slot_values
+from heterollm.doctor.case import SEED, Case
+from heterollm.kernels.cases import Numbers
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import random_weight, reference
-from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend
+from heterollm.kernels.linear_cases import EMBEDDINGS, LINEARS, LinearCase, embed
+from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["gpu_linear_cases", "npu_cases"]
+__all__ = ["AGREEMENT", "gpu_linear_cases", "npu_cases"]
 
-FORMATS: Final = (
-    *(WeightFormat(4, block, symmetric) for symmetric in (True, False) for block in (32, 64, 128)),
-    WeightFormat(8, 32),
-    WeightFormat(8, 32, symmetric=False),
-    WeightFormat(16),
-    WeightFormat(32),
-)
-MEMBERS: Final = (192, 100)
-NPU_ROWS: Final = 256
+AGREEMENT: Final = "w4a8, both parts agree"
+LENGTHS: Final = (1, 32, 256)
+"""Standard lengths that are checked: each is a graph of its own."""
+
+PADDING: Final = 5
+"""Rows of a graph that hold no token."""
 
 
 def gpu_linear_cases(device: Device) -> Iterator[Case]:
-    """Yield every number format, for one token and many, whole and cut."""
-    whole = tuple((0, rows) for rows in MEMBERS)
-    cut = ((128, MEMBERS[0]), (0, MEMBERS[1]))
-    for number_format in FORMATS:
-        operator = f"linear {number_format}"
-        for tokens, kept in ((1, whole), (37, whole), (37, cut)):
-            case = f"{tokens} token{'s' * (tokens > 1)}{', cut' * (kept is cut)}"
-            yield Case("GPU", operator, case, _gpu_linear(device, number_format, tokens, kept))
-    for number_format in (WeightFormat(8, 32), WeightFormat(16)):
-        yield Case("GPU", f"embedding {number_format}", "5 tokens", _gpu_embedding(device, number_format))
-
-
-def _gpu_linear(
-    device: Device, number_format: WeightFormat, tokens: int, kept: Sequence[tuple[int, int]]
-) -> Callable[[], Numbers]:
-    def run() -> Numbers:
-        generator = np.random.default_rng(SEED)
-        dtype = device.activation_dtype
-        members = [random_weight(generator, rows, COLUMNS, number_format) for rows in MEMBERS]
-        x = generator.standard_normal((tokens, COLUMNS), np.float32).astype(dtype)
-        y = device.gpu.shared((tokens, sum(stop - start for start, stop in kept)), dtype)
-        linear = GpuLinear.pack(device.gpu, members, activation_dtype=dtype)
-        run_launches(
-            device.gpu, [linear.launch(fill_slot(device.gpu, x), y, tokens=tokens, kept=kept, label="doctor")]
+    """Yield every number format, for one token and many, whole and cut; then the embeddings."""
+    for case in LINEARS:
+        run = partial(case.on_gpu, device.gpu, device.activation_dtype)
+        yield Case("GPU", _operator(case), str(case), run)
+    for number_format in EMBEDDINGS:
+        yield Case(
+            "GPU", f"embedding {number_format}", "5 tokens", partial(_embedding, device, number_format)
         )
-        return slot_values(y), reference.linear(x, members, kept)
-
-    return run
 
 
-def _gpu_embedding(device: Device, number_format: WeightFormat) -> Callable[[], Numbers]:
-    def run() -> Numbers:
-        generator = np.random.default_rng(SEED)
-        table = random_weight(generator, 70, COLUMNS, number_format)
-        tokens = np.array([0, 69, 64, 63, 7], np.int32)
-        y = device.gpu.shared((len(tokens), COLUMNS), np.float32)
-        linear = GpuLinear.pack(device.gpu, [table], activation_dtype=device.activation_dtype)
-        run_launches(device.gpu, [linear.embed_launch(fill_slot(device.gpu, tokens), y, count=len(tokens))])
-        return slot_values(y), reference.embedding(tokens, table)
-
-    return run
+def _operator(case: LinearCase) -> str:
+    return f"linear {case.weight}{', w4a8' * case.integer_inputs}"
 
 
-def npu_cases(npu: NpuBackend) -> Iterator[Case]:
-    """Yield every number format in every form that is legal, at a few standard lengths."""
-    # Every length is a graph of its own, and the emulator takes a second for each.
-    lengths = [length for length in npu.standard_lengths if length in (1, 32, 256)]
-    if npu.time_kind == "emulated":
-        lengths = lengths[:2]
-    for number_format in FORMATS:
-        operator = f"linear {number_format}"
-        forms = {length: npu.forms(number_format, columns=COLUMNS, length=length) for length in lengths}
-        if not any(forms.values()):
-            yield Case("NPU", operator, "", None)
-        for form in dict.fromkeys(form for legal in forms.values() for form in legal):
-            for length in lengths:
-                if form not in forms[length]:
-                    continue
-                case = f"{form}, {length} token{'s' * (length > 1)}"
-                yield Case("NPU", operator, case, _npu_linear(npu, number_format, form, length))
+def _embedding(device: Device, number_format: WeightFormat) -> Numbers:
+    table, ids = random_weight(np.random.default_rng(SEED), 70, 256, number_format), [0, 69, 64, 63, 7]
+    y = embed(device.gpu, table, ids, dtype=device.activation_dtype)
+    return y, reference.embedding(np.array(ids), table)
 
 
-def _npu_linear(
-    npu: NpuBackend, number_format: WeightFormat, form: GraphForm, length: int
-) -> Callable[[], Numbers]:
-    def run() -> Numbers:
-        generator = np.random.default_rng(SEED)
-        weight = random_weight(generator, NPU_ROWS, COLUMNS, number_format)
-        x = generator.standard_normal((length, COLUMNS), np.float32).astype(npu.activation_dtype)
-        y = np.zeros((length, NPU_ROWS), npu.activation_dtype)
-        key = f"doctor {SEED} {number_format}"
-        part = LinearShard(weight, 0, "doctor", ((0, NPU_ROWS),), key)
-        npu.prepare(part, length, form).bind(x, y)()
-        return y, reference.linear(x, [weight])
+def npu_cases(device: Device, npu: NpuBackend) -> Iterator[Case]:
+    """Yield every number format in every form that is legal, and at ``w4a8`` the NPU against the GPU.
 
-    return run
+    A device whose NPU rounds no inputs refuses ``w4a8`` whatever the plan, and its rows say so.
+    """
+    for case in {(case.weight, case.integer_inputs): case for case in LINEARS}.values():
+        yield from _npu_linear(device, npu, replace(case, rows=(256,), kept=None, inputs=None))
+
+
+def _npu_linear(device: Device, npu: NpuBackend, case: LinearCase) -> Iterator[Case]:
+    # The emulator takes a second for each graph.
+    most = 2 if npu.time_kind == "emulated" or case.integer_inputs else 3
+    lengths = [length for length in npu.standard_lengths if length in LENGTHS][:most]
+    integer = case.integer_inputs
+    legal = {
+        length: npu.forms(case.weight, columns=case.columns, length=length, integer_inputs=integer)
+        for length in lengths
+    }
+    operator = _operator(case)
+    if not any(legal.values()):
+        reason = f"cannot: {npu.name} has float activations only, so {device.name} refuses w4a8"
+        yield Case("NPU", operator, "", None, reason if integer else "")
+        if integer:
+            yield Case("NPU", AGREEMENT, str(case.weight), None, reason)
+    for form in dict.fromkeys(form for forms in legal.values() for form in forms):
+        for length in (length for length in lengths if form in legal[length]):
+            padded = replace(case, tokens=max(1, length - PADDING))
+            name = f"{form}, {length} token{'s' * (length > 1)}"
+            yield Case("NPU", operator, name, partial(padded.on_npu, npu, length, form))
+            if integer:
+                run = partial(padded.on_both, device.gpu, npu, length, form)
+                yield Case("NPU", AGREEMENT, f"{case.weight}, {name}", run)

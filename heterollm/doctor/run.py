@@ -1,4 +1,4 @@
-"""What `heterollm doctor` finds out: every operator against its oracle, and what the device runs on."""
+"""The diagnosis of `heterollm doctor`: operators against their oracles, hardware and software in use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAPPED: Final = Path("/proc/self/maps")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is not as it should be, and the way out."""
+    """A problem and how to solve it."""
 
     message: str
     fix: str
@@ -36,14 +36,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was found out.
+    """Result of an examination.
 
     Args:
         device: Name of the device that was examined.
-        facts: What it runs on, as pairs of name and value.
+        facts: Hardware and software in use, as pairs of name and value.
         checks: Every operator on every part.
-        problems: What keeps the device from being used.
-        warnings: What does not, but should be known.
+        problems: Reasons why the device cannot be used.
+        warnings: Problems that do not prevent its use.
     """
 
     device: str
@@ -78,7 +78,7 @@ def diagnose(
 ) -> Diagnosis:
     """Open a device and run every operator on each of its parts against the float64 oracle.
 
-    A device that cannot be opened is a finding, not an error.
+    A device that cannot be opened is reported as a problem and raises no error.
 
     Args:
         name: Name of the device, or ``auto``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.kernels.formats import concatenate_rows, take_columns, take_rows
-from heterollm.kernels.npu import FfnShard, NpuShard, LinearShard
+from heterollm.kernels.npu import FfnShard, LinearShard, NpuShard
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelWeights
 

@@ -88,7 +88,7 @@ class TensorFile:
             size = path.stat().st_size
             data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged(path, f"{error}{_last_tensor(path)}") from error
         entries: dict[str, TensorEntry] = {}
         position = 0
         for name, tensor in described.items():
@@ -141,6 +141,19 @@ def write_header(file: BinaryIO, entries: Mapping[str, TensorEntry], metadata: M
     file.write((start - 8).to_bytes(8, "little"))
     file.write(text.ljust(start - 8))
     return start
+
+
+def _last_tensor(path: Path) -> str:
+    """Return which tensor a cut file ends in; nothing where its header does not say so."""
+    try:
+        with path.open("rb") as raw:
+            size, start = path.stat().st_size, 8 + int.from_bytes(raw.read(8), "little")
+            header = parse_json(raw.read(start - 8)) if start < size else {}
+        header.pop("__metadata__", None)
+        stops = sorted((start + entry["data_offsets"][1], name) for name, entry in header.items())
+        return next((f"; the file ends in tensor {name}" for stop, name in stops if stop > size), "")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return ""
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -285,5 +285,14 @@ def _build(
             size_bytes += built.size_bytes
             refusal = refusal or built.refusal
             done_bytes += graph.weight_bytes
-        yield GroupBuild(group, length, len(mine), compiled, loadable, size_bytes, build_s, refusal)
+        yield GroupBuild(
+            group=group,
+            length=length,
+            graphs=len(mine),
+            compiled=compiled,
+            loadable=loadable,
+            size_bytes=size_bytes,
+            build_s=build_s,
+            refusal=refusal,
+        )
     report("Compiling NPU graphs", total_bytes, total_bytes)

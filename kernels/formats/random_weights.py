@@ -28,7 +28,8 @@ def random_weight(
     blocks = columns // weight.block
     codes = generator.integers(0, 256, (rows, blocks, weight.block * bits // 8), np.uint8)
     steps = 1 << (bits - 2)
-    scales = generator.uniform(0.5, 1.5, (rows, blocks)) / (steps * np.sqrt(columns))
+    signs = generator.choice([-1.0, 1.0], (rows, blocks))
+    scales = signs * generator.uniform(0.5, 1.5, (rows, blocks)) / (steps * np.sqrt(columns))
     zeros = None
     if not weight.symmetric:
         zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)

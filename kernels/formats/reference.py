@@ -24,13 +24,19 @@ def weight_values(weight: LinearWeight) -> NDArray[np.float64]:
 
 
 def linear(
-    x: NDArray[Any], members: Sequence[LinearWeight], kept: Sequence[tuple[int, int]] | None = None
+    x: NDArray[Any],
+    members: Sequence[LinearWeight],
+    kept: Sequence[tuple[int, int]] | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> NDArray[np.float64]:
-    """Return ``x [m, k]`` times the kept rows of each member, side by side, ``[m, kept rows]``."""
+    """Return ``x [m, k]`` times the kept rows of each member, side by side, ``[m, kept rows]``.
+
+    With ``columns`` it has those inputs alone: a partial sum.
+    """
     spans = kept if kept is not None else [(0, None)] * len(members)
     exact = x.astype(np.float64)
     parts = [
-        exact @ weight_values(member)[start:stop].T
+        exact @ weight_values(member)[start:stop, slice(*columns or (None,))].T
         for member, (start, stop) in zip(members, spans, strict=True)
     ]
     return np.concatenate(parts, axis=1)

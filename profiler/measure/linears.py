@@ -293,6 +293,7 @@ def linear_tasks(
     shapes: Iterable[ModelShape],
     *,
     tier: Tier = 1,
+    core: bool = False,
     known: Mapping[Key, Record] | None = None,
 ) -> tuple[list[Task], Skipped]:
     """Return the work of measuring the linear groups of some models, the most needed first.
@@ -301,10 +302,11 @@ def linear_tasks(
         device: The opened device; tasks run on the thread that opened it.
         shapes: The models.
         tier: How fine: 0 for what plans need, 1 by default, 2 for the full grid.
+        core: Whether whole groups alone are essential, rather than all of tier 0.
         known: What was measured before, which tells poor forms.
 
     Returns:
-        The tasks; those of tier 0 are essential. And what is left out, which grows while tasks run: points
+        The tasks, essential ones first. And what is left out, which grows while tasks run: points
         that turn out not to be worth their time are dropped.
     """
     points, skipped = enumerate_points(
@@ -331,13 +333,13 @@ def linear_tasks(
             tuple(LinearKey(work.part, work.point, code_of(work.part)) for work in chunk),
             partial(run, chunk),
             sum(_estimate_s(work, device) for work in chunk),
-            chunk[0].tier == 0,
+            chunk[0].is_core if core else chunk[0].tier == 0,
             graphs=sum(builds[work.point] > 0 for work in chunk),
             build_s=sum(builds[work.point] for work in chunk),
         )
         for chunk, builds in _chunks([work for work in points if work.tier <= tier], device)
     ]
-    return tasks, skipped
+    return sorted(tasks, key=lambda task: not task.essential), skipped
 
 
 def _chunks(
@@ -356,7 +358,7 @@ def _chunks(
         weights = work.point.flops // (2 * work.point.tokens)
         builds[work.point] = build_prior_s(device, weights) if is_new else builds.get(work.point, 0.0)
         point_s = _estimate_s(work, device) + builds[work.point]
-        same = chunk and (chunk[0].spec, chunk[0].part, chunk[0].tier) == (work.spec, work.part, work.tier)
+        same = chunk and _kind(chunk[0]) == _kind(work)
         if chunk and not (same and total_s + point_s <= TASK_S):
             yield chunk, builds
             chunk, total_s = [], 0.0
@@ -364,6 +366,10 @@ def _chunks(
         total_s += point_s
     if chunk:
         yield chunk, builds
+
+
+def _kind(work: WorkPoint) -> tuple[object, ...]:
+    return work.spec, work.part, work.tier, work.is_core
 
 
 def _shares_lengths(device: Device) -> bool:

@@ -87,15 +87,15 @@ def list_profiles() -> list[StoredProfile]:
         records = profile.records.values()
         found.append(
             StoredProfile(
-                path,
-                size,
-                profile.device,
-                profile.time_kind,
-                profile.fingerprint,
-                len(records),
-                len(profile.failures()),
-                len(profile.runs),
-                max((record.taken_s for record in records), default=0.0),
+                path=path,
+                size_bytes=size,
+                device=profile.device,
+                time_kind=profile.time_kind,
+                fingerprint=profile.fingerprint,
+                records=len(records),
+                failed=len(profile.failures()),
+                runs=len(profile.runs),
+                newest_s=max((record.taken_s for record in records), default=0.0),
             )
         )
     return found

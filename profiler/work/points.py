@@ -137,6 +137,12 @@ class WorkPoint:
     tier: Tier
     spec: OpSpec
 
+    @property
+    def is_core(self) -> bool:
+        """Whether a plan needs it even where time is short: a whole group, and on the NPU not the head."""
+        whole = self.point.member_rows == self.spec.member_rows and not self.point.is_block
+        return self.tier == 0 and whole and (self.part == "gpu" or self.spec.group != "head")
+
 
 def enumerate_points(
     shapes: Iterable[ModelShape],

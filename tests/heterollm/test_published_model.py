@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a published model: parity, greedy text, chat, stop tokens, the emulator.
+"""SmolLM2-135M-Instruct, a published model: parity, long context, greedy text, chat, the emulator.
 
 ``HETEROLLM_PUBLISHED_MODEL`` names its folder; without it ``bench/published_model.py`` fetches the model.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from heterollm.base import InputError, OptionError
 from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.npu import qnn_available
@@ -96,6 +97,39 @@ def test_parity_on_host(
     decoded = np.stack([session.decode(token) for token in ids[70:]])
     logits = np.concatenate([prompt, decoded])
     assert sqnr_db(logits, expected_logits(oracle(llm), ids)) >= LOGITS_SQNR_DB["fp32"]
+
+
+@pytest.fixture(scope="module")
+def long_logits(oracle: Callable[[LLM], Any]) -> Callable[[LLM, list[int]], np.ndarray]:
+    """Return a function that gives transformers' logits after the last of some tokens, computed once."""
+    found: list[np.ndarray] = []
+
+    def logits(llm: LLM, ids: list[int]) -> np.ndarray:
+        if not found:
+            found.append(expected_logits(oracle(llm), ids, last=1))
+        return found[0]
+
+    return logits
+
+
+@pytest.mark.parametrize("level", ["gpu", "layer"])
+def test_the_whole_context_of_8192(
+    level: str,
+    folder: Path,
+    host_llm: Callable[..., LLM],
+    long_logits: Callable[[LLM, list[int]], np.ndarray],
+) -> None:
+    llm = host_llm(folder, plan=level, context=8192)
+    ids = text_ids(llm, 8193)
+    session = llm.session()
+    logits = session.prefill(ids[:8192])[None]
+    assert sqnr_db(logits, long_logits(llm, ids[:8192])) >= LOGITS_SQNR_DB["fp32"]
+    with pytest.raises(InputError, match="1 tokens at position 8192 exceed the context of 8192"):
+        session.decode(ids[8192])
+    with pytest.raises(InputError, match="prompt has 8193 tokens, but the context holds 8192"):
+        llm.generate(ids, max_new_tokens=1)
+    with pytest.raises(OptionError, match=r"context of 8193 is outside .* 1 to 8192"):
+        LLM.load(folder, device="host", context=8193)
 
 
 @pytest.mark.parametrize("level", ["tensor", "block"])

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError
-from heterollm.kernels.formats import QuantizedTensor, reference, reference_layers
+from heterollm.kernels.formats import linear_errors, random_weight, reference, reference_layers
 from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.npu import FfnShard, LinearShard
+from heterollm.kernels.ops import WeightFormat
 
 
 @pytest.fixture(scope="session")
@@ -36,22 +37,9 @@ def make_slice():
 
 
 def random_slice(rows, columns, bits=4, block=32, symmetric=True, seed=0, members=1, dtype=np.float16):
-    generator = np.random.default_rng([seed, rows, columns, bits])
-    if bits > 8:
-        weight = (generator.standard_normal((rows, columns)) / np.sqrt(columns)).astype(dtype)
-    else:
-        blocks = columns // block
-        zeros = None
-        signs = generator.choice([-1.0, 1.0], (rows, blocks))
-        if not symmetric:
-            zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-        weight = QuantizedTensor(
-            generator.integers(0, 256, (rows, blocks, block * bits // 8), np.uint8),
-            (signs * generator.uniform(0.5, 1.5, (rows, blocks)) / 2**bits).astype(np.float16),
-            zeros,
-            bits,
-            block,
-        )
+    floats = WeightFormat(8 * np.dtype(dtype).itemsize)
+    number_format = WeightFormat(bits, block, symmetric) if bits <= 8 else floats
+    weight = random_weight(np.random.default_rng([seed, rows, columns, bits]), rows, columns, number_format)
     each = rows // members
     ranges = ((0, rows - each * (members - 1)), *((8, 8 + each),) * (members - 1))
     return LinearShard(weight, 1, "gate_up", ranges, f"random {seed}")
@@ -91,10 +79,15 @@ def exact_block():
 @pytest.fixture
 def exact():
     """The float64 product of ``x [m, k]`` with a slice's dequantised weight."""
+    return lambda part, x: reference.linear(x, [part.weight])
 
-    def product(part, x):
-        weight = part.weight
-        floats = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        return x.astype(np.float64) @ floats.astype(np.float64).T
 
-    return product
+@pytest.fixture(scope="session")
+def within_gate():
+    """Check the numbers of a linear layer against the gate of the type that holds them."""
+
+    def check(numbers, *label):
+        errors = linear_errors(*numbers)
+        assert errors.within("fp16" if numbers[0].dtype == np.float16 else "fp32"), (*label, errors)
+
+    return check

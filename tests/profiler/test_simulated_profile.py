@@ -11,7 +11,7 @@ from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.model.known import ModelSize
-from heterollm.profiler import SessionOptions, profile_device
+from heterollm.profiler import SessionOptions, essential_work, profile_device
 from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
@@ -23,7 +23,7 @@ from heterollm.profiler.records import (
     LinearKey,
     PowerKey,
 )
-from heterollm.solver import ProfileCosts, best_hand_over, limits_of, power_of
+from heterollm.solver import ProfileCosts, Solver, best_hand_over, limits_of, power_of
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
 
@@ -42,6 +42,24 @@ def found(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("profiles")))
         yield profiled(tmp_path_factory.mktemp("profiles"))
+
+
+def test_a_quick_run_on_a_slow_device_ends_in_time_and_still_plans(monkeypatch, tmp_path):
+    """A point takes 1.5 s: those that a default run needs exceed the budget of a quick one."""
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr("heterollm.profiler.measure.linears.NOTHING_COMPUTED_S", 1.5)
+    device, options = open_device(NAME), SessionOptions.of(quick=True)
+    assert essential_work(device, [SHAPE], quick=False).seconds > options.budget_s
+    assert essential_work(device, [SHAPE], quick=True).seconds <= options.budget_s
+    # Not even one point more than the essential ones ends in time.
+    monkeypatch.setattr("heterollm.profiler.measure.linears.NOTHING_COMPUTED_S", options.budget_s + 1)
+    profile, summary = profile_device(device, [SHAPE], options, path=tmp_path / "profile.json")
+    assert summary.finished
+    assert set(summary.left_out) == {"ffn on the NPU", "head on the NPU"} | {
+        f"{group} on the {part}" for group in ("qkv", "o", "gate_up", "down") for part in ("GPU", "NPU")
+    } | {"head on the GPU"}
+    solver = Solver(SHAPE.specs, limits_of(profile), ProfileCosts(profile, SHAPE))
+    assert solver.plan(device=NAME, precision="w4a16").uses_npu
 
 
 def test_everything_is_measured_and_labelled(found):

@@ -11,8 +11,8 @@ from heterollm.doctor import run as doctor
 from heterollm.doctor.case import Case, run_case
 from heterollm.doctor.checks import device_cases
 from heterollm.doctor.flag import FLAG
+from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.run import Problem, unlisted_vendors
-from heterollm.doctor.w4a8 import AGREEMENT
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers
 from heterollm.kernels.gpu import GpuLinear, GpuWork

@@ -200,10 +200,15 @@ def test_a_truncated_shard_is_named(model, kept):
     shard = sorted(folder.glob("*.safetensors"))[1]
     size = shard.stat().st_size
     header, _ = read_raw(shard)
-    os.truncate(shard, max(int(size * kept), 8 + len(json.dumps(header)) + 64))
+    start = int.from_bytes(shard.read_bytes()[:8], "little") + 8
+    left = max(int(size * kept), start + 64)
+    os.truncate(shard, left)
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(folder)
+    ends = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    [cut] = [name for name, (first, stop) in ends.items() if first <= left - start < stop]
     assert shard.name in str(caught.value)
+    assert f"the file ends in tensor {cut}." in str(caught.value)
     assert "Download it again; it may be cut short." in str(caught.value)
 
 

@@ -4,11 +4,9 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from heterollm.base import KernelError
-from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
+from heterollm.kernels.formats import QuantizedTensor, linear_errors, random_weight, reference
 from heterollm.kernels.gpu import (
     GpuLinear,
     RoundedInputs,
@@ -17,103 +15,19 @@ from heterollm.kernels.gpu import (
     target_for_this_machine,
 )
 from heterollm.kernels.gpu.launch import ChainedLaunch
-from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
-from heterollm.kernels.gpu.packing import BLOCKS
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.runtime import POCL_NAME
+from heterollm.kernels.linear_cases import run_linear
+from heterollm.kernels.ops import WeightFormat
 
-FORMATS = ["int4", "int4z", "int8", "int8z"]
 STYLES = ["vector", "simt"]
-GUARD = 0xA5
 
 
-def make_weight(rng, rows, columns, kind, block):
-    bits, groups = int(kind[3]), columns // block
-    return QuantizedTensor(
-        rng.integers(0, 256, (rows, groups, block * bits // 8), np.uint8),
-        rng.uniform(0.001, 0.02, (rows, groups)).astype(np.float16),
-        rng.integers(0, 256, (rows, -(-groups * bits // 8)), np.uint8) if kind.endswith("z") else None,
-        bits,
-        block,
-    )
-
-
-def compute(runtime, members, x, *, first_token=0, kept=None, style=None, output_dtype=None):
-    """Run one launch on slots whose other bytes are NaN (input) and a guard pattern (output)."""
-    tokens, columns = x.shape
-    packed = GpuLinear.pack(runtime, members, activation_dtype=x.dtype, integer_inputs=True)
-    rows = sum(stop - start for start, stop in kept or [(0, rows) for rows in packed.member_rows])
-    x_slot = runtime.shared((first_token + tokens + 2, columns), x.dtype)
-    x_slot.array[:] = np.nan
-    x_slot.array[first_token : first_token + tokens] = x
-    out = np.dtype(output_dtype or x.dtype)
-    y_slot = runtime.shared(((first_token + tokens) * rows * out.itemsize + 4096,), np.uint8)
-    y_slot.array[:] = GUARD
-    options = {"first_token": first_token, "kept": kept, "output_dtype": output_dtype, "style": style}
-    packed.launch(x_slot, y_slot, tokens=tokens, label="test", **options)()
-    runtime.finish()
-    start, stop = first_token * rows * out.itemsize, (first_token + tokens) * rows * out.itemsize
-    assert np.all(y_slot.array[:start] == GUARD), "bytes before the output were written"
-    assert np.all(y_slot.array[stop:] == GUARD), "bytes after the output were written"
-    return y_slot.array[start:stop].view(out).reshape(tokens, rows).copy()
-
-
-def check(runtime, members, tokens, rng, dtype=np.float32, *, kept=None, **options):
-    x = rng.standard_normal((tokens, members[0].columns)).astype(dtype)
-    actual = compute(runtime, members, x, kept=kept, **options)
-    rounded = reference.round_inputs(x, members[0].block)
-    errors = linear_errors(actual, reference.linear(rounded, members, kept))
-    shape = (tokens, [member.format for member in members], kept, options)
-    assert errors.within("fp16" if actual.dtype == np.float16 else "fp32"), (shape, errors)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("style", STYLES)
-def test_edge_shapes_match_float64_of_the_rounded_inputs(runtime, style, kind):
-    rng = np.random.default_rng(1)
-    shapes = [(m, 77, 96, 32) for m in (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 64, 129, 257)]
-    shapes += [(m, n, 48, 16) for m in (1, 5, 12) for n in (1, 17, 64, 65)]
-    shapes += [(m, 33, k, b) for m in (1, 9) for k, b in ((16, 16), (128, 128), (192, 64), (896, 128))]
-    for m, n, k, block in shapes:
-        check(runtime, [make_weight(rng, n, k, kind, block)], m, rng, style=style)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_cuts_members_offsets_and_half_activations(runtime, style):
-    rng = np.random.default_rng(2)
-    members = [make_weight(rng, n, 96, "int4z", 32) for n in (200, 64, 77)]
-    for kept in (((128, 200), (0, 64), (64, 77)), ((64, 129), (0, 0), (0, 1)), None):
-        for tokens, first_token in ((1, 3), (6, 1), (40, 0)):
-            check(runtime, members, tokens, rng, kept=kept, first_token=first_token, style=style)
-    for tokens in (1, 6, 40):
-        check(runtime, members, tokens, rng, np.float16, style=style)
-    check(runtime, members, 6, rng, np.float16, output_dtype=np.float32, style=style)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(data=st.data())
-def test_any_shape_and_cut(runtime, data):
-    block = data.draw(st.sampled_from(BLOCKS), label="block")
-    columns = block * data.draw(st.integers(1, 512 // block), label="blocks")
-    kind = data.draw(st.sampled_from(FORMATS), label="format")
-    rows = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=3), label="rows")
-    kept = []
-    for n in rows:
-        start = ROW_ALIGNMENT * data.draw(st.integers(0, (n - 1) // ROW_ALIGNMENT), label="start")
-        kept.append((start, data.draw(st.integers(start, n), label="stop")))
-    if not any(stop > start for start, stop in kept):
-        kept[0] = (0, rows[0])
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
-    check(
-        runtime,
-        [make_weight(rng, n, columns, kind, block) for n in rows],
-        data.draw(st.integers(1, 140), label="tokens"),
-        rng,
-        kept=tuple(kept),
-        first_token=data.draw(st.integers(0, 3), label="first token"),
-        style=data.draw(st.sampled_from(STYLES), label="style"),
-    )
+def compute(runtime, weight, x, style, **options):
+    """Run one launch that rounds its inputs."""
+    packed = GpuLinear.pack(runtime, [weight], activation_dtype=x.dtype, integer_inputs=True)
+    return run_linear(runtime, packed, x, style=style, **options)
 
 
 def ones_on_the_diagonal(columns, bits, block):
@@ -130,7 +44,7 @@ def ones_on_the_diagonal(columns, bits, block):
 @pytest.mark.parametrize("style", STYLES)
 def test_the_rounding_is_the_rule_bit_for_bit(runtime, style, bits):
     rng = np.random.default_rng(3)
-    for block in BLOCKS:
+    for block in (16, 32, 64, 128):
         weight = ones_on_the_diagonal(256, bits, block)
         normal = rng.standard_normal((40, 256)) * 10.0 ** rng.uniform(-6, 6, (40, 1))
         halves = rng.integers(-252, 253, (40, 256)) / 2
@@ -140,7 +54,7 @@ def test_the_rounding_is_the_rule_bit_for_bit(runtime, style, bits):
         for values in (normal, halves, scaled, empty):
             x = values.astype(np.float32)
             expected = reference.round_inputs(x, block).astype(np.float32)
-            np.testing.assert_array_equal(compute(runtime, [weight], x, style=style), expected)
+            np.testing.assert_array_equal(compute(runtime, weight, x, style), expected)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -155,26 +69,28 @@ def test_extreme_codes_do_not_overflow(runtime, style):
                     x = np.full((tokens, 256), sign, np.float32)
                     x[:, 1] = 0.5  # a code of 64 and a sum that is not symmetric
                     exact = reference.linear(reference.round_inputs(x, 128), [weight])
-                    assert linear_errors(compute(runtime, [weight], x, style=style), exact).within("fp32")
+                    assert linear_errors(compute(runtime, weight, x, style), exact).within("fp32")
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8z"])
+@pytest.mark.parametrize(
+    "number_format", [WeightFormat(4, 32), WeightFormat(8, 32, symmetric=False)], ids=str
+)
 @pytest.mark.parametrize("style", STYLES)
-def test_tokens_computed_together_give_the_bits_of_each_alone(runtime, style, kind):
+def test_tokens_computed_together_give_the_bits_of_each_alone(runtime, style, number_format):
     rng = np.random.default_rng(4)
-    weight = make_weight(rng, 130, 160, kind, 32)
+    weight = random_weight(rng, 130, 160, number_format)
     x = rng.standard_normal((16, 160)).astype(np.float32)
-    alone = np.concatenate([compute(runtime, [weight], x[t : t + 1], style=style) for t in range(16)])
+    alone = np.concatenate([compute(runtime, weight, x[t : t + 1], style) for t in range(16)])
     for tokens in (2, 3, 5, 8):
-        np.testing.assert_array_equal(compute(runtime, [weight], x[:tokens], style=style), alone[:tokens])
-    errors = linear_errors(compute(runtime, [weight], x, style=style), alone.astype(np.float64))
+        np.testing.assert_array_equal(compute(runtime, weight, x[:tokens], style), alone[:tokens])
+    errors = linear_errors(compute(runtime, weight, x, style), alone.astype(np.float64))
     assert errors.within("fp32")
 
 
 def test_launches_of_other_sizes_do_not_disturb_each_other(runtime):
     """They share the memory of the rounded inputs, which grows while earlier launches are still held."""
     rng = np.random.default_rng(5)
-    weights = [make_weight(rng, 70, k, "int4", 32) for k in (96, 320)]
+    weights = [random_weight(rng, 70, k, WeightFormat(4, 32)) for k in (96, 320)]
     calls = []
     for tokens in (1, 64, 7, 300):
         for weight in weights:
@@ -194,7 +110,7 @@ def test_launches_of_other_sizes_do_not_disturb_each_other(runtime):
 
 
 def test_a_launch_rounds_before_it_multiplies(runtime):
-    weight = make_weight(np.random.default_rng(6), 70, 96, "int4", 32)
+    weight = random_weight(np.random.default_rng(6), 70, 96, WeightFormat(4, 32))
     x, y = runtime.shared((1, 96), np.float32), runtime.shared((1, 70), np.float32)
     packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
     launch = packed.launch(x, y, tokens=1, label="3.qkv")
@@ -270,9 +186,9 @@ def test_the_paths_for_older_processors_give_the_same(runtime, processor, tmp_pa
 def test_codes_that_lie_ready_give_the_bits_of_a_launch_that_rounds(runtime, style):
     rng = np.random.default_rng(7)
     for tokens, first_token, block, bits in ((1, 0, 32, 4), (7, 2, 64, 8), (33, 1, 128, 4)):
-        weight = make_weight(rng, 70, 256, f"int{bits}z", block)
+        weight = random_weight(rng, 70, 256, WeightFormat(bits, block, symmetric=False))
         x = rng.standard_normal((tokens, 256)).astype(np.float32)
-        expected = compute(runtime, [weight], x, first_token=first_token, style=style)
+        expected = compute(runtime, weight, x, style, first_token=first_token)
         packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
         x_slot = runtime.shared((first_token + tokens, 256), np.float32)
         y_slot = runtime.shared((first_token + tokens, 70), np.float32)
@@ -293,7 +209,7 @@ def test_codes_that_lie_ready_give_the_bits_of_a_launch_that_rounds(runtime, sty
 
 
 def test_codes_that_do_not_fit_are_refused(runtime):
-    weight = make_weight(np.random.default_rng(8), 70, 128, "int4", 32)
+    weight = random_weight(np.random.default_rng(8), 70, 128, WeightFormat(4, 32))
     x, y = runtime.shared((1, 128), np.float32), runtime.shared((1, 70), np.float32)
     slots = [runtime.shared((size,), np.uint8) for size in code_bytes(1, 128, 32)]
     packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)

@@ -11,13 +11,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference, reference_layers
+from heterollm.kernels.cases import fill_slot
+from heterollm.kernels.formats import linear_errors, reference, reference_layers
 from heterollm.kernels.gpu import (
     SOURCES,
     STEP_HEAD_ROW,
@@ -40,6 +42,8 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
+from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.ops import WeightFormat
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
@@ -161,46 +165,17 @@ def test_every_source_file_is_checked():
 
 def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Every kernel of the linear layers in each style, format and activation type."""
-    rng = np.random.default_rng(0)
-    rows, columns, block = (70, 3), 48, 16
     for bits, dtype in itertools.product((4, 8, 16, 32), (np.float32, np.float16)):
-        if bits <= 8:
-            members = [
-                QuantizedTensor(
-                    rng.integers(0, 256, (n, columns // block, block * bits // 8), np.uint8),
-                    rng.uniform(0.01, 0.02, (n, columns // block)).astype(np.float16),
-                    rng.integers(0, 256, (n, -(-columns // block * bits // 8)), np.uint8),
-                    bits,
-                    block,
-                )
-                for n in rows
-            ]
-        else:
-            members = [rng.standard_normal((n, columns)).astype(f"f{bits // 8}") for n in rows]
-        packed = GpuLinear.pack(runtime, members, activation_dtype=dtype)
-        rounding = packed
-        if bits <= 8:
-            rounding = GpuLinear.pack(runtime, members, activation_dtype=dtype, integer_inputs=True)
-        for style, tokens in itertools.product(("vector", "simt"), (1, 3, 5, 9, 34)):
-            if tokens >= 9 and bits != 4:
-                continue
-            # Slots of the exact size: the simulator tells of any byte beyond them.
-            x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, 73), dtype)
-            x.array[:] = rng.standard_normal(x.array.shape)
-            packed.launch(x, y, tokens=tokens, style=style, label="linear")()
-            yield
+        number_format = WeightFormat(bits, 16, symmetric=False) if bits <= 8 else WeightFormat(bits)
+        for rounds in (False, True)[: 1 + number_format.quantized]:
             # The simulator takes the paths of common.h for devices that are no x86 CPU.
-            errors = linear_errors(y.array, reference.linear(x.array, members))
-            assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
-            if bits <= 8:
-                rounding.launch(x, y, tokens=tokens, style=style, label="linear")()
-                yield
-                exact = reference.linear(reference.round_inputs(x.array, block), members)
-                errors = linear_errors(y.array, exact)
-                assert errors.within("fp32" if dtype == np.float32 else "fp16"), (bits, style, tokens, errors)
+            case = LinearCase(number_format, (70, 3), 48, 1, integer_inputs=rounds)
+            tokens = (1, 3, 5, 9, 34) if bits == 4 else (1, 3, 5)
+            yield from exact_launches(runtime, case, tokens, dtype)
+        members, _ = case.data(dtype)
         table = GpuLinear.pack(runtime, members[:1], activation_dtype=dtype)
         for style in ("vector", "simt"):
-            ids, out = runtime.shared((2,), np.int32), runtime.shared((2, columns), np.float32)
+            ids, out = runtime.shared((2,), np.int32), runtime.shared((2, 48), np.float32)
             ids.array[:] = [69, 1 << 30]
             table.embed_launch(ids, out, count=2, style=style)()
             yield
@@ -210,25 +185,26 @@ def linear_launches(runtime: OpenClRuntime) -> Iterator[None]:
 
 def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """The kernels of the linear layers over a range of the inputs, which lie next to each other."""
-    rng = np.random.default_rng(0)
-    rows, columns, block, span = 70, 80, 16, (32, 80)
-    width = span[1] - span[0]
-    codes = rng.integers(0, 256, (rows, columns // block, block // 2), np.uint8)
-    scales = rng.uniform(0.01, 0.02, (rows, columns // block)).astype(np.float16)
-    zeros = rng.integers(0, 256, (rows, 3), np.uint8)
-    packed = QuantizedTensor(codes, scales, zeros, 4, block)
-    floats = rng.standard_normal((rows, columns)).astype(np.float32)
-    for weight, integer in ((packed, False), (packed, True), (floats, False)):
-        options = {"activation_dtype": np.float32, "integer_inputs": integer}
-        layer = GpuLinear.pack(runtime, [weight], **options)
-        values = reference.weight_values(weight)[:, slice(*span)]
-        for style, tokens in itertools.product(("vector", "simt"), (1, 5, 9)):
-            x, y = runtime.shared((tokens, width), np.float32), runtime.shared((tokens, rows), np.float32)
-            x.array[:] = rng.standard_normal(x.array.shape)
-            layer.launch(x, y, tokens=tokens, columns=span, style=style, label="range")()
+    for bits, rounds in ((4, False), (4, True), (32, False)):
+        number_format = WeightFormat(bits, 16, symmetric=False) if bits == 4 else WeightFormat(bits)
+        case = LinearCase(number_format, (70,), 80, 1, inputs=(32, 80), integer_inputs=rounds)
+        yield from exact_launches(runtime, case, (1, 5, 9), np.float32)
+
+
+def exact_launches(
+    runtime: OpenClRuntime, case: LinearCase, tokens: tuple[int, ...], dtype: type
+) -> Iterator[None]:
+    """A case in each style, on slots of the exact size: the simulator tells of any byte beyond them."""
+    for own in (replace(case, tokens=count) for count in tokens):
+        members, x = own.data(dtype)
+        packed = GpuLinear.pack(runtime, members, activation_dtype=dtype, integer_inputs=case.integer_inputs)
+        for style in ("vector", "simt"):
+            x_slot, y = fill_slot(runtime, x), runtime.shared((len(x), sum(case.rows)), dtype)
+            options = {"tokens": len(x), "columns": case.inputs, "style": style}
+            packed.launch(x_slot, y, **options, label="linear")()
             yield
-            seen = reference.round_inputs(x.array, block) if integer else x.array.astype(np.float64)
-            assert linear_errors(y.array, seen @ values.T).within("fp32"), (integer, style, tokens)
+            errors = linear_errors(y.array, own.exact(members, x))
+            assert errors.within("fp32" if dtype == np.float32 else "fp16"), (own, style, errors)
 
 
 def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:

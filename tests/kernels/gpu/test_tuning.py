@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from heterollm.base import CacheError, OptionError
-from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
+from heterollm.kernels.formats import linear_errors, random_weight, reference
 from heterollm.kernels.gpu import (
     LEGAL,
     BuildError,
@@ -31,6 +31,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
+from heterollm.kernels.linear_cases import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
 INT4 = WeightFormat(4, 32)
@@ -278,18 +279,6 @@ def test_a_launch_covers_every_token_whatever_the_parameters():
 # ---- the kernels ----------------------------------------------------------------------------------------
 
 
-def random_weight(rng, rows, columns, number_format):
-    groups = columns // number_format.block
-    zeros = rng.integers(0, 256, (rows, -(-groups * number_format.bits // 8)), np.uint8)
-    return QuantizedTensor(
-        rng.integers(0, 256, (rows, groups, number_format.block * number_format.bits // 8), np.uint8),
-        rng.uniform(0.001, 0.02, (rows, groups)).astype(np.float16),
-        None if number_format.symmetric else zeros,
-        number_format.bits,
-        number_format.block,
-    )
-
-
 def legal_parameters(data):
     style = data.draw(st.sampled_from(["vector", "simt"]), label="style")
     bits = data.draw(st.sampled_from([4, 8]), label="bits")
@@ -304,37 +293,35 @@ def legal_parameters(data):
 # Every example is a kernel to build.
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
-def test_legal_parameters_compute_rightly(runtime, data):
-    check_legal_parameters(runtime, data)
+def test_legal_parameters_compute_rightly(runtime, within_gate, data):
+    check_legal_parameters(runtime, within_gate, data)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
-def test_many_legal_parameters_compute_rightly(runtime, data):
-    check_legal_parameters(runtime, data)
+def test_many_legal_parameters_compute_rightly(runtime, within_gate, data):
+    check_legal_parameters(runtime, within_gate, data)
 
 
-def check_legal_parameters(runtime, data):
+def check_legal_parameters(runtime, within_gate, data):
     shape, tokens, parameters = legal_parameters(data)
     if not runtime.tuning.identity.can_run(parameters):
         return
     block = shape.weight.block
     columns = block * data.draw(st.integers(1, 700 // block), label="blocks")
     rows = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=2), label="rows")
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
-    members = [random_weight(rng, n, columns, shape.weight) for n in rows]
-    kept = [(64 * ((n - 1) // 64), n) for n in rows]
-    layer = GpuLinear.pack(runtime, members, activation_dtype=np.float32, integer_inputs=shape.integer_inputs)
-    x = runtime.shared((tokens, columns), np.float32)
-    y = runtime.shared((tokens, sum(stop - start for start, stop in kept)), np.float32)
-    x.array[...] = rng.standard_normal(x.array.shape)
+    case = LinearCase(
+        shape.weight,
+        tuple(rows),
+        columns,
+        tokens,
+        kept=tuple((64 * ((n - 1) // 64), n) for n in rows),
+        integer_inputs=shape.integer_inputs,
+        seed=data.draw(st.integers(0, 2**32), label="seed"),
+    )
     variant = Variant(parameters.style, parameters=parameters)
-    layer.launch(x, y, tokens=tokens, kept=kept, style=variant, label="test")()
-    runtime.finish()
-    seen = reference.round_inputs(x.array, block) if shape.integer_inputs else x.array
-    errors = linear_errors(y.array, reference.linear(seen, members, kept))
-    assert errors.within("fp32"), (shape, str(parameters), errors)
+    within_gate(case.on_gpu(runtime, np.float32, style=variant), case, str(parameters))
 
 
 @pytest.fixture
@@ -442,37 +429,29 @@ def test_the_sources_default_to_what_the_table_is_compared_with():
 
 SIMULATED = """
 import itertools
-import msgspec
 import numpy as np
-from heterollm.kernels.formats import reference
+from heterollm.kernels.cases import fill_slot
+from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.gpu.parameters import ShapeClass, all_parameters
 from heterollm.kernels.gpu.runtime import OpenClRuntime, list_opencl_devices
-from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
-from heterollm.kernels.formats.tolerances import linear_errors
 from heterollm.kernels.gpu.variants import Variant
+from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.ops import WeightFormat
 
 runtime = OpenClRuntime(list_opencl_devices()[0][1])
-rng = np.random.default_rng(0)
-weight = QuantizedTensor(
-    rng.integers(0, 256, (70, 3, 16), np.uint8),
-    rng.uniform(0.01, 0.02, (70, 3)).astype(np.float16),
-    None,
-    4,
-    32,
-)
 for rounded, tokens in itertools.product((False, True), (5, 19)):
-    layer = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=rounded)
+    case = LinearCase(WeightFormat(4, 32), (70,), 96, tokens, integer_inputs=rounded)
     shape = ShapeClass.of(WeightFormat(4, 32), integer_inputs=rounded, half=False, tokens=tokens)
-    x, y = runtime.shared((tokens, 96), np.float32), runtime.shared((tokens, 70), np.float32)
-    x.array[...] = rng.standard_normal(x.array.shape)
-    exact = reference.linear(reference.round_inputs(x.array, 32) if rounded else x.array, [weight])
     legal = list(filter(runtime.tuning.identity.can_run, all_parameters("simt", shape)))
+    members, x = case.data(np.float32)
+    layer = GpuLinear.pack(runtime, members, activation_dtype=np.float32, integer_inputs=rounded)
+    # Slots of the exact size: the simulator tells of any byte beyond them.
+    x_slot, y = fill_slot(runtime, x), runtime.shared((tokens, 70), np.float32)
     for parameters in legal[1::8]:
-        layer.launch(x, y, tokens=tokens, style=Variant("simt", parameters=parameters), label="test")()
+        layer.launch(x_slot, y, tokens=tokens, style=Variant("simt", parameters=parameters), label="test")()
         runtime.finish()
-        assert linear_errors(y.array, exact).within("fp32"), parameters
+        assert linear_errors(y.array, case.exact(members, x)).within("fp32"), parameters
 print("done")
 """
 

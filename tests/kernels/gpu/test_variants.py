@@ -3,25 +3,14 @@
 import numpy as np
 import pytest
 
-from heterollm.kernels.formats import linear_errors, quantize, reference
-from heterollm.kernels.gpu import (
-    STEP_WORDS,
-    BuildError,
-    GpuGlue,
-    GpuLinear,
-    HeadShape,
-    KvLayer,
-    Scores,
-    Segments,
-    Variant,
-    VariantRecord,
-    head_stride,
-)
+from heterollm.kernels.cases import LayerCases
+from heterollm.kernels.gpu import BuildError, GpuGlue, HeadShape, Segments, Variant, VariantRecord
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.variants import variants_for
+from heterollm.kernels.linear_cases import LinearCase
 from heterollm.kernels.open import open_device
+from heterollm.kernels.ops import WeightFormat
 
-COLUMNS, ROWS = 128, 100
 ALL = variants_for(is_cpu=True)
 
 
@@ -113,64 +102,31 @@ BROKEN = {
 class TestKernels:
     @pytest.mark.parametrize("integer_inputs", [False, True])
     @pytest.mark.parametrize("broken", BROKEN)
-    def test_linear_layers_are_right_whatever_is_broken(self, monkeypatch, runtime, broken, integer_inputs):
+    def test_linear_layers_are_right_whatever_is_broken(
+        self, monkeypatch, runtime, within_gate, broken, integer_inputs
+    ):
         refuses, passed_over = BROKEN[broken]
         built = break_builds(monkeypatch, runtime, refuses)
-        generator = np.random.default_rng(1)
-        weight = quantize(generator.standard_normal((ROWS, COLUMNS), np.float32), bits=4, block=32)
-        linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=integer_inputs)
         for tokens in (1, 9):
-            x, y = runtime.shared((tokens, COLUMNS), np.float32), runtime.shared((tokens, ROWS), np.float32)
-            x.array[...] = generator.standard_normal(x.array.shape)
-            linear.launch(x, y, tokens=tokens, label="test")()
-            runtime.finish()
-            seen = reference.round_inputs(x.array, 32) if integer_inputs else x.array
-            assert linear_errors(y.array, reference.linear(seen, [weight])).within("fp32")
+            case = LinearCase(WeightFormat(4, 32), (100,), 128, tokens, integer_inputs=integer_inputs)
+            within_gate(case.on_gpu(runtime, np.float32), case)
         assert len(runtime.variants.notes) == passed_over
         assert all("linear int4 block 32" in note for note in runtime.variants.notes)
         assert not any(refuses(*each) for each in built)
 
     @pytest.mark.parametrize("broken", BROKEN)
-    def test_attention_and_norms_are_right_whatever_is_broken(self, monkeypatch, runtime, broken):
+    def test_attention_and_norms_are_right_whatever_is_broken(
+        self, monkeypatch, runtime, within_gate, broken
+    ):
         refuses, passed_over = BROKEN[broken]
         break_builds(monkeypatch, runtime, refuses)
-        layers = GpuGlue(runtime, np.float32, np.float32)
-        generator = np.random.default_rng(2)
-        hidden, tokens = 64, 3
-        residual, out = (
-            runtime.shared((tokens, hidden), np.float32),
-            runtime.shared((tokens, hidden), np.float32),
-        )
-        residual.array[...] = generator.standard_normal((tokens, hidden))
-        ones = runtime.upload(np.ones(hidden, np.float32))
-        layers.rms_norm(residual, ones, out, hidden=hidden, tokens=tokens, epsilon=1e-5)()
-        runtime.finish()
-        exact = residual.array.astype(np.float64)
-        exact /= np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5)
-        assert linear_errors(out.array, exact).within("fp32")
-
-        capacity, head_dim = 64, 32
-        cache = runtime.shared((4 * head_stride(capacity, head_dim, np.float32),), np.float32)
-        keys = cache.array.reshape(4, -1)[:2, : capacity * head_dim].reshape(2, capacity, head_dim)
-        values = cache.array.reshape(4, -1)[2:, : capacity * head_dim].reshape(2, capacity, head_dim)
-        keys[...], values[...] = generator.standard_normal((2, *keys.shape))
-        queries, answer = (runtime.shared((1, 4 * head_dim), np.float32) for _ in range(2))
-        queries.array[...] = generator.standard_normal(queries.array.shape)
-        step = runtime.shared((STEP_WORDS,), np.int32)
-        step.array[:2] = 40, 1
-        sizes = {"shape": HeadShape(4, 2, head_dim, capacity), "tokens": 1, "bucket": 64, "parts": 2}
-        for launch in layers.attention(queries, KvLayer(cache, 0), answer, step, scores=Scores(0.2), **sizes):
-            launch()
-        runtime.finish()
-        for head in range(4):
-            query = queries.array[0, head * head_dim :][:head_dim].astype(np.float64)
-            scores = np.exp(keys[head // 2, :41] @ query * 0.2)
-            expected = scores @ values[head // 2, :41] / scores.sum()
-            got = answer.array[0, head * head_dim :][:head_dim]
-            np.testing.assert_allclose(got, expected, atol=1e-5)
+        layers, dtype = GpuGlue(runtime, np.float32, np.float32), np.dtype(np.float32)
+        cases = LayerCases(runtime, layers, dtype, dtype, np.random.default_rng(2))
+        within_gate(cases.norm(3, 64, 0)[0])
+        within_gate(cases.attention(1, 40, HeadShape(4, 2, 32, 64), parts=2))
         assert len(runtime.variants.notes) == 3 * passed_over
 
-    def test_wrong_numbers_are_found_before_they_are_used(self, monkeypatch, runtime):
+    def test_wrong_numbers_are_found_before_they_are_used(self, monkeypatch, runtime, within_gate):
         runtime.tests_kernels = True
 
         def wrong_sums(files):
@@ -180,13 +136,7 @@ class TestKernels:
             return faulty + read_sources(files).replace("((a) * (b) + (c))", "((a) * (b) + FAULT(c))")
 
         monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong_sums)
-        weight = np.random.default_rng(3).standard_normal((ROWS, COLUMNS), np.float32)
-        linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
-        x, y = runtime.shared((1, COLUMNS), np.float32), runtime.shared((1, ROWS), np.float32)
-        x.array[...] = 1.0
-        linear.launch(x, y, tokens=1, label="test")()
-        runtime.finish()
-        assert linear_errors(y.array, reference.linear(x.array, [weight])).within("fp32")
+        within_gate(LinearCase(WeightFormat(32), (100,), 128, 1).on_gpu(runtime, np.float32))
         assert len(runtime.variants.notes) == 1
         assert "wrong numbers" in runtime.variants.notes[0]
 

@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 import tracemalloc
@@ -8,13 +9,18 @@ import pytest
 
 from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
-from heterollm.kernels.gpu import GpuLinear
+from heterollm.kernels.linear_cases import LinearCase, run_part
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShard
 from heterollm.kernels.ops import WeightFormat
 
 QUANTIZED = [
-    (bits, block, symmetric) for bits in (4, 8) for block in (32, 64, 128) for symmetric in (True, False)
+    WeightFormat(bits, block, symmetric)
+    for bits in (4, 8)
+    for block in (32, 64, 128)
+    for symmetric in (True, False)
 ]
+LENGTHS = ((1, 1), (20, 32), (64, 64))
+"""Tokens and the length of the graph: rows behind the tokens are NaN."""
 
 
 @pytest.fixture
@@ -24,67 +30,54 @@ def npu():
     backend.close()
 
 
+@pytest.fixture
+def check(npu, within_gate):
+    return lambda case, *graph: within_gate(case.on_npu(npu, *graph), case, *graph)
+
+
 def activations(length, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((length, columns)).astype(np.float32)
 
 
-def run(npu, part, length, form=None, seed=0):
-    x = activations(length, part.columns, seed)
-    y = np.full((length, part.rows), np.nan, np.float32)
-    npu.prepare(part, length, form).bind(x, y)()
-    return x, y
+def run(npu, part, length):
+    x = activations(length, part.columns)
+    return x, run_part(npu, part, x, length)
 
 
-@pytest.mark.parametrize(("bits", "block", "symmetric"), QUANTIZED)
-def test_quantized_formats_against_float64(npu, make_slice, exact, bits, block, symmetric):
-    part = make_slice(77, 896, bits, block, symmetric)
-    for length in (1, 32, 64):
-        x, y = run(npu, part, length)
-        errors = linear_errors(y, exact(part, x))
-        assert errors.within("fp32"), (length, errors)
+@pytest.mark.parametrize("number_format", QUANTIZED, ids=str)
+def test_quantized_formats_against_float64(npu, check, number_format):
+    for tokens, length in LENGTHS:
+        check(LinearCase(number_format, (77,), 896, tokens), length)
     assert npu.compiled_count == 1
 
 
 @pytest.mark.parametrize("length", STANDARD_LENGTHS)
-def test_every_standard_length(npu, make_slice, exact, length):
-    part = make_slice(70, 4864, 4, 128, members=2)
-    x, y = run(npu, part, length)
-    assert linear_errors(y, exact(part, x)).within("fp32")
+def test_every_standard_length(check, length):
+    check(LinearCase(WeightFormat(4, 128), (35, 35), 4864, length), length)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_float_forms_against_float64(npu, make_slice, exact, dtype):
-    seen = set()
+@pytest.mark.parametrize("bits", [16, 32])
+def test_float_forms_against_float64(npu, check, bits):
+    seen, tokens_of = set(), {1: 1, 32: 1, 64: 33, 128: 127}
     for columns in (896, 4864):
-        part = make_slice(99, columns, bits=16, dtype=dtype)
-        for length in (1, 32, 64):
-            forms = npu.forms(part.format, columns=columns, length=length)
+        for length, tokens in tokens_of.items():
+            forms = npu.forms(WeightFormat(bits), columns=columns, length=length)
             assert forms[0] == "activation_first"
             for form in forms:
-                x, y = run(npu, part, length, form)
-                assert linear_errors(y, exact(part, x)).within("fp32"), (columns, length, form)
+                check(LinearCase(WeightFormat(bits), (99,), columns, tokens), length, form)
                 seen.add((columns, length, form))
-    always = {
-        (columns, length, form)
-        for columns in (896, 4864)
-        for length in (1, 32, 64)
-        for form in ("activation_first", "weight_first", "conv_1x1")
-    }
-    tiled = {(columns, 64, "token_tiles") for columns in (896, 4864)}
-    assert seen == always | tiled | {(4864, length, "k_chunked") for length in (1, 32, 64)}
+    every = itertools.product((896, 4864), tokens_of, ("activation_first", "weight_first", "conv_1x1"))
+    tiled = {(columns, length, "token_tiles") for columns in (896, 4864) for length in (64, 128)}
+    assert seen == {*every} | tiled | {(4864, length, "k_chunked") for length in tokens_of}
 
 
-@pytest.mark.parametrize(("bits", "block", "symmetric"), QUANTIZED)
-def test_pieces_of_quantized_weights_against_float64(npu, make_slice, exact, bits, block, symmetric):
-    part = make_slice(33, 4864, bits, block, symmetric)
-    rounded = replace(part, integer_inputs=True)
-    for length in (1, 32, 64):
-        assert npu.forms(part.format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
-        x, y = run(npu, part, length, "k_chunked")
-        assert linear_errors(y, exact(part, x)).within("fp32")
-        x, y = run(npu, rounded, length, "k_chunked_int8")
-        oracle = reference.linear(reference.round_inputs(x, block), [part.weight])
-        assert linear_errors(y, oracle).within("fp32")
+@pytest.mark.parametrize("number_format", QUANTIZED, ids=str)
+def test_pieces_of_quantized_weights_against_float64(npu, check, number_format):
+    for tokens, length in LENGTHS:
+        assert npu.forms(number_format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
+        case = LinearCase(number_format, (33,), 4864, tokens)
+        check(case, length, "k_chunked")
+        check(replace(case, integer_inputs=True), length, "k_chunked_int8")
 
 
 def test_several_threads_compute_the_same(make_slice, exact):
@@ -113,30 +106,6 @@ def test_rows_of_a_larger_buffer_are_bound_in_place(npu, make_slice, exact):
     assert linear_errors(outputs[32:64], exact(part, pool[32:64])).within("fp32")
     assert (outputs[:32] == 7).all()
     assert (outputs[64:] == 7).all()
-
-
-@pytest.mark.parametrize(
-    ("form", "bits"),
-    [
-        ("matmul_nbits", 4),
-        ("activation_first", 16),
-        ("weight_first", 16),
-        ("conv_1x1", 16),
-        ("token_tiles", 16),
-        ("k_chunked", 4),
-        ("k_chunked", 16),
-    ],
-)
-def test_padding_rows_never_reach_the_others(npu, make_slice, exact, form, bits):
-    columns = 4864 if form == "k_chunked" else 256
-    part = make_slice(64, columns, bits)
-    for length, tokens in ((32, 1), (64, 33), (128, 127)):
-        if form == "token_tiles" and length == 32:
-            continue
-        x, y = activations(length, columns), np.zeros((length, 64), np.float32)
-        x[tokens:] = np.nan
-        npu.prepare(part, length, form).bind(x, y)()
-        assert linear_errors(y[:tokens], exact(part, x[:tokens])).within("fp32")
 
 
 def test_calls_leave_nothing_behind(npu, make_slice):
@@ -230,21 +199,16 @@ def test_a_full_temporary_folder_is_an_error_with_advice(npu, make_slice, monkey
 # ---- activations rounded to int8 ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "block", "symmetric"), QUANTIZED)
-def test_rounded_inputs_against_float64_and_the_gpu(npu, make_slice, runtime, bits, block, symmetric):
-    part = replace(make_slice(77, 896, bits, block, symmetric), integer_inputs=True)
-    packed = GpuLinear.pack(runtime, [part.weight], activation_dtype=np.float32, integer_inputs=True)
-    for length in (1, 32, 64):
-        x, y = run(npu, part, length)
-        exact = reference.linear(reference.round_inputs(x, block), [part.weight])
-        assert linear_errors(y, exact).within("fp32")
-        x_slot, y_slot = runtime.shared(x.shape, np.float32), runtime.shared(y.shape, np.float32)
-        x_slot.array[:] = x
-        packed.launch(x_slot, y_slot, tokens=length, label="test")()
-        runtime.finish()
-        assert linear_errors(y_slot.array, exact).within("fp32")
-        assert linear_errors(y_slot.array, y.astype(np.float64)).within("fp32")
-        assert 0 < linear_errors(y, reference.linear(x, [part.weight])).nmse <= 3e-4
+@pytest.mark.parametrize("number_format", QUANTIZED, ids=str)
+def test_rounded_inputs_against_float64_and_the_gpu(npu, within_gate, runtime, number_format):
+    for tokens, length in LENGTHS:
+        case = LinearCase(number_format, (77,), 896, tokens, integer_inputs=True)
+        y, exact = case.on_npu(npu, length)
+        within_gate((y, exact), case)
+        within_gate(case.on_gpu(runtime, np.float32), case)
+        within_gate(case.on_both(runtime, npu, length), case)
+        floats = replace(case, integer_inputs=False).exact(*case.data(np.float32))
+        assert 0 < linear_errors(y, floats).nmse <= 3e-4
     assert npu.compiled_count == 1
 
 
@@ -280,15 +244,6 @@ def test_rounded_inputs_never_run_as_floats(npu, make_slice):
         npu.prepare(make_slice(64, 256), 32, "matmul_nbits_int8")
     with pytest.raises(GraphError, match="f16 weights and int8 activations"):
         npu.prepare(replace(make_slice(64, 256, bits=16), integer_inputs=True), 32)
-
-
-def test_padding_rows_never_reach_rounded_ones(npu, make_slice):
-    part = replace(make_slice(64, 256), integer_inputs=True)
-    x, y = activations(32, 256), np.zeros((32, 64), np.float32)
-    x[5:] = np.nan
-    npu.prepare(part, 32).bind(x, y)()
-    exact = reference.linear(reference.round_inputs(x[:5], 32), [part.weight])
-    assert linear_errors(y[:5], exact).within("fp32")
 
 
 MEMORY_SCRIPT = """

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from heterollm.base import CacheError, DeviceError, GraphError
 from heterollm.kernels.formats import linear_errors, quantize
+from heterollm.kernels.linear_cases import LinearCase, run_part
 from heterollm.kernels.npu import LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.qnn_binaries import temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
@@ -61,53 +62,46 @@ def activations(length, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((length, columns)).astype(np.float16)
 
 
-def run(npu, part, length, form=None, seed=0):
-    x = activations(length, part.columns, seed)
-    y = np.full((length, part.rows), np.nan, np.float16)
-    npu.prepare(part, length, form).bind(x, y)()
-    return x, y
+def run(npu, part, length):
+    x = activations(length, part.columns)
+    return x, run_part(npu, part, x, length)
 
 
 class TestEmulator:
     pytestmark = emulated
 
+    @pytest.fixture
+    def check(self, npu, within_gate):
+        return lambda case, *graph: within_gate(case.on_npu(npu, *graph), case, *graph)
+
     @pytest.mark.parametrize("symmetric", [True, False])
     @pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 64), (4, 128), (8, 32), (8, 128)])
-    def test_quantized_formats_against_float64(self, npu, make_slice, exact, bits, block, symmetric):
-        part = make_slice(77, 896, bits, block, symmetric)
-        for length in (1, 32):
-            x, y = run(npu, part, length)
-            errors = linear_errors(y, exact(part, x))
-            assert errors.within("fp16"), (length, errors)
+    def test_quantized_formats_against_float64(self, npu, check, bits, block, symmetric):
+        for tokens, length in ((1, 1), (20, 32)):
+            check(LinearCase(WeightFormat(bits, block, symmetric), (77,), 896, tokens), length)
         assert (npu.compiled_count, npu.loaded_count) == (2, 0)
 
     @pytest.mark.parametrize("columns", [896, 4864])
-    @pytest.mark.parametrize("length", [1, 32, 64])
-    def test_float_forms_against_float64(self, npu, make_slice, exact, length, columns):
-        part = make_slice(99, columns, bits=16)
-        forms = npu.forms(part.format, columns=columns, length=length)
+    @pytest.mark.parametrize(("tokens", "length"), [(1, 1), (20, 32), (33, 64)])
+    def test_float_forms_against_float64(self, npu, check, tokens, length, columns):
+        forms = npu.forms(WeightFormat(16), columns=columns, length=length)
         tiles = ("token_tiles",) if length == 64 else ()
         pieces = ("k_chunked",) if columns == 4864 else ()
         assert forms == ("weight_first", "activation_first", "conv_1x1", *tiles, *pieces)
         for form in forms:
-            x, y = run(npu, part, length, form)
-            assert linear_errors(y, exact(part, x)).within("fp16"), form
+            check(LinearCase(WeightFormat(16), (99,), columns, tokens), length, form)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     @pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 128), (8, 32)])
-    def test_pieces_of_quantized_weights_against_float64(
-        self, npu, make_slice, exact, bits, block, symmetric
-    ):
-        part = make_slice(33, 4864, bits, block, symmetric)
-        for length in (1, 32, 64):
-            assert npu.forms(part.format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
-            x, y = run(npu, part, length, "k_chunked")
-            assert linear_errors(y, exact(part, x)).within("fp16"), length
+    def test_pieces_of_quantized_weights_against_float64(self, npu, check, bits, block, symmetric):
+        number_format = WeightFormat(bits, block, symmetric)
+        for tokens, length in ((1, 1), (32, 32), (33, 64)):
+            assert npu.forms(number_format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
+            check(LinearCase(number_format, (33,), 4864, tokens), length, "k_chunked")
 
-    def test_long_and_wide(self, npu, make_slice, exact):
-        for part, length in ((make_slice(70, 4864, members=2), 32), (make_slice(64, 256), 1024)):
-            x, y = run(npu, part, length)
-            assert linear_errors(y, exact(part, x)).within("fp16")
+    def test_long_and_wide(self, check):
+        check(LinearCase(WeightFormat(4, 32), (35, 35), 4864, 32), 32)
+        check(LinearCase(WeightFormat(4, 32), (64,), 256, 1000), 1024)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_heavy_tails_stay_within_the_gate(self, npu, exact, symmetric):
@@ -129,27 +123,6 @@ class TestEmulator:
             assert linear_errors(outputs[32:64], exact(part, pool[32:64])).within("fp16")
         assert (outputs[:32] == 7).all()
         assert (outputs[64:] == 7).all()
-
-    @pytest.mark.parametrize(
-        ("form", "kind"),
-        [
-            ("matmul_nbits", {}),
-            ("matmul_nbits", {"symmetric": False}),
-            ("weight_first", {"bits": 16}),
-            ("activation_first", {"bits": 16}),
-            ("conv_1x1", {"bits": 16}),
-            ("token_tiles", {"bits": 16}),
-            ("k_chunked", {"bits": 16}),
-            ("k_chunked", {"symmetric": False}),
-        ],
-    )
-    def test_padding_rows_never_reach_the_others(self, npu, make_slice, exact, form, kind):
-        columns = 4864 if form == "k_chunked" else 256
-        part = make_slice(64, columns, **kind)
-        x, y = activations(64, columns), np.zeros((64, 64), np.float16)
-        x[33:] = np.nan
-        npu.prepare(part, 64, form).bind(x, y)()
-        assert linear_errors(y[:33], exact(part, x[:33])).within("fp16")
 
     def test_arrays_that_would_be_copied_are_refused(self, npu, make_slice):
         graph = npu.prepare(make_slice(64, 256), 32)
