@@ -13,7 +13,7 @@ from heterollm.base import PlanError
 from heterollm.kernels.ops import OpSpec, feed_forward_blocks
 from heterollm.profiler.predict import nonnegative_fit
 from heterollm.profiler.records import GraphKey, Profile
-from heterollm.solver import RememberedCosts, choose_lengths, pass_weights
+from heterollm.solver import CachedCosts, choose_lengths, pass_weights
 
 if TYPE_CHECKING:
     from heterollm.solver import Choice, Plan, Slices, Solver
@@ -146,7 +146,7 @@ def choose(
     every = _use(plan, slices, solver, passes, builds)
     widest = next((length for length in offered if length >= max(passes, default=1)), max(offered))
     single = of(sorted({1, widest} & set(offered)))
-    remembered = replace(solver, costs=RememberedCosts(solver.costs))
+    remembered = replace(solver, costs=CachedCosts(solver.costs))
     by_length = {length: _built_us(plan, solver, builds, (length,))[1] for length in offered}
 
     def time_us(tokens: int, lengths: tuple[int, ...]) -> float:

@@ -57,8 +57,8 @@ class Judge:
             return "form"
         own_us = lengths.get(tokens, {}).get(form)
         gpu_us = self._gpu_us(whole, tokens)
-        is_cut = self._comparable and work.point.member_rows != work.spec.member_rows
-        if is_cut and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
+        is_split = self._comparable and work.point.member_rows != work.spec.member_rows
+        if is_split and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
             return "hopeless"
         return None
 

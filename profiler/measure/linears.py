@@ -32,7 +32,7 @@ from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.measure.timing import Timer
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
-from heterollm.profiler.work import BLOCK_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.work import FFN_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
 
 __all__ = ["LinearBench", "code_of", "linear_tasks", "npu_run_s"]
 
@@ -218,7 +218,7 @@ class LinearBench:
                 group.slices[rows] = NpuBlock(
                     gate_up=weight,
                     down=down,
-                    activation=BLOCK_ACTIVATION,
+                    activation=FFN_ACTIVATION,
                     bias=None,
                     layer=layer,
                     weights_key=name,
