@@ -1,4 +1,4 @@
-"""Which standard lengths to build graphs of: for the prompts that come, within the time for building."""
+"""The choice of standard lengths for a histogram of prompts, within a build budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST_RECORDS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class BuildCosts:
-    """What building NPU graphs costs, by the profile.
+    """Build times of NPU graphs, by the profile.
 
     Args:
         terms_us: Microseconds of a graph, for each token of it, and for each million weights.
@@ -72,14 +72,14 @@ class BuildCosts:
 
 @dataclass(frozen=True, slots=True)
 class LengthUse:
-    """What a set of standard lengths means for the prompts that come.
+    """A set of standard lengths with its graphs, build time and mean pass time.
 
     Args:
         lengths: The set, ascending.
         graphs: Graphs to build for the plan, of all layers.
         build_us: How long building them takes.
         pass_us: Mean time of the layers in a pass, by the histogram.
-        padding_fraction: Part of what the NPU computes that is padding.
+        padding_fraction: Fraction of the NPU's work that is padding.
     """
 
     lengths: tuple[int, ...]

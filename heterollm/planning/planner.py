@@ -60,7 +60,7 @@ class ProfiledModel:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """What the time of the model depends on."""
+        """The shape of the model, on which its times depend."""
         return shape_of_specs(self.config, self.specs, "model")
 
     @cached_property
@@ -70,12 +70,12 @@ class ProfiledModel:
 
     @cached_property
     def limits(self) -> NpuLimits | None:
-        """What the NPU can be given; None where the device has none."""
+        """Limits of the NPU; None without an NPU."""
         return limits_of(self.profile)
 
     @cached_property
     def has_ffn(self) -> bool:
-        """Whether the profile has times of the model's feed-forward network as a block."""
+        """Whether the profile has times of the model's feed-forward network as one operator."""
         return self._measured(feed_forward_blocks(self.specs)[:1])
 
     @cached_property
