@@ -178,7 +178,11 @@ def test_a_library_has_one_home(library: str, home: str) -> None:
     assert all(user.startswith(home) for user in users), users
 
 
-PLAIN_ROOMS = ("solver", "heterollm/planning")
+PLAIN_ROOMS = (
+    "solver",
+    "heterollm/planning",
+    *(f"profiler/{room}" for room in ("measure", "records", "tune", "work")),
+)
 """Rooms whose docstrings follow the section "English" of CONTRIBUTING.md; the list grows by room."""
 
 RIDDLE = re.compile(

@@ -1,4 +1,4 @@
-"""Which points of the NPU are not worth their time, told from what was measured before them."""
+"""A filter of NPU points that earlier measurements rule out."""
 
 from __future__ import annotations
 

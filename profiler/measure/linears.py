@@ -111,7 +111,7 @@ class LinearBench:
             return [Record(key, error=error.message)]
 
     def close(self) -> None:
-        """Free weights, graphs and slots; measuring again makes them anew."""
+        """Free weights, graphs and slots; the next measurement makes them again."""
         self._drop()
         self._slots.clear()
         self._reader = None
@@ -296,8 +296,8 @@ def linear_tasks(
         known: What was measured before, which tells poor forms.
 
     Returns:
-        The tasks; those of tier 0 are essential. And what is left out, which grows while tasks run: points
-        that turn out not to be worth their time are dropped.
+        The tasks; those of tier 0 are essential. And the points left out, more of them while tasks run:
+        points that earlier measurements rule out are dropped.
     """
     points, skipped = enumerate_points(
         shapes,

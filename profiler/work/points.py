@@ -1,4 +1,4 @@
-"""What is measured of linear groups and feed-forward blocks: the points of each model's shapes.
+"""Points to measure of linear groups and ffns, for the shapes of each model.
 
 A point is worth measuring where a plan can use it: standard lengths on the NPU, rows on its alignment, forms
 that it offers. The rest is left out and counted (design, section 8: "pruned by the stage rule").
@@ -102,7 +102,7 @@ class _Cuts:
 
 @dataclass(slots=True)
 class Skipped:
-    """How many points were left out, by reason."""
+    """Numbers of points left out, by reason."""
 
     counts: Counter[SkipReason] = field(default_factory=Counter)
 

@@ -1,4 +1,4 @@
-"""How the groups of a model can be cut, and the most tokens that its head is measured at."""
+"""Legal splits of a model's groups, and the most tokens of the head."""
 
 from __future__ import annotations
 
