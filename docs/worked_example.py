@@ -108,7 +108,7 @@ def solved() -> Example:
         profile, costs = found.model.profile, found.model.costs
     assert predicted is not None
     item = next(item for item in predicted.operators if item.spec.group == GROUP)
-    spec, chosen = item.spec, item.priced
+    spec, chosen = item.spec, item.option
     (rows,), (npu_rows,) = spec.member_rows, chosen.placement.npu_rows
 
     def npu_ms(count: int) -> float:

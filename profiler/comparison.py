@@ -1,4 +1,4 @@
-"""Two profiles side by side: what became faster, what slower, and what is noise."""
+"""Comparison of two profiles: measurements that became faster or slower, beyond noise."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs the profiler: tasks one after the other, within a budget, kept after each, resumed after a crash.
+"""A run of the profiler: tasks in sequence, within a budget, saved on the way, resumed after a crash.
 
 The file is written while the work goes on, so that an interruption loses a few seconds of it. The next run of
 an interrupted profile goes on where it stopped; a run after a finished one measures everything again, or with
-``update`` only what is missing.
+``update`` only missing records.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Ranking: TypeAlias = Callable[[Profile, Sequence[Task]], list[Task]]
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """How to profile.
+    """Options of a run.
 
     Args:
         budget_s: Seconds after which nothing but essential work is begun; None measures everything.
@@ -68,7 +68,7 @@ class ProfileOptions:
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a run did.
+    """The outcome of a run.
 
     Args:
         started_s: When it began, in seconds since 1970.
@@ -193,7 +193,7 @@ class _Run:
 
     @property
     def left_s(self) -> float:
-        """What is left of the budget."""
+        """The rest of the budget."""
         return math.inf if self.options.budget_s is None else self.options.budget_s - self.elapsed_s
 
     def estimate_s(self, task: Task) -> float:
@@ -309,7 +309,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What waiting tasks take without builds, and their builds by the prior."""
+    """Time of waiting tasks without builds, and of their builds by the prior."""
 
     task_s: float = 0.0
     build_s: float = 0.0

@@ -1,7 +1,7 @@
-"""Profiles a device: what is measured, in which order, and where the result goes.
+"""Profiles a device: chooses the measurements, their order and the file.
 
 First what every plan needs: launches and hand-overs, bandwidth and contention, the coarsest grid of linear
-layers and the other operators of a layer. What is left of the budget goes to the points of the finer grid on
+layers and the other operators of a layer. The rest of the budget goes to the points of the finer grid on
 which the solver's choices depend most.
 """
 
@@ -67,7 +67,7 @@ LEAST_US: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions(ProfileOptions):
-    """How to profile.
+    """Options of a profiling session.
 
     Args:
         characterise: Whether to measure stages, orders and the effect of ``k`` on the NPU, too.
@@ -96,7 +96,7 @@ class SessionOptions(ProfileOptions):
 
 
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
-    """Return what is known of a device, empty if nothing is, and the file that it is kept in.
+    """Return the stored profile of a device, or an empty one, and its file.
 
     A damaged file counts as none; it is kept aside when the next one is written.
 

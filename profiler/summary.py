@@ -1,4 +1,4 @@
-"""What a profile says, boiled down to the rows that tables, pages and JSON share."""
+"""Summary of a profile: the rows that tables, pages and JSON share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _Cut: TypeAlias = tuple[_Weight, tuple[int, ...]]
 
 
 def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
-    """Boil a profile down.
+    """Summarise a profile.
 
     Args:
         profile: The profile.

@@ -156,7 +156,7 @@ class LaunchRow:
 
 @dataclass(frozen=True, slots=True)
 class HandOverRow:
-    """How late the host sees the end of a kernel.
+    """Latency from the end of a kernel to the host.
 
     Args:
         strategy: How it waits.
@@ -226,7 +226,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyRow:
-    """How well a model predicts the times of weight shapes that it has not seen.
+    """Accuracy of a model on weight shapes that it has not seen.
 
     Args:
         score: Its errors and its regret.

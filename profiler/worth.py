@@ -1,4 +1,4 @@
-"""Which measurement is worth its time: the one on which the solver's choices depend most.
+"""Order of measurements: first those on which the solver's choices depend most.
 
 A point matters if its part may take a share in a cut: if, at the low end of its predicted interval, the part
 is not so much slower at the same work than the faster one that its help would stay below the solver's margin.
@@ -34,7 +34,7 @@ def by_worth(profile: Profile, tasks: Sequence[Task]) -> list[Task]:
     Tasks whose times are predicted closely enough are dropped.
 
     Args:
-        profile: What is known so far.
+        profile: Measurements so far.
         tasks: What could be measured.
     """
     try:

@@ -2,7 +2,7 @@ from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
 from .chunks import best_chunk as best_chunk
-from .costs import RememberedCosts as RememberedCosts
+from .costs import CachedCosts as CachedCosts
 from .levels import LENGTH_POLICIES as LENGTH_POLICIES
 from .levels import LEVELS as LEVELS
 from .levels import LengthCosts as LengthCosts
@@ -14,12 +14,12 @@ from .placements import Placement as Placement
 from .plan import Plan as Plan
 from .plan import model_shape as model_shape
 from .plan_records import PhaseSync as PhaseSync
-from .predict import OperatorTime as OperatorTime
-from .predict import PassTime as PassTime
+from .predict import PredictedOperator as PredictedOperator
+from .predict import PredictedPass as PredictedPass
 from .predict import predict_pass as predict_pass
 from .profile_costs import RETURN_VALUE as RETURN_VALUE
 from .profile_costs import ProfileCosts as ProfileCosts
-from .profile_costs import best_hand_over as best_hand_over
+from .profile_costs import best_strategy as best_strategy
 from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
 from .request import SOLVED_LEVELS as SOLVED_LEVELS

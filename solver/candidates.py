@@ -1,9 +1,9 @@
-"""Every way to place one group in one pass: whole, or cut along rows, along the sequence, or both.
+"""Candidates: all legal placements of one group in one pass.
 
-The names are the paper's (HeteroLLM, section 4.2). A row cut gives the NPU the leading rows of each member at
-a standard length, a hybrid cut does so at a padded one; a sequence cut gives it whole standard lengths from
-the first token on, one or several, and the GPU the tokens that are left. A block is cut along its
-intermediate width only, or is the NPU's as a whole: what the GPU computes alone is no block.
+Splits are the paper's (HeteroLLM, section 4.2). A row split gives the NPU the leading rows of each member at
+a standard length, a hybrid split at a padded length. A sequence split gives it one or several standard
+lengths from the first token on, and the GPU the other tokens. An ffn is split along its intermediate width,
+or runs on the NPU alone; on the GPU alone it is two groups.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
-from heterollm.profiler.work import cut_rows
-from heterollm.solver.blocks import cut_alignment, narrowed
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement, Placement, RowsPlacement
+from heterollm.profiler.work import split_rows
+from heterollm.solver.ffn import ffn_shard, split_alignment
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement, RowsPlacement
 
 __all__ = [
-    "Cuts",
     "NpuLimits",
     "Rows",
-    "aligned_cuts",
+    "Splits",
+    "aligned_splits",
     "candidates",
-    "cut_stride",
-    "cuts_near",
     "npu_lengths_for",
     "sequence_lengths_for",
+    "split_stride",
+    "splits_near",
 ]
 
 Rows: TypeAlias = tuple[int, ...]
-"""The NPU's rows of each member; empty where the GPU computes all."""
+"""Rows of each member on the NPU; empty where the GPU computes all."""
 
-Cuts: TypeAlias = Iterable[Rows] | Mapping[Rows, Sequence[int]]
-"""Rows that the NPU may use, whole groups included: at every standard length, or each at its own lengths."""
+Splits: TypeAlias = Iterable[Rows] | Mapping[Rows, Sequence[int]]
+"""Rows that candidates may use, whole groups included: at all standard lengths, or with lengths of each."""
 
-MAX_CUTS: Final = 24
-"""Row cuts of a group that are tried first; of more positions, those beside what is chosen come later."""
+MAX_SPLITS: Final = 24
+"""Row splits of a group in the first search; later searches try positions near the chosen ones."""
 
-MAX_PIECES: Final = 32
-"""Graphs of less than this fraction of a pass are left out of sequence cuts, for the same reason."""
+MAX_GRAPHS: Final = 32
+"""Sequence splits use no graph shorter than the pass divided by this, to bound the search."""
 
 
 @dataclass(frozen=True, slots=True)
 class NpuLimits:
-    """What a device's NPU can be given.
+    """Shapes that a device's NPU can run.
 
     Args:
         standard_lengths: Lengths of its graphs, ascending.
-        row_alignment: Multiple that row cuts lie on.
-        forms: Legal forms of a group at a length, best first; none where the NPU cannot compute it. A block
-            is given as the slice that it is asked for, whose width decides.
+        row_alignment: Multiple of rows at which groups can be split.
+        forms: Returns the legal graph forms of a group at a length, best first; empty where the NPU cannot
+            compute it. For an ffn, its argument is the shard.
     """
 
     standard_lengths: tuple[int, ...]
@@ -60,50 +60,49 @@ class NpuLimits:
 
     def slice_forms(self, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
         """Return the legal forms of some rows of each member of a group at every length."""
-        part = spec if spec.then is None else narrowed(spec, rows[0])
-        return {length: self.forms(part, length) for length in self.standard_lengths}
+        shard = spec if spec.then is None else ffn_shard(spec, rows[0])
+        return {length: self.forms(shard, length) for length in self.standard_lengths}
 
     def runs(self, spec: OpSpec) -> bool:
-        """Whether the NPU can compute a group, or some cut of it, at any length."""
-        cuts = [*aligned_cuts(spec, self.row_alignment), spec.member_rows]
-        return any(any(self.slice_forms(spec, rows).values()) for rows in cuts)
+        """Return whether the NPU can compute a group, or some shard of it, at any length."""
+        splits = [*aligned_splits(spec, self.row_alignment), spec.member_rows]
+        return any(any(self.slice_forms(spec, rows).values()) for rows in splits)
 
 
-def aligned_cuts(spec: OpSpec, alignment: int) -> list[Rows]:
-    """Return the legal row cuts of a group in ascending order: the NPU's rows of each member.
+def aligned_splits(spec: OpSpec, alignment: int) -> list[Rows]:
+    """Return the legal row splits of a group in ascending order, at most :data:`MAX_SPLITS`, evenly spaced.
 
-    All members are cut at the same fraction, so that row ``i`` of the gate stays with row ``i`` of up. Of
-    many positions at most :data:`MAX_CUTS` are returned, evenly spaced: see :func:`cuts_near`.
+    All members are split at the same fraction, so that row ``i`` of gate stays with row ``i`` of up.
     """
-    alignment, stride = cut_alignment(spec, alignment), cut_stride(spec, alignment)
-    return _cuts_at(spec, alignment, range(stride, max(spec.member_rows) // alignment + 1, stride))
+    alignment, stride = split_alignment(spec, alignment), split_stride(spec, alignment)
+    return _splits_at(spec, alignment, range(stride, max(spec.member_rows) // alignment + 1, stride))
 
 
-def cut_stride(spec: OpSpec, alignment: int) -> int:
-    """Return how many of a group's positions lie from one cut of :func:`aligned_cuts` to the next."""
-    steps = max(spec.member_rows) // cut_alignment(spec, alignment)
-    return max(1, -(-steps // MAX_CUTS))
+def split_stride(spec: OpSpec, alignment: int) -> int:
+    """Return the distance between the splits of :func:`aligned_splits`, in multiples of the alignment."""
+    steps = max(spec.member_rows) // split_alignment(spec, alignment)
+    return max(1, -(-steps // MAX_SPLITS))
 
 
-def cuts_near(spec: OpSpec, alignment: int, held: Iterable[Rows], stride: int) -> list[Rows]:
-    """Return some cuts of a group with those so many positions to either side, in ascending order.
+def splits_near(spec: OpSpec, alignment: int, held: Iterable[Rows], stride: int) -> list[Rows]:
+    """Return splits of a group and their neighbours at a distance, in ascending order.
 
     Args:
         spec: The group.
-        alignment: The NPU's multiple.
-        held: The cuts. All and nothing, which are none, have cuts on one side as well.
-        stride: How many positions.
+        alignment: Row alignment of the NPU.
+        held: The splits. The neighbours of an empty and of a full NPU shard are always included.
+        stride: Distance in multiples of the alignment.
     """
-    alignment, longest = cut_alignment(spec, alignment), max(spec.member_rows)
+    alignment, longest = split_alignment(spec, alignment), max(spec.member_rows)
     place = spec.member_rows.index(longest)
     steps = {0, longest // alignment, *(rows[place] // alignment for rows in held if rows)}
-    return _cuts_at(spec, alignment, {step + side for step in steps for side in (-stride, 0, stride)})
+    return _splits_at(spec, alignment, {step + side for step in steps for side in (-stride, 0, stride)})
 
 
-def _cuts_at(spec: OpSpec, alignment: int, steps: Iterable[int]) -> list[Rows]:
+def _splits_at(spec: OpSpec, alignment: int, steps: Iterable[int]) -> list[Rows]:
     longest = max(spec.member_rows)
     found = (
-        cut_rows(spec.member_rows, step * alignment / longest, alignment)
+        split_rows(spec.member_rows, step * alignment / longest, alignment)
         for step in steps
         if 0 < step <= longest // alignment
     )
@@ -111,11 +110,10 @@ def _cuts_at(spec: OpSpec, alignment: int, steps: Iterable[int]) -> list[Rows]:
 
 
 def npu_lengths_for(tokens: int, standard_lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to cover a pass with standard lengths: padding to one, and the pipe of several.
+    """Yield sequences of standard lengths that cover a pass: one padded length, and pipes of several.
 
-    The pipe is the paper's NPU-pipe: the largest lengths that fit, one after the other, the margin padded. A
-    pipe that is broken off earlier, with more padding and fewer graphs, is tried where it runs fewer tokens
-    than any with still fewer graphs.
+    The full pipe is the paper's NPU-pipe: the largest lengths that fit, then the remainder padded. A pipe
+    with fewer graphs and more padding comes where it runs fewer tokens than pipes with still fewer graphs.
     """
     pipe = _descending(tokens, standard_lengths)
     covers: dict[tuple[int, ...], int] = {}
@@ -136,16 +134,16 @@ def npu_lengths_for(tokens: int, standard_lengths: Sequence[int]) -> Iterator[tu
 def sequence_lengths_for(
     tokens: int, standard_lengths: Sequence[int], shortest: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the standard lengths that may lead a pass whose last tokens are left to the GPU.
+    """Yield sequences of standard lengths for a sequence split; the GPU computes the last tokens.
 
-    Every sum of lengths below ``tokens`` is yielded once, by the fewest graphs that the largest lengths give.
+    Each sum of lengths below ``tokens`` comes once, as the sequence with the largest lengths first.
 
     Args:
         tokens: Tokens of the pass.
         standard_lengths: Lengths of the NPU's graphs, ascending.
-        shortest: Tokens of the shortest pass that the lengths are used for: no graph may be without a token.
+        shortest: Tokens of the shortest pass that uses the lengths: every graph must have a token there.
     """
-    useful = [length for length in standard_lengths if length > 1 and length * MAX_PIECES >= tokens]
+    useful = [length for length in standard_lengths if length > 1 and length * MAX_GRAPHS >= tokens]
     for lengths in _sums(tokens - 1, useful):
         if lengths and sum(lengths[:-1]) < shortest:
             yield lengths
@@ -156,17 +154,17 @@ def candidates(
     tokens: int,
     limits: NpuLimits | None,
     *,
-    cuts: Cuts | None = None,
+    splits: Splits | None = None,
     shortest: int | None = None,
 ) -> Iterator[Placement]:
-    """Yield every placement of a group in a pass, each legal.
+    """Yield all legal placements of a group in a pass.
 
     Args:
-        spec: The group.
+        spec: The group or ffn.
         tokens: Tokens of the pass.
-        limits: The NPU; None where there is none.
-        cuts: What the NPU may use; default every legal cut.
-        shortest: Tokens of the shortest pass that each must be legal for as well; default ``tokens``.
+        limits: Limits of the NPU; None without an NPU.
+        splits: Rows that the NPU may compute; default all aligned splits.
+        shortest: Tokens of the shortest pass that must also be legal; default ``tokens``.
     """
     if spec.then is None:
         yield GPU_ONLY
@@ -174,10 +172,10 @@ def candidates(
         return
     whole, low = spec.member_rows, tokens if shortest is None else shortest
     held: Mapping[Rows, Sequence[int]]
-    if isinstance(cuts, Mapping):
-        held = cuts
+    if isinstance(splits, Mapping):
+        held = splits
     else:
-        allowed = [*aligned_cuts(spec, limits.row_alignment), whole] if cuts is None else cuts
+        allowed = [*aligned_splits(spec, limits.row_alignment), whole] if splits is None else splits
         held = dict.fromkeys(allowed, limits.standard_lengths)
     covers: dict[tuple[tuple[int, tuple[str, ...]], ...], list[tuple[tuple[int, ...], str]]] = {}
     same_forms = None if spec.then is not None else limits.slice_forms(spec, whole)
@@ -198,11 +196,11 @@ def candidates(
             if spec.then is None:
                 yield RowsPlacement(rows, cover, form)
             else:
-                yield BlockPlacement(rows[0], cover, form)
+                yield FfnPlacement(rows[0], cover, form)
 
 
 def _descending(tokens: int, standard_lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the largest lengths that fit one after the other; lengths of one token are left to others."""
+    """Return the pipe of the largest lengths above 1 that fit, without the remainder."""
     pipe: list[int] = []
     for length in reversed([length for length in standard_lengths if length > 1]):
         count, tokens = divmod(tokens, length)
@@ -211,7 +209,7 @@ def _descending(tokens: int, standard_lengths: Sequence[int]) -> tuple[int, ...]
 
 
 def _sums(most: int, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every :func:`_descending` of at most ``most`` tokens, each once."""
+    """Yield each pipe of :func:`_descending` of at most ``most`` tokens once."""
     if not lengths:
         yield ()
         return
@@ -224,7 +222,7 @@ def _sums(most: int, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _in_each_form(
     covers: Iterable[tuple[int, ...]], forms: Mapping[int, tuple[str, ...]]
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield lengths with every form that is legal at each of them."""
+    """Yield sequences of lengths with each form that is legal at all their lengths."""
     for cover in covers:
         others = set(cover[1:])
         for form in forms[cover[0]]:

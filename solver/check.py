@@ -1,4 +1,4 @@
-"""Whether a plan can run at all: every placement at every length, before anything is built for it."""
+"""Checks of a plan before anything is built: every placement at every length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import get_args
 from heterollm.base import PlanError
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec, Phase
-from heterollm.solver.blocks import cut_alignment
+from heterollm.solver.ffn import split_alignment
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import PlanEntry
@@ -25,15 +25,15 @@ def check_plan(
     head_rows: int,
     activation: Activation = "silu",
 ) -> None:
-    """Refuse a plan that would fail later, as one edited by hand may.
+    """Refuse a plan, such as one edited by hand, that would fail later.
 
     Args:
         plan: The plan.
         specs: Every group of the model.
-        npu: The device's NPU part, if it has one.
-        longest: Positions that the model was made for; no pass is longer.
-        head_rows: Positions that the head computes at most at a time.
-        activation: Of the model's feed-forward networks.
+        npu: The device's NPU, if it has one.
+        longest: Most positions of the model; no pass is longer.
+        head_rows: Most positions that the head computes at a time.
+        activation: Activation of the model's feed-forward networks.
 
     Raises:
         PlanError: A case has no entry, or its placement is not legal on the device; the message names it.
@@ -42,7 +42,7 @@ def check_plan(
         raise PlanError(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
-    # All layers have the same shapes: where no range of layers begins, a layer is like the one before it.
+    # All layers have the same shapes, so the first layer of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
     layers = [spec for spec in specs if spec.group != "head" and spec.layer in begins]
     for phase in get_args(Phase):
@@ -57,7 +57,7 @@ def check_plan(
 
 
 def _decisive_lengths(entries: Sequence[PlanEntry], last: int) -> list[int]:
-    """Return both ends of every range within ``[1, last]`` in which one entry decides.
+    """Return both ends of every range within ``[1, last]`` that one entry covers.
 
     A placement that is legal at both ends of a range is legal between them: its conditions are bounds.
     """
@@ -83,7 +83,7 @@ def _check_on_npu(
             f"{where}: {npu.name} has no graphs of {missing[0]} tokens.",
             fix=f"Use lengths among {', '.join(map(str, npu.standard_lengths))}.",
         )
-    alignment = cut_alignment(spec, npu.row_alignment)
+    alignment = split_alignment(spec, npu.row_alignment)
     for rows, whole in zip(placement.npu_rows, spec.member_rows, strict=True):
         if rows % alignment and rows != whole:
             raise PlanError(

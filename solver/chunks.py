@@ -1,4 +1,4 @@
-"""How long the chunks are that long prompts run in."""
+"""The choice of the chunk length of long prompts."""
 
 from __future__ import annotations
 
@@ -8,56 +8,55 @@ from typing import Final
 
 from heterollm.base import OptionError
 from heterollm.kernels.ops import Group
-from heterollm.solver.candidates import Cuts
-from heterollm.solver.costs import Costs, RememberedCosts
+from heterollm.solver.candidates import Splits
+from heterollm.solver.costs import CachedCosts, Costs
 from heterollm.solver.solve import Solver
 
 __all__ = ["best_chunk"]
 
 GAIN_FRACTION: Final = 0.1
-"""A shorter chunk must make prompts this much faster: predictions of different lengths err differently."""
+"""A shorter chunk must be this much faster, as predictions of different lengths have different errors."""
 
 
 def best_chunk(
     solver: Solver,
     prompts: Mapping[int, float],
     costs_at: Callable[[int], Costs],
-    slices: Mapping[Group, Cuts] | None = None,
+    slices: Mapping[Group, Splits] | None = None,
 ) -> int:
-    """Return the chunk length that long prompts are predicted to run fastest in.
+    """Return the chunk length with the fastest predicted prompts.
 
-    The solver's chunk length and the standard lengths below it are tried. A shorter one must make the prompts
-    faster by :data:`GAIN_FRACTION`, each counted by what it takes in the longest chunks, so that long ones do
-    not drown short ones.
+    It tries the solver's chunk length and the standard lengths below it. A shorter chunk must be faster by
+    :data:`GAIN_FRACTION`, in the mean of each prompt's time relative to that in the longest chunks.
 
     Args:
-        solver: Knows the longest chunk.
-        prompts: How often prompts of each length come.
-        costs_at: Returns costs of passes that begin at a position, which attention depends on.
-        slices: What the NPU holds, as of :meth:`heterollm.solver.solve.Solver.length`.
+        solver: The solver, with the longest chunk length.
+        prompts: Weights of prompts by length.
+        costs_at: Returns costs of passes that begin at a position, on which attention depends.
+        slices: Resident slices, as in :meth:`heterollm.solver.solve.Solver.length`.
 
     Raises:
-        OptionError: There are no tokens in a prompt.
-        PlanError: A group can be computed by nobody.
+        OptionError: A prompt has no tokens.
+        PlanError: No processor can compute a group.
     """
     if any(tokens < 1 for tokens in prompts):
         raise OptionError(f"Prompts of {sorted(prompts)} tokens cannot be planned.", fix="Give at least 1.")
     offered = solver.limits.standard_lengths if solver.limits else ()
 
-    begin = replace(solver, costs=RememberedCosts(costs_at(0)))
+    begin = replace(solver, costs=CachedCosts(costs_at(0)))
     solved_us: dict[int, float] = {}
 
     def pass_us(tokens: int, first: int) -> float:
         if tokens not in solved_us:
             solved_us[tokens] = begin.length(tokens, slices).time_us
-        # Where a pass begins changes what lies between the groups, and no choice.
+        # The position changes the glue operators and no choice.
         later = costs_at(first)
         more = (later.between_us(spec, tokens) - begin.costs.between_us(spec, tokens) for spec in layer)
         return solved_us[tokens] + solver.layers * sum(more)
 
     def prompt_us(prompt: int, chunk: int) -> float:
         count, left = divmod(prompt, chunk)
-        # Attention is linear in the position, so full chunks are priced at their mean one.
+        # Attention is linear in the position, so full chunks count at their mean position.
         full_us = count * pass_us(chunk, (count - 1) * chunk // 2) if count else 0.0
         return full_us + (pass_us(left, count * chunk) if left else 0.0)
 

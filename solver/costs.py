@@ -1,7 +1,6 @@
-"""What a placement costs: the time of each part, how they slow each other, and what handing over adds.
+"""Interfaces of costs: times of both processors, their slowdown of each other, and sync overheads.
 
-For one group (HeteroLLM, section 4.3):
-``max(T_gpu(its part), T_npu(its part)) + T_sync``, against either part computing all of it.
+The time of a split group is ``max(T_gpu(shard), T_npu(shard)) + T_sync`` (HeteroLLM, section 4.3).
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Protocol
 
 from heterollm.kernels.ops import Group, OpSpec
 
-__all__ = ["Costs", "Overheads", "RememberedCosts", "Slowdown", "joint_time_us"]
+__all__ = ["CachedCosts", "Costs", "Overheads", "Slowdown", "joint_time_us"]
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """Factors by which each part is slower while the other one runs."""
+    """Factors by which each processor is slower while the other runs."""
 
     gpu: float = 1.0
     npu: float = 1.0
@@ -30,23 +29,22 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What handing over costs on a device, in microseconds.
+    """Times that syncs and submissions add on a device, in microseconds.
 
     Args:
-        hand_over_us: From the end of a kernel to the start of an NPU graph that reads its output; below 0
-            where more of the graph's start is hidden by the wait for the kernel than the hand-over takes.
-        refill_us: More than in a busy queue until a kernel runs that is submitted to an empty one.
-        map_us: To make a buffer visible to the other part, where memory is not coherent; paid twice.
-        return_us: A copy of the NPU's output back through the queue, behind the GPU's own part; 0 where the
-            parts share memory.
-        empties_queue: Whether the wait is for all that is enqueued, so that the GPU's part begins when the
-            NPU's does, in an empty queue; otherwise it follows the operator before.
-        submit_us: Time of submitting a kernel to a busy queue; infinite where it is not known: then a refill
-            counts however long the queue is still busy.
-        hidden_us: What a wait hides of a graph's start, which ``hand_over_us`` counts as less; it does so
-            where the NPU has been free for as long.
-        kernels_before: By group, the GPU's kernels between the group before and it in a pass of one token;
-            empty where they are not submitted one by one, so that submitting costs no more than computing.
+        hand_over_us: Delay from the end of a kernel to the start of an NPU graph that reads its output. It is
+            negative where the wait for the kernel hides more of the graph's start than the delay.
+        refill_us: Extra delay of a kernel that is submitted to an empty queue.
+        map_us: Time to make a buffer visible to the other processor where memory is not coherent; paid twice.
+        return_us: Time to copy the NPU's output back through the queue, behind the GPU's shard; 0 where the
+            processors share memory.
+        empties_queue: Whether a sync waits for the whole queue. The GPU's shard then starts together with the
+            NPU's, in an empty queue; otherwise it follows the operator before.
+        submit_us: Time to submit a kernel to a busy queue; infinite if unknown, and every refill then counts.
+        hidden_us: Time of a graph's start that a wait hides, already subtracted in ``hand_over_us``. It holds
+            only where the NPU was free for that long.
+        kernels_before: Number of GPU kernels before each group in a pass of one token; empty where they are
+            merged into one launch, so that submitting is never slower than computing.
     """
 
     hand_over_us: float = 0.0
@@ -60,43 +58,35 @@ class Overheads:
 
 
 class Costs(Protocol):
-    """Times of a model's groups on a device. Every time is of work in a busy queue, without hand-overs.
+    """Times of a model's groups on a device, in a busy queue and without syncs.
 
-    A block is asked of the NPU only: the GPU's part of one is a few linears and an activation, which may have
-    fewer columns than the model's own.
+    Only the NPU has a time for an ffn; the GPU's shard of it is linears and an activation.
     """
 
     @property
     def overheads(self) -> Overheads:
-        """What handing over costs."""
+        """Times that syncs and submissions add."""
         ...
 
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
-        """Return the GPU's time for some rows of each member; infinite where it cannot."""
+        """Return the GPU's time for some rows of each member; ``math.inf`` if it cannot run them."""
         ...
 
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
-        """Return the time of one NPU graph, of a linear group or of a block; infinite where it cannot."""
+        """Return the time of one NPU graph of a group or ffn; ``math.inf`` if the NPU cannot run it."""
         ...
 
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
-        """Return how much the parts slow each other in a cut of this group."""
+        """Return the slowdown of both processors in a split of this group."""
         ...
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
-        """Return the time of the GPU operators between the group before and this one.
-
-        Before ``down`` that is the activation, as wide as the columns of ``spec``.
-        """
+        """Return the time of the glue operators before a group; ``down`` has ``spec.columns`` inputs."""
         ...
 
 
-class RememberedCosts:
-    """Costs that ask others once for each slice, by the group's name: for the specs of one model.
-
-    Args:
-        costs: The others.
-    """
+class CachedCosts:
+    """Costs of one model that cache the answers of others, by the names of groups."""
 
     def __init__(self, costs: Costs) -> None:
         self.overheads = costs.overheads
@@ -142,20 +132,20 @@ class RememberedCosts:
 def joint_time_us(
     gpu_us: float, npu_us: float, slowdown: Slowdown, npu_begin_us: float = 0.0
 ) -> tuple[float, float]:
-    """Return when each part ends; each is slowed only while the other runs.
+    """Return the times at which both shards end; each is slowed only while the other runs.
 
     Args:
-        gpu_us: Time of the GPU's part alone, which begins at 0.
-        npu_us: Time of the NPU's part alone.
+        gpu_us: Time of the GPU's shard alone, which begins at 0.
+        npu_us: Time of the NPU's shard alone.
         slowdown: Factors while both run.
-        npu_begin_us: When the NPU's part begins.
+        npu_begin_us: Begin of the NPU's shard.
     """
     if gpu_us <= npu_begin_us:
         return gpu_us, npu_begin_us + npu_us
     left_us = gpu_us - npu_begin_us
     gpu_end, npu_end = left_us * slowdown.gpu, npu_us * slowdown.npu
     if gpu_end <= npu_end:
-        # What the NPU has done by then, in its own time alone.
+        # The rest of the NPU's shard runs alone.
         npu_end = gpu_end + npu_us - gpu_end / slowdown.npu
     else:
         gpu_end = npu_end + left_us - npu_end / slowdown.gpu

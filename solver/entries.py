@@ -1,4 +1,4 @@
-"""From choices to a plan's entries: what a placement says of itself, and ranges that are one."""
+"""Entries of a plan: placements with their predictions, and merged ranges of lengths."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from msgspec.structs import replace
 
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.chain import Choice
-from heterollm.solver.placements import Alternative, Placement, bare
+from heterollm.solver.options import Option
+from heterollm.solver.placements import Placement, RejectedOption, bare
 from heterollm.solver.plan_records import PlanEntry
-from heterollm.solver.pricing import Priced
 from heterollm.solver.words import describe
 
-__all__ = ["in_order", "merged", "placed"]
+__all__ = ["annotated", "in_order", "merged"]
 
-ALTERNATIVES: Final = 3
+MAX_REJECTED: Final = 3
 
 SHORT_TOKENS: Final = 32
 
 
-def placed(
-    choice: Choice, tokens: int, every: Iterable[Priced], other_way: Alternative | None = None
+def annotated(
+    choice: Choice, tokens: int, every: Iterable[Option], rejected_path: RejectedOption | None = None
 ) -> Placement:
-    """Return what was chosen with its predicted time and the best of what was not, by kind.
+    """Return the chosen placement with its predicted time and the best rejected option of each kind.
 
     Args:
-        choice: The choice among what the NPU holds.
+        choice: The choice among options with resident slices.
         tokens: Tokens of the pass.
-        every: All candidates: a kind that the NPU holds nothing for is named as well.
-        other_way: What the groups could be placed as instead.
+        every: All options, those without resident slices included.
+        rejected_path: The other path through the feed-forward network.
     """
-    others: dict[str, Alternative] = {}
+    others: dict[str, RejectedOption] = {}
     own = choice.chosen.placement
     for candidates in (choice.others, every):
         for other in sorted(candidates, key=lambda item: item.cost):
             kind = other.placement.kind(choice.spec, tokens)
-            if len(others) < ALTERNATIVES and kind not in others and other.placement != own:
+            if len(others) < MAX_REJECTED and kind not in others and other.placement != own:
                 text = describe(other.placement, choice.spec, tokens)
-                others[kind] = Alternative(text, round(other.time_us, 3))
-    first = () if other_way is None else (other_way,)
+                others[kind] = RejectedOption(text, round(other.time_us, 3))
+    first = () if rejected_path is None else (rejected_path,)
     return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=(*first, *others.values()))
 
 
 def in_order(entries: Iterable[PlanEntry]) -> list[PlanEntry]:
-    """Return entries by phase, prefill first, and by length; those of one range keep their order."""
+    """Return entries sorted by phase, prefill first, and by length; the sort is stable."""
     phases = get_args(Phase)
     return sorted(entries, key=lambda entry: (phases.index(entry.phase), entry.lengths))
 
 
 def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
-    """Join ranges of lengths that have the same placement; the longest range's prediction stays.
+    """Merge adjacent ranges of lengths with the same placement; the prediction of the first stays.
 
     Ranges below :data:`SHORT_TOKENS` keep entries of their own.
     """
@@ -62,7 +62,7 @@ def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
         if (
             held is not None
             and SHORT_TOKENS <= held.lengths[1] == entry.lengths[0] - 1
-            and _same(held, entry)
+            and bare(held.placement) == bare(entry.placement)
         ):
             open_entries[key] = replace(entry, lengths=(held.lengths[0], entry.lengths[1]))
             continue
@@ -70,7 +70,3 @@ def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
             yield held
         open_entries[key] = entry
     yield from open_entries.values()
-
-
-def _same(one: PlanEntry, other: PlanEntry) -> bool:
-    return bare(one.placement) == bare(other.placement)

@@ -1,4 +1,4 @@
-"""Plan levels, and the plans of those that need no profile: one rule for every operator."""
+"""Plan levels, and the plans of the levels that need no profile."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LEVELS: Final[tuple[PlanLevel, ...]] = get_args(PlanLevel)
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 LengthPolicy: TypeAlias = Literal["padding", "pipe", "auto"]
-"""How a pass of a length without a graph of its own runs where the NPU computes whole groups: ``padding`` to
-the next standard length; ``pipe``, the paper's NPU-pipe: consecutive standard lengths with as few padded
-tokens as these allow; ``auto``: whatever is predicted to be fastest for each group."""
+"""Policy for whole groups on the NPU at lengths without a graph: ``padding`` to the next standard length;
+``pipe``, the paper's NPU-pipe of consecutive standard lengths with the least padding; ``auto``, the fastest
+prediction for each group."""
 
 LENGTH_POLICIES: Final[tuple[LengthPolicy, ...]] = get_args(LengthPolicy)
 
 LengthCosts: TypeAlias = Callable[[OpSpec, tuple[int, ...]], float]
-"""Predicted time of a whole group on the NPU in graphs of these lengths, one after the other."""
+"""Predicted time of a whole group on the NPU in consecutive graphs of some lengths."""
 
 
 def level_plan(
@@ -56,14 +56,14 @@ def level_plan(
     the GPU (section 4 of the paper, "layer-level heterogeneous execution").
 
     Args:
-        level: Which rule.
+        level: The level.
         specs: Every group of the model.
         device: Name of the device.
         precision: Precision of the linears.
         standard_lengths: Lengths for which NPU graphs exist, ascending; empty without an NPU.
         chunk_length: Longest pass.
-        length_policy: How the NPU runs lengths that it has no graph for.
-        length_costs: What ``auto`` goes by.
+        length_policy: Policy for lengths without an NPU graph.
+        length_costs: Predicted times for the policy ``auto``.
 
     Raises:
         OptionError: The level needs an NPU and there is none, or the policy needs costs.
@@ -122,7 +122,7 @@ def _cover(
     policy: LengthPolicy,
     cost: Callable[[tuple[int, ...]], float] | None,
 ) -> tuple[int, ...]:
-    """Return the standard lengths that a pass runs in, the last one padded."""
+    """Return the standard lengths of a pass, the last one padded."""
     if policy == "padding":
         largest = standard_lengths[-1]
         # A pass longer than the largest graph runs it several times.

@@ -1,4 +1,4 @@
-"""What the solver makes small, and what it must keep to."""
+"""The objective: the cost that the solver minimises, and its constraints."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Objective", "Power"]
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Power of a device by what runs, in watts.
+    """Power of a device in watts.
 
     Args:
-        base_watts: While anything runs.
-        gpu_watts: More while the GPU computes.
-        npu_watts: More while the NPU computes.
+        base_watts: Power while a pass runs.
+        gpu_watts: Additional power while the GPU computes.
+        npu_watts: Additional power while the NPU computes.
     """
 
     base_watts: float
@@ -29,29 +29,29 @@ class Power:
 
     @property
     def is_sound(self) -> bool:
-        """Whether no part gives energy back, and something takes it."""
+        """Whether all numbers are finite and at least 0, and one is above 0."""
         watts = (self.base_watts, self.gpu_watts, self.npu_watts)
         return all(0.0 <= value < math.inf for value in watts) and any(watts)
 
     def energy_uj(self, time_us: float, gpu_us: float, npu_us: float) -> float:
-        """Return the energy in microjoules of work in which the parts compute for so long."""
+        """Return the energy in microjoules of work, from its time and the times of both processors."""
         return self.base_watts * time_us + self.gpu_watts * gpu_us + self.npu_watts * npu_us
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the solver makes small, and what it must keep to.
+    """The cost that the solver minimises, and its constraints.
 
     Args:
-        energy_weight: 0 counts time alone, 1 energy alone.
-        power: Power of the parts; needed as soon as energy counts.
-        gpu_share: Largest part of an operator's time that the GPU may compute, so that a screen stays smooth;
-            what it waits for an empty queue counts as the operator's time.
-        margin_fraction: A cut is taken if it costs this much less than the best whole placement.
-        forbidden: Processors that must not compute linear layers, and kinds of splits that must not be.
+        energy_weight: 0 minimises time alone, 1 energy alone.
+        power: Power of the device; required where ``energy_weight`` is not 0.
+        gpu_share: Largest fraction of an operator's time that the GPU may compute, so that a screen stays
+            smooth; refills count as time of the operator.
+        margin_fraction: Fraction by which a split must be cheaper than the best option on one processor.
+        forbidden: Processors that must not compute linear layers, and kinds of splits to avoid.
 
     Raises:
-        OptionError: A number is out of range, a part is unknown, or energy counts and power is not known.
+        OptionError: A number is out of range, a name is unknown, or energy counts and power is not known.
     """
 
     energy_weight: float = 0.0
@@ -81,7 +81,7 @@ class Objective:
         check_forbidden(self.forbidden)
 
     def cost(self, time_us: float, gpu_us: float, npu_us: float) -> float:
-        """Return what is to be small: microseconds, energy counted at the power of all parts together."""
+        """Return the cost in microseconds; energy is converted at the power of all processors together."""
         if not self.energy_weight or self.power is None:
             return time_us
         watts = self.power.base_watts + self.power.gpu_watts + self.power.npu_watts
@@ -89,11 +89,11 @@ class Objective:
         return (1.0 - self.energy_weight) * time_us + self.energy_weight * energy_us
 
     def allows(self, gpu_us: float, time_us: float) -> bool:
-        """Whether a placement that takes ``time_us``, the GPU ``gpu_us`` of it, keeps the GPU's share."""
+        """Return whether ``gpu_us`` of ``time_us`` keeps the cap on the GPU's share."""
         return self.gpu_share >= 1.0 or gpu_us <= self.gpu_share * time_us
 
-    def allows_parts(self, placement: Placement, spec: OpSpec, tokens: int) -> bool:
-        """Whether a placement does without what is forbidden."""
+    def allows_processors(self, placement: Placement, spec: OpSpec, tokens: int) -> bool:
+        """Return whether a placement uses nothing that is forbidden."""
         if not self.forbidden:
             return True
         kind = placement.kind(spec, tokens)

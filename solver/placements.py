@@ -1,7 +1,6 @@
-"""Placements: who computes one operator in one pass.
+"""Placements: the processors that compute one operator in one pass, and their shards.
 
-Each kind of placement is a class of its own; :data:`Placement` is one of them. A reader tells them apart by
-``type`` in JSON, and by their class in Python.
+:data:`Placement` is a union of classes, told apart by ``type`` in JSON.
 """
 
 from __future__ import annotations
@@ -17,29 +16,28 @@ from heterollm.kernels.ops import OpSpec
 __all__ = [
     "GPU_ONLY",
     "PLACEMENT_KINDS",
-    "Alternative",
-    "BlockPlacement",
+    "FfnPlacement",
     "Placement",
     "PlacementKind",
+    "RejectedOption",
     "RowsPlacement",
     "bare",
 ]
 
 PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid", "block"]
-"""The paper's names for what a placement does to a pass; a split of a block, which the paper has not, is
-``block``."""
+"""The paper's names of splits, and ``block`` for a split of an ffn, which the paper does not have."""
 
 PLACEMENT_KINDS: Final[tuple[PlacementKind, ...]] = ("gpu", "npu", "row", "sequence", "hybrid", "block")
 
 
-class Alternative(Struct, frozen=True, forbid_unknown_fields=True):
-    """A placement that was considered and not taken.
+class RejectedOption(Struct, frozen=True, forbid_unknown_fields=True):
+    """An option that the solver did not take.
 
     Args:
-        description: What it was, in words.
+        description: The placement in words.
         predicted_us: Its predicted time.
-        of_ffn: Whether that is the time of the whole feed-forward network, which could be placed as a block,
-            or apart, instead; else of the operator alone.
+        of_ffn: Whether ``predicted_us`` is the time of the other path through the feed-forward network
+            (as one ffn, or as two groups) instead of that of the operator alone.
     """
 
     description: str
@@ -50,26 +48,26 @@ class Alternative(Struct, frozen=True, forbid_unknown_fields=True):
 class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rows", gc=False):
     """The placement of a group of linears.
 
-    The NPU owns the leading ``npu_rows`` output rows of each member and runs its graphs of ``npu_lengths``
-    tokens one after the other from the first token on, the last one padded if the pass is shorter. The GPU
-    computes what is left: the other rows of all tokens, or all rows of the tokens past the last graph.
+    The NPU computes the leading ``npu_rows`` output rows of each member. It runs graphs of ``npu_lengths``
+    tokens in sequence from the first token on and pads the last one if the pass is shorter. The GPU computes
+    the other rows of all tokens, or all rows of the tokens past the last graph.
 
     Args:
         npu_rows: Output rows of each member on the NPU; empty when the GPU computes all.
         npu_lengths: Standard lengths that the NPU runs, in order; empty when the GPU computes all.
-        form: Which of the equivalent NPU graphs is used; None leaves the backend's first choice.
+        form: Form of the NPU graphs; None is the backend's first choice.
         predicted_us: Predicted time of the group, if the plan came from a profile.
-        rejected: The runners-up.
+        rejected: The best rejected options.
     """
 
     npu_rows: tuple[Count, ...] = ()
     npu_lengths: tuple[Positive, ...] = ()
     form: str | None = None
     predicted_us: Amount | None = None
-    rejected: tuple[Alternative, ...] = ()
+    rejected: tuple[RejectedOption, ...] = ()
 
     def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:
-        """Return the paper's name for what this placement does to ``tokens`` tokens of a group."""
+        """Return the paper's name of this split of a pass of ``tokens`` tokens."""
         if not self.npu_lengths:
             return "gpu"
         if self.npu_rows == spec.member_rows:
@@ -98,27 +96,24 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
 
 
-class BlockPlacement(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="block", gc=False
-):
-    """The placement of a feed-forward block, which is split along its intermediate width.
+class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="block", gc=False):
+    """The placement of an ffn, which is split along its intermediate width.
 
-    The NPU computes the leading ``width`` of it, the GPU the rest, both for all tokens; their outputs make a
-    sum.
+    The NPU computes the leading ``width``, the GPU the rest, both for all tokens. The output is the sum.
 
     Args:
-        width: Of the intermediate width, that on the NPU; all of it where the NPU computes the block.
+        width: The NPU's share of the intermediate width; all of it where the NPU computes the whole ffn.
         npu_lengths: Standard lengths that the NPU runs, in order; they cover the pass.
-        form: Which of the equivalent NPU graphs is used; None leaves the backend's first choice.
-        predicted_us: Predicted time of the block, if the plan came from a profile.
-        rejected: The runners-up.
+        form: Form of the NPU graphs; None is the backend's first choice.
+        predicted_us: Predicted time of the ffn, if the plan came from a profile.
+        rejected: The best rejected options.
     """
 
     width: Positive
     npu_lengths: tuple[Positive, ...]
     form: str | None = None
     predicted_us: Amount | None = None
-    rejected: tuple[Alternative, ...] = ()
+    rejected: tuple[RejectedOption, ...] = ()
 
     @property
     def npu_rows(self) -> tuple[int, ...]:
@@ -126,11 +121,11 @@ class BlockPlacement(
         return (self.width, self.width)
 
     def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:  # noqa: ARG002 - as of RowsPlacement
-        """Return ``npu`` where it computes the whole block, else ``block``."""
+        """Return ``npu`` where it computes the whole ffn, else ``block``."""
         return "npu" if self.npu_rows == spec.member_rows else "block"
 
     def check(self, spec: OpSpec, tokens: int) -> None:
-        """Raise :class:`PlanError` unless the placement can run ``tokens`` tokens of the block."""
+        """Raise :class:`PlanError` unless the placement can run ``tokens`` tokens of the ffn."""
         where = _where(spec, tokens)
         if spec.then is None:
             raise PlanError(
@@ -143,12 +138,12 @@ class BlockPlacement(
             raise PlanError(f"{where}: a block must cover all tokens, not {self.npu_lengths}.")
 
 
-Placement: TypeAlias = RowsPlacement | BlockPlacement
+Placement: TypeAlias = RowsPlacement | FfnPlacement
 GPU_ONLY: Final = RowsPlacement()
 
 
 def bare(placement: Placement) -> Placement:
-    """Return a placement without its predictions: two that do the same are equal then."""
+    """Return a placement without its predictions, for comparisons."""
     return replace(placement, predicted_us=None, rejected=())
 
 

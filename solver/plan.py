@@ -19,8 +19,8 @@ from msgspec.structs import force_setattr, replace
 
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement, Placement
-from heterollm.solver.plan_records import HeldSlice, PhaseSync, PlanEntry, held_slices
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
+from heterollm.solver.plan_records import PhaseSync, PlanEntry, ResidentSlice, resident_slices
 from heterollm.solver.request import PlanRequest
 
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
@@ -33,7 +33,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         level: Name of the rule or solver level that made it (``gpu``, ``npu``, ``layer``, ``tensor``,
-            ``block``).
+            ``ffn``).
         device: Name of the device it was made for.
         precision: Precision of the linears.
         shape: What :func:`model_shape` says of the model.
@@ -55,14 +55,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     chunk_length: Positive
     entries: tuple[PlanEntry, ...]
     sync: PhaseSync = PhaseSync()
-    slices: tuple[HeldSlice, ...] = ()
+    slices: tuple[ResidentSlice, ...] = ()
     request: PlanRequest | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
 
     def __post_init__(self) -> None:
-        used = held_slices(self.entries)
+        used = resident_slices(self.entries)
         if not self.slices:
             force_setattr(self, "slices", used)
         held = {(item.group, item.layers, item.npu_rows): set(item.lengths) for item in self.slices}
@@ -92,17 +92,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: No entry covers a case, or a placement cannot run it.
         """
         decisive = [entry for entry in self.entries if entry.serves(phase, tokens)]
-        blocks = {block.layer: block for block in ffn_specs(specs)}
+        ffns = {ffn.layer: ffn for ffn in ffn_specs(specs)}
         whole: dict[int, Placement] = {}
-        for layer, block in blocks.items():
-            found = _first(decisive, block, tokens)
+        for layer, ffn in ffns.items():
+            found = _first(decisive, ffn, tokens)
             if found is not None:
                 whole[layer] = found
         for spec in specs:
             if spec.group == "head":
                 yield spec, self.placement(phase, rows, spec)
             elif spec.group == "gate_up" and spec.layer in whole:
-                yield blocks[spec.layer], whole[spec.layer]
+                yield ffns[spec.layer], whole[spec.layer]
             elif spec.group != "down" or spec.layer not in whole:
                 yield spec, _first(decisive, spec, tokens) or self.placement(phase, tokens, spec)
 
@@ -154,7 +154,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return replace(self, entries=tuple(dict.fromkeys(entries)), slices=())
 
     @property
-    def has_blocks(self) -> bool:
+    def has_ffn(self) -> bool:
         """Whether any block is placed as a whole."""
         return any(entry.group == "ffn" for entry in self.entries)
 
@@ -225,7 +225,7 @@ def _mistake(entry: PlanEntry) -> str | None:
     for low, high in (entry.lengths, entry.layers):
         if low > high:
             return f"range {low}..{high} of {entry.group} is empty"
-    if (entry.group == "ffn") is not isinstance(entry.placement, BlockPlacement):
+    if (entry.group == "ffn") is not isinstance(entry.placement, FfnPlacement):
         return f"a {type(entry.placement).__name__} cannot place {entry.group}"
     return None
 

@@ -1,4 +1,4 @@
-"""The records that a plan is made of: entries, ways of waiting, and slices that the NPU holds."""
+"""Records of a plan: entries, sync strategies and resident slices."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from heterollm.kernels.gpu import SyncChoice
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
 
-__all__ = ["HeldSlice", "PhaseSync", "PlanEntry", "held_slices"]
+__all__ = ["PhaseSync", "PlanEntry", "ResidentSlice", "resident_slices"]
 
 Layer = Annotated[int, Meta(ge=-1)]
 """A decoder layer, counted from 0; -1 is the head."""
 
 
 class PhaseSync(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the NPU waits for the GPU in each phase.
+    """Strategy by which the NPU waits for the GPU in each phase.
 
-    ``operator`` finishes the GPU's queue after every operator: the baseline that fast waits are compared
-    with. The others are strategies of :mod:`heterollm.kernels.sync.fence`; every device offers ``event``.
+    ``operator`` finishes the GPU's queue after every operator, as a baseline of comparisons. The others are
+    strategies of :mod:`heterollm.kernels.sync.fence`; every device offers ``event``.
     """
 
     prefill: SyncChoice = "event"
@@ -33,8 +33,8 @@ class PhaseSync(Struct, frozen=True, forbid_unknown_fields=True):
         return self.prefill if phase == "prefill" else self.decode
 
 
-class HeldSlice(Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows of a group, or a width of a block, that the NPU holds, and the lengths of its graphs.
+class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows of a group, or a width of an ffn, in the NPU's memory, with the lengths of their graphs.
 
     Args:
         group: The group, or ``ffn``.
@@ -63,12 +63,12 @@ class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True):
         return self.phase == phase and self.lengths[0] <= length <= self.lengths[1]
 
 
-def held_slices(entries: Iterable[PlanEntry]) -> tuple[HeldSlice, ...]:
-    """Return the slices that some entries use, in their order."""
+def resident_slices(entries: Iterable[PlanEntry]) -> tuple[ResidentSlice, ...]:
+    """Return the slices that entries use, in the order of the entries."""
     found: dict[tuple[Group, tuple[int, int], tuple[int, ...]], set[int]] = {}
     for entry in entries:
         placement = entry.placement
         if placement.npu_lengths:
             key = entry.group, entry.layers, placement.npu_rows
             found.setdefault(key, set()).update(placement.npu_lengths)
-    return tuple(HeldSlice(*key, tuple(sorted(lengths))) for key, lengths in found.items())
+    return tuple(ResidentSlice(*key, tuple(sorted(lengths))) for key, lengths in found.items())

@@ -1,64 +1,65 @@
-"""Predicts the time of a pass under a plan: the one prediction that explain, bench and simulation share."""
+"""Predicted times of passes under a plan, for ``plan --explain``, benchmarks and simulations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
+from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
+from heterollm.solver.options import Option, evaluate
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
-from heterollm.solver.pricing import Priced, price
-from heterollm.solver.submissions import Place, layer_us, submits_singly
+from heterollm.solver.submissions import LayerGroup, layer_us, submits_singly
 
-__all__ = ["OperatorTime", "PassTime", "layer_cost", "layer_time_us", "predict_pass"]
+__all__ = ["PredictedOperator", "PredictedPass", "layer_cost", "layer_time_us", "predict_pass"]
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorTime:
+class PredictedOperator:
     """The predicted time of one operator of a layer, or of the head.
 
     Args:
         spec: The operator.
         tokens: Tokens that it computes.
-        priced: The placement and the predicted times of both processors.
-        between_us: Time of the GPU's operators before it.
+        option: The placement with the predicted times of both processors.
+        between_us: Time of the glue operators before it.
     """
 
     spec: OpSpec
     tokens: int
-    priced: Priced
+    option: Option
     between_us: float
 
     @property
     def npu_fraction(self) -> float:
-        """The part of the work, 0 to 1, that the NPU computes, padding left out."""
-        placement = self.priced.placement
+        """The fraction of the work, 0 to 1, that the NPU computes, padding left out."""
+        placement = self.option.placement
         covered = min(self.tokens, sum(placement.npu_lengths))
         return sum(placement.npu_rows) / self.spec.rows * covered / self.tokens
 
 
 @dataclass(frozen=True, slots=True)
-class PassTime:
+class PredictedPass:
     """The predicted time of a pass.
 
     Args:
         phase: Prefill or decode.
         tokens: Tokens of the pass.
-        operators: Those of one layer in order, and the head where the pass computes logits.
-        layer_us: Time of one layer that follows upon others.
+        operators: Operators of one layer in order, and the head where the pass computes logits.
+        layer_us: Time of one layer in the middle of the pass.
         time_us: Time of the layers and the head.
     """
 
     phase: Phase
     tokens: int
-    operators: tuple[OperatorTime, ...]
+    operators: tuple[PredictedOperator, ...]
     layer_us: float
     time_us: float
 
@@ -72,7 +73,7 @@ class PassTime:
         """Time of one layer's feed-forward network, its activation included."""
         own = [item for item in self.operators if item.spec.group in ("gate_up", "down", "ffn")]
         between_us = sum(item.between_us for item in own if item.spec.group == "down")
-        return between_us + sum(item.priced.time_us for item in own)
+        return between_us + sum(item.option.time_us for item in own)
 
 
 def predict_pass(
@@ -84,16 +85,16 @@ def predict_pass(
     *,
     limits: NpuLimits | None = None,
     logits: bool = True,
-) -> PassTime | None:
-    """Return the predicted time of a pass; None where the costs know nothing of some operator.
+) -> PredictedPass | None:
+    """Return the predicted time of a pass; None where the costs lack an operator.
 
     Args:
         plan: The plan.
         specs: Every group of the model.
-        costs: Times of the parts; of a profile, at the position where the pass begins.
+        costs: Times of both processors, at the position where the pass begins.
         phase: Prefill or decode.
         tokens: Tokens of the pass.
-        limits: The NPU, whose fastest form stands for those that the plan leaves to the backend.
+        limits: Limits of the NPU: where the plan leaves the form to the backend, the fastest form counts.
         logits: Whether the head computes one position.
 
     Raises:
@@ -106,66 +107,66 @@ def predict_pass(
     for spec, placement in plan.operators(phase, tokens, own):
         rows = 1 if spec.group == "head" else tokens
         decided = _with_form(placement, spec, costs, limits)
-        priced = price(spec, rows, decided, costs)
-        if priced is None:
+        option = evaluate(spec, rows, decided, costs)
+        if option is None:
             return None
-        found.append(OperatorTime(spec, rows, priced, costs.between_us(_first_of(spec), rows)))
+        found.append(PredictedOperator(spec, rows, option, costs.between_us(_first_of(spec), rows)))
     body = [item for item in found if item.spec.group != "head"]
-    decisions = [(item.spec, item.priced.placement) for item in body]
+    decisions = [(item.spec, item.option.placement) for item in body]
     one_us = layer_time_us(decisions, tokens, costs)
-    head_us = sum(item.between_us + item.priced.time_us for item in found if item.spec.group == "head")
-    return PassTime(phase, tokens, tuple(found), one_us, layers * one_us + head_us)
+    head_us = sum(item.between_us + item.option.time_us for item in found if item.spec.group == "head")
+    return PredictedPass(phase, tokens, tuple(found), one_us, layers * one_us + head_us)
 
 
 def layer_cost(
     decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, costs: Costs, objective: Objective
 ) -> float:
-    """Return what an objective makes of one layer; infinite where a processor cannot run its part.
+    """Return the cost of one layer; ``math.inf`` where a processor cannot run its shard.
 
     Args:
         decisions: The layer's operators in order with their placements.
         tokens: Tokens of the pass.
-        costs: Times of the parts.
-        objective: What is to be small.
+        costs: Times of both processors.
+        objective: The objective.
     """
     total = 0.0
     for spec, placement in decisions:
-        priced = price(spec, tokens, placement, costs, objective)
+        option = evaluate(spec, tokens, placement, costs, objective)
         between_us = costs.between_us(_first_of(spec), tokens)
-        own = math.inf if priced is None else priced.cost
+        own = math.inf if option is None else option.cost
         total += own + objective.cost(between_us, between_us, 0.0)
     return total
 
 
 def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, costs: Costs) -> float:
-    """Return the predicted time of one layer that follows upon others; infinite where a part cannot run it.
+    """Return the predicted time of one layer in the middle of a pass; ``math.inf`` where one cannot run it.
 
     Args:
         decisions: The layer's operators in order with their placements.
         tokens: Tokens of the pass.
-        costs: Times of the parts.
+        costs: Times of both processors.
     """
-    places, chosen, time_us = [], [], 0.0
+    groups, chosen, time_us = [], [], 0.0
     for spec, placement in decisions:
-        priced = price(spec, tokens, placement, costs)
-        if priced is None:
+        option = evaluate(spec, tokens, placement, costs)
+        if option is None:
             return math.inf
         between_us = costs.between_us(_first_of(spec), tokens)
-        places.append(Place.of(spec, between_us, (), costs.overheads))
-        chosen.append(priced)
-        time_us += between_us + priced.time_us
+        groups.append(LayerGroup.of(spec, between_us, (), costs.overheads))
+        chosen.append(option)
+        time_us += between_us + option.time_us
     if submits_singly(tokens, costs.overheads):
-        return layer_us(places, chosen, costs.overheads)
+        return layer_us(groups, chosen, costs.overheads)
     return time_us
 
 
 def _first_of(spec: OpSpec) -> OpSpec:
-    """Return the group whose input a spec reads: of a block, gate and up."""
-    return spec if spec.then is None else replace(spec, group="gate_up", join="concatenate", then=None)
+    """Return the group itself, or ``gate_up`` of an ffn."""
+    return spec if spec.then is None else ffn_groups(spec)[0]
 
 
 def _with_form(placement: Placement, spec: OpSpec, costs: Costs, limits: NpuLimits | None) -> Placement:
-    """Name the form that a placement leaves to the backend: the one that is predicted to be fastest."""
+    """Return a placement with the form that is predicted to be fastest, if it names none."""
     if limits is None or placement.form is not None or not placement.npu_lengths:
         return placement
     forms = set.intersection(*(set(limits.forms(spec, length)) for length in placement.npu_lengths))

@@ -1,4 +1,4 @@
-"""Costs from a profile: what the solver asks, answered by measurements and by predictors fitted to them."""
+"""Costs from a profile: measured times, and predictions where nothing was measured."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from heterollm.profiler.records import (
     PowerKey,
     Profile,
 )
-from heterollm.solver.blocks import apart
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Power
 
 __all__ = [
     "DECODE_POSITION",
     "RETURN_VALUE",
     "ProfileCosts",
-    "best_hand_over",
+    "best_strategy",
     "limits_of",
     "overheads_of",
     "power_of",
@@ -51,34 +51,34 @@ BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
     "down": ("gated_activation",),
     "head": ("final_norm",),
 }
-"""The GPU's operators between the group before and each group."""
+"""The glue operators before each group."""
 
 MEMORY_BOUND_FRACTION: Final = 0.5
-"""A slice is bound by memory if reading its weights at the part's bandwidth takes this much of its time."""
+"""A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
 
 _Formats: TypeAlias = tuple[WeightFormat, bool, bool]
-"""Of weights, whether inputs are rounded, and whether it is a block: what forms depend on."""
+"""Weight format, whether inputs are rounded, and whether it is an ffn: graph forms depend on these."""
 
 _Size: TypeAlias = tuple[int, int, bool]
-"""Inputs, tokens, and whether the last linear of a block has more inputs than one of its pieces."""
+"""Inputs, tokens, and whether ``down`` of an ffn is too wide for a graph without a k-split."""
 
 DECODE_POSITION: Final = 256
-"""Tokens before one that is decoded, where nobody says how many: attention reads them."""
+"""Default position of a decoded token: attention reads the tokens before it."""
 
 MAPPED_BYTES: Final = 256 << 10
 
 RETURN_VALUE: Final = "return_us"
-"""Name of a hand-over's value that says what the way back costs by it, where it costs anything."""
+"""Name of the value of a hand-over record with the time of the way back, where that takes time."""
 
 SPILL_FACTOR: Final = 2.0
 
 FLAT_FACTOR: Final = 1.05
-"""Up to so many times the time of one token the NPU's arrays wait for weights."""
+"""The NPU is bound by memory up to this factor on its time of one token."""
 
 LEAST_HIDDEN_FRACTION: Final = 0.25
-"""Of a small graph's time: below it, that a graph is faster behind a wait may be noise."""
+"""Fraction of a small graph's time; a smaller gain of a graph behind a wait may be noise."""
 
-BLOCKS_IN_PIECES: Final[tuple[GraphForm, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
+K_SPLIT_FFNS: Final[tuple[GraphForm, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
 
 
 class ProfileCosts:
@@ -87,12 +87,12 @@ class ProfileCosts:
     Args:
         profile: The measurements.
         shape: The model.
-        position: Tokens of the session before the pass, which attention reads. By default none before a
-            prompt, and :data:`DECODE_POSITION` before a token that is decoded.
-        predictor: The predictor to use; by default the one that is kept for the profile.
+        position: Tokens of the session before the pass, which attention reads. By default 0 for a prompt, and
+            :data:`DECODE_POSITION` for a decoded token.
+        predictor: The predictor; by default the cached one of the profile.
 
     Attributes:
-        missing: Operators that the profile does not have: predicted times leave them out.
+        missing: Operators without times in the profile: predictions leave them out.
 
     Raises:
         ProfileError: The profile lacks linear layers.
@@ -126,7 +126,7 @@ class ProfileCosts:
         self._limits = limits_of(profile)
 
     def at(self, position: int) -> ProfileCosts:
-        """Return the costs of passes that begin at another position; what is missing is noted in both."""
+        """Return the costs of passes that begin at another position; both share ``missing``."""
         moved = copy.copy(self)
         moved.position = position
         return moved
@@ -142,33 +142,33 @@ class ProfileCosts:
         return self._us(point, "npu")
 
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
-        """Return how much the parts slow each other, by what bounds each of them; of a block gate and up."""
-        linear = spec if spec.then is None else apart(spec)[0]
+        """Return the slowdown of both processors by their bounds; for an ffn, that of gate and up."""
+        linear = spec if spec.then is None else ffn_groups(spec)[0]
         gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, tokens)
         if ("npu", "spill", gpu) in self._factors and self._spills(linear, tokens):
             npu = "spill"
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
     def _spills(self, spec: OpSpec, tokens: int) -> bool:
-        """Whether the NPU takes much longer for each weight of a group than for those of another.
+        """Return whether the NPU takes much longer for each weight of a group than for other groups.
 
-        Rows that are too long to stay on its chip go out and come back; that is measured beside the GPU, too.
+        Rows that are too long for its on-chip memory spill; the profile has the contention of that too.
         """
-        return self._us_for_each_byte(spec, tokens) > SPILL_FACTOR * min(
-            self._us_for_each_byte(one, tokens) for one in self._shape.layer
+        return self._us_per_byte(spec, tokens) > SPILL_FACTOR * min(
+            self._us_per_byte(one, tokens) for one in self._shape.layer
         )
 
-    def _us_for_each_byte(self, spec: OpSpec, tokens: int) -> float:
+    def _us_per_byte(self, spec: OpSpec, tokens: int) -> float:
         return self._whole_us(spec, tokens) / spec.weight_bytes()
 
     def _whole_us(self, spec: OpSpec, tokens: int) -> float:
-        """Return the NPU's time of a group without that of starting a graph, which no weight causes."""
+        """Return the NPU's time of a group without the start of a graph, which does not depend on weights."""
         forms = () if self._limits is None else self._limits.forms(spec, tokens)
         times_us = [self.npu_us(spec, spec.member_rows, tokens, form) for form in forms]
         return max(0.0, min(times_us, default=math.inf) - max(0.0, -self.overheads.hand_over_us))
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
-        """Return the time of the GPU's operators before a group."""
+        """Return the time of the glue operators before a group."""
         total, shape = 0.0, self._shape
         position = self.position
         if position is None:
@@ -190,23 +190,23 @@ class ProfileCosts:
             return math.inf
 
     def _gpu_bound(self, spec: OpSpec, tokens: int) -> Bound:
-        # What bounds a slice does not depend on how many of its rows a part has.
+        # The bound of a shard does not depend on its number of rows.
         point = LinearPoint.of(spec, tokens, streamed=self._streamed)
         read_us = point.weight_bytes / (self._gbps.get("gpu", math.inf) * 1e3)
         return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, "gpu") else "compute"
 
     def _npu_bound(self, spec: OpSpec, tokens: int) -> Bound:
-        # As long as more tokens take no longer, it waits for weights.
+        # While more tokens take no longer, the NPU waits for weights.
         if tokens == 1 or self._whole_us(spec, tokens) <= FLAT_FACTOR * self._whole_us(spec, 1):
             return "memory"
         return "compute"
 
 
 def limits_of(profile: Profile) -> NpuLimits | None:
-    """Return what the profiled device's NPU can be given; None where it has none.
+    """Return the limits of the profiled device's NPU; None without an NPU.
 
-    A form is legal for a group or a block at a length if it was measured there; for sizes that were not
-    measured, if it was at every size of the same formats.
+    A form is legal for a group or an ffn at a length if it was measured there; for other sizes, if it was
+    measured at every size of the same formats.
 
     Raises:
         ProfileError: The description of the device lacks its standard lengths.
@@ -236,8 +236,8 @@ def limits_of(profile: Profile) -> NpuLimits | None:
         if own is None:
             alike = [found for size, found in sizes.items() if size[2] == wide] or list(sizes.values())
             own = set.intersection(*alike) if alike else set()
-        # Where only wide blocks were measured, theirs stand for narrow ones, which have no pieces.
-        return tuple(sorted(form for form in own if wide or form not in BLOCKS_IN_PIECES))
+        # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
+        return tuple(sorted(form for form in own if wide or form not in K_SPLIT_FFNS))
 
     return NpuLimits(tuple(lengths), alignment, forms)
 
@@ -251,11 +251,11 @@ def _are_lengths(value: object) -> TypeGuard[list[int]]:
     )
 
 
-def best_hand_over(profile: Profile) -> Strategy | None:
-    """Return the strategy by which the host sees the end of a kernel soonest; None if none was measured.
+def best_strategy(profile: Profile) -> Strategy | None:
+    """Return the strategy with the least latency from the end of a kernel to the host; None without times.
 
-    Of strategies that come within a tenth, or two microseconds, of the fastest, the one is taken that burns
-    the least processor time.
+    Of strategies within a tenth, or two microseconds, of the fastest, it is the one with the least processor
+    time.
     """
     latencies: dict[str, list[float]] = {}
     burnt: dict[str, list[float]] = {}
@@ -272,8 +272,8 @@ def best_hand_over(profile: Profile) -> Strategy | None:
 
 
 def overheads_of(profile: Profile) -> Overheads:
-    """Return what handing over costs on the profiled device, with its best strategy."""
-    best = best_hand_over(profile)
+    """Return the times that syncs and submissions add on the profiled device, with its best strategy."""
+    best = best_strategy(profile)
     records = [record for key, record in profile.of_kind(HandOverKey) if key.strategy == best]
     latencies = [record.median_us for record in records]
     returns = [record.values.get(RETURN_VALUE, 0.0) for record in records]
@@ -285,7 +285,7 @@ def overheads_of(profile: Profile) -> Overheads:
         refill_us=max(0.0, refill_us),
         map_us=map_us,
         return_us=statistics.median(returns) if returns else 0.0,
-        # The driver's wait is for the whole queue: the executor enqueues the GPU's part behind it.
+        # The driver's wait is for the whole queue: the engine enqueues the GPU's shard behind it.
         empties_queue=best == "finish",
         submit_us=_median(profile, submission) if submission in profile.records else math.inf,
         hidden_us=hidden_us,
@@ -293,9 +293,9 @@ def overheads_of(profile: Profile) -> Overheads:
 
 
 def _kernels_before(profile: Profile, shape: ModelShape) -> dict[Group, int]:
-    """Return how many kernels a pass of one token submits before each group; none where they are merged.
+    """Return the number of kernels before each group in a pass of one token; empty where they are merged.
 
-    Of an operator's records the one of the longest context counts: attention is divided where it is long.
+    The record of the longest context counts: attention has more kernels there.
     """
     counts = {
         key.operator: int(record.values[SUBMISSIONS])
@@ -307,9 +307,9 @@ def _kernels_before(profile: Profile, shape: ModelShape) -> dict[Group, int]:
 
 
 def _hidden_start_us(profile: Profile) -> float:
-    """Return what a graph takes less where the host waited for its input just before it.
+    """Return the time that a graph saves behind a wait of the host for its input; 0 within noise.
 
-    Measured times of graphs include their whole start. What differs by no more than noise is nothing.
+    Measured times of graphs include their whole start.
     """
     record = profile.records.get(LaunchKey("npu_to_gpu"))
     if record is None or record.failed:
@@ -320,7 +320,7 @@ def _hidden_start_us(profile: Profile) -> float:
 
 
 def power_of(profile: Profile) -> Power | None:
-    """Return the power of the parts; None where the profile has none."""
+    """Return the power of the device; None if the profile has none."""
     watts: dict[str, float] = {}
     source = next((key.source for key, _ in profile.of_kind(PowerKey)), None)
     for key, record in profile.of_kind(PowerKey):

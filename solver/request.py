@@ -1,4 +1,4 @@
-"""Requests: what a plan was asked to be, part of the plan itself."""
+"""Requests: the options that a plan was solved for; the plan stores them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from heterollm.solver.placements import PLACEMENT_KINDS
 __all__ = ["FORBIDDEN", "SOLVED_LEVELS", "PlanRequest", "RequestedLevel", "SolvedLevel", "check_forbidden"]
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
-"""Levels of the solver: ``tensor`` cuts every group of linears on its own, ``block`` may also place a layer's
-feed-forward network as a whole."""
+"""Levels of the solver: ``tensor`` places every group of linears on its own, ``block`` may also place a
+layer's feed-forward network as one operator."""
 
 SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 
 RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
-"""A level of the solver, or ``auto``: ``block`` where the profile has blocks and the solver takes one at any
-length, else ``tensor``."""
+"""A level of the solver, or ``auto``: ``block`` where the profile has times of the ffn and the solver uses it
+at any length, else ``tensor``."""
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
-"""What a plan may do without: a processor that computes no linear layer, or a kind of split."""
+"""Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
 
 
 def check_forbidden(names: Iterable[str]) -> None:
-    """Refuse what cannot be forbidden.
+    """Refuse names that cannot be forbidden.
 
     Raises:
         OptionError: A name is not in :data:`FORBIDDEN`.
@@ -41,18 +41,18 @@ def check_forbidden(names: Iterable[str]) -> None:
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan is asked to be.
+    """The options of a plan.
 
     Args:
         context: Positions of a session.
-        gpu_share: Largest part of an operator's time that the GPU may compute.
-        energy_weight: 0 counts time alone, 1 energy alone.
-        forbidden: Processors and kinds of splits that the plan must do without; see :data:`FORBIDDEN`.
-        npu_gib: Memory that the NPU's slices may take together; None is no limit.
-        histogram: How often prompts of each length come, and decode under length 1; None counts all alike.
-        build_budget_s: Time that building the NPU's graphs may take: the standard lengths are then chosen for
-            the histogram. None uses all that the device offers.
-        level: What the solver may place as one.
+        gpu_share: Largest fraction of an operator's time that the GPU may compute.
+        energy_weight: 0 minimises time alone, 1 energy alone.
+        forbidden: Processors and kinds of splits that the plan must not use; see :data:`FORBIDDEN`.
+        npu_gib: Memory limit of all resident slices together; None is no limit.
+        histogram: Weight of prompts by length, and of decode under length 1; None weighs all lengths alike.
+        build_budget_s: Limit of the time for building NPU graphs; the solver then chooses standard lengths
+            for the histogram. None uses all lengths of the device.
+        level: Level of the solver.
 
     Raises:
         OptionError: A field is not legal.

@@ -1,7 +1,7 @@
-"""Which slices the NPU holds: rows of a group in its memory, each serving many lengths.
+"""The choice of resident slices: rows of a group in the NPU's memory, each for many lengths.
 
-Sets of up to three slices of a group are considered, and the sets of all groups are combined exactly under
-the budget. A further slice of a group is held only where it pays.
+The search considers sets of up to three slices of a group and combines the sets of all groups exactly under
+the budget. Each further slice of a group must make its passes cheaper by :data:`GAIN_FRACTION`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
-from heterollm.solver.pricing import Priced
-from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, held_bytes, weighed
+from heterollm.solver.options import Option
+from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, resident_bytes, weighted_sum
 
 __all__ = [
     "Budget",
     "GroupCosts",
-    "Holding",
-    "Holdings",
+    "ResidentSlices",
     "Rows",
+    "SliceChoices",
     "SliceCost",
     "Slices",
     "choose_slices",
-    "named",
     "pass_weights",
     "run_lengths",
     "slice_costs",
+    "slice_lengths",
 ]
 
 MAX_SLICES: Final = 3
 MOST_TRIED: Final = 12
-"""Slices of which sets of three are tried; of more, pairs, and sets of three among each length's best."""
+"""Slices up to which all sets of three are tried; of more slices, only the best of each length."""
 
 Slices: TypeAlias = Mapping[Group, Mapping[Rows, tuple[int, ...]]]
-"""By group, the rows that the NPU holds, each with the lengths at which it may run."""
+"""Resident rows by group, each with the lengths of its graphs."""
 
 GAIN_FRACTION: Final = 0.01
-"""A further slice of a group must make all its passes together this much cheaper."""
+"""Fraction by which a further slice must make all passes of its group cheaper."""
 
 OVER_CAP: Final = 1e3
-"""How much more a placement counts that exceeds the cap on the GPU's share: only where nothing else fits."""
+"""Factor on the cost of options over the cap on the GPU's share: they win only without an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the NPU may hold.
+    """Limit of resident slices.
 
     Args:
-        npu_bytes: Bytes of weights in all its slices; None is no limit.
-        copies_by_length: Whether every length of a slice holds weights of its own.
+        npu_bytes: Bytes of weights in all slices; None is no limit.
+        copies_by_length: Whether each length of a slice needs its own copy of the weights.
     """
 
     npu_bytes: int | None = None
@@ -67,18 +67,18 @@ class Budget:
             raise OptionError(f"The NPU's budget is {self.npu_bytes} bytes.", fix="Give 0 or more.")
 
     def holds(self, size_bytes: int) -> bool:
-        """Whether so many bytes fit."""
+        """Return whether ``size_bytes`` fit."""
         return self.npu_bytes is None or size_bytes <= self.npu_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """A set of slices, of one group or several, that may be worth holding.
+class ResidentSlices:
+    """A set of resident slices of one or several groups.
 
     Args:
-        slices: By group, the rows with the lengths at which they run.
-        size_bytes: Of all of them.
-        cost: What all passes then cost.
+        slices: Rows and lengths by group.
+        size_bytes: Size of all slices.
+        cost: Cost of all passes with these slices.
     """
 
     slices: Slices
@@ -86,24 +86,24 @@ class Holding:
     cost: float
 
 
-class Holdings(Protocol):
-    """What the NPU may hold of one or several groups."""
+class SliceChoices(Protocol):
+    """Choices of resident slices of one or several groups."""
 
-    def holdings(self, budget: Budget) -> list[Holding]:
-        """Return the sets of slices that may be worth holding, smallest first, none included."""
+    def resident_options(self, budget: Budget) -> list[ResidentSlices]:
+        """Return the Pareto frontier of sets by size and cost, smallest first, the empty set included."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCosts:
-    """What the slices of a group make possible.
+    """Costs of a group with each slice.
 
     Args:
-        spec: The group, or a block.
-        layers: How many layers have it.
-        costs: By length and rows; the empty rows are the GPU's.
-        weights: By length, how often it is computed.
-        margin_fraction: A cut is taken if it costs this much less than the best whole placement.
+        spec: The group or ffn.
+        layers: Number of layers that have it.
+        costs: Costs by length and rows; empty rows are the GPU alone.
+        weights: Weights of lengths.
+        margin_fraction: Fraction by which a split must be cheaper than one processor alone.
     """
 
     spec: OpSpec
@@ -113,7 +113,7 @@ class GroupCosts:
     margin_fraction: float = 0.0
 
     def sets(self) -> Iterator[tuple[Rows, ...]]:
-        """Yield the sets of slices that are considered, the empty one first."""
+        """Yield the sets of slices to consider, the empty set first."""
         every = sorted(set().union(*self.costs.values()) - {()})
         for count in range(MAX_SLICES):
             yield from itertools.combinations(every, count)
@@ -123,18 +123,14 @@ class GroupCosts:
         yield from itertools.combinations(best[:MOST_TRIED], MAX_SLICES)
 
     def _best(self, table: Mapping[Rows, SliceCost]) -> Rows:
-        """Return the rows that are used at a length where all slices are held."""
+        """Return the rows that a length uses if all slices are resident."""
         whole = min(table, key=lambda rows: (table[rows].whole, rows))
-        cut = min(table, key=lambda rows: (table[rows].cut, rows))
-        takes_cut = table[cut].cut <= table[whole].whole * (1.0 - self.margin_fraction)
-        return cut if takes_cut and math.isfinite(table[cut].cut) else whole
+        split = min(table, key=lambda rows: (table[rows].split, rows))
+        takes_split = table[split].split <= table[whole].whole * (1.0 - self.margin_fraction)
+        return split if takes_split and math.isfinite(table[split].split) else whole
 
     def slice_sets(self, standard_lengths: Sequence[int]) -> SliceSets:
-        """Return the sets that are considered with what each makes possible.
-
-        Args:
-            standard_lengths: Every length that the NPU runs for any slice.
-        """
+        """Return the sets to consider with their costs, for all lengths of NPU graphs of any slice."""
         return SliceSets.of(
             self.costs,
             list(self.sets()),
@@ -142,21 +138,21 @@ class GroupCosts:
             standard_lengths,
         )
 
-    def holdings(self, budget: Budget) -> list[Holding]:
-        """See :class:`Holdings`."""
+    def resident_options(self, budget: Budget) -> list[ResidentSlices]:
+        """See :class:`SliceChoices`."""
         standard_lengths = run_lengths(self)
         sets = self.slice_sets(standard_lengths)
         _, best, runs = sets.best(self.margin_fraction)
         weights = np.array([self.weights.get(length, 0.0) for length in sets.lengths])
-        # Ignore lengths of no weight that the GPU can run.
+        # Ignore lengths with zero weight that the GPU can run.
         needed = (weights > 0.0) | ~sets.on_gpu
         used = np.bitwise_or.reduce(runs[:, :, needed], axis=-1)
-        sizes = held_bytes(sets.sizes, used, budget.copies_by_length)
+        sizes = resident_bytes(sets.sizes, used, budget.copies_by_length)
         factors = 1.0 + GAIN_FRACTION * np.maximum(0, sets.counts - 1)
-        costs = self.layers * weighed(best[:, needed], weights[needed]) * factors
+        costs = self.layers * weighted_sum(best[:, needed], weights[needed]) * factors
         return [
-            Holding(
-                {self.spec.group: named(sets.sets[place], used[place], standard_lengths)},
+            ResidentSlices(
+                {self.spec.group: slice_lengths(sets.sets[place], used[place], standard_lengths)},
                 int(sizes[place]),
                 float(costs[place]),
             )
@@ -166,53 +162,53 @@ class GroupCosts:
 
 
 def run_lengths(*groups: GroupCosts) -> tuple[int, ...]:
-    """Return every length that the NPU runs for any slice of some groups, ascending."""
+    """Return all lengths that the NPU runs for any slice of some groups, ascending."""
     found = {
         length
         for group in groups
         for table in group.costs.values()
         for item in table.values()
-        for length in (*item.whole_lengths, *item.cut_lengths)
+        for length in (*item.whole_lengths, *item.split_lengths)
     }
     return tuple(sorted(found))
 
 
-def named(
+def slice_lengths(
     held: Sequence[Rows], used: Sequence[int], standard_lengths: Sequence[int]
 ) -> dict[Rows, tuple[int, ...]]:
-    """Return slices with the lengths whose bits are set for each."""
+    """Return slices with their lengths, decoded from one bit for each standard length."""
     return {
         rows: tuple(length for place, length in enumerate(standard_lengths) if bits >> place & 1)
         for rows, bits in zip(held, map(int, used), strict=False)
     }
 
 
-def slice_costs(priced: Iterable[Priced], objective: Objective) -> dict[Rows, SliceCost]:
-    """Return the cheapest that each slice makes possible.
+def slice_costs(options: Iterable[Option], objective: Objective) -> dict[Rows, SliceCost]:
+    """Return the least costs with each slice.
 
     Args:
-        priced: All candidates of a group at a length.
-        objective: Its cap on the GPU's share counts; its margin does not, for it depends on what is held.
+        options: All options of a group at a length.
+        objective: The objective; its margin is left out here, since it depends on all resident slices.
     """
     best: dict[tuple[Rows, bool], tuple[float, tuple[int, ...]]] = {}
-    for item in priced:
+    for item in options:
         cost = item.cost * (1.0 if objective.allows(item.gpu_us, item.time_us) else OVER_CAP)
-        key = item.placement.npu_rows, item.is_cut
+        key = item.placement.npu_rows, item.is_split
         if key not in best or cost < best[key][0]:
             best[key] = cost, item.placement.npu_lengths
     found = {}
     for rows in dict.fromkeys(rows for rows, _ in best):
         whole, whole_lengths = best.get((rows, False), (math.inf, ()))
-        cut, cut_lengths = best.get((rows, True), (math.inf, ()))
-        found[rows] = SliceCost(whole, cut, whole_lengths, cut_lengths)
+        split, split_lengths = best.get((rows, True), (math.inf, ()))
+        found[rows] = SliceCost(whole, split, whole_lengths, split_lengths)
     return found
 
 
 def pass_weights(prompts: Mapping[int, float], chunk_length: int) -> dict[int, float]:
-    """Return how often passes of each length come.
+    """Return the weights of passes by length.
 
     Args:
-        prompts: How often prompts of each length come, and decode under length 1.
+        prompts: Weights of prompts by length, and of decode under length 1.
         chunk_length: Longest pass; longer prompts run in chunks.
 
     Raises:
@@ -232,26 +228,24 @@ def pass_weights(prompts: Mapping[int, float], chunk_length: int) -> dict[int, f
     return weights
 
 
-def choose_slices(groups: Sequence[Holdings], budget: Budget) -> Slices:
-    """Return the cheapest slices that fit the budget.
-
-    Args:
-        groups: What may be held of every group.
-        budget: What the NPU may hold.
+def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Slices:
+    """Return the cheapest resident slices of all groups within the budget.
 
     Raises:
-        PlanError: A group can only be computed by the NPU, and the budget does not hold that.
+        PlanError: The budget is too small for a group that only the NPU may compute.
     """
-    best: list[Holding] = [Holding({}, 0, 0.0)]
+    best: list[ResidentSlices] = [ResidentSlices({}, 0, 0.0)]
     for group in groups:
-        holdings = group.holdings(budget)
+        resident_options = group.resident_options(budget)
         combined = [
-            Holding({**held.slices, **own.slices}, held.size_bytes + own.size_bytes, held.cost + own.cost)
+            ResidentSlices(
+                {**held.slices, **own.slices}, held.size_bytes + own.size_bytes, held.cost + own.cost
+            )
             for held in best
-            for own in holdings
+            for own in resident_options
             if budget.holds(held.size_bytes + own.size_bytes)
         ]
-        # Of two sets the larger one is kept only if it is cheaper.
+        # A larger set must be cheaper.
         kept = frontier((held.size_bytes for held in combined), (held.cost for held in combined))
         best = [combined[place] for place in kept]
     if not best:

@@ -1,4 +1,4 @@
-"""Plans of a whole model: the NPU's slices first, then every length exactly with those slices."""
+"""Plans of a whole model: resident slices first, then the placements of every length with those slices."""
 
 from __future__ import annotations
 
@@ -11,59 +11,65 @@ from msgspec import structs
 
 from heterollm.base import OptionError
 from heterollm.kernels.ops import Group, OpSpec, Phase, ffn_specs
-from heterollm.solver.candidates import Cuts, NpuLimits, Rows, cut_stride, cuts_near
-from heterollm.solver.chain import Chain, Choice, activation_cost, network_us, solve_chain
-from heterollm.solver.costs import Costs, RememberedCosts
-from heterollm.solver.entries import in_order, merged, placed
-from heterollm.solver.feed_forward import FeedForwardCosts
+from heterollm.solver.candidates import NpuLimits, Rows, Splits, split_stride, splits_near
+from heterollm.solver.chain import Chain, activation_cost, ffn_path_us, solve_chain
+from heterollm.solver.costs import CachedCosts, Costs
+from heterollm.solver.entries import annotated, in_order, merged
+from heterollm.solver.ffn_slices import FeedForwardCosts
 from heterollm.solver.objective import Objective
-from heterollm.solver.placements import Alternative
+from heterollm.solver.options import (
+    Option,
+    OptionTable,
+    all_options,
+    check_any,
+    restricted,
+    with_new_rows,
+)
+from heterollm.solver.placements import RejectedOption
 from heterollm.solver.plan import Plan, model_shape
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.predict import layer_cost
-from heterollm.solver.pricing import Priced, check_any, priced_all
 from heterollm.solver.request import SOLVED_LEVELS, SolvedLevel
-from heterollm.solver.rounds import PricedCandidates, joined, only
 from heterollm.solver.slices import (
     Budget,
     GroupCosts,
-    Holdings,
+    SliceChoices,
     Slices,
     choose_slices,
     pass_weights,
     slice_costs,
 )
-from heterollm.solver.submissions import priced_in_chain, submits_singly
+from heterollm.solver.submissions import chain_costs, submits_singly
 from heterollm.solver.words import describe
 
 __all__ = ["Solver"]
 
 RANGE_TOKENS: Final = 32
-"""Between standard lengths the NPU's slices are chosen for lengths in steps of this."""
+"""Step of lengths, between standard lengths, for which resident slices are chosen."""
 
 FEW_TOKENS: Final = 16
-"""Decode passes of up to so many tokens have entries of their own: speculative decoding checks as many."""
+"""Decode passes up to this length, as in speculative decoding, have entries of their own."""
 
-WORTH_FRACTION: Final = 0.01
-"""Lengths share a placement as long as it costs none of them more than this."""
+SHARED_LOSS_FRACTION: Final = 0.01
+"""Largest extra cost of a placement that several lengths share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """Solves one model on one device.
+    """A solver of plans for one model on one device.
 
     Args:
         specs: Every group of the model.
-        limits: The NPU; None where there is none.
-        costs: Times of the parts.
-        objective: What is to be small.
-        budget: What the NPU may hold.
+        limits: Limits of the NPU; None without an NPU.
+        costs: Times of both processors.
+        objective: The objective.
+        budget: Limit of resident slices.
         chunk_length: Longest pass; longer prompts run in chunks.
         head_rows: Most positions that the head computes at a time.
-        level: What is placed as one.
+        level: Level of the plan.
 
     Raises:
-        OptionError: A length is not positive, or there is no such level.
+        OptionError: A length is not positive, or the level is unknown.
     """
 
     specs: tuple[OpSpec, ...]
@@ -88,7 +94,7 @@ class Solver:
 
     @property
     def layer(self) -> tuple[OpSpec, ...]:
-        """One layer's groups, in the order in which a token meets them."""
+        """The groups of one layer, in order."""
         first = min(spec.layer for spec in self.specs if spec.group != "head")
         return tuple(spec for spec in self.specs if spec.layer == first)
 
@@ -98,245 +104,214 @@ class Solver:
         return next(spec for spec in self.specs if spec.group == "head")
 
     @property
-    def block(self) -> OpSpec | None:
-        """One layer's feed-forward network as a block; None where the level or the NPU has none."""
+    def ffn(self) -> OpSpec | None:
+        """The feed-forward network of one layer; None where the level or the NPU does not place it as one."""
         if self.level != "block" or self.limits is None:
             return None
         return next(iter(ffn_specs(self.layer)), None)
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         group = self.layer[0].group
         return sum(spec.group == group for spec in self.specs)
 
     def slices(self, weights: Mapping[int, float] | None = None) -> Slices:
-        """Choose what the NPU holds.
+        """Choose the resident slices.
 
         Args:
-            weights: How often prompts of each length come, and decode under length 1. By default every length
-                counts by what it loses on its own best, so that long prompts do not drown short ones, and
-                decode as much as all prompts.
+            weights: Weights of prompts by length, and of decode under length 1. By default each length weighs
+                by its cost relative to its own optimum, so that long prompts do not outweigh short ones, and
+                decode weighs as much as all prompts.
 
         Raises:
             OptionError: A length or a weight is out of range.
-            PlanError: A group can be computed by nobody, or the budget does not hold what only the NPU may.
+            PlanError: No processor can compute a group, or the budget does not hold a group that only the NPU
+                may compute.
         """
         return self._solved(weights)[1]
 
-    def plan(
-        self,
-        *,
-        device: str,
-        precision: str,
-        weights: Mapping[int, float] | None = None,
-    ) -> Plan:
-        """Return the plan of every length.
+    def plan(self, *, device: str, precision: str, weights: Mapping[int, float] | None = None) -> Plan:
+        """Return the plan of every length; arguments and errors as :meth:`solve`."""
+        return self.solve(device=device, precision=precision, weights=weights)[0]
+
+    def solve(
+        self, *, device: str, precision: str, weights: Mapping[int, float] | None = None
+    ) -> tuple[Plan, Slices]:
+        """Return the plan of every length and its resident slices.
 
         Args:
             device: Name of the device.
             precision: Precision of the linears.
-            weights: As of :meth:`slices`.
+            weights: As in :meth:`slices`.
 
         Raises:
             OptionError: As :meth:`slices`.
             PlanError: As :meth:`slices`.
         """
-        return self.solve(device=device, precision=precision, weights=weights)[0]
-
-    def solve(
-        self,
-        *,
-        device: str,
-        precision: str,
-        weights: Mapping[int, float] | None = None,
-    ) -> tuple[Plan, Slices]:
-        """Return the plan of every length and what the NPU holds for it; as :meth:`plan`."""
-        if not isinstance(self.costs, RememberedCosts):
-            remembering = replace(self, costs=RememberedCosts(self.costs))
-            return remembering.solve(device=device, precision=precision, weights=weights)
-        found, slices = self._solved(weights)
+        if not isinstance(self.costs, CachedCosts):
+            cached = replace(self, costs=CachedCosts(self.costs))
+            return cached.solve(device=device, precision=precision, weights=weights)
+        table, slices = self._solved(weights)
         entries: list[PlanEntry] = []
         for low, high in self._fine_ranges(slices):
-            own = list(self._entries("prefill", low, high, slices, found))
+            own = list(self._entries("prefill", low, high, slices, table))
             entries += own
             if low > FEW_TOKENS:
                 # A decode pass of several tokens is planned like a prompt of as many.
                 entries += [structs.replace(entry, phase="decode") for entry in own]
         for tokens in range(1, min(FEW_TOKENS, self.chunk_length) + 1):
-            entries += self._entries("decode", tokens, tokens, slices, found)
+            entries += self._entries("decode", tokens, tokens, slices, table)
         joined, shape = tuple(merged(in_order(entries))), model_shape(self.specs)
         return Plan(self.level, device, precision, shape, self.chunk_length, joined), slices
 
-    def length(self, tokens: int, slices: Mapping[Group, Cuts] | None = None) -> Chain:
-        """Return the placements of the layers' groups at one exact length.
+    def length(self, tokens: int, slices: Mapping[Group, Splits] | None = None) -> Chain:
+        """Return the placements of a layer's groups at one exact length.
 
         Args:
             tokens: Tokens of the pass.
-            slices: What the NPU holds: what :meth:`slices` returns, or rows that may run at every standard
-                length; by default every cut may be used.
+            slices: Resident slices, as of :meth:`slices`, or rows that may run at every standard length; by
+                default all aligned splits.
 
         Raises:
             OptionError: There are no tokens.
-            PlanError: A group can be computed by nobody.
+            PlanError: No processor can compute a group.
         """
-        return self._chain(self.layer, self.layers, tokens, tokens, slices, self.block)
+        return self._chain(tokens, tokens, slices)
 
-    def head_choice(self, rows: int, slices: Mapping[Group, Cuts] | None = None) -> Choice:
-        """Return the placement of the head for some positions.
+    def _chain(self, tokens: int, shortest: int, slices: Mapping[Group, Splits] | None) -> Chain:
+        return self._chain_of(self.layer, self.layers, tokens, shortest, slices, self.ffn)
 
-        Raises:
-            OptionError: There are no positions.
-            PlanError: Nobody can compute it.
-        """
-        return self._chain((self.head,), 1, rows, rows, slices).choices[0]
-
-    def other_way(self, chain: Chain, tokens: int) -> Alternative | None:
-        """Return the way through the feed-forward network that a chain does not take; None without one."""
-        if not chain.passed_over:
-            return None
-        time_us = network_us(chain.passed_over, tokens, self.costs)
-        words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.passed_over]
-        text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
-        return Alternative(text, round(time_us, 3), of_ffn=True)
-
-    # -- pieces --------------------------------------------------------------------------------------
-
-    def _chain(
+    def _chain_of(
         self,
         specs: Sequence[OpSpec],
         layers: int,
         tokens: int,
         shortest: int,
-        slices: Mapping[Group, Cuts] | None,
-        block: OpSpec | None = None,
+        slices: Mapping[Group, Splits] | None,
+        ffn: OpSpec | None = None,
     ) -> Chain:
         if tokens < 1:
             raise OptionError(f"A pass of {tokens} tokens cannot be planned.", fix="Give at least 1.")
-        cuts = None if self.limits is None else slices
+        splits = None if self.limits is None else slices
         return solve_chain(
-            specs, layers, tokens, self.limits, self.costs, self.objective, cuts, shortest, block
+            specs, layers, tokens, self.limits, self.costs, self.objective, splits, shortest, ffn
         )
 
-    def _solved(self, weights: Mapping[int, float] | None) -> tuple[PricedCandidates, Slices]:
-        """Return every candidate that was priced, and what the NPU holds.
+    def _solved(self, weights: Mapping[int, float] | None) -> tuple[OptionTable, Slices]:
+        """Return all options that were costed, and the resident slices.
 
-        Where a group has more positions of a cut than are tried at once, those halfway between what was
-        chosen and what was not are tried beside it, until they lie on the alignment.
+        The first search tries splits far apart. Later ones halve the distance and try the neighbours of the
+        chosen splits, until the distance is the alignment.
         """
-        costs = self.costs
-        groups = {spec.group: spec for spec in (*self.layer, self.head, self.block) if spec is not None}
-        found = self._every_candidate(costs, dict.fromkeys(groups))
+        groups = {spec.group: spec for spec in (*self.layer, self.head, self.ffn) if spec is not None}
+        alone = self._all_options(dict.fromkeys(groups))
         for spec in (*self.layer, self.head):
-            for tokens, items in found[spec.group].items():
+            for tokens, items in alone[spec.group].items():
                 check_any(spec, tokens, items)
         if self.limits is None:
-            return found, {group: {} for group in groups}
+            return alone, {group: {} for group in groups}
         alignment = self.limits.row_alignment
-        alone, found = found, self._in_chain(found, costs)
-        counts = self._counts(found, weights)
-        slices = self._slices(found, counts)
-        strides = {group: cut_stride(spec, alignment) for group, spec in groups.items()}
-        held: dict[Group, set[Rows]] = {group: {spec.member_rows, ()} for group, spec in groups.items()}
+        table = self._in_chain(alone)
+        range_weights = self._range_weights(table, weights)
+        slices = self._slices(table, range_weights)
+        strides = {group: split_stride(spec, alignment) for group, spec in groups.items()}
+        tried: dict[Group, set[Rows]] = {group: {spec.member_rows, ()} for group, spec in groups.items()}
         while max(strides.values()) > 1:
             wide = [group for group, stride in strides.items() if stride > 1]
             strides = {group: -(-stride // 2) for group, stride in strides.items()}
             near: dict[Group, list[Rows]] = {
-                group: cuts_near(groups[group], alignment, slices[group], strides[group]) for group in wide
+                group: splits_near(groups[group], alignment, slices[group], strides[group]) for group in wide
             }
-            alone = joined(alone, self._every_candidate(costs, near))
-            found = self._in_chain(alone, costs)
-            if found is not alone:
-                # What decode takes of a group may change with the cuts of others, and come back.
-                for group, by_length in found.items():
-                    held[group] |= set(slices[group])
+            alone = with_new_rows(alone, self._all_options(near))
+            table = self._in_chain(alone)
+            if table is not alone:
+                # The best rows of a group in decode may change with the splits of others, and come back.
+                for group, by_length in table.items():
+                    tried[group] |= set(slices[group])
                     if by_length[1]:
-                        held[group].add(min(by_length[1], key=lambda item: item.cost).placement.npu_rows)
-            tried = {group: {*held[group], *slices[group], *near.get(group, ())} for group in groups}
-            slices = self._slices(only(found, tried), counts)
-        return found, slices
+                        tried[group].add(min(by_length[1], key=lambda item: item.cost).placement.npu_rows)
+            rows = {group: {*tried[group], *slices[group], *near.get(group, ())} for group in groups}
+            slices = self._slices(restricted(table, rows), range_weights)
+        return table, slices
 
-    def _every_candidate(self, costs: Costs, cuts: Mapping[Group, Cuts | None]) -> PricedCandidates:
-        """Return candidates of some groups in each range of lengths, by its last one, cheapest first.
-
-        Args:
-            costs: Times of the parts.
-            cuts: By group, what the NPU may use; None is every cut that is tried at first.
-        """
-        found: dict[Group, dict[int, list[Priced]]] = {group: {} for group in cuts}
-        block = self.block
+    def _all_options(self, splits: Mapping[Group, Splits | None]) -> OptionTable:
+        """Return the options of groups for the longest pass of each range; None is all aligned splits."""
+        table: dict[Group, dict[int, list[Option]]] = {group: {} for group in splits}
+        ffn = self.ffn
         for low, high in self._ranges():
-            groups = [(spec, high) for spec in self.layer if spec.group in cuts]
-            if low <= self.head_rows and self.head.group in cuts:
+            groups = [(spec, high) for spec in self.layer if spec.group in splits]
+            if low <= self.head_rows and self.head.group in splits:
                 groups.append((self.head, min(high, self.head_rows)))
-            if block is not None and block.group in cuts:
-                groups.append((block, high))
+            if ffn is not None and ffn.group in splits:
+                groups.append((ffn, high))
             for spec, tokens in groups:
-                found[spec.group][tokens] = priced_all(
-                    spec, tokens, self.limits, costs, self.objective, cuts[spec.group], low
+                table[spec.group][tokens] = all_options(
+                    spec, tokens, self.limits, self.costs, self.objective, splits[spec.group], low
                 )
-        return found
+        return table
 
-    def _in_chain(self, found: PricedCandidates, costs: Costs) -> PricedCandidates:
-        """Return candidates as a chain of them is priced in a pass of one token."""
-        if not submits_singly(1, costs.overheads):
-            return found
-        groups = (*self.layer, *(() if self.block is None else (self.block,)))
-        decode = {spec.group: found[spec.group][1] for spec in groups}
-        priced = priced_in_chain(decode, self.layer, self.block, costs, self.objective)
+    def _in_chain(self, table: OptionTable) -> OptionTable:
+        """Return options with their costs in a chain, which differ in a pass of one token."""
+        if not submits_singly(1, self.costs.overheads):
+            return table
+        groups = (*self.layer, *(() if self.ffn is None else (self.ffn,)))
+        decode = {spec.group: table[spec.group][1] for spec in groups}
+        options = chain_costs(decode, self.layer, self.ffn, self.costs, self.objective)
         return {
-            group: {**items, 1: priced[group]} if group in priced else items for group, items in found.items()
+            group: {**items, 1: options[group]} if group in options else items
+            for group, items in table.items()
         }
 
-    def _counts(self, found: PricedCandidates, weights: Mapping[int, float] | None) -> dict[int, float]:
-        """Return how much each range of lengths counts, by its last one."""
+    def _range_weights(self, table: OptionTable, weights: Mapping[int, float] | None) -> dict[int, float]:
+        """Return the weight of each range of lengths, by its last length."""
         if weights is None:
-            return self._equal_weights(found)
-        counts: dict[int, float] = {}
+            return self._equal_weights(table)
+        found: dict[int, float] = {}
         tops = [top for _, top in self._ranges()]
         for length, weight in pass_weights(weights, self.chunk_length).items():
             # Planned like the longest pass of its range.
             top = tops[bisect.bisect_left(tops, length)]
-            counts[top] = counts.get(top, 0.0) + weight
-        return counts
+            found[top] = found.get(top, 0.0) + weight
+        return found
 
-    def _slices(self, found: PricedCandidates, counts: Mapping[int, float]) -> Slices:
+    def _slices(self, table: OptionTable, weights: Mapping[int, float]) -> Slices:
         assert self.limits is not None
         tables = {
             group: {length: slice_costs(items, self.objective) for length, items in by_length.items()}
-            for group, by_length in found.items()
+            for group, by_length in table.items()
         }
-        head, own_block = tables.pop("head"), tables.pop("ffn", None)
+        head, ffn_table = tables.pop("head"), tables.pop("ffn", None)
         margin = self.objective.margin_fraction
         groups = {
-            spec.group: GroupCosts(spec, self.layers, tables[spec.group], counts, margin)
+            spec.group: GroupCosts(spec, self.layers, tables[spec.group], weights, margin)
             for spec in self.layer
         }
-        held: list[Holdings] = []
-        block = self.block
-        if block is not None and own_block is not None:
+        choices: list[SliceChoices] = []
+        ffn = self.ffn
+        if ffn is not None and ffn_table is not None:
             activation = {
-                length: activation_cost(block, length, self.costs, self.objective) for length in own_block
+                length: activation_cost(ffn, length, self.costs, self.objective) for length in ffn_table
             }
-            of_block = GroupCosts(block, self.layers, own_block, counts, margin)
+            ffn_costs = GroupCosts(ffn, self.layers, ffn_table, weights, margin)
             gate_up, down = groups.pop("gate_up"), groups.pop("down")
-            held.append(FeedForwardCosts(gate_up, down, of_block, activation))
-        # The head computes one row in every pass; many are for those who ask for all logits.
-        held += [*groups.values(), GroupCosts(self.head, 1, head, {1: sum(counts.values())}, margin)]
-        chosen = choose_slices(held, self.budget)
+            choices.append(FeedForwardCosts(gate_up, down, ffn_costs, activation))
+        # The head computes one row in every pass; only passes with all logits have more.
+        choices += [*groups.values(), GroupCosts(self.head, 1, head, {1: sum(weights.values())}, margin)]
+        chosen = choose_slices(choices, self.budget)
         if self.budget.copies_by_length and self.budget.npu_bytes is not None:
             return chosen
         return {
             group: dict.fromkeys(slices, self.limits.standard_lengths) for group, slices in chosen.items()
         }
 
-    def _equal_weights(self, found: PricedCandidates) -> dict[int, float]:
-        """Return weights by which every length counts alike, and decode as much as all others."""
+    def _equal_weights(self, table: OptionTable) -> dict[int, float]:
+        """Return weights by which all lengths count alike, and decode as much as all others."""
         totals: dict[int, float] = {}
         for spec in self.layer:
-            for length, items in found[spec.group].items():
+            for length, items in table[spec.group].items():
                 costs = slice_costs(items, self.objective).values()
-                best = min(min(item.whole, item.cut) for item in costs)
+                best = min(min(item.whole, item.split) for item in costs)
                 totals[length] = totals.get(length, 0.0) + best
         weights = {length: 1.0 / (self.layers * total) if total else 0.0 for length, total in totals.items()}
         weights[1] *= max(1, len(weights) - 1)
@@ -347,20 +322,20 @@ class Solver:
         short = {2**power for power in range(RANGE_TOKENS.bit_length())}
         tops = sorted({top for _, top in self._ranges()} | {top for top in short if top < self.chunk_length})
         for low, high in zip((1, *(top + 1 for top in tops)), tops, strict=False):
-            yield from self._worthwhile(low, high, slices)
+            yield from self._halves(low, high, slices)
 
-    def _worthwhile(self, low: int, high: int, slices: Slices) -> Iterator[tuple[int, int]]:
-        """Yield a range of lengths in halves, as long as one placement for all of it costs too much."""
-        shared = self._chain(self.layer, self.layers, high, low, slices, self.block)
-        if low == high or all(self._loss(shared, end, slices) <= WORTH_FRACTION for end in (low, high)):
+    def _halves(self, low: int, high: int, slices: Slices) -> Iterator[tuple[int, int]]:
+        """Yield a range of lengths, halved until shared placements lose little in each part."""
+        shared = self._chain(high, low, slices)
+        if low == high or all(self._loss(shared, end, slices) <= SHARED_LOSS_FRACTION for end in (low, high)):
             yield low, high
             return
         middle = (low + high) // 2
-        yield from self._worthwhile(low, middle, slices)
-        yield from self._worthwhile(middle + 1, high, slices)
+        yield from self._halves(low, middle, slices)
+        yield from self._halves(middle + 1, high, slices)
 
     def _loss(self, shared: Chain, tokens: int, slices: Slices) -> float:
-        """Return the fraction by which a chain's placements cost more at a length than the length's own."""
+        """Return the fraction by which a shared chain costs more at a length than the length's own chain."""
 
         def cost(chain: Chain) -> float:
             decisions = [(choice.spec, choice.chosen.placement) for choice in chain.choices]
@@ -369,7 +344,7 @@ class Solver:
         return cost(shared) / cost(self.length(tokens, slices)) - 1.0
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of lengths, both ends included, by which the NPU's slices are chosen."""
+        """Yield the ranges of lengths, both ends included, for which resident slices are chosen."""
         tops = set(range(RANGE_TOKENS, self.chunk_length, RANGE_TOKENS)) | {1, self.chunk_length}
         longest = max(self.limits.standard_lengths, default=1) if self.limits else 1
         if self.limits and longest > 1:
@@ -381,31 +356,36 @@ class Solver:
             low = top + 1
 
     def _entries(
-        self, phase: Phase, low: int, high: int, slices: Slices, found: PricedCandidates
+        self, phase: Phase, low: int, high: int, slices: Slices, table: OptionTable
     ) -> Iterator[PlanEntry]:
-        chain = self._chain(self.layer, self.layers, high, low, slices, self.block)
-        other_way = self.other_way(chain, high)
+        chain = self._chain(high, low, slices)
+        rejected_path = self._rejected_path(chain, high)
         for choice in chain.choices:
             group = choice.spec.group
-            beside = other_way if group in ("ffn", "gate_up") else None
-            every = found[group].get(high) or self._every(choice.spec, low, high)
-            placement = placed(choice, high, every, beside)
+            other = rejected_path if group in ("ffn", "gate_up") else None
+            placement = annotated(choice, high, self._every(choice.spec, low, high, table), other)
             yield PlanEntry(phase, (low, high), self._layers_of(choice.spec), group, placement)
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
-            choice = self._chain((self.head,), 1, rows, low, slices).choices[0]
+            choice = self._chain_of((self.head,), 1, rows, low, slices).choices[0]
             reach = high if high < self.head_rows else self.chunk_length
-            yield PlanEntry(
-                phase,
-                (low, reach),
-                (-1, -1),
-                "head",
-                placed(choice, rows, found["head"].get(rows) or self._every(self.head, low, rows)),
-            )
+            placement = annotated(choice, rows, self._every(self.head, low, rows, table))
+            yield PlanEntry(phase, (low, reach), (-1, -1), "head", placement)
 
-    def _every(self, spec: OpSpec, low: int, high: int) -> list[Priced]:
-        """Return the candidates of a range of lengths whatever the NPU holds, cheapest first."""
-        return priced_all(spec, high, self.limits, self.costs, self.objective, None, min(low, high))
+    def _every(self, spec: OpSpec, low: int, high: int, table: OptionTable) -> list[Option]:
+        """Return the options of a range of lengths without regard to resident slices, cheapest first."""
+        return table[spec.group].get(high) or all_options(
+            spec, high, self.limits, self.costs, self.objective, None, min(low, high)
+        )
+
+    def _rejected_path(self, chain: Chain, tokens: int) -> RejectedOption | None:
+        """Return the path through the feed-forward network that a chain does not take; None without one."""
+        if not chain.rejected_path:
+            return None
+        time_us = ffn_path_us(chain.rejected_path, tokens, self.costs)
+        words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.rejected_path]
+        text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
+        return RejectedOption(text, round(time_us, 3), of_ffn=True)
 
     def _layers_of(self, spec: OpSpec) -> tuple[int, int]:
         group = "gate_up" if spec.then is not None else spec.group

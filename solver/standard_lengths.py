@@ -1,6 +1,6 @@
-"""Which standard lengths are worth building graphs of, for the prompts that come (HeteroLLM, section 4.1).
+"""The choice of standard lengths for a histogram of prompts (HeteroLLM, section 4.1).
 
-More lengths waste less padding and take longer to build. All sets that fit the build budget are tried.
+More lengths need less padding and more time to build. The search tries all sets within the build budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from heterollm.base import OptionError, PlanError
 __all__ = ["MOST_LENGTHS", "choose_lengths"]
 
 MOST_LENGTHS: Final = 12
-"""Lengths of which every set is tried: 4096 sets."""
+"""The search tries every set of so many lengths: 4096 sets."""
 
 
 def choose_lengths(
@@ -25,21 +25,21 @@ def choose_lengths(
     time_us: Callable[[int, tuple[int, ...]], float],
     budget_us: float,
 ) -> tuple[int, ...]:
-    """Return the standard lengths that make all passes together fastest within a build budget, ascending.
+    """Return the standard lengths with the least time of all passes within a build budget, ascending.
 
-    Exact: every set is tried. Of sets that are equally fast the one wins that is built soonest.
+    The search is exact. Of equally fast sets it returns the one with the shortest build time.
 
     Args:
-        histogram: How often passes of each length come.
-        available: Lengths that graphs can be built of, at most :data:`MOST_LENGTHS`.
-        build_us: Returns how long the graphs of a length take to build.
-        time_us: Returns how long a pass takes with graphs of some lengths, ascending; infinite if it cannot
-            be run. It is asked once for every length of the histogram and every set that fits.
-        budget_us: Longest time that building may take.
+        histogram: Weights of passes by length.
+        available: Lengths that graphs can have, at most :data:`MOST_LENGTHS`.
+        build_us: Returns the build time of the graphs of a length.
+        time_us: Returns the time of a pass with graphs of some lengths, ascending; ``math.inf`` if the pass
+            cannot run. Called once for every length of the histogram and every set within the budget.
+        budget_us: Limit of the build time.
 
     Raises:
         OptionError: Lengths, weights or the budget are out of range, or there are too many lengths.
-        PlanError: With no set that fits the budget can all passes be run.
+        PlanError: No set within the budget can run all passes.
     """
     lengths = sorted(set(available))
     if len(lengths) > MOST_LENGTHS:

@@ -1,9 +1,9 @@
-"""Passes whose kernels take no longer than submitting them: the chain with the control thread in it.
+"""Passes whose kernels are short: the chain with submissions by the control thread.
 
-In a pass of one token the GPU's small kernels end sooner than the control thread submits the next one, and
-while it waits for the NPU it submits none. A cut whose own price is lower can then make the pass longer: the
-queue runs empty behind it. So the chain is followed with both clocks, the control thread's and the queue's,
-and what is taken is what makes a layer cheapest that follows upon another one.
+In a pass of one token the GPU's small kernels end before the control thread submits the next one, and it
+submits none while it waits for the NPU. A split whose own time is shorter can then make the pass longer,
+since the queue runs empty behind it. So the simulation here follows two clocks, of the control thread and of
+the queue, and the solver takes the options that are cheapest for a layer in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from msgspec.structs import replace
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.costs import Costs, Overheads
 from heterollm.solver.objective import Objective
-from heterollm.solver.pricing import UNSURE_FRACTION, Priced
+from heterollm.solver.options import UNSURE_FRACTION, Option
 
-__all__ = ["Place", "Settled", "layer_us", "priced_in_chain", "settled", "submits_singly"]
+__all__ = ["LayerGroup", "SolvedLayer", "chain_costs", "layer_us", "solve_layer", "submits_singly"]
 
 MOST_LAYERS: Final = 16
-"""Layers that are followed until one is like those to come; else the later half is averaged."""
+"""Layers to simulate until they repeat; without repetition the mean of the later half counts."""
 
 EQUAL_US: Final = 1e-6
 
 MOST_TRIED: Final = 12
-"""Candidates of a group that are tried, cheapest first, besides those on one part."""
+"""Options of a group that are tried, cheapest first; of those on one processor more are."""
 
 SWEEPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A group's place in the chain.
+class LayerGroup:
+    """A group in the chain.
 
     Args:
-        spec: The group or block.
+        spec: The group or ffn.
         before_us: Time of the GPU's kernels before it.
-        before: How many those are.
-        items: Placements that may be taken, cheapest first.
-        kernels: How many the GPU's part is: of a block, both groups and the activation between them.
+        before: Number of these kernels.
+        items: Allowed options, cheapest first.
+        kernels: Number of kernels of the GPU's shard: of an ffn, both groups and their activation.
     """
 
     spec: OpSpec
     before_us: float
     before: int
-    items: Sequence[Priced]
+    items: Sequence[Option]
     kernels: int
 
     @classmethod
-    def of(cls, spec: OpSpec, before_us: float, items: Sequence[Priced], overheads: Overheads) -> Place:
-        """Return the place of a group behind operators that take so long."""
+    def of(cls, spec: OpSpec, before_us: float, items: Sequence[Option], overheads: Overheads) -> LayerGroup:
+        """Return a group behind glue operators that take ``before_us``."""
         counts = overheads.kernels_before
         if spec.then is None:
             return cls(spec, before_us, counts.get(spec.group, 0), items, 1)
         return cls(spec, before_us, counts.get("gate_up", 0), items, 2 + counts.get("down", 0))
 
 
-class _Clocks:
-    """The control thread's clock and the end of the GPU's queue, in microseconds; refills are counted."""
+class _Timeline:
+    """Clocks of the control thread and of the GPU's queue, in microseconds, and a count of refills."""
 
     def __init__(self, overheads: Overheads) -> None:
         self.host_us = 0.0
@@ -72,9 +72,9 @@ class _Clocks:
         self._npu_free_us = -math.inf
 
     def submit(self, duration_us: float, kernels: int) -> None:
-        """Enqueue some kernels that take so long together."""
+        """Enqueue kernels that take ``duration_us`` together."""
         overheads = self._overheads
-        # The time until a kernel of an empty queue runs counts from before its submission.
+        # The delay of a kernel in an empty queue counts from before its submission.
         refill_us = max(0.0, overheads.refill_us - overheads.submit_us)
         for _ in range(kernels):
             self.host_us += overheads.submit_us
@@ -87,76 +87,61 @@ class _Clocks:
                 begin_us += refill_us * (1.0 - busy_us / self._slack_us)
             self.queue_us = begin_us + duration_us / kernels
 
-    def compute(self, item: Priced, kernels: int) -> None:
-        """Run a group whose input's kernels are enqueued."""
+    def compute(self, item: Option, kernels: int) -> None:
+        """Run a group whose input is enqueued."""
         overheads = self._overheads
         if not item.placement.npu_lengths:
             self.submit(item.gpu_us, kernels)
             return
         input_us = self.queue_us
-        if item.is_cut and not overheads.empties_queue:
+        if item.is_split and not overheads.empties_queue:
             self.submit(item.gpu_us, kernels)
         latency_us = overheads.hand_over_us + overheads.hidden_us
         self.host_us = max(self.host_us, input_us) + latency_us + overheads.map_us
-        if item.is_cut and overheads.empties_queue:
-            # Its price has the refill in it.
+        if item.is_split and overheads.empties_queue:
+            # The option's time includes the refill.
             self.queue_us = self.host_us + item.gpu_us
-        # Its price counts on an NPU that has been free for as long as the whole start takes.
+        # The option's time assumes that the NPU was free for the whole start of the graph.
         hidden_us = min(overheads.hidden_us, self.host_us - self._npu_free_us)
         graph_us = item.npu_us + max(0.0, -overheads.hand_over_us) - hidden_us
         self._npu_free_us = self.host_us + graph_us
         self.host_us = self._npu_free_us + overheads.map_us
-        # A queue that is predicted to be busy for less than this may be empty: the less, the likelier.
+        # A queue that is predicted to be busy for less than this may be empty, more likely the shorter.
         self._slack_us = UNSURE_FRACTION * graph_us
         if overheads.return_us:
             self.host_us = max(self.host_us, self.queue_us) + overheads.return_us
 
 
 def submits_singly(tokens: int, overheads: Overheads) -> bool:
-    """Return whether submitting may take longer than computing in a pass of so many tokens."""
+    """Return whether submitting may take longer than computing in a pass of ``tokens``."""
     return tokens == 1 and bool(overheads.kernels_before) and math.isfinite(overheads.submit_us)
 
 
-def layer_us(places: Sequence[Place], chosen: Sequence[Priced], overheads: Overheads) -> float:
-    """Return the time of a layer that follows upon others.
-
-    Args:
-        places: Its groups in order.
-        chosen: The placement of each.
-        overheads: What handing over and submitting cost.
-    """
-    clocks = _Clocks(overheads)
+def layer_us(groups: Sequence[LayerGroup], chosen: Sequence[Option], overheads: Overheads) -> float:
+    """Return the time of a layer in the middle of a pass, from its groups in order and their options."""
+    timeline = _Timeline(overheads)
     half_us = end_us = ahead_us = 0.0
     for number in range(MOST_LAYERS):
-        for place, item in zip(places, chosen, strict=True):
-            clocks.submit(place.before_us, place.before)
-            clocks.compute(item, place.kernels)
+        for group, item in zip(groups, chosen, strict=True):
+            timeline.submit(group.before_us, group.before)
+            timeline.compute(item, group.kernels)
         if number == MOST_LAYERS // 2 - 1:
-            half_us = clocks.host_us
-        before_us, end_us = end_us, max(clocks.host_us, clocks.queue_us)
-        was_ahead_us, ahead_us = ahead_us, clocks.queue_us - clocks.host_us
-        # The layers to come are like this one if it began as it ends, or with a queue that only gets longer.
-        if abs(ahead_us - was_ahead_us) < EQUAL_US or (ahead_us > was_ahead_us and not clocks.refills):
+            half_us = timeline.host_us
+        before_us, end_us = end_us, max(timeline.host_us, timeline.queue_us)
+        was_ahead_us, ahead_us = ahead_us, timeline.queue_us - timeline.host_us
+        # All later layers are like this one if it ends as it began, or if the queue only grows.
+        if abs(ahead_us - was_ahead_us) < EQUAL_US or (ahead_us > was_ahead_us and not timeline.refills):
             return end_us - before_us
-        clocks.refills = 0
-    return (clocks.host_us - half_us) / (MOST_LAYERS - MOST_LAYERS // 2)
+        timeline.refills = 0
+    return (timeline.host_us - half_us) / (MOST_LAYERS - MOST_LAYERS // 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The placements of a layer's groups that make it cheapest.
+class SolvedLayer:
+    """Options of a layer's groups with the time and cost of the layer, margins left out."""
 
-    Args:
-        places: Its groups in order.
-        chosen: The placement of each.
-        time_us: Time of the layer.
-        cost: What the objective makes of it, without margins.
-        overheads: What handing over and submitting cost.
-        objective: What is small.
-    """
-
-    places: tuple[Place, ...]
-    chosen: tuple[Priced, ...]
+    groups: tuple[LayerGroup, ...]
+    chosen: tuple[Option, ...]
     time_us: float
     cost: float
     overheads: Overheads
@@ -164,124 +149,122 @@ class Settled:
 
     @classmethod
     def of(
-        cls, places: Sequence[Place], chosen: Sequence[Priced], overheads: Overheads, goal: Objective
-    ) -> Settled:
-        """Return some placements with what they cost together."""
-        time_us = layer_us(places, chosen, overheads)
+        cls, groups: Sequence[LayerGroup], chosen: Sequence[Option], overheads: Overheads, goal: Objective
+    ) -> SolvedLayer:
+        """Return options of a layer with their time and cost."""
+        time_us = layer_us(groups, chosen, overheads)
         gpu_us, npu_us = sum(item.gpu_us for item in chosen), sum(item.npu_us for item in chosen)
-        return cls(tuple(places), tuple(chosen), time_us, goal.cost(time_us, gpu_us, npu_us), overheads, goal)
+        return cls(tuple(groups), tuple(chosen), time_us, goal.cost(time_us, gpu_us, npu_us), overheads, goal)
 
-    def instead(self, number: int, item: Priced) -> Settled:
-        """Return the same with another placement of one group."""
+    def replaced(self, number: int, item: Option) -> SolvedLayer:
+        """Return the layer with another option of one group."""
         chosen = (*self.chosen[:number], item, *self.chosen[number + 1 :])
-        return Settled.of(self.places, chosen, self.overheads, self.objective)
+        return SolvedLayer.of(self.groups, chosen, self.overheads, self.objective)
 
-    def beside(self, number: int, item: Priced) -> Priced:
-        """Return a placement of one group at the price that it has beside the others."""
-        other, own = self.instead(number, item), self.chosen[number]
+    def with_chain_cost(self, number: int, item: Option) -> Option:
+        """Return an option of one group with its time and cost beside the chosen options of the others."""
+        other, own = self.replaced(number, item), self.chosen[number]
         time_us = own.time_us + other.time_us - self.time_us
         return replace(item, time_us=time_us, cost=own.cost + other.cost - self.cost)
 
 
-def settled(places: Sequence[Place], overheads: Overheads, objective: Objective) -> Settled:
-    """Return the placements of a layer's groups that make it cheapest.
+def solve_layer(groups: Sequence[LayerGroup], overheads: Overheads, objective: Objective) -> SolvedLayer:
+    """Return options of a layer's groups that make it cheap, margins of splits included.
 
-    From each of a few beginnings one group after the other takes what is best beside the others, until none
-    changes.
-
-    Args:
-        places: The groups of a layer, in order; each has a placement that may be taken.
-        overheads: What handing over and submitting cost.
-        objective: What is to be small; its margin counts for every cut.
+    Coordinate descent from three starts: each group in turn takes its best option beside the others, until
+    none changes.
     """
-    offered = [_tried(place.items) for place in places]
-    bars = [
-        objective.margin_fraction * min((item.cost for item in items if not item.is_cut), default=0.0)
-        for items in offered
+    tried = [_tried(group.items) for group in groups]
+    margins = [
+        objective.margin_fraction * min((item.cost for item in items if not item.is_split), default=0.0)
+        for items in tried
     ]
 
-    def rank(way: Settled) -> float:
-        return way.cost + sum(bar for item, bar in zip(way.chosen, bars, strict=True) if item.is_cut)
+    def cost_with_margin(layer: SolvedLayer) -> float:
+        splits = zip(layer.chosen, margins, strict=True)
+        return layer.cost + sum(margin for item, margin in splits if item.is_split)
 
-    found: list[Settled] = []
+    found: list[SolvedLayer] = []
     for first in (_cheapest, _on_gpu, _on_npu):
-        best = Settled.of(places, [min(items, key=first) for items in offered], overheads, objective)
+        best = SolvedLayer.of(groups, [min(items, key=first) for items in tried], overheads, objective)
         for _ in range(SWEEPS):
             before = best
-            for number, items in enumerate(offered):
-                best = min((best, *(best.instead(number, item) for item in items)), key=rank)
+            for number, items in enumerate(tried):
+                best = min((best, *(best.replaced(number, item) for item in items)), key=cost_with_margin)
             if best is before:
                 break
         found.append(best)
-    return min(found, key=rank)
+    return min(found, key=cost_with_margin)
 
 
-def priced_in_chain(
-    found: Mapping[Group, Sequence[Priced]],
+def chain_costs(
+    found: Mapping[Group, Sequence[Option]],
     specs: Sequence[OpSpec],
-    block: OpSpec | None,
+    ffn: OpSpec | None,
     costs: Costs,
     objective: Objective,
-) -> dict[Group, list[Priced]]:
-    """Return candidates of a layer's groups in a pass of one token, each at its price beside the best others.
+) -> dict[Group, list[Option]]:
+    """Return the options of a pass of one token, each with its time and cost beside the best others.
 
     Args:
-        found: The candidates by group; each has some that keep the cap on the GPU's share, or all do not.
+        found: Options by group.
         specs: The groups of one layer, in order.
-        block: The block that two of them may be placed as.
-        costs: Times of the parts.
-        objective: What is to be small.
+        ffn: The ffn as which two of them may be placed.
+        costs: Times of both processors.
+        objective: The objective.
     """
     before_us = {spec.group: costs.between_us(spec, 1) for spec in specs}
 
-    def solved(way: Sequence[OpSpec]) -> tuple[Settled, dict[Group, list[Priced]]]:
-        places = [
-            Place.of(spec, before_us[spec.group], _allowed(found[spec.group], objective), costs.overheads)
-            for spec in way
+    def solved(path: Sequence[OpSpec]) -> tuple[SolvedLayer, dict[Group, list[Option]]]:
+        groups = [
+            LayerGroup.of(
+                spec, before_us[spec.group], _allowed(found[spec.group], objective), costs.overheads
+            )
+            for spec in path
         ]
-        best = settled(places, costs.overheads, objective)
+        best = solve_layer(groups, costs.overheads, objective)
         return best, {
-            spec.group: [best.beside(number, item) for item in found[spec.group]]
-            for number, spec in enumerate(way)
+            spec.group: [best.with_chain_cost(number, item) for item in found[spec.group]]
+            for number, spec in enumerate(path)
         }
 
-    as_groups, priced = solved(specs)
-    if block is None or not found[block.group]:
-        return priced
+    as_groups, options = solved(specs)
+    if ffn is None or not found[ffn.group]:
+        return options
     number = next(number for number, spec in enumerate(specs) if spec.group == "gate_up")
-    before_us[block.group] = before_us["gate_up"]
-    as_block, priced_there = solved([*specs[:number], block, *specs[number + 2 :]])
+    before_us[ffn.group] = before_us["gate_up"]
+    as_ffn, options_with_ffn = solved([*specs[:number], ffn, *specs[number + 2 :]])
     # Both paths are compared by the cost of the whole layer.
     activation = objective.cost(before_us["down"], before_us["down"], 0.0)
-    pair, own = as_groups.chosen[number : number + 2], as_block.chosen[number]
-    time_us = sum(item.time_us for item in pair) + before_us["down"] + as_block.time_us - as_groups.time_us
-    cost = sum(item.cost for item in pair) + activation + as_block.cost - as_groups.cost
-    blocks = [
+    pair, own = as_groups.chosen[number : number + 2], as_ffn.chosen[number]
+    time_us = sum(item.time_us for item in pair) + before_us["down"] + as_ffn.time_us - as_groups.time_us
+    cost = sum(item.cost for item in pair) + activation + as_ffn.cost - as_groups.cost
+    of_ffn = [
         replace(item, time_us=item.time_us - own.time_us + time_us, cost=item.cost - own.cost + cost)
-        for item in priced_there[block.group]
+        for item in options_with_ffn[ffn.group]
     ]
-    others = priced_there if as_block.cost < as_groups.cost else {}
-    return {**priced, **others, block.group: blocks}
+    others = options_with_ffn if as_ffn.cost < as_groups.cost else {}
+    return {**options, **others, ffn.group: of_ffn}
 
 
-def _allowed(items: Sequence[Priced], objective: Objective) -> list[Priced]:
-    """Return those that keep the cap on the GPU's share, cheapest first; all where none does."""
+def _allowed(items: Sequence[Option], objective: Objective) -> list[Option]:
+    """Return the options that keep the cap on the GPU's share, cheapest first; all where none does."""
     ordered = sorted(items, key=_cheapest)
     return [item for item in ordered if objective.allows(item.gpu_us, item.time_us)] or ordered
 
 
-def _tried(items: Sequence[Priced]) -> list[Priced]:
-    whole = [item for item in items[MOST_TRIED:] if not item.is_cut]
+def _tried(items: Sequence[Option]) -> list[Option]:
+    whole = [item for item in items[MOST_TRIED:] if not item.is_split]
     return [*items[:MOST_TRIED], *whole[:MOST_TRIED]]
 
 
-def _cheapest(item: Priced) -> float:
+def _cheapest(item: Option) -> float:
     return item.cost
 
 
-def _on_gpu(item: Priced) -> tuple[bool, float]:
+def _on_gpu(item: Option) -> tuple[bool, float]:
     return bool(item.placement.npu_lengths), item.cost
 
 
-def _on_npu(item: Priced) -> tuple[bool, float]:
-    return not item.placement.npu_lengths or item.is_cut, item.cost
+def _on_npu(item: Option) -> tuple[bool, float]:
+    return not item.placement.npu_lengths or item.is_split, item.cost

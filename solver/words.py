@@ -1,4 +1,4 @@
-"""Placements in words, for tables and reasons."""
+"""Placements in words, for tables and explanations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heterollm.solver.placements import Placement
 __all__ = ["describe", "notation"]
 
 PLAIN_FORMS: Final = (None, "matmul_nbits", "matmul_nbits_int8")
-"""What a linear layer of 4-bit weights is written as unless something else was measured to be faster."""
+"""Default graph forms of linear layers with 4-bit weights."""
 
 
 def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
@@ -35,12 +35,12 @@ def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
 
 
 def notation(placement: Placement, spec: OpSpec, tokens: int) -> str:
-    """Return a placement in the fewest signs, for tables with a column for each group.
+    """Return a short notation of a placement, for tables with a column for each group.
 
-    ``G`` is the GPU and ``N`` the NPU alone. Cuts are ``NPU:GPU``: of rows in percent (``r75:25``), of tokens
-    in numbers (``s512+32:56``), of a block's width in percent (``b66:34``). What follows an ``@`` are the
-    lengths of the NPU's graphs where they are not that of the pass, and what stands in brackets is the form
-    of the graphs where it is another than the plain one.
+    ``G`` is the GPU and ``N`` the NPU alone. Splits are ``NPU:GPU``: of rows in percent (``r75:25``), of
+    tokens in numbers (``s512+32:56``), of an ffn's width in percent (``b66:34``). After an ``@`` come the
+    lengths of the NPU's graphs if they differ from that of the pass, in brackets the form of the graphs if it
+    is not the default.
     """
     kind = placement.kind(spec, tokens)
     if kind == "gpu":

@@ -179,6 +179,40 @@ def test_a_library_has_one_home(library: str, home: str) -> None:
     assert all(user.startswith(home) for user in users), users
 
 
+PLAIN_ROOMS = (
+    "solver",
+    "heterollm/planning",
+    *(f"profiler/{room}" for room in ("measure", "records", "tune", "work")),
+)
+"""Rooms whose docstrings follow the section "English" of CONTRIBUTING.md; the list grows by room."""
+
+RIDDLE = re.compile(
+    r"\s*(what|which|how|who|whoever)\b|.*\b(what is|whoever|anew)\b", re.IGNORECASE | re.DOTALL
+)
+
+
+def riddles(tree: ast.AST) -> list[str]:
+    """Return docstrings that begin with a question word, or use a phrase that the house style bans."""
+    strings = (
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    return [text for text in strings if isinstance(text, str) and RIDDLE.match(text)]
+
+
+@pytest.mark.parametrize("room", PLAIN_ROOMS)
+def test_docstrings_begin_with_a_verb_or_a_noun(room: str) -> None:
+    for path in sorted((ROOT / room).rglob("*.py")):
+        assert riddles(ast.parse(path.read_text("utf-8"))) == [], path
+
+
+def test_a_riddle_would_be_found() -> None:
+    assert (
+        len(riddles(ast.parse('"""What a plan is."""\nx = 1\n"""Measure it anew."""\n"""The plan."""'))) == 2
+    )
+
+
 def test_nothing_unpickles() -> None:
     for path in MODULES:
         names = imported_modules(ast.parse(path.read_text("utf-8")))

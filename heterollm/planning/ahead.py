@@ -49,7 +49,7 @@ SPARE_BYTES: Final = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class GroupBuild:
-    """What the graphs of one group at one length took, over all layers.
+    """Build times of the graphs of one group at one length, over all layers.
 
     Args:
         group: The group.
@@ -236,10 +236,10 @@ def _graphs(plan: Plan, specs: Sequence[OpSpec]) -> Iterator[_Graph]:
 
 
 def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) -> None:
-    """Refuse to start what the disk cannot hold.
+    """Refuse builds that the disk cannot hold.
 
     Raises:
-        CacheError: It cannot; the message says what is needed and what is free.
+        CacheError: It cannot; the message has the needed and the free bytes.
     """
     needed_bytes = SPARE_BYTES
     for graph in graphs:

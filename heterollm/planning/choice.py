@@ -67,7 +67,7 @@ def plan_for(
     # Imported only now: rule levels need neither profile nor solver.
     from heterollm.engine import default_sync
     from heterollm.planning.planner import ProfiledModel, solve_plan, stored_profile
-    from heterollm.solver import best_hand_over
+    from heterollm.solver import best_strategy
 
     notes: list[str] = []
 
@@ -90,7 +90,7 @@ def plan_for(
 
     def sync() -> PhaseSync:
         profile = stored_profile(device)
-        return default_sync(device, None if profile is None else best_hand_over(profile))
+        return default_sync(device, None if profile is None else best_strategy(profile))
 
     plan = choose_plan(
         options.plan,

@@ -1,4 +1,4 @@
-"""Which standard lengths to build graphs of: for the prompts that come, within the time for building."""
+"""The choice of standard lengths for a histogram of prompts, within a build budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from heterollm.base import PlanError
 from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.profiler.predict import nonnegative_fit
 from heterollm.profiler.records import GraphKey, Profile
-from heterollm.solver import RememberedCosts, choose_lengths, pass_weights
+from heterollm.solver import CachedCosts, choose_lengths, pass_weights
 
 if TYPE_CHECKING:
     from heterollm.solver import Choice, Plan, Slices, Solver
@@ -26,7 +26,7 @@ LEAST_RECORDS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class BuildCosts:
-    """What building NPU graphs costs, by the profile.
+    """Build times of NPU graphs, by the profile.
 
     Args:
         terms_us: Microseconds of a graph, for each token of it, and for each million weights.
@@ -72,14 +72,14 @@ class BuildCosts:
 
 @dataclass(frozen=True, slots=True)
 class LengthUse:
-    """What a set of standard lengths means for the prompts that come.
+    """A set of standard lengths with its graphs, build time and mean pass time.
 
     Args:
         lengths: The set, ascending.
         graphs: Graphs to build for the plan, of all layers.
         build_us: How long building them takes.
         pass_us: Mean time of the layers in a pass, by the histogram.
-        padding_fraction: Part of what the NPU computes that is padding.
+        padding_fraction: Fraction of the NPU's work that is padding.
     """
 
     lengths: tuple[int, ...]
@@ -146,7 +146,7 @@ def choose(
     every = _use(plan, slices, solver, passes, builds)
     widest = next((length for length in offered if length >= max(passes, default=1)), max(offered))
     single = of(sorted({1, widest} & set(offered)))
-    remembered = replace(solver, costs=RememberedCosts(solver.costs))
+    remembered = replace(solver, costs=CachedCosts(solver.costs))
     by_length = {length: _built_us(plan, solver, builds, (length,))[1] for length in offered}
 
     def time_us(tokens: int, lengths: tuple[int, ...]) -> float:

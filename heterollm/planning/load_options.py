@@ -29,7 +29,7 @@ CHUNK_LENGTH: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded.
+    """Options of loading a model.
 
     Args:
         device: ``snapdragon``, ``host``, ``emulator``, a simulated one, or ``auto``.

@@ -20,12 +20,12 @@ from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.solver import (
     NpuLimits,
     Objective,
-    PassTime,
     PhaseSync,
     Plan,
     PlanRequest,
+    PredictedPass,
     ProfileCosts,
-    best_hand_over,
+    best_strategy,
     limits_of,
     power_of,
     predict_pass,
@@ -60,7 +60,7 @@ class ProfiledModel:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """What the time of the model depends on."""
+        """The shape of the model, on which its times depend."""
         return shape_of_specs(self.config, self.specs, "model")
 
     @cached_property
@@ -70,12 +70,12 @@ class ProfiledModel:
 
     @cached_property
     def limits(self) -> NpuLimits | None:
-        """What the NPU can be given; None where the device has none."""
+        """Limits of the NPU; None without an NPU."""
         return limits_of(self.profile)
 
     @cached_property
-    def has_blocks(self) -> bool:
-        """Whether the profile has times of the model's feed-forward network as a block."""
+    def has_ffn(self) -> bool:
+        """Whether the profile has times of the model's feed-forward network as one operator."""
         return self._measured(ffn_specs(self.specs)[:1])
 
     @cached_property
@@ -95,7 +95,7 @@ class ProfiledModel:
 
     def predict(
         self, plan: Plan, phase: Phase, tokens: int, *, position: int | None = None, logits: bool = True
-    ) -> PassTime | None:
+    ) -> PredictedPass | None:
         """Return the predicted time of a pass; None where the profile knows nothing of some operator.
 
         Args:
@@ -223,7 +223,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
         ),
         chunk_length=min(request.context, longest),
         head_rows=HEAD_ROWS,
-        level="tensor" if request.level == "tensor" or not model.has_blocks else "block",
+        level="tensor" if request.level == "tensor" or not model.has_ffn else "block",
     )
 
 
@@ -233,10 +233,10 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
     chunk_length = _chunk_length(model, request, solver, slices)
     if chunk_length != solver.chunk_length:
         plan, _ = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
-    best = best_hand_over(model.profile)
+    best = best_strategy(model.profile)
     return structs.replace(
         plan,
-        level="tensor" if request.level == "auto" and not plan.has_blocks else plan.level,
+        level="tensor" if request.level == "auto" and not plan.has_ffn else plan.level,
         sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
         request=request,
     )
@@ -288,7 +288,7 @@ def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
         return
     if not model.has_linears:
         raise model.unmeasured("linear layers")
-    if request.level == "block" and not model.has_blocks:
+    if request.level == "block" and not model.has_ffn:
         raise model.unmeasured("feed-forward blocks")
 
 

@@ -1,4 +1,4 @@
-"""What `heterollm profile` does: opens the device, reads the models' shapes, and measures."""
+"""The work of `heterollm profile`: open the device, read the shapes of models, measure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is left of a run that was stopped.
+    """The records in the file after a run that was stopped.
 
     Args:
         path: The file.
@@ -183,7 +183,7 @@ class Profiling:
         return self.shapes if self.named or not options.quick else self.shapes[:1]
 
     def kept(self) -> Kept:
-        """Return what is in the file after a run that was stopped."""
+        """Return the records in the file after a run that was stopped."""
         try:
             profile = Profile.load(self.path)
         except ProfileError:

@@ -16,7 +16,7 @@ from heterollm.solver import describe
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.planning import LengthChoice, Solved
-    from heterollm.solver import OperatorTime, PassTime, Plan
+    from heterollm.solver import Plan, PredictedOperator, PredictedPass
 
 __all__ = ["lengths_table", "pass_table", "plan_report"]
 
@@ -114,9 +114,9 @@ def lengths_table(choice: LengthChoice) -> Table:
     return result
 
 
-def verdict(passes: Sequence[PassTime]) -> str:
-    """Return the passes with split operators, in words."""
-    split = [found for found in passes if any(item.priced.is_cut for item in found.operators)]
+def verdict(passes: Sequence[PredictedPass]) -> str:
+    """Say in words where splitting pays, by the numbers of the passes."""
+    split = [found for found in passes if any(item.option.is_split for item in found.operators)]
     if not split:
         return "No operator is split: either part alone is as fast as both, by the profile."
     words = f"Operators are split in: {_named(split)}."
@@ -126,13 +126,13 @@ def verdict(passes: Sequence[PassTime]) -> str:
     return words
 
 
-def _named(passes: Sequence[PassTime]) -> str:
+def _named(passes: Sequence[PredictedPass]) -> str:
     return ", ".join(
         "decode" if found.phase == "decode" else f"prefill of {found.tokens}" for found in passes
     )
 
 
-def pass_table(found: PassTime, *, explain: bool) -> Table:
+def pass_table(found: PredictedPass, *, explain: bool) -> Table:
     """Return the placements of one pass, with the runners-up if asked for."""
     title = (
         f"{found.phase}, {found.tokens} token{'s' if found.tokens > 1 else ''}: "
@@ -141,14 +141,14 @@ def pass_table(found: PassTime, *, explain: bool) -> Table:
     columns = ["group", "placement", ">NPU share", ">GPU us", ">NPU us", ">time us"]
     result = table(*columns, *(["why the others lost"] if explain else []), title=title)
     for item in found.operators:
-        priced = item.priced
+        option = item.option
         row = [
             item.spec.group,
-            describe(priced.placement, item.spec, item.tokens),
+            describe(option.placement, item.spec, item.tokens),
             f"{item.npu_fraction:.0%}",
-            f"{priced.gpu_us:.0f}" if priced.gpu_us else "",
-            f"{priced.npu_us:.0f}" if priced.npu_us else "",
-            f"{priced.time_us:.0f}",
+            f"{option.gpu_us:.0f}" if option.gpu_us else "",
+            f"{option.npu_us:.0f}" if option.npu_us else "",
+            f"{option.time_us:.0f}",
         ]
         if explain:
             row.append("\n".join(_reasons(item, found.ffn_us)))
@@ -156,10 +156,10 @@ def pass_table(found: PassTime, *, explain: bool) -> Table:
     return result
 
 
-def _reasons(item: OperatorTime, ffn_us: float) -> list[str]:
-    """Return the predicted times of rejected placements, by the plan."""
-    placement = item.priced.placement
-    chosen_us = item.priced.time_us if placement.predicted_us is None else placement.predicted_us
+def _reasons(item: PredictedOperator, ffn_us: float) -> list[str]:
+    """Return what other placements would have cost, by the plan."""
+    placement = item.option.placement
+    chosen_us = item.option.time_us if placement.predicted_us is None else placement.predicted_us
     return [
         _reason(other.description, other.predicted_us, ffn_us if other.of_ffn else chosen_us)
         for other in placement.rejected

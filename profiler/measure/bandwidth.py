@@ -97,7 +97,7 @@ class SharedLoad:
     def alone_now_us(
         self, part: Part, bound: Job, *, most: int = MOST_SAMPLES
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """As :meth:`alone_us`, measured anew: what both parts do at once is compared with this."""
+        """Measure :meth:`alone_us` again, right beside a measurement of both processors."""
         job = self.job(part, bound)
         once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
         return take_samples(once, most=most)

@@ -1,4 +1,4 @@
-"""How long NPU graphs take to build: a prior, and what the builds of a run say about it.
+"""Build times of NPU graphs: a prior, corrected by the builds of a run.
 
 Time follows the number of weights and hardly the tokens. The prior of QNN was measured with its compiler on
 x86-64 (1024 x 1024 to 4096 x 14336, float16 and 4 bits alike), that of ``host`` on one of its cores. Another
@@ -34,7 +34,7 @@ def build_prior_s(device: Device, weights: int) -> float:
 
 @dataclass(slots=True)
 class BuildPace:
-    """How the builds of a run compare with the prior.
+    """Build times of a run beside the prior.
 
     Attributes:
         graphs: Graphs built so far.

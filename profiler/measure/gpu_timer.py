@@ -23,17 +23,17 @@ from heterollm.profiler.measure.caches import eviction_bytes, reading_launch
 __all__ = ["GpuTimer", "gpu_timer"]
 
 PRIMER_BYTES: Final = 1 << 20
-"""What the kernel reads that keeps the queue busy: for longer than the host takes to enqueue another."""
+"""Size of the read that keeps the queue busy for longer than the host takes to enqueue a kernel."""
 
 CLOCK_SLACK: Final = 1.5
-"""How far the device's clock may be ahead of the host's around the same work before it is not believed."""
+"""Largest ratio of the device's clock to the host's around the same work; beyond it a clock jumped."""
 
 
 class GpuTimer:
     """Times launches on a device.
 
     Attributes:
-        runtime: The device with time stamps on: what is timed must be made with it.
+        runtime: The device with time stamps on; timed launches must be made with it.
         evictions: How often the caches were emptied.
     """
 

@@ -1,4 +1,4 @@
-"""Which points of the NPU are not worth their time, told from what was measured before them."""
+"""A filter of NPU points that earlier measurements rule out."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Judge:
             return "form"
         own_us = lengths.get(tokens, {}).get(form)
         gpu_us = self._gpu_us(whole, tokens)
-        is_cut = self._comparable and work.point.member_rows != work.spec.member_rows
-        if is_cut and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
+        is_split = self._comparable and work.point.member_rows != work.spec.member_rows
+        if is_split and own_us and gpu_us and own_us > HOPELESS_FACTOR * gpu_us:
             return "hopeless"
         return None
 

@@ -40,7 +40,7 @@ from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.measure.timing import Timer
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
-from heterollm.profiler.work import BLOCK_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.work import FFN_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
 
 __all__ = ["LinearBench", "code_of", "linear_tasks", "npu_run_s"]
 
@@ -119,7 +119,7 @@ class LinearBench:
             return [Record(key, error=error.message)]
 
     def close(self) -> None:
-        """Free weights, graphs and slots; measuring again makes them anew."""
+        """Free weights, graphs and slots; the next measurement makes them again."""
         self._drop()
         self._slots.clear()
         self._reader = None
@@ -226,7 +226,7 @@ class LinearBench:
                 group.slices[rows] = FfnShard(
                     gate_up=weight,
                     down=down,
-                    activation=BLOCK_ACTIVATION,
+                    activation=FFN_ACTIVATION,
                     bias=None,
                     layer=layer,
                     weights_key=name,
@@ -306,8 +306,8 @@ def linear_tasks(
         known: What was measured before, which tells poor forms.
 
     Returns:
-        The tasks, essential ones first. And what is left out, which grows while tasks run: points
-        that turn out not to be worth their time are dropped.
+        The tasks; those of tier 0 are essential. And the points left out, more of them while tasks run:
+        points that earlier measurements rule out are dropped.
     """
     points, skipped = enumerate_points(
         shapes,

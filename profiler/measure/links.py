@@ -1,4 +1,4 @@
-"""What it costs to pass work on: launches, hand-overs to the host and the NPU, returns to the GPU, copies.
+"""Times of passing work on: launches, hand-overs to the host and the NPU, returns to the GPU, copies.
 
 When a kernel ended is taken from the device's own timestamps, on a queue of its own that stamps events, so
 that the latency of a hand-over is what it adds and not how long the kernel ran. The device's clock is related

@@ -33,7 +33,7 @@ class PowerSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What is read."""
+        """The name of the source."""
         ...
 
     def average_watts(self, work: Callable[[], None], seconds: float) -> float:
@@ -57,7 +57,7 @@ class RaplCounter:
 
     @property
     def name(self) -> str:
-        """What is read."""
+        """The name of the source."""
         return f"rapl {(self.folder / 'name').read_text('ascii').strip()}"
 
     def average_watts(self, work: Callable[[], None], seconds: float) -> float:
@@ -98,7 +98,7 @@ class BatteryGauge:
 
     @property
     def name(self) -> str:
-        """What is read."""
+        """The name of the source."""
         return f"battery {self.folder.name}"
 
     def average_watts(self, work: Callable[[], None], seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""How often something is run until its time is known, and what is not a time.
+"""Repeated runs of one piece of work, until its time is known.
 
 Samples are taken until they agree or there are enough of them; the first runs, which compile and fill caches,
 are kept apart. A clock that jumped makes the measurement fail instead of spoiling it.
@@ -90,7 +90,7 @@ def taken(
     """Return the record of something that is run until its time is known; a failure is in the record.
 
     Args:
-        key: What is measured.
+        key: Key of the record.
         once: Runs it once and returns its microseconds.
         warm_up: The same for the first runs; default ``once``.
         values: Called after the samples; other numbers to record.

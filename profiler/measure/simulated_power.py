@@ -37,7 +37,7 @@ class SimulatedMeter:
 
     @property
     def name(self) -> str:
-        """What is read."""
+        """The name of the source."""
         return f"model of {self.soc.name}, middle of its range"
 
     def average_watts(self, work: Callable[[], None], seconds: float) -> float:

@@ -1,6 +1,6 @@
-"""The only timing loop of the project.
+"""Interleaved timing of several candidates.
 
-What is compared is measured in turns: drift of clocks and caches then meets all candidates alike.
+Runs take turns, so that drift of clocks and caches meets all candidates alike.
 """
 
 from __future__ import annotations

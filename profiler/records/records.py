@@ -1,4 +1,4 @@
-"""What a profile holds: one record for each thing measured, filed under a key that says what it was.
+"""Records of a profile: one measurement each, filed under a key that identifies it.
 
 Keys are frozen data of plain numbers and words, so that they sort, compare and read the same on every
 platform. A failed measurement is a record too, with its error (design, section 8).
@@ -40,7 +40,7 @@ __all__ = [
 
 Part = Literal["gpu", "npu"]
 Bound = Literal["compute", "memory", "spill"]
-"""What bounds a job; ``spill`` is an NPU's whose rows are too long to stay on its chip."""
+"""The bound of a load; ``spill`` is that of an NPU with rows too long for its on-chip memory."""
 
 
 class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):

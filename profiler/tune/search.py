@@ -1,4 +1,4 @@
-"""Which of several ways to do the same thing is fastest, found within a time budget.
+"""Search for the fastest of several candidates within a time budget.
 
 Candidates differ from the default in one number each. They are built and checked until most of the budget
 is used, then raced in turns, the slower half leaving after each round (successive halving). What won is
@@ -23,7 +23,7 @@ Trial: TypeAlias = Callable[[KernelParameters], Callable[[], object]]
 """Builds and checks parameters and returns the call to time; raises BuildError where they fail."""
 
 MARGIN_FRACTION: Final = 0.03
-"""How much faster than the default a winner must be: less is noise, and the default is tested best."""
+"""Fraction by which a winner must be faster: less is noise, and the default is tested best."""
 
 BUILD_FRACTION: Final = 0.6
 """Share of the budget after which no further candidate is built in the first wave."""
@@ -44,7 +44,7 @@ ROUNDS_FRACTION: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Args:
         winner: The fastest parameters; the default unless another was faster by the margin.
@@ -80,7 +80,7 @@ def search(
     """Return the fastest of the candidates and the default.
 
     Args:
-        default: What is used otherwise; must pass its trial.
+        default: Parameters without a winner; they must pass their trial.
         candidates: The others, most promising first.
         trial: Builds and checks one.
         budget_s: Seconds to use; what has begun is ended, so it may take a little longer.

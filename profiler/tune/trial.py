@@ -34,10 +34,10 @@ CHECK_KEPT: Final = ((64, 77), (0, 130))
 
 CHECK_TOKENS: Final = {"one": (1,), "few": (3, 5), "many": (9, 33, 141)}
 FULL_CHECK_TOKENS: Final = {"one": (1,), "few": (2, 8), "many": (17, 130)}
-"""What each candidate is checked with, and a winner besides: each step of a few tokens is a program."""
+"""Tokens of the checks of candidates, and of a winner: each step of a few tokens is a program."""
 
 CHECK_LIMIT_S: Final = 10.0
-"""How long a small launch may take, which is a millisecond's work."""
+"""Limit of the time of a small launch, which is a millisecond's work."""
 
 GUARD: Final = 0xA5
 

@@ -49,12 +49,12 @@ LAYER: Final = (5632, 2048)
 TOKENS: Final = {"one": (1,), "few": (4, 8), "many": (256,)}
 
 Progress = Callable[[float, str], None]
-"""Called with the fraction done and what is being tuned."""
+"""Callback with the fraction done and the name of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuningOutcome:
-    """What the search of one shape class found.
+    """The result for one shape class.
 
     Args:
         job: What was tuned, and on which layer.
@@ -104,7 +104,7 @@ class TuningOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TuningReport:
-    """What tuning found.
+    """The results of tuning.
 
     Args:
         outcomes: One for each shape class, in the order asked for.

@@ -1,10 +1,10 @@
-from .points import BLOCK_ACTIVATION as BLOCK_ACTIVATION
+from .points import FFN_ACTIVATION as FFN_ACTIVATION
 from .points import Skipped as Skipped
 from .points import SkipReason as SkipReason
 from .points import Tier as Tier
 from .points import WorkPoint as WorkPoint
 from .points import enumerate_points as enumerate_points
 from .workload import HEAD_TOKENS as HEAD_TOKENS
-from .workload import block_alignment as block_alignment
-from .workload import cut_rows as cut_rows
+from .workload import ffn_alignment as ffn_alignment
 from .workload import rest_rows as rest_rows
+from .workload import split_rows as split_rows

@@ -1,4 +1,4 @@
-"""What is measured of linear groups and feed-forward blocks: the points of each model's shapes.
+"""Points to measure of linear groups and ffns, for the shapes of each model.
 
 A point is worth measuring where a plan can use it: standard lengths on the NPU, rows on its alignment, forms
 that it offers. The rest is left out and counted (design, section 8: "pruned by the stage rule").
@@ -18,12 +18,12 @@ from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Part
-from heterollm.profiler.work.workload import HEAD_TOKENS, block_alignment, cut_rows, rest_rows
+from heterollm.profiler.work.workload import HEAD_TOKENS, ffn_alignment, rest_rows, split_rows
 
 __all__ = [
-    "BLOCK_ACTIVATION",
     "BLOCK_FRACTIONS",
     "CUT_TOKENS",
+    "FFN_ACTIVATION",
     "GPU_TOKENS",
     "NPU_FIRST_LENGTHS",
     "NPU_FRACTIONS",
@@ -63,7 +63,7 @@ BLOCK_FRACTIONS: Final[Mapping[float, Tier]] = {
 FIRST_DECODE_FRACTION: Final = 0.25
 """Measured from the first tier on in decode, where blocks promise most and a run costs little."""
 
-BLOCK_ACTIVATION: Final[Activation] = "silu"
+FFN_ACTIVATION: Final[Activation] = "silu"
 """Of the blocks that are measured: next to three products it costs too little to measure another."""
 
 GPU_TOKENS: Final[Mapping[int, Tier]] = {
@@ -102,7 +102,7 @@ class _Cuts:
 
 @dataclass(slots=True)
 class Skipped:
-    """How many points were left out, by reason."""
+    """Numbers of points left out, by reason."""
 
     counts: Counter[SkipReason] = field(default_factory=Counter)
 
@@ -193,7 +193,7 @@ def _cuts(spec: OpSpec, alignment: int, fractions: Mapping[float, Tier]) -> _Cut
     tiers: dict[tuple[int, ...], Tier] = {}
     # The lowest tier first: it keeps a cut that several fractions come down to.
     for fraction, tier in sorted(fractions.items(), key=lambda item: item[1]):
-        rows = cut_rows(spec.member_rows, fraction, alignment)
+        rows = split_rows(spec.member_rows, fraction, alignment)
         if any(rows) and rows != spec.member_rows:
             tiers.setdefault(rows, tier)
     possible = (max(spec.member_rows) - 1) // alignment
@@ -252,9 +252,9 @@ def _npu_points(spec: OpSpec, npu: NpuBackend, cuts: _Cuts, skipped: Skipped) ->
 
 def _block_points(spec: OpSpec, npu: NpuBackend, skipped: Skipped) -> Iterator[WorkPoint]:
     """Yield a feed-forward block's widths on the NPU; the GPU's part of a cut is operators measured apart."""
-    alignment = block_alignment(spec.weight, npu.row_alignment)
+    alignment = ffn_alignment(spec.weight, npu.row_alignment)
     cuts = _cuts(spec, alignment, BLOCK_FRACTIONS)
-    small = cut_rows(spec.member_rows, FIRST_DECODE_FRACTION, alignment)
+    small = split_rows(spec.member_rows, FIRST_DECODE_FRACTION, alignment)
     widths: dict[tuple[int, ...], Tier] = {spec.member_rows: 0, **cuts.tiers}
     between = cuts.between if alignment % STAGE_ROWS == 0 else 0
     for length in npu.standard_lengths:
@@ -267,7 +267,7 @@ def _block_points(spec: OpSpec, npu: NpuBackend, skipped: Skipped) -> Iterator[W
                 columns=spec.columns,
                 length=length,
                 integer_inputs=spec.integer_inputs,
-                activation=BLOCK_ACTIVATION,
+                activation=FFN_ACTIVATION,
             )
             if not forms:
                 skipped.add("unsupported")

@@ -1,4 +1,4 @@
-"""How the groups of a model can be cut, and the most tokens that its head is measured at."""
+"""Legal splits of a model's groups, and the most tokens of the head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["HEAD_TOKENS", "block_alignment", "cut_rows", "rest_rows"]
+__all__ = ["HEAD_TOKENS", "ffn_alignment", "rest_rows", "split_rows"]
 
 HEAD_TOKENS: Final = 32
 """Most positions that the head computes at a time; more than one only where all logits are asked for."""
@@ -18,7 +18,7 @@ GPU_ROW_ALIGNMENT: Final = 64
 imported without OpenCL."""
 
 
-def cut_rows(member_rows: Sequence[int], fraction: float, alignment: int) -> tuple[int, ...]:
+def split_rows(member_rows: Sequence[int], fraction: float, alignment: int) -> tuple[int, ...]:
     """Return the leading rows of each member that the NPU takes at a fraction.
 
     Members are cut at the same fraction, rounded to the nearest multiple of the alignment. A member shorter
@@ -41,7 +41,7 @@ def rest_rows(member_rows: Sequence[int], npu_rows: Sequence[int]) -> tuple[int,
     return tuple(rows - taken for rows, taken in zip(member_rows, npu_rows, strict=True))
 
 
-def block_alignment(weight: WeightFormat, row_alignment: int) -> int:
+def ffn_alignment(weight: WeightFormat, row_alignment: int) -> int:
     """Return what the NPU's width of a feed-forward block must be a multiple of, unless it is all of it.
 
     Rows of gate and up are cut on both parts' alignments, and columns of down between pairs of blocks: the

@@ -23,7 +23,7 @@ from heterollm.profiler.records import (
     LinearKey,
     PowerKey,
 )
-from heterollm.solver import ProfileCosts, Solver, best_hand_over, limits_of, power_of
+from heterollm.solver import ProfileCosts, Solver, best_strategy, limits_of, power_of
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
 
@@ -134,7 +134,7 @@ def test_costs_are_those_of_the_parameters(found):
     assert first_us < costs.between_us(output, 1) == usual_us
     assert costs.between_us(output, 256) == costs.at(0).between_us(output, 256)
     # As soon as polling, and asleep meanwhile.
-    assert best_hand_over(profile) == "sleep_poll"
+    assert best_strategy(profile) == "sleep_poll"
     power = power_of(profile)
     assert power is not None
     assert power.gpu_watts > 0

@@ -7,6 +7,7 @@ import pytest
 
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.solver import NpuLimits
+from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
 
 FLOAT = WeightFormat(16)
@@ -127,6 +128,14 @@ def simulate(gpu_us, npu_us, slowdown, npu_begin_us):
     return ends["gpu"], ends["npu"]
 
 
+def head_choice(solver, rows, slices=None):
+    """Return the placement of the head for some positions."""
+    splits = None if solver.limits is None else slices
+    head = (solver.head,)
+    chain = solve_chain(head, 1, rows, solver.limits, solver.costs, solver.objective, splits, rows)
+    return chain.choices[0]
+
+
 class Made:
     """What the tests take from here."""
 
@@ -139,6 +148,7 @@ class Made:
     model = staticmethod(make_model)
     limits = staticmethod(make_limits)
     simulate = staticmethod(simulate)
+    head_choice = staticmethod(head_choice)
 
 
 @pytest.fixture(scope="session")

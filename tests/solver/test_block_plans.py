@@ -15,8 +15,8 @@ from msgspec import structs
 from heterollm.base import PlanError
 from heterollm.kernels.ops import Phase, ffn_spec, ffn_specs
 from heterollm.solver import Budget, NpuLimits, Plan, Solver, check_plan
-from heterollm.solver.feed_forward import FeedForwardCosts
-from heterollm.solver.placements import BlockPlacement, RowsPlacement
+from heterollm.solver.ffn_slices import FeedForwardCosts
+from heterollm.solver.placements import FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.slice_sets import SliceCost
 from heterollm.solver.slices import GroupCosts, choose_slices
@@ -71,7 +71,7 @@ def test_a_plan_covers_every_length_legally(made, seed):
     solver = Solver(specs, limits_of(npu), costs, chunk_length=chunk, head_rows=7, level="block")
     plan = solver.plan(device="d", precision="fp16")
     assert plan.level == "block"
-    assert plan.has_blocks
+    assert plan.has_ffn
     check_plan(plan, specs, npu, longest=chunk, head_rows=7)
     assert Plan.from_json(plan.to_json()) == plan
     ways = set()
@@ -93,8 +93,8 @@ def test_a_plan_covers_every_length_legally(made, seed):
     for entry in plan.entries:
         assert entry.placement.predicted_us > 0
         assert len({other.description for other in entry.placement.rejected}) == len(entry.placement.rejected)
-    named = [entry for entry in plan.entries if entry.group == "ffn"]
-    assert all(entry.placement.rejected[0].description.startswith("apart: ") for entry in named)
+    slice_lengths = [entry for entry in plan.entries if entry.group == "ffn"]
+    assert all(entry.placement.rejected[0].description.startswith("apart: ") for entry in slice_lengths)
 
 
 def test_without_forms_of_blocks_a_plan_is_level_tensors(made):
@@ -127,13 +127,13 @@ def plan_with(made, placement, lengths=(1, 64)):
 
 
 def test_a_block_decides_where_its_entry_does(made):
-    plan, specs = plan_with(made, BlockPlacement(128, (64,), "ffn"))
+    plan, specs = plan_with(made, FfnPlacement(128, (64,), "ffn"))
     assert plan.uses_npu
     assert placed(plan, "prefill", 40, specs)["ffn"][1].npu_rows == (128, 128)
     assert not {"gate_up", "down"} & set(placed(plan, "prefill", 40, specs))
     check_plan(plan, specs, FakeNpu(), longest=64, head_rows=1)
     # Where it does not, its groups need entries.
-    plan, specs = plan_with(made, BlockPlacement(128, (32,), "ffn"), lengths=(1, 32))
+    plan, specs = plan_with(made, FfnPlacement(128, (32,), "ffn"), lengths=(1, 32))
     with pytest.raises(PlanError, match="no entry for gate_up of layer 0, prefill of 33"):
         check_plan(plan, specs, FakeNpu(), longest=64, head_rows=1)
 
@@ -141,13 +141,13 @@ def test_a_block_decides_where_its_entry_does(made):
 @pytest.mark.parametrize(
     ("placement", "npu", "said"),
     [
-        (BlockPlacement(128, (64,), "ffn"), None, "needs an NPU"),
-        (BlockPlacement(128, (64,), "ffn"), FakeNpu((1, 32)), "no graphs of 64 tokens"),
-        (BlockPlacement(96, (64,), "ffn"), FakeNpu(row_alignment=32), "a cut after 96 of 512 rows"),
-        (BlockPlacement(128, (64,), "pieces"), FakeNpu(), "in form 'pieces' at 64 tokens"),
-        (BlockPlacement(128, (64,), "ffn"), FakeNpu(widest_plain=64), "Legal forms: pieces"),
-        (BlockPlacement(512, (64,), "plain"), FakeNpu(), "Legal forms: ffn"),
-        (BlockPlacement(128, (32,), "ffn"), FakeNpu(), "must cover all tokens"),
+        (FfnPlacement(128, (64,), "ffn"), None, "needs an NPU"),
+        (FfnPlacement(128, (64,), "ffn"), FakeNpu((1, 32)), "no graphs of 64 tokens"),
+        (FfnPlacement(96, (64,), "ffn"), FakeNpu(row_alignment=32), "a cut after 96 of 512 rows"),
+        (FfnPlacement(128, (64,), "pieces"), FakeNpu(), "in form 'pieces' at 64 tokens"),
+        (FfnPlacement(128, (64,), "ffn"), FakeNpu(widest_plain=64), "Legal forms: pieces"),
+        (FfnPlacement(512, (64,), "plain"), FakeNpu(), "Legal forms: ffn"),
+        (FfnPlacement(128, (32,), "ffn"), FakeNpu(), "must cover all tokens"),
     ],
 )
 def test_what_a_device_cannot_run_is_refused(made, placement, npu, said):
@@ -172,7 +172,7 @@ def test_what_a_device_cannot_run_is_refused(made, placement, npu, said):
     ],
 )
 def test_json_of_no_block_is_refused(made, changes):
-    plan, _ = plan_with(made, BlockPlacement(128, (64,), "ffn"))
+    plan, _ = plan_with(made, FfnPlacement(128, (64,), "ffn"))
     data = json.loads(plan.to_json())
     assert Plan.from_json(json.dumps(data)) == plan
     assert data["entries"][0]["group"] == "ffn"
@@ -224,52 +224,52 @@ def best_of(group, table, held):
     """Return the cheapest whole placement and the cheapest cut, each with rows and lengths."""
     options = {rows: table.get(rows, NONE) for rows in [(), *held]}
     whole = min(options, key=lambda rows: options[rows].whole)
-    cut = min(options, key=lambda rows: options[rows].cut)
+    split = min(options, key=lambda rows: options[rows].split)
     return (
         (options[whole].whole, whole, options[whole].whole_lengths),
-        (options[cut].cut, cut, options[cut].cut_lengths),
+        (options[split].split, split, options[split].split_lengths),
     )
 
 
-def counted(cut, whole, margin):
+def counted(split, whole, margin):
     """Return what a cut counts: no less than the best whole placement, unless it gains the margin."""
-    return cut if cut <= (1 - margin) * whole or whole == math.inf else max(cut, whole)
+    return split if split <= (1 - margin) * whole or whole == math.inf else max(split, whole)
 
 
-def weighed(network, sets, budget):
+def weighted_sum(network, sets, budget):
     """Return cost and bytes of a network with some slices, as its docstrings say."""
-    groups = network.gate_up, network.down, network.block
-    margin, layers = network.block.margin_fraction, network.block.layers
+    groups = network.gate_up, network.down, network.ffn
+    margin, layers = network.ffn.margin_fraction, network.ffn.layers
     runs = [{rows: set() for rows in held} for held in sets]
-    total, apart = 0.0, [0.0, 0.0]
+    total, ffn_groups = 0.0, [0.0, 0.0]
     for length, weight in network.gate_up.weights.items():
         if not weight:
             continue
         found = [best_of(group, group.costs[length], held) for group, held in zip(groups, sets, strict=True)]
-        pair = [cut if cut[0] <= (1 - margin) * whole[0] else whole for whole, cut in found[:2]]
+        pair = [split if split[0] <= (1 - margin) * whole[0] else whole for whole, split in found[:2]]
         pair_cost = sum(item[0] for item in pair) + network.activation[length]
         whole_pair = sum(whole[0] for whole, _ in found[:2]) + network.activation[length]
-        whole, cut = found[2]
+        whole, split = found[2]
         as_block = whole
-        if cut[0] <= (1 - margin) * min(whole_pair, whole[0]) and cut[0] < whole[0]:
-            as_block = cut
+        if split[0] <= (1 - margin) * min(whole_pair, whole[0]) and split[0] < whole[0]:
+            as_block = split
         wholes = [min(item.whole for item in group.costs[length].values()) for group in groups]
         if as_block[0] < pair_cost:
             best = min(wholes[0] + network.activation[length] + wholes[1], wholes[2])
-            total += weight * (counted(as_block[0], best, margin) if as_block is cut else as_block[0])
+            total += weight * (counted(as_block[0], best, margin) if as_block is split else as_block[0])
             runs[2][as_block[1]].update(as_block[2])
             continue
         total += weight * network.activation[length]
         for place, (cost, rows, used) in enumerate(pair):
             own = cost if pair[place] is found[place][0] else counted(cost, wholes[place], margin)
             total += weight * own
-            apart[place] += weight * own
+            ffn_groups[place] += weight * own
             if rows:
                 runs[place][rows].update(used)
     alone = not sets[0] and not sets[1]
     total *= 1 + FURTHER_SLICE * max(0, len(sets[2]) - alone)
     total += sum(
-        FURTHER_SLICE * max(0, len(held) - 1) * cost for held, cost in zip(sets[:2], apart, strict=True)
+        FURTHER_SLICE * max(0, len(held) - 1) * cost for held, cost in zip(sets[:2], ffn_groups, strict=True)
     )
     size = sum(
         layers * group.spec.slice_bytes(rows) * (len(used) if budget.copies_by_length else 1)
@@ -287,15 +287,15 @@ def sets_of(group):
 @pytest.mark.parametrize("seed", range(40))
 def test_no_slices_of_a_network_are_cheaper(made, seed):
     network, budget = small_tables(made, seed)
-    groups = network.gate_up, network.down, network.block
+    groups = network.gate_up, network.down, network.ffn
     best = math.inf
     for sets in itertools.product(*map(sets_of, groups)):
-        cost, size = weighed(network, sets, budget)
+        cost, size = weighted_sum(network, sets, budget)
         if budget.holds(size):
             best = min(best, cost)
     slices = choose_slices([network], budget)
     chosen = [tuple(slices[group.spec.group]) for group in groups]
-    cost, size = weighed(network, chosen, budget)
+    cost, size = weighted_sum(network, chosen, budget)
     assert cost == pytest.approx(best, rel=1e-5)
     assert budget.holds(size)
 
@@ -312,19 +312,19 @@ def test_the_networks_above_hold_every_mixture(made):
 def test_with_many_slices_it_is_near_the_best_and_never_worse_than_without_blocks(made, seed, monkeypatch):
     """Where not all triples are tried."""
     network, budget = small_tables(made, seed)
-    groups = network.gate_up, network.down, network.block
+    groups = network.gate_up, network.down, network.ffn
     exact = [tuple(choose_slices([network], budget)[group.spec.group]) for group in groups]
-    monkeypatch.setattr("heterollm.solver.feed_forward.ALL_TRIPLES", 0)
+    monkeypatch.setattr("heterollm.solver.ffn_slices.ALL_TRIPLES", 0)
     found = [tuple(choose_slices([network], budget)[group.spec.group]) for group in groups]
-    cost, size = weighed(network, found, budget)
+    cost, size = weighted_sum(network, found, budget)
     assert budget.holds(size)
-    assert cost <= 1.05 * weighed(network, exact, budget)[0]
-    apart = choose_slices([network.gate_up, network.down], budget)
-    without = [tuple(apart["gate_up"]), tuple(apart["down"]), ()]
-    assert cost <= weighed(network, without, budget)[0] * (1 + 1e-12)
+    assert cost <= 1.05 * weighted_sum(network, exact, budget)[0]
+    ffn_groups = choose_slices([network.gate_up, network.down], budget)
+    without = [tuple(ffn_groups["gate_up"]), tuple(ffn_groups["down"]), ()]
+    assert cost <= weighted_sum(network, without, budget)[0] * (1 + 1e-12)
 
 
-def held_bytes(plan, specs, copies_by_length):
+def resident_bytes(plan, specs, copies_by_length):
     """Bytes of all slices that some entry of a plan runs."""
     total = 0
     for spec in (*specs, *ffn_specs(specs)):
@@ -347,7 +347,7 @@ def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, w
     costs = (made.block_costs if seed % 2 else made.proportional_blocks)(seed)
     solver = Solver(specs, made.limits((1, 32, 64)), costs, budget=budget, chunk_length=96, level="block")
     plan = solver.plan(device="d", precision="fp16", weights=weights)
-    assert held_bytes(plan, specs, copies_by_length) <= npu_bytes
+    assert resident_bytes(plan, specs, copies_by_length) <= npu_bytes
     # Nor at lengths that the plan does not name.
     slices, used = solver.slices(weights), {}
     for tokens in range(1, 97, 5):
@@ -357,7 +357,7 @@ def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, w
             used.setdefault(choice.spec.group, set()).update(
                 (own.npu_rows, length if copies_by_length else 0) for length in own.npu_lengths
             )
-    by_group = {spec.group: spec for spec in (*solver.layer, solver.block)}
+    by_group = {spec.group: spec for spec in (*solver.layer, solver.ffn)}
     assert npu_bytes >= solver.layers * sum(
         by_group[group].slice_bytes(rows) for group, pairs in used.items() for rows, _ in pairs
     )
@@ -372,7 +372,7 @@ def test_a_block_wins_and_is_held_within_a_budget(made):
         solver = Solver(
             made.model(), made.limits((1, 32, 64)), costs, budget=budget, chunk_length=96, level="block"
         )
-        used += solver.plan(device="d", precision="fp16").has_blocks
+        used += solver.plan(device="d", precision="fp16").has_ffn
     assert used >= 3
 
 

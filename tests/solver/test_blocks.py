@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import WeightFormat, ffn_spec
 from heterollm.solver import NpuLimits, Objective, Solver, describe
-from heterollm.solver.blocks import apart, cut_alignment, narrowed
-from heterollm.solver.candidates import aligned_cuts, candidates
+from heterollm.solver.candidates import aligned_splits, candidates
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.ffn import ffn_groups, ffn_shard, split_alignment
 from heterollm.solver.objective import Power
-from heterollm.solver.placements import BlockPlacement, RowsPlacement
-from heterollm.solver.pricing import price
+from heterollm.solver.options import evaluate
+from heterollm.solver.placements import FfnPlacement, RowsPlacement
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)
@@ -64,9 +64,9 @@ def test_candidates_of_a_block_are_cuts_along_its_width_and_all_of_it(made):
 )
 def test_cuts_lie_on_all_alignments(made, weight, alignment, expected):
     block, gate_up, _ = block_of(made, wide=1536, weight=weight)
-    assert cut_alignment(block, alignment) == expected
-    assert cut_alignment(gate_up, alignment) == alignment
-    widths = [rows[0] for rows in aligned_cuts(block, alignment)]
+    assert split_alignment(block, alignment) == expected
+    assert split_alignment(gate_up, alignment) == alignment
+    widths = [rows[0] for rows in aligned_splits(block, alignment)]
     assert widths == list(range(expected, 1536, expected))
 
 
@@ -89,11 +89,11 @@ def test_forms_are_those_of_the_slice(made):
     [
         (RowsPlacement(), "placed by its width"),
         (RowsPlacement((64, 64), (32,)), "placed by its width"),
-        (BlockPlacement(0, (32,)), "not within 1 to 512"),
-        (BlockPlacement(576, (32,)), "not within 1 to 512"),
-        (BlockPlacement(64, (16,)), "a block must cover all tokens"),
-        (BlockPlacement(512, (16,)), "a block must cover all tokens"),
-        (BlockPlacement(64, (32, 32)), "would have no token"),
+        (FfnPlacement(0, (32,)), "not within 1 to 512"),
+        (FfnPlacement(576, (32,)), "not within 1 to 512"),
+        (FfnPlacement(64, (16,)), "a block must cover all tokens"),
+        (FfnPlacement(512, (16,)), "a block must cover all tokens"),
+        (FfnPlacement(64, (32, 32)), "would have no token"),
     ],
 )
 def test_what_no_block_is(made, placement, said):
@@ -106,7 +106,7 @@ def test_a_block_of_two_formats_is_none(made):
     gate_up = made.spec("gate_up", (128, 128), 64, weight=WeightFormat(4, 32))
     specs = (gate_up, made.spec("down", (64,), 128), made.spec("head", (64,), layer=-1))
     solver = Solver(specs, made.limits(), made.block_costs(0), level="block")
-    assert solver.block is None
+    assert solver.ffn is None
     assert len(solver.length(32).choices) == 2
 
 
@@ -125,17 +125,17 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
         npu_us = sum(costs.npu_us(block, (width, width), n, "plain") for n in placement.npu_lengths)
         gpu_end, npu_end = 0.0, begin_us + npu_us
         if width < 256:
-            _, narrow = apart(narrowed(block, 256 - width))
+            _, narrow = ffn_groups(ffn_shard(block, 256 - width))
             assert (narrow.group, narrow.columns, narrow.member_rows) == ("down", 256 - width, (256,))
             gpu_us = costs.gpu_us(gate_up, (256 - width,) * 2, tokens)
             gpu_us += costs.between_us(narrow, tokens) + costs.gpu_us(narrow, down.member_rows, tokens)
             gpu_end, npu_end = made.simulate(gpu_us, npu_us, slowdown, begin_us)
-        item = price(block, tokens, placement, costs)
+        item = evaluate(block, tokens, placement, costs)
         # One hand-over and one join.
         joined = npu_end + overheads.map_us + overheads.refill_us
         assert item.time_us == item.cost == pytest.approx(max(gpu_end, joined))
         assert (item.gpu_us, item.npu_us) == pytest.approx((gpu_end, npu_end - begin_us))
-        assert item.is_cut == (width < 256)
+        assert item.is_split == (width < 256)
 
 
 # -- the chain, against every combination -----------------------------------------------------------------
@@ -164,9 +164,9 @@ def priced(case, spec):
     """Return all that may compute a group or block, caps and margins aside."""
     _, _, tokens, limits, costs, objective, _ = case
     found = (
-        price(spec, tokens, placement, costs, objective)
+        evaluate(spec, tokens, placement, costs, objective)
         for placement in candidates(spec, tokens, limits)
-        if objective.allows_parts(placement, spec, tokens)
+        if objective.allows_processors(placement, spec, tokens)
     )
     return [item for item in found if item is not None]
 
@@ -179,11 +179,11 @@ def within_cap(items, objective, *, exception):
 
 
 def beats(item, whole, objective):
-    return not item.is_cut or item.cost <= (1 - objective.margin_fraction) * whole
+    return not item.is_split or item.cost <= (1 - objective.margin_fraction) * whole
 
 
 def whole_of(items):
-    return min((item.cost for item in items if not item.is_cut), default=math.inf)
+    return min((item.cost for item in items if not item.is_split), default=math.inf)
 
 
 def every_way(case):
@@ -222,7 +222,7 @@ SEEDS = range(150)
 def test_no_way_through_the_network_is_cheaper(made, seed):
     case = small_case(made, seed)
     specs, layers, tokens, limits, costs, objective, block = case
-    chain = solve_chain(specs, layers, tokens, limits, costs, objective, block=block)
+    chain = solve_chain(specs, layers, tokens, limits, costs, objective, ffn=block)
     ways = list(every_way(case))
     keeping = [cost for cost, keeps in ways if keeps]
     own, _ = cost_of(case, chain)
@@ -241,7 +241,7 @@ def test_the_cases_above_have_every_outcome(made):
     for seed in SEEDS:
         case = small_case(made, seed)
         specs, layers, tokens, limits, costs, objective, block = case
-        chain = solve_chain(specs, layers, tokens, limits, costs, objective, block=block)
+        chain = solve_chain(specs, layers, tokens, limits, costs, objective, ffn=block)
         kinds = [
             choice.chosen.placement.kind(choice.spec, tokens)
             for choice in chain.choices
@@ -257,22 +257,22 @@ def test_the_cases_above_have_every_outcome(made):
 def test_the_other_way_is_named(made):
     for seed in SEEDS:
         specs, layers, tokens, limits, costs, objective, block = small_case(made, seed)
-        chain = solve_chain(specs, layers, tokens, limits, costs, objective, block=block)
+        chain = solve_chain(specs, layers, tokens, limits, costs, objective, ffn=block)
         groups = [choice.spec.group for choice in chain.choices]
-        other = [choice.spec.group for choice in chain.passed_over]
+        other = [choice.spec.group for choice in chain.rejected_path]
         assert (groups, other) in (
             (["o", "ffn"], ["gate_up", "down"]),
             (["o", "gate_up", "down"], ["ffn"]),
             (["o", "gate_up", "down"], []),
         )
-        for choice in (*chain.choices, *chain.passed_over):
+        for choice in (*chain.choices, *chain.rejected_path):
             assert choice.chosen not in choice.others
 
 
 def test_time_is_that_of_the_operators_in_a_row(made):
     for seed in range(40):
         specs, layers, tokens, limits, costs, objective, block = small_case(made, seed)
-        chain = solve_chain(specs, layers, tokens, limits, costs, objective, block=block)
+        chain = solve_chain(specs, layers, tokens, limits, costs, objective, ffn=block)
         expected = sum(choice.chosen.time_us for choice in chain.choices)
         expected += sum(costs.between_us(spec, tokens) for spec in specs[:2])
         if len(chain.choices) == 3:
@@ -292,7 +292,7 @@ def test_never_worse_than_level_tensor(made, seed, tokens, margin):
         for level in ("block", "tensor")
     )
     assert block.length(tokens).time_us <= tensor.length(tokens).time_us * (1 + 1e-12)
-    assert block.head_choice(1) == tensor.head_choice(1)
+    assert made.head_choice(block, 1) == made.head_choice(tensor, 1)
 
 
 def test_one_join_where_two_row_cuts_pay_two(made):
@@ -308,12 +308,12 @@ def test_one_join_where_two_row_cuts_pay_two(made):
         solver = Solver(made.model(), made.limits(), costs, level="block")
         chain = solver.length(64)
         return [choice.spec.group for choice in chain.choices], [
-            choice.chosen.is_cut for choice in chain.choices
+            choice.chosen.is_split for choice in chain.choices
         ]
 
-    found, cut = groups(40.0, 40.0)
+    found, split = groups(40.0, 40.0)
     assert found == ["qkv", "o", "ffn"]
-    assert cut[-1]
+    assert split[-1]
 
 
 def test_parts_of_unlike_ratios_are_placed_apart(made):
@@ -333,7 +333,7 @@ def test_parts_of_unlike_ratios_are_placed_apart(made):
     costs = Costs(0, overheads=Overheads(), slowdown=Slowdown())
     chain = Solver(made.model(), made.limits(), costs, level="block").length(64)
     assert [choice.spec.group for choice in chain.choices] == ["qkv", "o", "gate_up", "down"]
-    assert [choice.spec.group for choice in chain.passed_over] == ["ffn"]
+    assert [choice.spec.group for choice in chain.rejected_path] == ["ffn"]
 
 
 class Mirror:
@@ -352,17 +352,17 @@ class Mirror:
     def linear_us(self, part, group, rows, columns, tokens):
         return sum(rows) * columns * (20 + tokens) / 1e4 / self.speeds[part, group]
 
-    def part_us(self, part, spec, rows, tokens):
+    def shard_us(self, part, spec, rows, tokens):
         if spec.then is None:
             return self.linear_us(part, spec.group, rows, spec.columns, tokens)
         own_us = self.linear_us(part, "gate_up", rows, spec.columns, tokens)
         return own_us + self.linear_us(part, "down", spec.then.member_rows, rows[0], tokens)
 
     def gpu_us(self, spec, rows, tokens):
-        return self.part_us("b" if self.swapped else "a", spec, rows, tokens)
+        return self.shard_us("b" if self.swapped else "a", spec, rows, tokens)
 
     def npu_us(self, spec, rows, length, form):
-        return self.part_us("a" if self.swapped else "b", spec, rows, length)
+        return self.shard_us("a" if self.swapped else "b", spec, rows, length)
 
     def slowdown(self, spec, tokens):
         first, second = self.own_slowdown
@@ -392,12 +392,12 @@ def test_swapped_parts_give_the_mirrored_plan(made, seed, margin):
         for swapped in (False, True)
     )
     assert one.time_us == pytest.approx(other.time_us)
-    cuts = [
+    splits = [
         [choice.chosen.placement.npu_rows[0] for choice in chain.choices if choice.spec.group == "ffn"]
         for chain in (one, other)
     ]
-    if cuts[0] and cuts[1] and one.choices[0].chosen.is_cut:
-        assert cuts[0][0] + cuts[1][0] == 320
+    if splits[0] and splits[1] and one.choices[0].chosen.is_split:
+        assert splits[0][0] + splits[1][0] == 320
 
 
 def test_no_level_is_refused_by_name(made):

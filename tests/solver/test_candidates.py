@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import Phase
-from heterollm.profiler.work import cut_rows
+from heterollm.profiler.work import split_rows
 from heterollm.solver import NpuLimits, Objective, Plan, Solver, check_plan, describe, model_shape
 from heterollm.solver.candidates import (
-    MAX_CUTS,
-    aligned_cuts,
+    MAX_SPLITS,
+    aligned_splits,
     candidates,
-    cuts_near,
     npu_lengths_for,
     sequence_lengths_for,
+    splits_near,
 )
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.options import group_options
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
-from heterollm.solver.pricing import priced_candidates
 
 KINDS = {"gpu", "npu", "pipe", "row", "row pipe", "hybrid", "sequence", "multi-sequence"}
 quickly = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -178,17 +178,17 @@ def test_every_multiple_of_the_shortest_length_that_counts_is_offered(tokens, st
 @given(rows, alignments)
 def test_cuts_are_on_the_alignment_and_few(made, member_rows, alignment):
     spec = made.spec("qkv", member_rows)
-    cuts = aligned_cuts(spec, alignment)
-    assert cuts == sorted(set(cuts))
-    assert len(cuts) <= MAX_CUTS
-    for cut in cuts:
-        assert any(cut)
-        assert cut != member_rows
+    splits = aligned_splits(spec, alignment)
+    assert splits == sorted(set(splits))
+    assert len(splits) <= MAX_SPLITS
+    for split in splits:
+        assert any(split)
+        assert split != member_rows
         assert all(
-            rows % alignment == 0 or rows == whole for rows, whole in zip(cut, member_rows, strict=True)
+            rows % alignment == 0 or rows == whole for rows, whole in zip(split, member_rows, strict=True)
         )
     if max(member_rows) > alignment:
-        assert cuts
+        assert splits
 
 
 @quickly
@@ -196,9 +196,9 @@ def test_cuts_are_on_the_alignment_and_few(made, member_rows, alignment):
 def test_cuts_beside_others_are_so_many_positions_away(made, member_rows, alignment, stride, seed):
     spec = made.spec("qkv", member_rows)
     draw = random.Random(seed)
-    cuts = aligned_cuts(spec, alignment)
-    held = draw.sample(cuts, min(2, len(cuts)))
-    near = cuts_near(spec, alignment, [*held, member_rows, ()], stride)
+    splits = aligned_splits(spec, alignment)
+    held = draw.sample(splits, min(2, len(splits)))
+    near = splits_near(spec, alignment, [*held, member_rows, ()], stride)
     assert near == sorted(set(near))
     assert set(held) <= set(near)
     assert member_rows not in near
@@ -226,14 +226,14 @@ def test_wide_groups_are_cut_at_the_best_of_all_positions(made, seed, tokens):
     )
     slices = solver.slices({tokens: 1.0})
     places = []
-    for choice in (*solver.length(tokens, slices).choices, solver.head_choice(1, slices)):
+    for choice in (*solver.length(tokens, slices).choices, made.head_choice(solver, 1, slices)):
         spec, chosen = choice.spec, choice.chosen
         steps = max(spec.member_rows) // 256
-        every = [cut_rows(spec.member_rows, step / steps, 256) for step in range(1, steps + 1)]
+        every = [split_rows(spec.member_rows, step / steps, 256) for step in range(1, steps + 1)]
         count = 1 if spec.group == "head" else tokens
-        taken, _ = priced_candidates(spec, count, solver.limits, costs, solver.objective, every)
+        taken, _ = group_options(spec, count, solver.limits, costs, solver.objective, every)
         assert chosen.cost == pytest.approx(taken[0].cost)
-        places.append(chosen.placement.npu_rows in aligned_cuts(spec, 256) or not chosen.is_cut)
+        places.append(chosen.placement.npu_rows in aligned_splits(spec, 256) or not chosen.is_split)
     assert not all(places)
 
 
@@ -289,7 +289,7 @@ def test_a_plan_is_what_is_chosen_at_the_end_of_each_range(made):
             kinds.add(own.kind(choice.spec, tokens))
     assert len(kinds) > 1
     for rows in (1, 32):
-        choice = solver.head_choice(rows, slices)
+        choice = made.head_choice(solver, rows, slices)
         assert plan.placement("decode", rows, choice.spec).npu_rows == choice.chosen.placement.npu_rows
 
 

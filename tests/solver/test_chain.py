@@ -12,8 +12,8 @@ from heterollm.solver.candidates import candidates
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
 from heterollm.solver.objective import Power
+from heterollm.solver.options import evaluate, group_options
 from heterollm.solver.placements import RowsPlacement
-from heterollm.solver.pricing import price, priced_candidates
 
 SEEDS = range(60)
 quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -74,9 +74,7 @@ def small_case(made, seed):
 def test_no_choice_of_candidates_is_cheaper(made, seed):
     specs, layers, tokens, limits, costs, objective, offered = small_case(made, seed)
     chain = solve_chain(specs, layers, tokens, limits, costs, objective, offered)
-    tried = [
-        priced_candidates(spec, tokens, limits, costs, objective, offered[spec.group])[0] for spec in specs
-    ]
+    tried = [group_options(spec, tokens, limits, costs, objective, offered[spec.group])[0] for spec in specs]
     chosen = tuple(choice.chosen for choice in chain.choices)
     cheapest = min(sum(item.cost for item in items) for items in itertools.product(*tried))
     assert sum(item.cost for item in chosen) == pytest.approx(cheapest)
@@ -88,7 +86,7 @@ def test_no_choice_of_candidates_is_cheaper(made, seed):
         assert chain.time_us == pytest.approx(fastest)
     for choice in chain.choices:
         placements = {item.placement for item in (choice.chosen, *choice.others)}
-        assert placements == set(candidates(choice.spec, tokens, limits, cuts=offered[choice.spec.group]))
+        assert placements == set(candidates(choice.spec, tokens, limits, splits=offered[choice.spec.group]))
 
 
 def waited_us(item, costs):
@@ -109,7 +107,7 @@ def test_the_cases_above_have_every_kind(made):
             waited = waited_us(item, costs) if item.npu_us else 0.0
             part = waited / costs.overheads.refill_us
             state = "empty" if part > 1 - 1e-9 else "busy" if part < 1e-9 else "nearly empty"
-            seen |= {state, ("cut", item.is_cut)}
+            seen |= {state, ("cut", item.is_split)}
     assert seen == {"empty", "nearly empty", "busy", ("cut", True), ("cut", False)}
 
 
@@ -125,7 +123,7 @@ def test_the_refill_is_hidden_as_far_as_the_gpu_is_busy(made):
 
     spec, costs = made.spec("o", (128,)), Costs(0, overheads=Overheads(refill_us=20.0), slowdown=Slowdown())
     for gpu_us, time_us in ((50.0, 110.0), (90.0, 110.0), (100.0, 110.0), (110.0, 110.0), (111.0, 111.0)):
-        item = price(spec, 32, RowsPlacement((64,), (32,), "plain"), costs)
+        item = evaluate(spec, 32, RowsPlacement((64,), (32,), "plain"), costs)
         assert (item.time_us, item.gpu_us, item.npu_us) == (time_us, gpu_us, 90.0)
 
 
@@ -142,7 +140,7 @@ def test_a_queue_that_is_surely_busy_needs_no_refill(made):
     overheads = Overheads(refill_us=20.0, submit_us=3.0)
     spec, costs = made.spec("o", (128,)), Costs(0, overheads=overheads, slowdown=Slowdown())
     for gpu_us, time_us in ((90.0, 120.0), (107.0, 120.0), (109.0, 109.0), (119.0, 119.0)):
-        item = price(spec, 32, RowsPlacement((64,), (32,), "plain"), costs)
+        item = evaluate(spec, 32, RowsPlacement((64,), (32,), "plain"), costs)
         assert (item.time_us, item.gpu_us) == (time_us, gpu_us)
 
 
@@ -183,7 +181,7 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
     slowdown, overheads = costs.slowdown(spec, tokens), costs.overheads
     begin_us = overheads.hand_over_us + overheads.map_us
     for placement in candidates(spec, tokens, limits):
-        item = price(spec, tokens, placement, costs)
+        item = evaluate(spec, tokens, placement, costs)
         npu_us = sum(costs.npu_us(spec, placement.npu_rows, n, "plain") for n in placement.npu_lengths)
         covered = min(tokens, sum(placement.npu_lengths))
         if placement.npu_rows and placement.npu_rows != spec.member_rows:
@@ -192,9 +190,9 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
             gpu_us = costs.gpu_us(spec, (192, 192), tokens - covered) if covered < tokens else 0.0
         if not npu_us:
             assert (item.time_us, item.gpu_us, item.npu_us) == (gpu_us, gpu_us, 0.0)
-            assert (item.is_cut, item.cost) == (False, gpu_us)
+            assert (item.is_split, item.cost) == (False, gpu_us)
             continue
-        assert item.is_cut == bool(gpu_us)
+        assert item.is_split == bool(gpu_us)
         gpu_end, npu_end = (
             made.simulate(gpu_us, npu_us, slowdown, begin_us) if gpu_us else (0, begin_us + npu_us)
         )
@@ -207,5 +205,5 @@ def test_prices_are_those_of_a_simulation(made, seed, tokens):
 def test_a_part_that_cannot_has_no_price(made):
     spec, costs = made.spec("o", (128,)), made.costs(0, missing=1.0)
     for rows, tokens in (((64,), 32), ((128,), 32), ((128,), 40)):
-        assert price(spec, tokens, RowsPlacement(rows, (32,)), costs) is None
-    assert price(spec, 32, RowsPlacement(), costs) is not None
+        assert evaluate(spec, tokens, RowsPlacement(rows, (32,)), costs) is None
+    assert evaluate(spec, 32, RowsPlacement(), costs) is not None

@@ -9,7 +9,7 @@ from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import layer_key
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver import ProfileCosts, limits_of
-from heterollm.solver.blocks import apart, gpu_part_us, narrowed
+from heterollm.solver.ffn import ffn_groups, ffn_shard, gpu_shard_us
 
 WIDE = 2 * K_SPLIT_COLUMNS
 SHAPE = ModelSize(512, WIDE, 2, 8, 8, 1024, False, 64, 2048).shape("made")
@@ -64,9 +64,9 @@ def test_forms_are_those_of_measured_blocks_by_width(widths, narrow, wide):
     limits = limits_of(made_profile(widths))
     # Also at a length that was not measured.
     for length in (1, 64, 256):
-        assert limits.forms(narrowed(BLOCK, 1024), length) == narrow
-        assert limits.forms(narrowed(BLOCK, K_SPLIT_COLUMNS), length) == narrow
-        assert limits.forms(narrowed(BLOCK, K_SPLIT_COLUMNS + 64), length) == wide
+        assert limits.forms(ffn_shard(BLOCK, 1024), length) == narrow
+        assert limits.forms(ffn_shard(BLOCK, K_SPLIT_COLUMNS), length) == narrow
+        assert limits.forms(ffn_shard(BLOCK, K_SPLIT_COLUMNS + 64), length) == wide
         assert limits.forms(BLOCK, length) == wide
         assert limits.forms(GATE_UP, length) == limits.forms(DOWN, length) == ("matmul_nbits",)
     assert limits.runs(BLOCK) == bool(widths)
@@ -76,15 +76,15 @@ def test_the_gpus_part_is_linears_and_a_narrower_activation(monkeypatch, tmp_pat
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     costs = ProfileCosts(made_profile((256, WIDE)), SHAPE)
     rest = WIDE // 2
-    _, narrow_down = apart(narrowed(BLOCK, rest))
+    _, narrow_down = ffn_groups(ffn_shard(BLOCK, rest))
     for tokens in (1, 64):
         assert costs.between_us(DOWN, tokens) == pytest.approx(1.0 + WIDE * tokens / 1e4)
         assert costs.between_us(narrow_down, tokens) == pytest.approx(1.0 + rest * tokens / 1e4)
         expected = costs.gpu_us(GATE_UP, (rest, rest), tokens) + costs.between_us(narrow_down, tokens)
         expected += costs.gpu_us(narrow_down, DOWN.member_rows, tokens)
-        assert gpu_part_us(costs, BLOCK, (rest, rest), tokens) == pytest.approx(expected)
+        assert gpu_shard_us(costs, BLOCK, (rest, rest), tokens) == pytest.approx(expected)
         # Half the width is half the work and a floor.
-        whole = gpu_part_us(costs, BLOCK, (WIDE, WIDE), tokens)
+        whole = gpu_shard_us(costs, BLOCK, (WIDE, WIDE), tokens)
         assert 0.4 * whole <= expected <= 0.6 * whole + 12.0
         assert costs.slowdown(BLOCK, tokens) == costs.slowdown(GATE_UP, tokens)
         measured = 9.0 + 3 * 256 * 512 * (20 + tokens) / 2e6

@@ -20,8 +20,8 @@ from heterollm.kernels.ops import WeightFormat
 from heterollm.solver import NpuLimits, Objective, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.options import evaluate
 from heterollm.solver.placements import RowsPlacement
-from heterollm.solver.pricing import price
 
 W4 = WeightFormat(4, 128)
 SQUARE, GATE_UP, DOWN = ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336)
@@ -105,7 +105,7 @@ def kind(choice, tokens):
 def whole_us(solver, choice, tokens):
     """Return what the GPU and the NPU, padded or in a pipe, take alone."""
     items = [
-        (placement, price(choice.spec, tokens, placement, solver.costs))
+        (placement, evaluate(choice.spec, tokens, placement, solver.costs))
         for placement in candidates(choice.spec, tokens, solver.limits)
         if placement.kind(choice.spec, tokens) in ("gpu", "npu")
     ]
@@ -184,18 +184,18 @@ def test_just_past_a_standard_length_the_gpu_takes_the_rest(solver, tokens):
         assert kind(choice, tokens) == "sequence"
         assert sum(choice.chosen.placement.npu_lengths) >= 224
         # Not worse than 256 exact tokens on the NPU while both run, which padding to 512 doubles.
-        aligned = price(choice.spec, 256, RowsPlacement(choice.spec.member_rows, (256,)), solver.costs)
+        aligned = evaluate(choice.spec, 256, RowsPlacement(choice.spec.member_rows, (256,)), solver.costs)
         assert choice.chosen.time_us <= 1.07 * aligned.time_us
     # FFN-down: the parts are too alike for 256 tokens on one and few on the other.
-    assert found["down"].chosen.is_cut
+    assert found["down"].chosen.is_split
     assert found["down"].chosen.time_us <= 0.8 * min(whole_us(solver, found["down"], tokens))
 
 
 def offered(solver, choice, tokens, npu_lengths):
     """Return the sequence cut of the paper that leads with some lengths."""
-    placements = candidates(choice.spec, tokens, solver.limits, cuts=[choice.spec.member_rows])
+    placements = candidates(choice.spec, tokens, solver.limits, splits=[choice.spec.member_rows])
     found = next(placement for placement in placements if placement.npu_lengths == npu_lengths)
-    return price(choice.spec, tokens, found, solver.costs)
+    return evaluate(choice.spec, tokens, found, solver.costs)
 
 
 def test_300_tokens(solver):
@@ -209,7 +209,7 @@ def test_300_tokens(solver):
         assert choice.chosen.time_us <= min(whole_us(solver, choice, 300))
         assert sum(choice.chosen.placement.npu_lengths) < 512
         assert npu_share(choice, 300) >= (0.5 if group == "down" else 0.8)
-    assert chosen(solver, 300)["down"].chosen.is_cut
+    assert chosen(solver, 300)["down"].chosen.is_split
 
 
 def test_600_tokens(solver):
@@ -230,7 +230,7 @@ def test_600_tokens(solver):
             assert choice.chosen.placement.npu_lengths == (512, 32)
             assert kind(choice, 600) == "sequence"
     for group, choice in chosen(solver, 600).items():
-        assert choice.chosen.is_cut, group
+        assert choice.chosen.is_split, group
         assert choice.chosen.time_us <= offered(solver, choice, 600, (512, 32)).time_us
         assert choice.chosen.placement.npu_lengths[0] == 512
         assert choice.chosen.time_us < 0.97 * min(whole_us(solver, choice, 600))
@@ -243,7 +243,7 @@ def test_margins_keep_worthless_cuts_away(solver, margin):
     solver = replace(solver, objective=Objective(margin_fraction=margin))
     for tokens in (1, 128, 256, 300, 600):
         for choice in solver.length(tokens).choices:
-            if choice.chosen.is_cut:
+            if choice.chosen.is_split:
                 best = min(whole_us(solver, choice, tokens))
                 assert choice.chosen.time_us <= (1 - margin) * best
     assert kind(chosen(solver, 256)["o"], 256) == ("row" if margin == 0.03 else "npu")

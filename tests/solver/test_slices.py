@@ -18,7 +18,7 @@ quickly = settings(max_examples=80, deadline=None, derandomize=True, database=No
 seeds = st.integers(0, 10**6)
 
 
-def held_bytes(plan, specs, copies_by_length):
+def resident_bytes(plan, specs, copies_by_length):
     """Bytes of all slices that some entry of a plan runs."""
     total = 0
     for spec in specs:
@@ -44,7 +44,7 @@ def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, w
     costs = (made.costs if seed % 2 else made.proportional)(seed)
     solver = Solver(specs, made.limits((1, 32, 64)), costs, budget=budget, chunk_length=96)
     plan = solver.plan(device="d", precision="fp16", weights=weights)
-    assert held_bytes(plan, specs, copies_by_length) <= npu_bytes
+    assert resident_bytes(plan, specs, copies_by_length) <= npu_bytes
     assert plan.uses_npu or npu_bytes < 1_000_000
     # Nor at lengths that the plan does not name.
     slices = solver.slices(weights)
@@ -100,11 +100,11 @@ def cost_and_bytes(group, held, copies_by_length):
         if not group.weights[length]:
             continue
         whole, whole_rows = min((table[rows].whole, rows) for rows in ((), *held))
-        cut, cut_rows = min(((table[rows].cut, rows) for rows in held), default=(math.inf, ()))
+        split, split_rows = min(((table[rows].split, rows) for rows in held), default=(math.inf, ()))
         best_whole, factor = min(item.whole for item in table.values()), 1 - group.margin_fraction
-        if cut <= whole * factor:
-            lengths_of[cut_rows].update(table[cut_rows].cut_lengths)
-            cost = cut if cut <= best_whole * factor else max(cut, best_whole * (1 + 1e-6))
+        if split <= whole * factor:
+            lengths_of[split_rows].update(table[split_rows].split_lengths)
+            cost = split if split <= best_whole * factor else max(split, best_whole * (1 + 1e-6))
         else:
             cost = whole
             if whole_rows:
@@ -138,8 +138,8 @@ def test_no_set_of_slices_is_cheaper(made, seed):
 def two_lengths(made, second_us):
     """A group whose two lengths have a best slice each; the second length's own costs ``second_us``."""
     costs = {
-        1: {(): SliceCost(300.0), (64,): SliceCost(cut=100.0), (128,): SliceCost(cut=200.0)},
-        64: {(): SliceCost(300.0), (64,): SliceCost(cut=100.0), (128,): SliceCost(cut=second_us)},
+        1: {(): SliceCost(300.0), (64,): SliceCost(split=100.0), (128,): SliceCost(split=200.0)},
+        64: {(): SliceCost(300.0), (64,): SliceCost(split=100.0), (128,): SliceCost(split=second_us)},
     }
     return GroupCosts(made.spec("o", (256,)), 1, costs, {1: 1.0, 64: 1.0})
 
@@ -157,15 +157,15 @@ def test_one_slice_can_be_the_compromise_of_many_lengths(made):
     costs = {
         1: {
             (): SliceCost(300.0),
-            (64,): SliceCost(cut=100.0),
-            (128,): SliceCost(cut=100.4),
-            (192,): SliceCost(cut=150.0),
+            (64,): SliceCost(split=100.0),
+            (128,): SliceCost(split=100.4),
+            (192,): SliceCost(split=150.0),
         },
         64: {
             (): SliceCost(300.0),
-            (64,): SliceCost(cut=150.0),
-            (128,): SliceCost(cut=100.4),
-            (192,): SliceCost(cut=100.0),
+            (64,): SliceCost(split=150.0),
+            (128,): SliceCost(split=100.4),
+            (192,): SliceCost(split=100.0),
         },
     }
     group = GroupCosts(made.spec("o", (256,)), 1, costs, {1: 1.0, 64: 1.0})
@@ -175,7 +175,7 @@ def test_one_slice_can_be_the_compromise_of_many_lengths(made):
 def test_a_copy_for_each_length_counts(made):
     group = two_lengths(made, 100.0)
     costs = {
-        length: {rows: replace(item, cut_lengths=(length,)) for rows, item in table.items()}
+        length: {rows: replace(item, split_lengths=(length,)) for rows, item in table.items()}
         for length, table in group.costs.items()
     }
     group = replace(group, costs=costs)
@@ -187,7 +187,7 @@ def test_a_copy_for_each_length_counts(made):
 
 def test_under_a_budget_a_cut_is_measured_against_what_is_held(made):
     """The whole group on the NPU would be nearly as good as the cut, but does not fit."""
-    costs = {1: {(): SliceCost(300.0), (64,): SliceCost(cut=98.0), (256,): SliceCost(whole=100.0)}}
+    costs = {1: {(): SliceCost(300.0), (64,): SliceCost(split=98.0), (256,): SliceCost(whole=100.0)}}
     group = GroupCosts(made.spec("o", (256,)), 1, costs, {1: 1.0}, margin_fraction=0.05)
     small = Budget(group.spec.weight.weight_bytes(64, 64))
     assert set(choose_slices([group], small)["o"]) == {(64,)}
@@ -210,10 +210,10 @@ def test_a_length_without_a_copy_is_not_run(made, seed):
     )
     plan = solver(size).plan(device="d", precision="fp16", weights={1: 1.0})
     assert plan.uses_npu
-    assert held_bytes(plan, specs, copies_by_length=True) <= size
+    assert resident_bytes(plan, specs, copies_by_length=True) <= size
     free = Solver(made.model(), made.limits(), made.proportional(seed), chunk_length=64)
     plan = free.plan(device="d", precision="fp16", weights={1: 1.0})
-    assert held_bytes(plan, specs, copies_by_length=True) > size
+    assert resident_bytes(plan, specs, copies_by_length=True) > size
 
 
 # -- weights ----------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def solve(made, model, tokens, level, *, chunked=False):
     objective = Objective(margin_fraction=LEAST_GAIN)
     solver = Solver(tuple(specs), limits, Snapdragon(tokens), objective, level=level)
     chain = solver.length(tokens)
-    return chain, chain.time_us + solver.head_choice(1).chosen.time_us
+    return chain, chain.time_us + made.head_choice(solver, 1).chosen.time_us
 
 
 def speedup(made, model, tokens, *, chunked=False):
@@ -128,13 +128,13 @@ def test_a_block_wins_decode(made, model, low, high):
     gain, chain = speedup(made, model, 1)
     assert low <= gain <= high
     chosen = chain.choices[-1]
-    assert (chosen.spec.group, chosen.chosen.is_cut) == ("ffn", True)
+    assert (chosen.spec.group, chosen.chosen.is_split) == ("ffn", True)
     width = chosen.chosen.placement.npu_rows[0]
     assert width <= K_SPLIT_COLUMNS
     assert 0.2 <= width / MODELS[model][1] <= 0.3
     # What it is better than: gate and up cut, and all of FFN-down on the GPU.
-    gate_up, down = chain.passed_over
-    assert (gate_up.chosen.is_cut, down.chosen.placement.npu_lengths) == (True, ())
+    gate_up, down = chain.rejected_path
+    assert (gate_up.chosen.is_split, down.chosen.placement.npu_lengths) == (True, ())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -150,7 +150,7 @@ def test_one_ratio_does_not_win_prefill(made, model, tokens):
     assert shares[0] > 0.85
     assert shares[1] < 0.75
     # The best block of all is slower than the two groups and the activation between them.
-    (block,) = chain.passed_over
+    (block,) = chain.rejected_path
     apart_us = sum(choice.chosen.time_us for choice in chain.choices[-2:])
     assert min(item.time_us for item in (block.chosen, *block.others)) > apart_us
 

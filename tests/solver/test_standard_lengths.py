@@ -63,8 +63,8 @@ def test_a_solver_says_how_long_passes_take(made):
     chosen = choose_lengths({1: 5.0, 60: 1.0, 128: 1.0}, (1, 64, 128), lambda length: 1.0, time_us, 2.0)
     assert len(chosen) <= 2
     sets = [held for count in range(3) for held in itertools.combinations((1, 64, 128), count)]
-    weighed = {held: 5 * time_us(1, held) + time_us(60, held) + time_us(128, held) for held in sets}
-    assert weighed[chosen] == min(weighed.values())
+    weighted_sum = {held: 5 * time_us(1, held) + time_us(60, held) + time_us(128, held) for held in sets}
+    assert weighted_sum[chosen] == min(weighted_sum.values())
 
 
 def test_what_cannot_be_is_refused():

@@ -12,9 +12,9 @@ from heterollm.kernels.sim.clock import ClockCosts, Job
 from heterollm.solver import Objective, Solver
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.options import Option, all_options, evaluate
 from heterollm.solver.placements import GPU_ONLY, RowsPlacement
-from heterollm.solver.pricing import Priced, price, priced_all
-from heterollm.solver.submissions import Place, layer_us, priced_in_chain, settled, submits_singly
+from heterollm.solver.submissions import LayerGroup, chain_costs, layer_us, solve_layer, submits_singly
 
 KERNELS = {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
 BUSY = Overheads(hand_over_us=0.0, refill_us=90.0, submit_us=15.0, kernels_before=KERNELS)
@@ -25,10 +25,10 @@ SEEDS = range(40)
 def priced(gpu_us=0.0, npu_us=0.0):
     """Return a placement whose parts take so long; without an NPU's time it is the GPU's."""
     if not npu_us:
-        return Priced(GPU_ONLY, gpu_us, gpu_us, 0.0, gpu_us, False)
+        return Option(GPU_ONLY, gpu_us, gpu_us, 0.0, gpu_us, False)
     placement = RowsPlacement(npu_rows=(64,), npu_lengths=(1,), form="plain")
     time_us = max(gpu_us, npu_us)
-    return Priced(placement, time_us, gpu_us, npu_us, time_us, gpu_us > 0)
+    return Option(placement, time_us, gpu_us, npu_us, time_us, gpu_us > 0)
 
 
 def random_places(made, draw, low=1.0, high=200.0):
@@ -39,7 +39,7 @@ def random_places(made, draw, low=1.0, high=200.0):
         items += [priced(draw.uniform(low, high), draw.uniform(low, high)) for _ in range(2)]
         items.append(priced(0.0, draw.uniform(low, high)))
         items.sort(key=lambda item: item.cost)
-        places.append(Place(made.spec(group, (128,)), draw.uniform(1, 10), kernels, items, 1))
+        places.append(LayerGroup(made.spec(group, (128,)), draw.uniform(1, 10), kernels, items, 1))
     return places
 
 
@@ -108,7 +108,7 @@ def test_a_layer_takes_what_the_simulated_clock_says(made, seed, hidden_us, monk
 
 
 def test_small_kernels_take_as_long_as_submitting_them(made):
-    places = [Place(made.spec("o", (64,)), 3.0, 3, [priced(1.0)], 1)]
+    places = [LayerGroup(made.spec("o", (64,)), 3.0, 3, [priced(1.0)], 1)]
     assert layer_us(places, [priced(1.0)], BUSY) == pytest.approx(4 * BUSY.submit_us, abs=BUSY.refill_us / 8)
     assert layer_us(places, [priced(500.0)], BUSY) == pytest.approx(503.0)
 
@@ -116,29 +116,29 @@ def test_small_kernels_take_as_long_as_submitting_them(made):
 def test_a_cut_that_empties_the_queue_is_not_taken(made, monkeypatch):
     """Its own price is lower, but behind it the control thread is late with every kernel."""
     places = [
-        Place(made.spec("qkv", (64,)), 1.0, 1, [priced(10.0)], 1),
-        Place(made.spec("o", (64,)), 6.0, 3, [priced(10.0)], 1),
-        Place(made.spec("gate_up", (64,)), 1.0, 1, [priced(90.0, 70.0), priced(105.0)], 1),
-        Place(made.spec("down", (64,)), 1.0, 1, [priced(55.0)], 1),
+        LayerGroup(made.spec("qkv", (64,)), 1.0, 1, [priced(10.0)], 1),
+        LayerGroup(made.spec("o", (64,)), 6.0, 3, [priced(10.0)], 1),
+        LayerGroup(made.spec("gate_up", (64,)), 1.0, 1, [priced(90.0, 70.0), priced(105.0)], 1),
+        LayerGroup(made.spec("down", (64,)), 1.0, 1, [priced(55.0)], 1),
     ]
-    found = settled(places, BUSY, FREE)
-    assert [item.is_cut for item in found.chosen] == [False] * 4
+    found = solve_layer(places, BUSY, FREE)
+    assert [item.is_split for item in found.chosen] == [False] * 4
     # Where kernels cost nothing to submit and an empty queue nothing, it is.
     free = replace(BUSY, submit_us=0.0, refill_us=0.0)
-    assert settled(places, free, FREE).chosen[2].is_cut
+    assert solve_layer(places, free, FREE).chosen[2].is_split
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_settled_on_is_the_best_of_all(made, seed):
     places = random_places(made, random.Random(seed))
-    found = settled(places, BUSY, FREE)
+    found = solve_layer(places, BUSY, FREE)
     every = itertools.product(*(place.items for place in places))
     best_us = min(layer_us(places, chosen, BUSY) for chosen in every)
     assert found.time_us == layer_us(places, found.chosen, BUSY)
     assert found.time_us <= 1.02 * best_us
     for number, place in enumerate(places):
         for item in place.items:
-            beside = found.beside(number, item)
+            beside = found.with_chain_cost(number, item)
             chosen = [*found.chosen[:number], item, *found.chosen[number + 1 :]]
             difference_us = layer_us(places, chosen, BUSY) - found.time_us
             assert beside.time_us - found.chosen[number].time_us == pytest.approx(difference_us)
@@ -147,9 +147,9 @@ def test_what_is_settled_on_is_the_best_of_all(made, seed):
 
 def test_a_cut_must_beat_the_whole_by_the_margin(made):
     spec = made.spec("gate_up", (64,))
-    places = [Place(spec, 1.0, 1, [priced(990.0, 900.0), priced(1000.0)], 1)]
-    assert settled(places, BUSY, FREE).chosen[0].is_cut
-    assert not settled(places, BUSY, Objective(margin_fraction=0.03)).chosen[0].is_cut
+    places = [LayerGroup(spec, 1.0, 1, [priced(990.0, 900.0), priced(1000.0)], 1)]
+    assert solve_layer(places, BUSY, FREE).chosen[0].is_split
+    assert not solve_layer(places, BUSY, Objective(margin_fraction=0.03)).chosen[0].is_split
 
 
 def test_only_passes_of_one_token_whose_kernels_are_submitted_singly_count():
@@ -176,15 +176,15 @@ def test_a_plan_of_decode_is_no_slower_than_any_part_alone(made, seed):
         for spec in layer:
             items = [
                 item
-                for item in priced_all(spec, 1, limits, costs, FREE, None, 1)
-                if not item.is_cut and bool(item.placement.npu_lengths) == on_npu
+                for item in all_options(spec, 1, limits, costs, FREE, None, 1)
+                if not item.is_split and bool(item.placement.npu_lengths) == on_npu
             ]
-            places.append(Place.of(spec, costs.between_us(spec, 1), items, overheads))
+            places.append(LayerGroup.of(spec, costs.between_us(spec, 1), items, overheads))
             chosen.append(items[0])
         return layer_us(places, chosen, overheads)
 
     assert chain.time_us <= 2 * min(alone_us(True), alone_us(False)) * 1.001
-    if any(choice.chosen.is_cut for choice in chain.choices):
+    if any(choice.chosen.is_split for choice in chain.choices):
         assert all(
             choice.chosen.placement.npu_rows in {(), *slices[choice.spec.group]} for choice in chain.choices
         )
@@ -195,28 +195,28 @@ def test_a_block_and_its_groups_are_priced_so_that_the_better_way_is_the_cheaper
     costs = made.proportional_blocks(seed, overheads=BUSY)
     specs, limits = made.model(layers=1)[:-1], made.limits((1, 32))
     block = ffn_specs(specs)[0]
-    found = {spec.group: priced_all(spec, 1, limits, costs, FREE, None, 1) for spec in (*specs, block)}
-    priced_there = priced_in_chain(found, specs, block, costs, FREE)
+    found = {spec.group: all_options(spec, 1, limits, costs, FREE, None, 1) for spec in (*specs, block)}
+    priced_there = chain_costs(found, specs, block, costs, FREE)
     best = {group: min(item.cost for item in items) for group, items in priced_there.items()}
-    chain = solve_chain(specs, 1, 1, limits, costs, FREE, block=block)
-    apart = solve_chain(specs, 1, 1, limits, costs, FREE)
+    chain = solve_chain(specs, 1, 1, limits, costs, FREE, ffn=block)
+    ffn_groups = solve_chain(specs, 1, 1, limits, costs, FREE)
     takes_block = any(choice.spec.group == "ffn" for choice in chain.choices)
-    assert chain.time_us <= apart.time_us
+    assert chain.time_us <= ffn_groups.time_us
     pair = best["gate_up"] + costs.between_us(specs[-1], 1) + best["down"]
     assert takes_block == (best["ffn"] < pair)
     if takes_block:
-        assert pair - best["ffn"] == pytest.approx(apart.time_us - chain.time_us)
+        assert pair - best["ffn"] == pytest.approx(ffn_groups.time_us - chain.time_us)
 
 
 def test_prices_in_a_chain_keep_every_candidate(made):
     costs = made.proportional(3, overheads=BUSY)
     specs, limits = made.model(layers=1)[:-1], made.limits((1, 32))
-    found = {spec.group: priced_all(spec, 1, limits, costs, FREE, None, 1) for spec in specs}
-    priced_there = priced_in_chain(found, specs, None, costs, FREE)
+    found = {spec.group: all_options(spec, 1, limits, costs, FREE, None, 1) for spec in specs}
+    priced_there = chain_costs(found, specs, None, costs, FREE)
     for group, items in found.items():
         assert [item.placement for item in priced_there[group]] == [item.placement for item in items]
     chain = solve_chain(specs, 1, 1, limits, costs, FREE)
     for choice in chain.choices:
         best = min(priced_there[choice.spec.group], key=lambda item: item.cost)
         assert best.placement == choice.chosen.placement
-        assert choice.chosen == price(choice.spec, 1, choice.chosen.placement, costs, FREE)
+        assert choice.chosen == evaluate(choice.spec, 1, choice.chosen.placement, costs, FREE)

@@ -17,10 +17,10 @@ from heterollm.profiler.predict.predictor import PartPredictor
 from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
-from heterollm.profiler.work import cut_rows, rest_rows
+from heterollm.profiler.work import rest_rows, split_rows
 from heterollm.solver import Objective, ProfileCosts, Solver, limits_of
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.pricing import price
+from heterollm.solver.options import evaluate
 
 TINY = ModelSize(256, 768, 4, 4, 2, 2048, True, 64, 2048).shape("tiny")
 WIDE = ModelSize(2048, 5632, 1, 32, 4, 1024, False, 64, 2048).shape("wide")
@@ -79,7 +79,7 @@ def thin_profile(law, seed):
 
     for shape in (TINY, WIDE):
         for spec in shape.specs:
-            half = cut_rows(spec.member_rows, 0.5, 64)
+            half = split_rows(spec.member_rows, 0.5, 64)
             for tokens in (1,) if spec.group == "head" else (1, 64, 256):
                 add("gpu", spec, spec.member_rows, tokens)
                 add("gpu", spec, rest_rows(spec.member_rows, half), tokens)
@@ -100,7 +100,7 @@ def with_a_tree(predictor):
 
 def true_us(law, chain, tokens):
     """Return what a solved pass takes."""
-    prices = [price(choice.spec, tokens, choice.chosen.placement, law) for choice in chain.choices]
+    prices = [evaluate(choice.spec, tokens, choice.chosen.placement, law) for choice in chain.choices]
     return sum(item.time_us for item in prices)
 
 

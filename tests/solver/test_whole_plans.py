@@ -9,10 +9,10 @@ import pytest
 
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.model.known import ModelSize
-from heterollm.solver import Budget, NpuLimits, Objective, RememberedCosts, Solver
+from heterollm.solver import Budget, CachedCosts, NpuLimits, Objective, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.pricing import price
+from heterollm.solver.options import evaluate
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
 WIDE = ModelSize(4096, 14336, 32, 32, 8, 128256, False, 128, 2048).shape("Llama-3-8B")
@@ -23,13 +23,13 @@ def alone_us(solver, tokens, is_on_gpu):
     total_us = 0.0
     for spec in solver.layer:
         items = [
-            price(spec, tokens, placement, solver.costs)
-            for placement in candidates(spec, tokens, solver.limits, cuts=[spec.member_rows])
+            evaluate(spec, tokens, placement, solver.costs)
+            for placement in candidates(spec, tokens, solver.limits, splits=[spec.member_rows])
         ]
         total_us += min(
             item.time_us
             for item in items
-            if not item.is_cut and is_on_gpu == (not item.placement.npu_lengths)
+            if not item.is_split and is_on_gpu == (not item.placement.npu_lengths)
         )
     return total_us
 
@@ -134,6 +134,6 @@ def test_a_whole_model_takes_under_a_second_and_another_length_milliseconds():
     assert min(processor_s(lambda: solver.plan(device="d", precision="w4a16")) for _ in range(2)) < 1.0
     slices = solver.slices({1: 100.0, 256: 1.0})
     lengths = (2, 45, 135, 300, 525, 777, 1023)
-    remembered = replace(solver, costs=RememberedCosts(solver.costs))
+    remembered = replace(solver, costs=CachedCosts(solver.costs))
     times_s = [processor_s(lambda tokens=tokens: remembered.length(tokens, slices)) for tokens in lengths]
     assert statistics.median(times_s) < 0.005

@@ -11,7 +11,7 @@ from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.planning import ProfiledModel
 from heterollm.profiler.records import BandwidthKey, LinearKey, LinearPoint, Profile, Record
 from heterollm.solver import Plan, level_plan, model_shape
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 
 CONFIG = ModelConfig.from_folder(bundled_model())
@@ -111,7 +111,7 @@ def test_cuts_count_by_rows_and_tokens():
 def test_a_block_counts_for_the_groups_that_it_stands_for():
     block = ffn_specs(SPECS)[0]
     quarter = tuple(rows // 4 for rows in block.member_rows)
-    entries = [PlanEntry("prefill", (1, 64), (0, CONFIG.layers), "ffn", BlockPlacement(quarter[0], (64,)))]
+    entries = [PlanEntry("prefill", (1, 64), (0, CONFIG.layers), "ffn", FfnPlacement(quarter[0], (64,)))]
     entries += [PlanEntry("prefill", (1, 64), (-1, 99), spec.group, GPU_ONLY) for spec in (*SPECS[:2], HEAD)]
     plan = Plan("mine", "host", "w4a16", model_shape(SPECS), 64, tuple(entries))
     found = shares_of(plan, SPECS, Case(64, 0), chunk=64)

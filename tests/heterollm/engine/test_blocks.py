@@ -14,7 +14,7 @@ from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import NpuLimits, Placement, Plan, model_shape
 from heterollm.solver.candidates import candidates
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement
 from heterollm.solver.plan_records import PlanEntry
 
 # Each small number of tokens has kernels of its own, so that the same one is prefilled and decoded.
@@ -52,7 +52,7 @@ def block_candidates(llm: LLM, block: OpSpec, tokens: int) -> list[Placement]:
 
 def padded(tokens: int) -> Placement:
     """Return the cut that leaves the NPU 128 of the width, padded to one length."""
-    return BlockPlacement(128, (min(length for length in STANDARD_LENGTHS if length >= tokens),))
+    return FfnPlacement(128, (min(length for length in STANDARD_LENGTHS if length >= tokens),))
 
 
 def block_plan(llm: LLM, choose: Callable[[OpSpec, int], Placement | None]) -> Plan:

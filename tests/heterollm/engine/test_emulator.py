@@ -17,7 +17,7 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import LEVELS, Placement, Plan, model_shape
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 
 USABLE, REASON, _ = qnn_available(emulator=True)
@@ -152,7 +152,7 @@ def test_cuts(
 
     def place(spec: OpSpec, tokens: int) -> Placement:
         if spec.group == "ffn":
-            return BlockPlacement(512, (1 if tokens == 1 else 64,))
+            return FfnPlacement(512, (1 if tokens == 1 else 64,))
         if kind_of(spec) == "blocks":
             return GPU_ONLY
         if kind_of(spec) == "rows":

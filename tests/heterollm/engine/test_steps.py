@@ -20,7 +20,7 @@ from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime
 from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.solver import PhaseSync, Placement, Plan, model_shape
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.trace.tracer import KERNELS
 
@@ -184,7 +184,7 @@ def test_the_baseline_finishes_after_every_operator() -> None:
 
 
 def test_a_block_is_three_kernels_beside_one_graph() -> None:
-    steps = make_engine({"ffn": BlockPlacement(512, (64,))}).steps("prefill", 40)
+    steps = make_engine({"ffn": FfnPlacement(512, (64,))}).steps("prefill", 40)
     names = ("norm", "ffn", "activation")
     own = tuple(step for step in steps if step.layer == 0 and step.operator in names)
     assert told(own)[1:] == [
@@ -209,7 +209,7 @@ def test_a_block_is_three_kernels_beside_one_graph() -> None:
 
 
 def test_the_shards_of_a_block_do_the_work_of_the_whole() -> None:
-    engine = make_engine({"ffn": BlockPlacement(512, (64,))})
+    engine = make_engine({"ffn": FfnPlacement(512, (64,))})
     whole = find_model("tinyllama-1.1b").config
     (block, *_) = ffn_specs(op_specs(whole, "w4a16", 128, True))
     works = {

@@ -97,7 +97,7 @@ def test_solved_plans_run_with_the_gpus_answers(profile, folder) -> None:
             logits[plan] = [session.prefill(ids[:300]).copy(), session.prefill(ids[300:]).copy()]
             logits[plan].append(session.decode(ids[0]).copy())
             assert llm.plan.level == {"auto": "block"}.get(plan, plan)
-            assert (llm.plan.uses_npu, llm.plan.has_blocks) == (plan != "gpu", plan == "auto")
+            assert (llm.plan.uses_npu, llm.plan.has_ffn) == (plan != "gpu", plan == "auto")
             assert not llm.notes
     for plan in ("tensor", "auto"):
         for ours, theirs in zip(logits[plan], logits["gpu"], strict=True):
@@ -264,7 +264,7 @@ def without(profile: Profile, *, blocks: bool = False, npu: bool = False) -> Pro
 
 def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
     made = solved(without(profile, blocks=True), folder, context=64)
-    assert (made.plan.level, made.plan.has_blocks, made.plan.uses_npu) == ("tensor", False, True)
+    assert (made.plan.level, made.plan.has_ffn, made.plan.uses_npu) == ("tensor", False, True)
     assert not made.notes
     with pytest.raises(ProfileError, match="no feed-forward blocks of its NPU at precision w4a16") as caught:
         _ = solved(without(profile, blocks=True), folder, context=64, level="block").plan
@@ -400,5 +400,5 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
     plan = Solver(specs, limits, Costs(), chunk_length=32).plan(device="d", precision="fp16")
     found = predict_pass(plan, specs, Costs(), "prefill", 32)
     item = found.operators[0]
-    assert item.priced.time_us == 80.0
+    assert item.option.time_us == 80.0
     assert _reasons(item, found.ffn_us) == ["GPU: 100 us (+25%)", "NPU at 32, plain: 130 us (+62%)"]

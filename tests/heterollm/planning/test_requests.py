@@ -14,7 +14,7 @@ from heterollm.planning import ProfiledModel, Solved
 from heterollm.planning.lengths import BuildCosts
 from heterollm.planning.planner import solve_plan
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, PowerKey, Profile, Record
-from heterollm.profiler.work import cut_rows, rest_rows
+from heterollm.profiler.work import rest_rows, split_rows
 from heterollm.report.plan import chunked
 from heterollm.solver import Plan
 from heterollm.solver.request import PlanRequest
@@ -56,7 +56,7 @@ def profile() -> Profile:
         made.add(Record(LinearKey(part, point, "code"), (time_us,), taken_s=1.0))
 
     for spec in SHAPE.specs:
-        half = cut_rows(spec.member_rows, 0.5, 64)
+        half = split_rows(spec.member_rows, 0.5, 64)
         for tokens in (1, 32) if spec.group == "head" else (1, 32, 64, 256):
             add("gpu", spec, spec.member_rows, tokens)
             add("gpu", spec, rest_rows(spec.member_rows, half), tokens)

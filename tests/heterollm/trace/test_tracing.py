@@ -27,7 +27,7 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import Plan, model_shape
-from heterollm.solver.placements import GPU_ONLY, BlockPlacement, RowsPlacement
+from heterollm.solver.placements import GPU_ONLY, FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.trace import Span, Trace, load_trace, summarise, summarise_phases
 from heterollm.trace.recorder import Recorder, SpanTemplate
@@ -357,7 +357,7 @@ def test_cuts_of_every_kind_are_named(
     entries = []
     for block in ffn_specs(specs):
         entries += [
-            PlanEntry(phase, lengths, (block.layer,) * 2, "ffn", BlockPlacement(256, (lengths[1],)))
+            PlanEntry(phase, lengths, (block.layer,) * 2, "ffn", FfnPlacement(256, (lengths[1],)))
             for phase, lengths in (("prefill", (33, 64)), ("decode", (1, 1)))
         ]
     for spec in specs:

@@ -28,7 +28,7 @@ from heterollm.profiler.predict import CANDIDATES, Kind, Predictor, held_out_pre
 from heterollm.profiler.predict.time_model import TimeModel, point_from_dict
 from heterollm.profiler.predict.validation import choices
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
-from heterollm.profiler.work import WorkPoint, block_alignment, enumerate_points
+from heterollm.profiler.work import WorkPoint, enumerate_points, ffn_alignment
 from heterollm.profiler.work.points import BLOCK_FRACTIONS
 from heterollm.profiler.work.workload import GPU_ROW_ALIGNMENT
 from heterollm.profiler.worth import by_worth
@@ -104,10 +104,10 @@ def test_a_record_of_a_block_is_kept_and_nonsense_is_not():
 
 def test_both_parts_alignments_are_kept():
     assert GPU_ROW_ALIGNMENT == ROW_ALIGNMENT
-    assert block_alignment(WeightFormat(4, 32), 64) == 64
-    assert block_alignment(WeightFormat(4, 128), 64) == 256
-    assert block_alignment(WeightFormat(4, 64), 96) == 384
-    assert block_alignment(WeightFormat(16), 32) == 64
+    assert ffn_alignment(WeightFormat(4, 32), 64) == 64
+    assert ffn_alignment(WeightFormat(4, 128), 64) == 256
+    assert ffn_alignment(WeightFormat(4, 64), 96) == 384
+    assert ffn_alignment(WeightFormat(16), 32) == 64
 
 
 @pytest.mark.parametrize("alignment", [64, 256])
@@ -122,7 +122,7 @@ def test_widths_are_those_that_a_cut_can_use(alignment, block):
         assert width == same
         assert work.point.columns == work.spec.columns
         whole = work.spec.member_rows[0]
-        step = block_alignment(work.spec.weight, alignment)
+        step = ffn_alignment(work.spec.weight, alignment)
         assert width == whole or (width < whole and width % step == 0)
         assert work.point.form in ("ffn", "ffn_k_chunked")
         assert (work.point.form == "ffn") or width > K_SPLIT_COLUMNS

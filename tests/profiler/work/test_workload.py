@@ -13,7 +13,7 @@ from heterollm.kernels.ops import GROUPS, WeightFormat
 from heterollm.model import ModelShape, default_shapes
 from heterollm.model.known import ModelSize
 from heterollm.profiler.records import LinearPoint
-from heterollm.profiler.work import HEAD_TOKENS, Skipped, WorkPoint, cut_rows, enumerate_points, rest_rows
+from heterollm.profiler.work import HEAD_TOKENS, Skipped, WorkPoint, enumerate_points, rest_rows, split_rows
 from heterollm.profiler.work.points import CUT_TOKENS, GPU_TOKENS, NPU_FRACTIONS
 
 LARGE = 1 << 40
@@ -51,14 +51,14 @@ def test_cuts_lie_on_the_alignment_and_keep_members_together(seed):
     rows = (wide, wide, int(generator.integers(1, 2 * alignment)))
     before = (0, 0, 0)
     for fraction in sorted(generator.uniform(0, 1, 8)):
-        cut = cut_rows(rows, fraction, alignment)
+        cut = split_rows(rows, fraction, alignment)
         assert all(own % alignment == 0 and own <= whole for own, whole in zip(cut, rows, strict=True))
         assert cut[0] == cut[1], "gate row i must stay with up row i"
         assert all(abs(own - fraction * whole) <= alignment for own, whole in zip(cut, rows, strict=True))
         assert all(now >= then for now, then in zip(cut, before, strict=True))
         assert all(not own for own, whole in zip(cut, rows, strict=True) if whole < alignment)
         before = cut
-    assert cut_rows(rows, 1.0, alignment) == rows
+    assert split_rows(rows, 1.0, alignment) == rows
 
 
 @pytest.mark.parametrize("alignment", [64, 256])

@@ -1,0 +1,264 @@
+"""Options: candidates with their predicted times and costs, and the threshold that allows a split.
+
+A group's time includes the refill that it causes: where the NPU ends last, or shortly before the GPU, the
+next kernel meets an empty queue. A GPU kernel follows every group, so the next group does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from msgspec import Struct
+
+from heterollm.base import PlanError
+from heterollm.kernels.ops import Group, OpSpec
+from heterollm.profiler.work import rest_rows
+from heterollm.solver.candidates import NpuLimits, Rows, Splits, candidates
+from heterollm.solver.costs import Costs, Slowdown, joint_time_us
+from heterollm.solver.ffn import gpu_shard_us
+from heterollm.solver.objective import Objective
+from heterollm.solver.placements import Placement
+
+__all__ = [
+    "UNSURE_FRACTION",
+    "Option",
+    "OptionTable",
+    "all_options",
+    "check_any",
+    "evaluate",
+    "ffn_options",
+    "group_options",
+    "restricted",
+    "whole_cost_of",
+    "with_new_rows",
+]
+
+ALONE: Final = Slowdown()
+
+SUBMISSIONS: Final = 2
+"""Kernels to submit until one is long enough to keep the queue busy: a norm and the linear behind it."""
+
+UNSURE_FRACTION: Final = 0.02
+"""Fraction of its time by which an NPU graph may end later than predicted."""
+
+
+class Option(Struct, frozen=True, gc=False):
+    """A candidate with its predicted times and cost in one pass.
+
+    Args:
+        placement: The candidate.
+        time_us: Time from the end of the operators before it until the next one can begin.
+        gpu_us: Time of the GPU, slowed by the NPU where both run.
+        npu_us: Time of the NPU, slowed by the GPU where both run.
+        cost: Value of the objective.
+        is_split: Whether both processors compute.
+    """
+
+    placement: Placement
+    time_us: float
+    gpu_us: float
+    npu_us: float
+    cost: float
+    is_split: bool
+
+
+OptionTable: TypeAlias = Mapping[Group, Mapping[int, list[Option]]]
+"""Options by group, and by the last length of a range."""
+
+
+def evaluate(
+    spec: OpSpec, tokens: int, placement: Placement, costs: Costs, objective: Objective | None = None
+) -> Option | None:
+    """Return the times and cost of a placement; None where a processor cannot run its shard.
+
+    Args:
+        spec: The group or ffn.
+        tokens: Tokens of the pass.
+        placement: A legal placement.
+        costs: Times of both processors.
+        objective: The objective; time by default.
+    """
+    overheads = costs.overheads
+    goal = objective or Objective()
+    left_rows, left_tokens = _left_to_gpu(spec, tokens, placement)
+    gpu_us = gpu_shard_us(costs, spec, left_rows, left_tokens) if left_tokens else 0.0
+    form = placement.form or ""
+    npu_us = sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
+    if not math.isfinite(gpu_us + npu_us):
+        return None
+    time_us = gpu_us
+    if placement.npu_lengths:
+        # The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
+        hidden_us = max(0.0, -overheads.hand_over_us)
+        begin_us = max(0.0, overheads.hand_over_us) + overheads.map_us
+        together_us = 0.0
+        if overheads.empties_queue and left_tokens:
+            # Both processors wait: the GPU's shard hides nothing of the hand-over.
+            together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
+        npu_us = max(0.0, npu_us - hidden_us)
+        slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
+        gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
+        npu_us = npu_end - begin_us
+        # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
+        free_us = npu_end + overheads.map_us
+        busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
+        refill_us = overheads.refill_us if gpu_us < free_us + busy_us else 0.0
+        time_us = together_us + max(gpu_us, free_us + refill_us)
+        if overheads.return_us:
+            both_us = together_us + max(gpu_us, free_us)
+            time_us = both_us + overheads.return_us + overheads.refill_us
+    cost = goal.cost(time_us, gpu_us, npu_us)
+    return Option(placement, time_us, gpu_us, npu_us, cost, bool(placement.npu_lengths and left_tokens))
+
+
+def _left_to_gpu(spec: OpSpec, tokens: int, placement: Placement) -> tuple[tuple[int, ...], int]:
+    """Return the GPU's shard: rows of each member, and tokens; 0 tokens where it computes nothing."""
+    whole = spec.member_rows
+    if not placement.npu_lengths:
+        return whole, tokens
+    if placement.npu_rows != whole:
+        return rest_rows(whole, placement.npu_rows), tokens
+    return whole, max(0, tokens - sum(placement.npu_lengths))
+
+
+def group_options(
+    spec: OpSpec,
+    tokens: int,
+    limits: NpuLimits | None,
+    costs: Costs,
+    objective: Objective,
+    splits: Splits | None = None,
+    shortest: int | None = None,
+) -> tuple[list[Option], list[Option]]:
+    """Return the allowed and the rejected options of a group, each cheapest first.
+
+    A split is rejected unless it beats the best option on one processor by the objective's margin: a split
+    without gain keeps the other processor busy for nothing.
+
+    Args:
+        spec: The group.
+        tokens: Tokens of the pass.
+        limits: Limits of the NPU; None without an NPU.
+        costs: Times of both processors.
+        objective: The objective.
+        splits: Rows that the NPU may compute; default all aligned splits.
+        shortest: Tokens of the shortest pass that must also be legal; default ``tokens``.
+
+    Raises:
+        PlanError: The group has no option.
+    """
+    options = all_options(spec, tokens, limits, costs, objective, splits, shortest)
+    check_any(spec, tokens, options)
+    allowed = [item for item in options if objective.allows(item.gpu_us, item.time_us)]
+    if not allowed:
+        # No option keeps the cap on the GPU's share: take the nearest.
+        allowed = [min(options, key=lambda item: item.gpu_us / item.time_us if item.time_us else 0.0)]
+    return _divided(options, allowed, whole_cost_of(allowed), objective)
+
+
+def ffn_options(
+    ffn: OpSpec,
+    tokens: int,
+    limits: NpuLimits | None,
+    costs: Costs,
+    objective: Objective,
+    splits: Splits | None = None,
+    shortest: int | None = None,
+    whole_cost: float = math.inf,
+) -> tuple[list[Option], list[Option]]:
+    """Return the allowed and the rejected options of an ffn, as :func:`group_options`; both may be empty.
+
+    Args:
+        ffn: The ffn.
+        tokens: Tokens of the pass.
+        limits: Limits of the NPU; None without an NPU.
+        costs: Times of both processors.
+        objective: The objective; options over its cap on the GPU's share are always rejected.
+        splits: Rows that the NPU may compute; default all aligned splits.
+        shortest: Tokens of the shortest pass that must also be legal; default ``tokens``.
+        whole_cost: Cost of the two groups without splits, activation included; a split must beat it too.
+    """
+    options = all_options(ffn, tokens, limits, costs, objective, splits, shortest)
+    allowed = [item for item in options if objective.allows(item.gpu_us, item.time_us)]
+    return _divided(options, allowed, min(whole_cost, whole_cost_of(allowed)), objective)
+
+
+def check_any(spec: OpSpec, tokens: int, options: Sequence[Option]) -> None:
+    """Raise :class:`PlanError` if a group has no option."""
+    if not options:
+        raise PlanError(
+            f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
+            fix="Allow both parts, or choose another precision.",
+        )
+
+
+def all_options(
+    spec: OpSpec,
+    tokens: int,
+    limits: NpuLimits | None,
+    costs: Costs,
+    objective: Objective,
+    splits: Splits | None,
+    shortest: int | None,
+) -> list[Option]:
+    """Return all options that the processors can run and the objective does not forbid, cheapest first.
+
+    Args:
+        spec: The group or ffn.
+        tokens: Tokens of the pass.
+        limits: Limits of the NPU; None without an NPU.
+        costs: Times of both processors.
+        objective: The objective.
+        splits: Rows that the NPU may compute; None is all aligned splits.
+        shortest: Tokens of the shortest pass that must also be legal; None is ``tokens``.
+    """
+    options = [
+        item
+        for placement in candidates(spec, tokens, limits, splits=splits, shortest=shortest)
+        if objective.allows_processors(placement, spec, tokens)
+        and (item := evaluate(spec, tokens, placement, costs, objective)) is not None
+    ]
+    return sorted(options, key=lambda item: (item.cost, len(item.placement.npu_lengths)))
+
+
+def whole_cost_of(items: Sequence[Option]) -> float:
+    """Return the cost of the cheapest option on one processor; ``math.inf`` without one."""
+    return min((item.cost for item in items if not item.is_split), default=math.inf)
+
+
+def _divided(
+    options: Sequence[Option], allowed: Sequence[Option], whole_cost: float, objective: Objective
+) -> tuple[list[Option], list[Option]]:
+    """Divide options into those on one processor or below the threshold, and all others."""
+    threshold = whole_cost * (1.0 - objective.margin_fraction)
+    taken = [item for item in allowed if not item.is_split or item.cost <= threshold]
+    kept = set(map(id, taken))
+    return taken, [item for item in options if id(item) not in kept]
+
+
+def with_new_rows(table: OptionTable, more: OptionTable) -> OptionTable:
+    """Return a table with the options of another one that use rows new to their group."""
+    result = dict(table)
+    for group, by_length in more.items():
+        known = {item.placement.npu_rows for items in table[group].values() for item in items}
+        result[group] = {
+            length: [
+                *table[group][length],
+                *(item for item in items if item.placement.npu_rows not in known),
+            ]
+            for length, items in by_length.items()
+        }
+    return result
+
+
+def restricted(table: OptionTable, rows: Mapping[Group, Collection[Rows]]) -> OptionTable:
+    """Return the options that use some rows of each group."""
+    return {
+        group: {
+            length: [item for item in items if item.placement.npu_rows in rows[group]]
+            for length, items in by_length.items()
+        }
+        for group, by_length in table.items()
+    }
