@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, cast
 
 import typer
 
@@ -33,6 +33,8 @@ __all__ = ["check_output", "commands", "default_jobs", "parse_load", "parse_over
 commands = command_group()
 
 MOST_JOBS: Final = 1024
+
+Cluster: TypeAlias = Literal["dask", "ray"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ def simulate_model(
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of a sweep; by default one a core.")] = None,
+    cluster: Annotated[
+        Cluster | None, typer.Option(help="Run a sweep on a cluster instead: see docs/simulation.md.")
+    ] = None,
     form: FormatOption = "table",
     output: RowsOption = None,
     as_json: JsonOption = False,
@@ -131,7 +136,7 @@ def simulate_model(
     if len(requests) == 1 and form in ("table", "json") and out is None:
         _one(requests[0], timeline, picture, as_json=form == "json")
     else:
-        _several(requests, jobs, form, out)
+        _several(requests, default_jobs(jobs, len(requests)), cluster, form, out)
 
 
 def _requests(
@@ -217,7 +222,9 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
     write(report.render(simulation_report(result), like=sys.stdout))
 
 
-def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Format, out: Path | None) -> None:
+def _several(
+    requests: Sequence[SimulationRequest], jobs: int, cluster: Cluster | None, form: Format, out: Path | None
+) -> None:
     """Simulate a grid and print a row for each case."""
     from heterollm.base import write
     from heterollm.report import SWEEP_FORMATS, append_simulated, sweep_report
@@ -227,7 +234,7 @@ def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Form
     # Row by row: what an interrupted sweep has found is kept.
     keep = None if out is None else lambda row: append_simulated(out, [row])
     with report.progress_bars() as progress:
-        rows = run_sweep(requests, jobs=default_jobs(jobs, len(requests)), progress=progress, keep=keep)
+        rows = run_sweep(requests, jobs=jobs, cluster=cluster, progress=progress, keep=keep)
     if out is not None:
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if form == "table":
