@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from paper_cases import PAPER_MODELS, PaperRows, paper_cases
 from paper_published import comparisons
@@ -39,6 +40,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=",".join(PAPER_MODELS), help="models, with commas between them")
     parser.add_argument("--soc", default="snapdragon-8gen3", help="a simulated SoC, or the path of its YAML")
     parser.add_argument("--jobs", type=int, default=len(allowed_cores()), help="processes; one a core")
+    parser.add_argument("--cluster", choices=("dask", "ray"), help="run on a cluster instead")
     parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="show its rows")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON lines")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write all tables as Markdown")
@@ -53,13 +55,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return found
 
 
-def simulated(models: Sequence[str], soc: str, jobs: int) -> list[SimulatedRow]:
+def simulated(
+    models: Sequence[str], soc: str, jobs: int, cluster: Literal["dask", "ray"] | None = None
+) -> list[SimulatedRow]:
     """Simulate the evaluation, once every name is known to be one."""
     for name in models:
         find_model(name)
     load_soc(soc)
     with console.progress_bars() as progress:
-        return run_sweep(paper_cases(models, soc), jobs=jobs, progress=progress)
+        return run_sweep(paper_cases(models, soc), jobs=jobs, cluster=cluster, progress=progress)
 
 
 def text(rows: Sequence[SimulatedRow], *, as_json: bool) -> str:
@@ -81,7 +85,7 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         asked = arguments(given)
         if asked.read is None:
-            rows = simulated(asked.model.split(","), asked.soc, asked.jobs)
+            rows = simulated(asked.model.split(","), asked.soc, asked.jobs, asked.cluster)
         else:
             rows = read_simulated(asked.read)
         if asked.out is not None:

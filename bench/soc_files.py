@@ -16,7 +16,7 @@ from heterollm.base import atomic_path
 from heterollm.kernels.sim import SocParameters
 from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text
 from heterollm.kernels.sim.soc.power_model import split_joules
-from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, check_value, quantities, sections
+from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, quantities, soc_parameters, unit_of
 
 __all__ = [
     "SLOWER",
@@ -102,11 +102,10 @@ def starting_values() -> dict[str, float]:
 
 def soc_of(values: Mapping[str, float]) -> SocParameters:
     """Return the parameters that hold these values of an 8 Gen 3."""
-    sources: list[tuple[str, Source]] = [
-        (name, KNOWN[name].source if name in KNOWN else "prior") for name in quantities()
-    ]
-    checked = {name: check_value(name, values[name]) for name in quantities()}
-    return SocParameters(NAME, DESCRIPTION, **sections(checked), sources=tuple(sources))
+    sources: dict[str, Source] = {
+        name: KNOWN[name].source if name in KNOWN else "prior" for name in quantities()
+    }
+    return soc_parameters(NAME, DESCRIPTION, values, sources)
 
 
 def times_modelled(soc: SocParameters, assumed: Assumed) -> float:
@@ -221,7 +220,7 @@ def texts(soc: SocParameters) -> dict[str, str]:
 
 def _template(values: Mapping[str, float]) -> str:
     listed = "\n".join(
-        f"{name} ({quantity.unit}, {quantity.low:g} to {quantity.high:g}): {quantity.meaning}"
+        f"{name} ({unit_of(quantity)}, {quantity.ge:g} to {quantity.le:g}): {quantity.description}"
         for name, quantity in quantities().items()
     )
     example = {"npu.dequantize_gweights_per_s": 2 * values["npu.dequantize_gweights_per_s"]}

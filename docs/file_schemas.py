@@ -10,6 +10,10 @@ from typing import Any, Final
 import msgspec
 
 from heterollm.benchmarks import BenchRow
+from heterollm.kernels.gpu.parameters import KernelParameters
+from heterollm.kernels.gpu.tuning import TuningFile
+from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.sim.soc.parameters import soc_file
 from heterollm.profiler.records import LinearPoint
 from heterollm.profiler.records.profile import ProfileFile
 from heterollm.solver import PhaseSync, Plan, PlanRequest
@@ -20,31 +24,53 @@ __all__ = ["schema_files"]
 
 FOLDER: Final = Path(__file__).parent / "schemas"
 
-FILES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
-    "plan": (Plan, "A plan of heterollm: who computes each group of linear layers, at every length"),
-    "profile": (ProfileFile, "A profile of heterollm: what was measured on one device"),
-    "trace": (TraceFile, "A trace of heterollm, in the trace-event format of Chrome and Perfetto"),
+FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
+    "plan": (
+        Plan,
+        "A plan of heterollm: who computes each group of linear layers, at every length",
+        "docs/plan-format.md",
+    ),
     "bench-row": (
         BenchRow,
         "One line of a result file of `heterollm bench`; llama-bench's names where it has them",
+        "docs/bench.md",
+    ),
+    "profile": (
+        ProfileFile,
+        "A profile of heterollm: what was measured on one device",
+        "docs/profile-format.md",
+    ),
+    "soc": (
+        soc_file(),
+        "A modelled SoC of heterollm: the parameters of one phone, as YAML",
+        "docs/soc-model.md",
+    ),
+    "trace": (
+        TraceFile,
+        "A trace of heterollm, in the trace-event format of Chrome and Perfetto",
+        "docs/trace.md",
+    ),
+    "tuning": (
+        TuningFile,
+        "A tuning table of heterollm: the kernel parameters of one GPU",
+        "kernels/gpu/tuning.py",
     ),
 }
-PAGES: Final = {"trace": "trace.md", "bench-row": "bench.md"}
-"""Pages with another name than ``NAME-format.md``."""
+"""The type of each file, its title, and the page (or module) about it."""
 
-STATED: Final = (Plan, PhaseSync, PlanRequest, LinearPoint)
+STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
 """Records of which a file must state every field, though Python gives some a default."""
 
 
 def schema_files() -> dict[Path, str]:
     """Return the text of each schema by its path."""
     return {
-        FOLDER / f"{name}.schema.json": json.dumps(_schema(name, kind, title), indent=1) + "\n"
-        for name, (kind, title) in FILES.items()
+        FOLDER / f"{name}.schema.json": json.dumps(_schema(name, kind, title, page), indent=1) + "\n"
+        for name, (kind, title, page) in FILES.items()
     }
 
 
-def _schema(name: str, kind: type[msgspec.Struct], title: str) -> dict[str, Any]:
+def _schema(name: str, kind: type[msgspec.Struct], title: str, page: str) -> dict[str, Any]:
     records: dict[str, Any] = _tidy(msgspec.json.schema(kind)["$defs"])
     for stated in STATED:
         if stated.__name__ in records:
@@ -54,8 +80,7 @@ def _schema(name: str, kind: type[msgspec.Struct], title: str) -> dict[str, Any]
         whole["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **whole["properties"]}
         whole["required"].insert(0, "schema_version")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}
-    page = PAGES.get(name, f"{name}-format.md")
-    text = f"docs/{page} says what the fields mean. Written by `python docs/generate.py`."
+    text = f"{page} says what the fields mean. Written by `python docs/generate.py`."
     return head | whole | {"title": title, "description": text, "$defs": records}
 
 

@@ -20,10 +20,12 @@ from urllib.request import url2pathname
 import jsonschema
 import pytest
 import typer
+import yaml
 
-from heterollm.base import PlanError, ProfileError, TraceError
+from heterollm.base import OptionError, PlanError, ProfileError, TraceError
 from heterollm.cli import main
 from heterollm.cli.command_line import app
+from heterollm.kernels.sim.soc.parameters import parse_soc
 from heterollm.profiler.records import Profile
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.solver import Plan
@@ -194,7 +196,7 @@ def test_commands_parse(page, program):
 def test_the_commands_that_ci_runs_are_the_readmes():
     """Both lines under "Try it" are typed as they are by whoever comes here first."""
     lines = list(block_lines((ROOT / "README.md").read_text("utf-8")))
-    begin = "python3 -m venv .venv && .venv/bin/pip install -q -e "
+    begin = "python3 -m venv .venv && .venv/bin/pip install -q "
     assert f"{begin}'.[host]' && .venv/bin/heterollm demo" in lines
     assert f"{begin}'.[test]' && .venv/bin/pytest" in lines
 
@@ -206,6 +208,7 @@ def runnable(words):
         or "FILE" in words
         or "emulator" in words
         or "snapdragon" in words
+        or "--cluster" in words
     ):
         return False
     if words[0] in ("profile", "plan", "generate"):
@@ -378,7 +381,7 @@ def sound(name, value):
 
 def test_schemas_are_schemas():
     paths = sorted((ROOT / "docs" / "schemas").glob("*.json"))
-    assert len(paths) == 4
+    assert len(paths) == 6
     for path in paths:
         jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text("utf-8")))
 
@@ -409,6 +412,10 @@ def test_what_the_program_writes_is_sound(made, sample_profile):
     for name, value in made.items():
         jsonschema.validate(value, schema(name), jsonschema.Draft202012Validator)
     assert sound("profile", json.loads(sample_profile().to_json()))
+    files = sorted((ROOT / "kernels" / "sim" / "soc").glob("*.yaml"))
+    assert len(files) == 3
+    for path in files:
+        jsonschema.validate(yaml.safe_load(path.read_text("utf-8")), schema("soc"))
     rows = rows_of("ablation")
     assert rows
     assert all(sound("bench-row", row) for row in rows)
@@ -431,6 +438,28 @@ def loads(name, value):
     except (PlanError, ProfileError, TraceError):
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda soc: soc.update(version=2),
+        lambda soc: soc.update(based_on="snapdragon-9"),
+        lambda soc: soc.update(remark="mine"),
+        lambda soc: soc["npu"]["tile"].update(value=2.5),
+        lambda soc: soc["npu"]["tile"].update(value=0),
+        lambda soc: soc["npu"]["tile"].update(unit="px"),
+        lambda soc: soc["npu"]["tile"].update(source="guessed"),
+        lambda soc: soc["npu"]["tile"].pop("source"),
+    ],
+)
+def test_the_schema_of_a_soc_refuses_what_the_loader_refuses(edit):
+    path = ROOT / "kernels" / "sim" / "soc" / "snapdragon-8gen3.yaml"
+    value = yaml.safe_load(path.read_text("utf-8"))
+    edit(value)
+    assert not sound("soc", value)
+    with pytest.raises(OptionError):
+        parse_soc(yaml.safe_dump(value), "own.yaml")
 
 
 EDITS = [

@@ -12,6 +12,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import heterollm
 
@@ -134,8 +135,33 @@ def test_the_wheel_carries_its_licence(wheel: Path) -> None:
         ).decode()
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     assert "License-Expression: Apache-2.0" in metadata
-    assert "onnxruntime-qnn" in metadata
     # An unconditional torch would bring gigabytes to everyone.
     assert all(
         "extra ==" in line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")
     )
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "extra", "needed"),
+    [
+        ("linux", "x86_64", "", False),
+        ("linux", "x86_64", "emulator", True),
+        ("linux", "x86_64", "test", False),  # by way of heterollm[emulator]
+        ("win32", "AMD64", "", False),
+        ("win32", "AMD64", "emulator", True),
+        ("linux", "aarch64", "", True),
+        ("win32", "ARM64", "", True),
+        ("darwin", "arm64", "emulator", False),
+    ],
+)
+def test_qnn_is_required_only_where_it_can_run(
+    wheel: Path, system: str, machine: str, extra: str, needed: bool
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(
+            next(name for name in archive.namelist() if name.endswith("METADATA"))
+        ).decode()
+    lines = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: onnxruntime-qnn")]
+    requirements = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines]
+    place = {"sys_platform": system, "platform_machine": machine, "python_version": "3.12", "extra": extra}
+    assert any(found.marker.evaluate(place) for found in requirements) is needed

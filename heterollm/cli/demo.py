@@ -22,7 +22,10 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Generate with the bundled model, profile the device, measure every plan level; needs no download."""
-    from heterollm.base import write, write_json
+    from heterollm.base import OptionError, write, write_json
+
+    if max_new_tokens < 1:
+        raise OptionError(f"--max-new-tokens is {max_new_tokens}.", fix="Give at least 1 token.")
     from heterollm.benchmarks import PROMPT, run_demo
     from heterollm.report import console as report
     from heterollm.report import demo_report

@@ -71,6 +71,8 @@ def parse_parameter(text: str) -> tuple[str, float]:
     except ValueError:
         raise typer.BadParameter(f"{text!r:.80} is no parameter such as npu.execute_us=50.") from None
 
+Cluster: TypeAlias = Literal["dask", "ray"]
+
 
 @dataclass(frozen=True, slots=True)
 class CaseOptions:
@@ -149,6 +151,9 @@ def simulate_model(
     jobs: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Processes of a sweep; by default one a core.")
     ] = None,
+    cluster: Annotated[
+        Cluster | None, typer.Option(help="Run a sweep on a cluster instead: see docs/simulation.md.")
+    ] = None,
     form: FormatOption = "table",
     output: RowsOption = None,
     as_json: JsonOption = False,
@@ -170,7 +175,7 @@ def simulate_model(
     if len(requests) == 1 and form in ("table", "json") and out is None:
         _one(requests[0], timeline, picture, as_json=form == "json")
     else:
-        _several(requests, jobs, form, out)
+        _several(requests, jobs, cluster, form, out)
 
 
 def _requests(
@@ -248,7 +253,13 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
     report.answer(simulation_report(result), result.to_dict(), as_json=as_json)
 
 
-def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Format, out: Path | None) -> None:
+def _several(
+    requests: Sequence[SimulationRequest],
+    jobs: int | None,
+    cluster: Cluster | None,
+    form: Format,
+    out: Path | None,
+) -> None:
     """Simulate a grid and print a row for each case."""
     from heterollm.base import write
     from heterollm.kernels.threads import allowed_cores
@@ -260,7 +271,7 @@ def _several(requests: Sequence[SimulationRequest], jobs: int | None, form: Form
     keep = None if out is None else lambda row: append_simulated(out, [row])
     jobs = jobs or min(len(requests), len(allowed_cores()))
     with report.progress_bars() as progress:
-        rows = run_sweep(requests, jobs=jobs, progress=progress, keep=keep)
+        rows = run_sweep(requests, jobs=jobs, cluster=cluster, progress=progress, keep=keep)
     if out is not None:
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
     if form == "table":

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from heterollm.base import DeviceError, Progress, cache_root, format_bytes, see, silent
+from heterollm.base import DeviceError, OptionError, Progress, cache_root, format_bytes, see, silent
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import ComputeType
 from heterollm.kernels.open import list_devices, open_device
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Diagnosis", "Problem", "diagnose", "unlisted_vendors"]
 
 PACKAGES: Final = ("heterollm", "numpy", "pyopencl", "onnx", "onnxruntime", "onnxruntime-qnn", "transformers")
+NOT_INSTALLED: Final = "not installed"
 VENDORS: Final = Path("/etc/OpenCL/vendors")
 MAPPED: Final = Path("/proc/self/maps")
 
@@ -87,7 +88,7 @@ def diagnose(
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
-        OptionError: The name or a thread count is not legal.
+        OptionError: The name or a thread count is not legal, or the device is simulated.
     """
     report = progress or silent
     software = _software_facts()
@@ -96,6 +97,11 @@ def diagnose(
     except DeviceError as error:
         problem, others = _explain(name, error)
         return Diagnosis(name, software, (), (problem,), (*others, *_vendor_warnings()))
+    if device.is_simulated:
+        raise OptionError(
+            f"{device.name} is simulated: it computes nothing, so there are no numbers to check.",
+            fix="Check the kernels on this machine: `heterollm doctor --device host`.",
+        )
     # Imported only now: without an OpenCL binding, opening the device has said what to install.
     from heterollm.doctor.case import run_case
     from heterollm.doctor.checks import device_cases
@@ -163,11 +169,13 @@ def _explain(name: str, error: DeviceError) -> tuple[Problem, tuple[Problem, ...
 
 
 def _software_facts() -> tuple[tuple[str, str], ...]:
-    versions = [(package, _version(package)) for package in PACKAGES]
+    versions = {package: _version(package) for package in PACKAGES}
+    if versions["onnxruntime-qnn"] == NOT_INSTALLED:
+        versions["onnxruntime-qnn"] += "; emulator and snapdragon need it: `heterollm devices` says how"
     return (
         ("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
         ("python", f"{platform.python_version()} ({sys.implementation.name})"),
-        *versions,
+        *versions.items(),
         ("cores of this process", str(len(allowed_cores()))),
         ("cache folder", str(cache_root())),
     )
@@ -177,7 +185,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def _device_facts(device: Device) -> tuple[tuple[str, str], ...]:

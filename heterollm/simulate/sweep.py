@@ -1,21 +1,21 @@
-"""Sweeps over simulations: a grid of cases, each on its own, in as many processes as are wanted.
+"""Sweeps over simulations: a grid of independent cases, in this process, in several, or on a cluster.
 
-joblib hands out the work, so that a cluster takes a large sweep without new code::
-
-    with joblib.parallel_config(backend="dask"):  # or "ray", once its backend is registered
-        rows = run_sweep(requests)
-
-Work items are requests, results are plain rows, and both are the same whoever computes them: the clock is
-virtual. Profiles and plans are kept in the cache, which processes of one machine share.
+A case is a request and its result is a plain row. The clock is virtual, so the rows do not depend on the
+machine that computes them. Processes of one machine share the profiles and plans in the cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
 from heterollm.kernels.sim import GpuLoad
@@ -23,14 +23,19 @@ from heterollm.simulate.request import LengthChoice, SimulatedSync, SimulationRe
 from heterollm.simulate.row import SimulatedRow
 from heterollm.simulate.run import needs_profile, profile_ahead, simulate
 
-__all__ = ["LARGEST_SWEEP", "expand", "run_case", "run_sweep"]
+__all__ = ["CLUSTERS", "LARGEST_SWEEP", "Cluster", "expand", "run_case", "run_sweep"]
+
+Cluster: TypeAlias = Literal["dask", "ray"]
+CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
 
 LARGEST_SWEEP: Final = 100_000
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy means something."""
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_Map: TypeAlias = Callable[[Callable[[SimulationRequest], Any], Sequence[SimulationRequest]], Iterator[Any]]
+"""Calls a function with each request, and yields the results in the order of the requests."""
 
 
 def expand(
@@ -115,7 +120,8 @@ def run_case(request: SimulationRequest) -> SimulatedRow:
 def run_sweep(
     requests: Sequence[SimulationRequest],
     *,
-    jobs: int | None = None,
+    jobs: int = 1,
+    cluster: Cluster | None = None,
     progress: Progress | None = None,
     keep: Callable[[SimulatedRow], object] | None = None,
 ) -> list[SimulatedRow]:
@@ -123,22 +129,28 @@ def run_sweep(
 
     Args:
         requests: The cases.
-        jobs: Processes; None leaves it to joblib's context, which means one outside of any.
+        jobs: Processes of this machine; 1 simulates in this process. A script that asks for more runs the
+            sweep under ``if __name__ == "__main__":``.
+        cluster: Run the cases on this cluster instead. Its address is in ``DASK_SCHEDULER_ADDRESS`` or
+            ``RAY_ADDRESS``; without an address both start workers on this machine.
         progress: Called with a stage's name, steps done and steps in all.
-        keep: Called with each row as soon as it and all before it are there, so that a sweep that is
-            interrupted leaves them.
+        keep: Called with each row as soon as it and all before it are there, so that an interrupted sweep
+            leaves them.
 
     Raises:
-        OptionError: The number of processes is not legal, or a case is to be traced.
+        OptionError: The number of processes is not legal, a case is to be traced, or a package is missing.
+        HeteroLLMError: A process of the sweep died.
     """
-    if jobs is not None and (type(jobs) is not int or jobs < 1):
+    if type(jobs) is not int or jobs < 1:
         raise OptionError(f"{jobs!r:.40} processes cannot simulate.", fix="Give at least 1.")
     if any(request.trace for request in requests):
         raise OptionError("A sweep keeps no timelines.", fix="Simulate one case for a timeline.")
     report = progress or silent
-    # Profiles come first: cases side by side that lack the same one would each make it.
-    _in_parallel(_profiled, _profiled_first(requests), jobs, "profiling", report)
-    return _in_parallel(run_case, requests, jobs, "simulating", report, keep)
+    # Profiles come first: parallel cases that lack the same profile would each make it.
+    first = _profiled_first(requests)
+    with _workers(jobs, cluster) as hand_out:
+        _collect(hand_out(_profiled, first), len(first), "profiling", report)
+        return _collect(hand_out(run_case, requests), len(requests), "simulating", report, keep)
 
 
 def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationRequest]:
@@ -161,29 +173,80 @@ def _profiled(request: SimulationRequest) -> None:
         pass
 
 
-def _in_parallel(
-    work: Callable[[Item], Result],
-    items: Sequence[Item],
-    jobs: int | None,
+@contextlib.contextmanager
+def _workers(jobs: int, cluster: Cluster | None) -> Iterator[_Map]:
+    """Yield the function that hands cases to this process, to several processes or to a cluster."""
+    if cluster is not None:
+        with _on_cluster(cluster) as hand_out:
+            yield hand_out
+    elif jobs == 1:
+        yield map
+    else:
+        # A spawned process inherits no open device, and with this signal handler dies of Ctrl-C in silence.
+        pool = ProcessPoolExecutor(
+            jobs,
+            multiprocessing.get_context("spawn"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_DFL),
+        )
+        try:
+            yield pool.map
+        except BrokenProcessPool as error:
+            raise HeteroLLMError(
+                "A process of the sweep ended before its case was simulated.",
+                fix='Give fewer jobs if memory is short; a script needs `if __name__ == "__main__":`.',
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _on_cluster(cluster: Cluster) -> Iterator[_Map]:
+    """Yield the function that hands cases to a cluster through joblib.
+
+    Raises:
+        OptionError: There is no such cluster, or a package is missing.
+    """
+    if cluster not in CLUSTERS:
+        raise OptionError(f"There is no cluster {cluster!r:.40}.", fix=f"Choose {', '.join(CLUSTERS)}.")
+    with contextlib.ExitStack() as stack:
+        try:
+            from joblib import Parallel, delayed, parallel_config
+
+            if cluster == "dask":
+                from distributed import Client
+
+                stack.enter_context(Client())
+            else:
+                from ray.util.joblib import register_ray
+
+                register_ray()
+        except ImportError as error:
+            package = "distributed" if cluster == "dask" else "ray"
+            raise OptionError(
+                f"A sweep on a {cluster.capitalize()} cluster needs {error.name}, which is not installed.",
+                fix=f"Run `pip install 'heterollm[cluster]' {package}`.",
+            ) from error
+        stack.enter_context(parallel_config(backend=cluster))
+        # Without a limit joblib would pickle large arrays into files. Ray's backend returns all rows at once.
+        parallel = Parallel(max_nbytes=None, return_as="generator" if cluster == "dask" else "list")
+        yield lambda work, items: iter(parallel(delayed(work)(item) for item in items))
+
+
+def _collect(
+    found: Iterator[Result],
+    count: int,
     stage: str,
     report: Progress,
     keep: Callable[[Result], object] | None = None,
 ) -> list[Result]:
-    """Return what ``work`` makes of every item, in their order."""
-    if not items:
-        return []
-    from joblib import Parallel, delayed
-
-    # Arrays are never handed over through files, which joblib would pickle.
-    try:
-        parallel = Parallel(n_jobs=jobs, max_nbytes=None, return_as="generator")
-    except ValueError:  # a backend that cannot say when an item is done, such as Ray's
-        parallel = Parallel(n_jobs=jobs, max_nbytes=None)
-    found: list[Result] = []
-    report(stage, 0, len(items))
-    for result in parallel(delayed(work)(item) for item in items):
-        found.append(result)
+    """Return the results, each reported and kept as it comes."""
+    results: list[Result] = []
+    if count:
+        report(stage, 0, count)
+    for result in found:
+        results.append(result)
         if keep is not None:
             keep(result)
-        report(stage, len(found), len(items))
-    return found
+        report(stage, len(results), count)
+    return results

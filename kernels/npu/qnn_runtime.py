@@ -62,7 +62,8 @@ def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
     for package in ("onnxruntime", "onnxruntime_qnn"):
         if importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
-            return False, f"{name} is not installed.", f"Run `pip install {name}` (CPython 3.11 to 3.14)."
+            command = _install_command() if package == "onnxruntime_qnn" else f"pip install {name}"
+            return False, f"{name} is not installed.", f"Run `{command}` (CPython 3.11 to 3.14)."
     version = importlib.metadata.version("onnxruntime-qnn")
     if not emulator:
         try:
@@ -72,11 +73,22 @@ def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
     return True, f"onnxruntime-qnn {version} {'HTP emulator' if emulator else 'on a Hexagon NPU'}", ""
 
 
+def _install_command() -> str:
+    """Return the command that installs onnxruntime-qnn here: an extra, except where it runs a Hexagon."""
+    hexagon = (platform.system(), platform.machine()) in HEXAGON_PLATFORMS
+    return "pip install onnxruntime-qnn" if hexagon else "pip install 'heterollm[emulator]'"
+
+
 @functools.cache
 def qnn_versions() -> dict[str, str]:
-    """Return the versions of ONNX Runtime, of the QNN provider and of its SDK."""
-    import onnxruntime
-    from onnxruntime_qnn import build_and_package_info
+    """Return the versions of ONNX Runtime, of the QNN provider and of the SDK that it was built with.
+
+    Raises:
+        DeviceError: A package cannot be imported.
+    """
+    with _importing():
+        import onnxruntime
+        from onnxruntime_qnn import build_and_package_info
 
     return {
         "onnxruntime": onnxruntime.__version__,
@@ -121,6 +133,18 @@ def open_session(
     return session
 
 
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Turn a failed import of the block into an error that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise DeviceError(
+            f"onnxruntime-qnn cannot be imported: {error}.",
+            fix=f"Run `{_install_command()} --force-reinstall`. {see('the-hexagon-is-not-found')}",
+        ) from error
+
+
 def _session_error(label: str, text: str) -> GraphError:
     if UNPLACED in text:
         return GraphError(
@@ -136,9 +160,10 @@ def _session_error(label: str, text: str) -> GraphError:
 
 @functools.cache
 def _provider_device(*, emulator: bool) -> Any:  # noqa: ANN401 - onnxruntime ships no types
-    """Register the provider once per process and return its device."""
-    import onnxruntime
-    import onnxruntime_qnn
+    """Register the provider once per process and return the device to run on."""
+    with _importing():
+        import onnxruntime
+        import onnxruntime_qnn
 
     onnxruntime.set_default_logger_severity(4)
     try:

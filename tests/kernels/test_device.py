@@ -198,7 +198,7 @@ def test_the_emulator_needs_its_package(monkeypatch, host):
     entry = status("emulator")
     assert (entry.usable, entry.npu) == (False, "missing")
     assert "onnxruntime-qnn is not installed" in entry.reason
-    assert "pip install onnxruntime-qnn" in entry.fix
+    assert "pip install 'heterollm[emulator]'" in entry.fix
 
 
 # -- auto ---------------------------------------------------------------------------------------------

@@ -6,27 +6,23 @@ differs from that SoC.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
+import msgspec
 import yaml
-from msgspec import Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from heterollm.base import OptionError, decode
 from heterollm.kernels.sim.options import SIMULATED
-from heterollm.kernels.sim.soc.quantities import (
-    SocParameters,
-    Source,
-    check_value,
-    quantities,
-    sections,
-)
+from heterollm.kernels.sim.soc.quantities import SocParameters, Source, quantities, soc_parameters, unit_of
 
-__all__ = ["TEMPLATE", "file_text", "load_soc", "parse_soc", "soc_names"]
+__all__ = ["TEMPLATE", "file_text", "load_soc", "parse_soc", "soc_file", "soc_names"]
 
 VERSION: Final = 1
 TEMPLATE: Final = "template"
@@ -34,18 +30,39 @@ TEMPLATE: Final = "template"
 
 LARGEST_BYTES: Final = 100_000
 DEEPEST: Final = 8
-NUMBER: Final = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?")
-TOP_FIELDS: Final = frozenset({"soc", "version", "description", "based_on"})
+NUMBER: Final = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?$")
+
+Text = Annotated[str, Meta(pattern=r"\S")]
 
 
-class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter as a file states it, every text as it stands there."""
+@functools.cache
+def soc_file() -> type[Struct]:
+    """Return the type of a SoC's file: every parameter of :class:`SocParameters` with its unit and source."""
+    version: Any = Literal[VERSION]
+    based_on: Any = Literal[soc_names()]
+    head = [("soc", Text), ("version", version), ("description", Text)]
+    return _record("SocFile", [*head, ("based_on", based_on | UnsetType, UNSET), *_stated(SocParameters)])
 
-    value: Any
-    unit: str
-    source: Source
-    meaning: str = ""
-    note: str = ""
+
+@functools.cache
+def _section(kind: type[Struct]) -> type[Struct]:
+    return _record(kind.__name__, list(_stated(kind)))
+
+
+def _stated(kind: type[Struct]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of a file that state the parameters of a record; each may be left out."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if hasattr(hint, "__metadata__"):
+            unit: Any = Literal[unit_of(hint.__metadata__[0])]
+            stated: list[Any] = [("value", hint), ("unit", unit), ("source", Source)]
+            stated += [("meaning", str, ""), ("note", str, "")]
+            yield name, _record(f"{kind.__name__}_{name}", stated) | UnsetType, UNSET
+        elif isinstance(hint, type) and issubclass(hint, Struct):
+            yield name, _section(hint) | UnsetType, UNSET
+
+
+def _record(name: str, fields: list[Any]) -> type[Struct]:
+    return msgspec.defstruct(name, fields, frozen=True, forbid_unknown_fields=True, module=__name__)
 
 
 def soc_names() -> tuple[str, ...]:
@@ -103,32 +120,48 @@ def parse_soc(text: str, where: str, overrides: Mapping[str, float] | None = Non
     Raises:
         OptionError: The text is not sound.
     """
-    tree = _tree(text, where)
-    wrong = [key for key in TOP_FIELDS - {"based_on"} if key not in tree]
-    if wrong:
-        raise OptionError(f"{where} lacks {', '.join(sorted(wrong))}.", fix=f"Start from {_template_path()}.")
-    if tree["version"] != str(VERSION):
-        raise OptionError(f"{where} is of version {tree['version']!r:.40}; this program reads {VERSION}.")
-    for key in ("soc", "description"):
-        if not isinstance(tree[key], str) or not tree[key].strip():
-            raise OptionError(f"{where}: {key} must be text, not {tree[key]!r:.80}.")
-    values, sources = _based_on(tree.get("based_on"), where)
-    for name, leaf in _leaves({key: tree[key] for key in tree if key not in TOP_FIELDS}, where):
-        values[name], sources[name] = _leaf(name, leaf, where)
-    missing = [name for name in quantities() if name not in values]
-    if missing:
+    advice = f"See {_template_path()}."
+    file: Any = decode(_tree(text, where), soc_file(), source=where, error=OptionError, fix=advice)
+    base = None if file.based_on is UNSET else load_soc(file.based_on)
+    values = {} if base is None else base.values()
+    sources = {} if base is None else dict(base.sources)
+    for name in quantities():
+        if (stated := _at(file, name)) is not UNSET:
+            values[name], sources[name] = stated.value, stated.source
+    if missing := [name for name in quantities() if name not in values]:
         raise OptionError(
             f"{where} lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}.",
             fix="State all parameters, or a SoC that this one is based_on.",
         )
     for name, value in (overrides or {}).items():
-        values[name], sources[name] = check_value(name, value), "user"
-    return SocParameters(
-        tree["soc"].strip(),
-        " ".join(tree["description"].split()),
-        **sections(values),
-        sources=tuple((name, sources[name]) for name in quantities()),
-        changed=tuple(sorted(overrides or {})),
+        _check_name(name)
+        values[name], sources[name] = value, "user"
+    description = " ".join(file.description.split())
+    return soc_parameters(file.soc.strip(), description, values, sources, sorted(overrides or {}))
+
+
+def _at(file: Struct, dotted: str) -> Any:  # noqa: ANN401 - a record that soc_file() made
+    """Return what a file states about a parameter; ``UNSET`` where it states nothing."""
+    found: Any = file
+    for name in dotted.split("."):
+        found = UNSET if found is UNSET else getattr(found, name)
+    return found
+
+
+def _check_name(name: str) -> None:
+    """Check that there is a parameter of this dotted name.
+
+    Raises:
+        OptionError: There is none; the message names the near ones.
+    """
+    if name in quantities():
+        return
+    section, _, last = name.rpartition(".")
+    near = [known for known in quantities() if known.rpartition(".")[2] == last]
+    listed = [known for known in quantities() if known.startswith(f"{section}.")] or list(quantities())
+    raise OptionError(
+        f"A modelled SoC has no parameter {name!r:.80}.",
+        fix=f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(listed)}.",
     )
 
 
@@ -167,17 +200,12 @@ def file_text(
         opened = parents
         pad = "  " * len(parents)
         lines.append(f"{pad}{last}:")
-        lines += [f"{pad}  value: {_number(values[dotted])}", f'{pad}  unit: "{quantity.unit}"']
+        lines += [f"{pad}  value: {_number(values[dotted])}", f'{pad}  unit: "{unit_of(quantity)}"']
         lines.append(f"{pad}  source: {sources[dotted]}")
-        lines += _folded("meaning", quantity.meaning, f"{pad}  ")
+        lines += _folded("meaning", quantity.description or "", f"{pad}  ")
         if dotted in notes:
             lines += _folded("note", notes[dotted], f"{pad}  ")
     return "\n".join(lines) + "\n"
-
-
-def _parsed(value: object) -> object:
-    """Return the number that a text is; anything else as it is."""
-    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 def _number(value: float) -> str:
@@ -196,7 +224,7 @@ def _own_text(name: str) -> str:
 
 
 class _StrictLoader(yaml.BaseLoader):  # type: ignore[misc]
-    """YAML of texts only, which guesses no types and refuses a key given twice."""
+    """YAML of texts and plain decimal numbers only, which refuses a key given twice."""
 
     _depth = 0
 
@@ -219,6 +247,14 @@ def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     return cast("dict[Any, Any]", loader.construct_mapping(node, deep=True))
 
 
+def _decimal(_loader: _StrictLoader, node: yaml.ScalarNode) -> float:
+    value = float(node.value)
+    return int(value) if value.is_integer() else value
+
+
+DECIMAL_TAG: Final = "!decimal"
+_StrictLoader.add_implicit_resolver(DECIMAL_TAG, NUMBER, None)
+_StrictLoader.add_constructor(DECIMAL_TAG, _decimal)
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -231,46 +267,3 @@ def _tree(text: str, where: str) -> dict[str, Any]:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise OptionError(f"{where} is no file of a SoC.", fix=f"Start from {_template_path()}.")
     return cast("dict[str, Any]", tree)
-
-
-def _based_on(base: object, where: str) -> tuple[dict[str, float], dict[str, Source]]:
-    if base is None:
-        return {}, {}
-    if base not in soc_names():
-        raise OptionError(f"{where} is based_on {base!r:.80}, which is none of {', '.join(soc_names())}.")
-    soc = load_soc(str(base))
-    return soc.values(), dict(soc.sources)
-
-
-def _leaves(tree: Mapping[str, Any], where: str, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return what stands at the dotted names of parameters; anything elsewhere is an error."""
-    found: list[tuple[str, Any]] = []
-    for key, branch in tree.items():
-        name = f"{prefix}{key}"
-        if name in quantities():
-            found.append((name, branch))
-        elif any(known.startswith(f"{name}.") for known in quantities()):
-            if not isinstance(branch, dict):
-                raise OptionError(f"{where}: {name} must hold parameters, not {branch!r:.80}.")
-            found += _leaves(branch, where, f"{name}.")
-        else:
-            try:
-                check_value(name, None)
-            except OptionError as error:
-                raise OptionError(f"{where}: {error.message}", fix=error.fix) from None
-    return found
-
-
-def _leaf(name: str, leaf: object, where: str) -> tuple[float, Source]:
-    if not isinstance(leaf, dict):
-        raise OptionError(
-            f"{where}: {name} must state value, unit, source, not only {leaf!r:.80}.",
-            fix=f"See {_template_path()}.",
-        )
-    stated = decode(leaf, Leaf, source=f"{where}: {name}", error=OptionError, fix=f"See {_template_path()}.")
-    if stated.unit != quantities()[name].unit:
-        raise OptionError(f"{where}: {name} is in {quantities()[name].unit}, not in {stated.unit!r:.40}.")
-    try:
-        return check_value(name, _parsed(stated.value)), stated.source
-    except OptionError as error:
-        raise OptionError(f"{where}: {error.message}", fix=error.fix) from error

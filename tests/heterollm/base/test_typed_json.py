@@ -67,3 +67,17 @@ def test_a_hostile_name_stays_short_and_printable():
         decode(data, Whole, source="f", error=OptionError)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"parts": [{"kind": "c", "sizes": [1]}]}', "parts[0].kind: Invalid enum value 'c'; choose a, b."),
+        ('{"parts": [{"kind": "a", "size": [1]}]}', "unknown field `size`; choose kind, sizes."),
+        ('{"part": []}', "unknown field `part`; choose parts, count, amount, weights."),
+    ],
+)
+def test_a_wrong_choice_is_told_the_legal_ones(text, told):
+    with pytest.raises(PlanError) as caught:
+        read(text)
+    assert caught.value.message.endswith(told)

@@ -386,7 +386,7 @@ def test_no_emulator_without_its_package(good: Path, monkeypatch: pytest.MonkeyP
         patch.setattr("platform.system", lambda: "Linux")
         patch.setattr("platform.machine", lambda: "x86_64")
         with pytest.raises(
-            DeviceError, match=r"onnxruntime-qnn is not installed.*pip install onnxruntime-qnn"
+            DeviceError, match=r"onnxruntime-qnn is not installed.*pip install 'heterollm\[emulator\]'"
         ):
             answer(good, device="emulator")
 

@@ -582,3 +582,9 @@ def test_notes_wrap_between_words_on_a_terminal(monkeypatch, width):
     assert len(lines) > 1
     assert all(len(line) <= width for line in lines)
     assert [word for line in lines for word in line.split()] == words
+
+
+def test_a_demo_of_no_tokens_is_refused(run):
+    code, out, err = run("demo", "--max-new-tokens", "0")
+    assert (code, out) == (1, "")
+    assert "--max-new-tokens is 0" in panel_of(err)

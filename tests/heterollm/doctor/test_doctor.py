@@ -1,3 +1,4 @@
+import importlib.metadata
 import io
 import json
 
@@ -122,6 +123,24 @@ def test_facts_name_software_limits_and_hand_over(diagnosis):
     data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert data["passed"] is True
     assert data["facts"] == facts
+
+
+def test_a_missing_onnxruntime_qnn_is_told_in_words(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "onnxruntime-qnn":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    fact = dict(doctor._software_facts())["onnxruntime-qnn"]
+    assert fact.startswith("not installed; emulator and snapdragon need it")
+
+
+def test_a_simulated_device_computes_nothing():
+    with pytest.raises(OptionError, match=r"sim:snapdragon-8gen3 .*computes nothing.*--device host"):
+        diagnose("sim:snapdragon-8gen3")
 
 
 ORACLES = {

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import joblib
 import pytest
+from joblib.parallel import ThreadingBackend
 
 from heterollm.base import InputError, OptionError
 from heterollm.benchmarks import BenchRow, read_rows
@@ -140,11 +142,66 @@ def test_serial_and_parallel_agree_in_order(grid, rows):
     seen = []
     assert run_sweep(some, jobs=2, progress=lambda *step: seen.append(step)) == expected
     assert ("simulating", 4, 4) in seen
-    # Whatever backend the context names does the work, without new code; this one cannot report back.
-    with joblib.parallel_config(backend="multiprocessing", n_jobs=1):
-        assert run_sweep(some[:1]) == expected[:1]
-    with joblib.parallel_config(backend="threading", n_jobs=2):
-        assert run_sweep(some) == expected
+
+
+def test_a_cluster_computes_the_same_rows(grid, rows, monkeypatch):
+    """Each cluster's package is replaced by a module that gives its work to joblib's threads."""
+    some, expected, opened = [grid[0], grid[-1], grid[1]], [rows[0], rows[-1], rows[1]], []
+
+    class Client:
+        def __enter__(self):
+            opened.append("dask")
+            joblib.register_parallel_backend("dask", ThreadingBackend)
+
+        def __exit__(self, *_error):
+            opened.append("closed")
+
+    def register_ray():
+        opened.append("ray")
+        joblib.register_parallel_backend("ray", ThreadingBackend)
+
+    monkeypatch.setitem(joblib.parallel.BACKENDS, "dask", None)
+    monkeypatch.setitem(joblib.parallel.BACKENDS, "ray", None)
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=Client))
+    for name in ("ray", "ray.util", "ray.util.joblib"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(register_ray=register_ray))
+    kept = []
+    for cluster in ("dask", "ray"):
+        assert run_sweep(some, cluster=cluster, keep=kept.append) == expected
+    assert kept == [*expected, *expected]
+    assert opened == ["dask", "closed", "ray"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "missing", "fix"),
+    [
+        ("dask", "joblib", "pip install 'heterollm[cluster]' distributed"),
+        ("dask", "distributed", "pip install 'heterollm[cluster]' distributed"),
+        ("ray", "ray", "pip install 'heterollm[cluster]' ray"),
+    ],
+)
+def test_a_cluster_without_its_packages(grid, monkeypatch, cluster, missing, fix):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(OptionError, match=f"needs {missing}") as caught:
+        run_sweep(grid[:1], cluster=cluster)
+    assert fix in caught.value.fix
+
+
+def test_one_machine_needs_no_joblib(grid, rows, monkeypatch):
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    assert run_sweep(grid[:1]) == rows[:1]
+
+
+def test_a_script_without_a_guard_is_told(tiny, tmp_path):
+    script = tmp_path / "sweep.py"
+    script.write_text(
+        "import sys\nfrom heterollm.simulate import SimulationRequest, run_sweep\n"
+        "run_sweep([SimulationRequest(sys.argv[1], prompt=32, decode=0, level='gpu')], jobs=2)\n"
+    )
+    done = subprocess.run([sys.executable, str(script), tiny], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "A process of the sweep ended" in done.stderr.splitlines()[-1]
+    assert "__main__" in done.stderr.splitlines()[-1]
 
 
 def test_a_bug_in_one_case_is_a_row(grid, monkeypatch):
@@ -159,6 +216,8 @@ def test_what_a_sweep_cannot_do(grid):
     for jobs in (0, -1, 1.5, True):
         with pytest.raises(OptionError, match="processes"):
             run_sweep(grid, jobs=jobs)
+    with pytest.raises(OptionError, match="no cluster 'slurm'"):
+        run_sweep(grid, cluster="slurm")
     with pytest.raises(OptionError, match="timeline"):
         run_sweep([replace(grid[0], trace=True)])
     assert run_sweep([]) == []

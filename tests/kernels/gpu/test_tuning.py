@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import msgspec
 import numpy as np
 import pytest
@@ -141,6 +142,20 @@ def test_a_damaged_table_is_refused(path, value):
         assert content["tuned"][0]["shape"]["tokens"] == "many"
     with pytest.raises(OptionError):
         TuningTable.from_json(edited(path, value), IDENTITY)
+
+
+def test_the_schema_takes_a_table_and_refuses_a_damaged_one():
+    path = Path(__file__).resolve().parents[3] / "docs" / "schemas" / "tuning.schema.json"
+    schema = jsonschema.Draft202012Validator(json.loads(path.read_text("utf-8")))
+    schema.validate(json.loads(filled_table().to_json()))
+    for where, value in (
+        (("schema",), 2),
+        (("tuned", 0, "tuned_us"), -1.0),
+        (("tuned", 0, "shape", "weight", "bits"), 5),
+        (("tuned", 0, "parameters", "prefetch_bytes"), None),
+        (("quarantined", 0, "reason"), 4),
+    ):
+        assert not schema.is_valid(json.loads(edited(where, value))), where
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\0\1", '{"schema": 1, "schema": 1}', "[" * 100_000])

@@ -2,6 +2,7 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -40,9 +41,17 @@ class TestWithoutQnn:
         )
         usable, reason, fix = qnn_available(emulator=True)
         assert (usable, reason) == (False, "onnxruntime-qnn is not installed.")
-        assert "pip install onnxruntime-qnn" in fix
+        assert "pip install 'heterollm[emulator]'" in fix
         with pytest.raises(DeviceError, match="not installed"):
             QnnNpu(emulator=True)
+        monkeypatch.setattr("platform.machine", lambda: "aarch64")
+        assert "pip install onnxruntime-qnn" in qnn_available(emulator=False)[2]
+
+    def test_a_library_that_cannot_be_imported_is_named(self, monkeypatch):
+        monkeypatch.setattr("platform.machine", lambda: "x86_64")
+        monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+        with pytest.raises(DeviceError, match=r"cannot be imported.*heterollm\[emulator\]"):
+            open_session(Path("graph.onnx"), QnnTarget(False), "graph")
 
     def test_a_hexagon_is_not_looked_for_on_another_processor(self, monkeypatch):
         monkeypatch.setattr("platform.machine", lambda: "x86_64")
