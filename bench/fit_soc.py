@@ -5,7 +5,7 @@
     python bench/fit_soc.py --ablate        # fit again without each mechanism
     python bench/fit_soc.py --plot          # docs/simulated_soc_stages.png
 
-All times are modelled. Fitting needs scipy (the `bench` extra), the picture matplotlib.
+All times are modelled. The picture needs matplotlib.
 """
 
 from __future__ import annotations

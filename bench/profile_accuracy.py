@@ -2,7 +2,7 @@
 
 For each predictor and part: median and 90th percentile of the relative error, and regret, the mean share of
 time lost by choosing cuts (and, between NPU graphs of one slice, forms) by predicted times; beside a constant
-rate and the nearest measured shape. The aims are printed with what was reached, and where errors are largest.
+rate. The aims are printed with what was reached, and where errors are largest.
 
 On a device, from its profile; on the emulator, from its cycle counts, which are collected first where the
 results file lacks them (bench/emulator_cycles.py; a second run only evaluates):
@@ -21,9 +21,8 @@ from typing import Final, get_args
 
 from emulator_cycles import RESULTS, all_points, collect, settled
 
-from heterollm.profiler.predict import BASELINES, CANDIDATES, Score, Times, held_out_predictions
+from heterollm.profiler.predict import BASELINE, CANDIDATES, Score, Times, held_out_predictions
 from heterollm.profiler.predict.time_model import ShapeModel
-from heterollm.profiler.predict.tree import FreeTree
 from heterollm.profiler.predict.validation import score
 from heterollm.profiler.records import LinearKey, LinearPoint, Part, Profile
 from heterollm.profiler.records.profile import stored_profiles
@@ -60,10 +59,10 @@ def report(device: str, times: Mapping[Part, Times]) -> None:
     for part in get_args(Part):
         if not times[part]:
             continue
-        models = [*CANDIDATES[part], *((FreeTree,) if part == "npu" else ()), *BASELINES]
+        models = [*CANDIDATES[part], BASELINE]
         other = times["npu" if part == "gpu" else "gpu"]
         scores = [
-            score(model, part, times[part], other, most_folds=ALL_FOLDS, bounded=model not in BASELINES)
+            score(model, part, times[part], other, most_folds=ALL_FOLDS, bounded=model is not BASELINE)
             for model in models
         ]
         found = [entry for entry in scores if entry is not None]

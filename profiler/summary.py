@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from heterollm.base import ProfileError
-from heterollm.profiler.predict import BASELINES, Predictor
+from heterollm.profiler.predict import BASELINE, Predictor
 from heterollm.profiler.records import (
     KIND_NAMES,
     BandwidthKey,
@@ -241,9 +241,8 @@ def _accuracy(profile: Profile) -> tuple[tuple[AccuracyRow, ...], str]:
         predictor = Predictor.fit(profile)
     except ProfileError as error:
         return (), error.message
-    baselines = {model.name for model in BASELINES}
     rows = tuple(
-        AccuracyRow(score, score.model == held.model.name, score.model in baselines)
+        AccuracyRow(score, score.model == held.model.name, score.model == BASELINE.name)
         for held in predictor.parts.values()
         for score in held.scores
     )

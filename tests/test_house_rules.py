@@ -232,7 +232,8 @@ def test_nothing_unpickles() -> None:
 def test_importing_the_package_loads_nothing_heavy(tmp_path: Path) -> None:
     script = (
         "import sys, heterollm; "
-        "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'transformers', 'rich', 'onnx', 'joblib'}; "
+        "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'transformers', 'rich', 'onnx', 'joblib', "
+        "'sklearn', 'scipy'}; "
         "print(sorted(heavy & set(sys.modules)), heterollm.__version__)"
     )
     done = subprocess.run(

@@ -57,6 +57,7 @@ from .typed_json import Amount as Amount
 from .typed_json import Count as Count
 from .typed_json import Number as Number
 from .typed_json import Positive as Positive
+from .typed_json import PositiveNumber as PositiveNumber
 from .typed_json import decode as decode
 from .typed_json import decode_json as decode_json
 from .typed_json import missing_field as missing_field

@@ -13,7 +13,16 @@ from msgspec import Meta, inspect
 from heterollm.base.errors import HeteroLLMError, OptionError
 from heterollm.base.strict_json import parse_json
 
-__all__ = ["Amount", "Count", "Number", "Positive", "decode", "decode_json", "missing_field"]
+__all__ = [
+    "Amount",
+    "Count",
+    "Number",
+    "Positive",
+    "PositiveNumber",
+    "decode",
+    "decode_json",
+    "missing_field",
+]
 
 T = TypeVar("T")
 
@@ -29,6 +38,9 @@ Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
 
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 """A finite number."""
+
+PositiveNumber = Annotated[float, Meta(gt=0, le=LARGEST)]
+"""A finite number above 0."""
 
 
 def decode_json(text: str | bytes, *, source: str, error: type[HeteroLLMError], fix: str = "") -> Any:  # noqa: ANN401 - any JSON value

@@ -58,7 +58,7 @@ class BuildCosts:
         if len(found) < LEAST_RECORDS:
             return cls((float(times.mean()), 0.0, 0.0), free)
         terms = np.array([[1.0, point.tokens, point.flops / point.tokens / 2e6] for point, _ in found])
-        once, token, weights = (float(term) for term in nonnegative_fit(terms, times))
+        once, token, weights = nonnegative_fit(terms, times)
         return cls((once, token, weights), free)
 
     def graph_us(self, spec: OpSpec, rows: Sequence[int], length: int) -> float:

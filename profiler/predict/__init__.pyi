@@ -1,7 +1,7 @@
+from .curves import nonnegative_fit as nonnegative_fit
 from .fitted import fitted_predictor as fitted_predictor
 from .fitted import profile_digest as profile_digest
-from .monotone import nonnegative_fit as nonnegative_fit
-from .predictor import BASELINES as BASELINES
+from .predictor import BASELINE as BASELINE
 from .predictor import CANDIDATES as CANDIDATES
 from .predictor import Predictor as Predictor
 from .time_model import Hull as Hull

@@ -1,7 +1,7 @@
-"""A linear slice as numbers that see stages: what time may depend on (HeteroLLM, sections 3.2 and 4.3).
+"""A linear slice as numbers that see stages: the features of the tree (HeteroLLM, sections 3.2 and 4.3).
 
-Hexagon's arrays are 32 wide, so dimensions enter rounded up to 32 beside their remainders. Below 32 tokens
-the emulator's activation-first graphs move in steps of 4 (measured), so tokens enter rounded to that too.
+Hexagon's arrays are 32 wide, so that dimensions enter rounded up to 32. Below 32 tokens the emulator's
+activation-first graphs move in steps of 4 (measured), so that tokens enter rounded up to 4 too.
 """
 
 from __future__ import annotations
@@ -11,17 +11,7 @@ from typing import Final
 from heterollm.base import round_up
 from heterollm.profiler.records import LinearPoint
 
-__all__ = [
-    "ARRAY",
-    "FEATURES",
-    "FORMS",
-    "MONOTONE_FEATURES",
-    "features",
-    "round_up",
-    "stage",
-    "stage_tokens",
-    "work",
-]
+__all__ = ["ARRAY", "FEATURES", "RISING", "features", "stage", "step_end", "work"]
 
 ARRAY: Final = 32
 """Width of the matrix unit."""
@@ -29,69 +19,30 @@ ARRAY: Final = 32
 FINE_STEP: Final = 4
 """Step in tokens below one array's width."""
 
-FORMS: Final = ("", "matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first")
-"""Forms that have a feature of their own; any other has none of them set."""
+FEATURES: Final = ("step", "rounded_tokens", "rounded_rows", "rounded_columns", "work")
+"""Names of the features; ``step`` is the tokens rounded up to 4, at most one array."""
 
-FEATURES: Final = (
-    "tokens",
-    "rows",
-    "columns",
-    "stage_tokens",
-    "rounded_tokens",
-    "rounded_rows",
-    "rounded_columns",
-    "remaining_tokens",
-    "remaining_rows",
-    "remaining_columns",
-    "token_tiles",
-    "rows_per_column",
-    "weight_bytes",
-    "flops",
-    "work",
-    "bits",
-    "integer_inputs",
-    "streamed",
-    *(f"form_{form or 'none'}" for form in FORMS),
-)
-"""Names of the features, in order."""
-
-MONOTONE_FEATURES: Final = ("stage_tokens", "rounded_tokens", "rounded_rows", "rounded_columns", "work")
-"""Those that never fall as tokens, rows or columns rise: a split on any other could make more work faster."""
+RISING: Final = (1, 0, 1, 1, 1)
+"""Monotone constraint of each feature: 1 where time may not fall; it may fall from one stage to the next."""
 
 
 def stage(tokens: int) -> int:
-    """Return how many arrays the tokens fill, the last perhaps in part: times may only rise within one."""
+    """Return how many arrays some tokens fill, the last one perhaps in part: within one, times never fall."""
     return -(-tokens // ARRAY)
 
 
-def stage_tokens(tokens: int) -> int:
+def step_end(tokens: int) -> int:
     """Return tokens rounded up to 4 up to one array, and to 32 beyond."""
     return round_up(tokens, FINE_STEP if tokens <= ARRAY else ARRAY)
 
 
 def work(point: LinearPoint) -> int:
-    """Return multiply-adds with every dimension rounded up to the array, in arrays' worth (32 cubed)."""
+    """Return multiply-adds in units of 32 cubed, with every dimension rounded up to 32."""
     return stage(point.rows) * stage(point.columns) * stage(point.tokens)
 
 
-def features(point: LinearPoint) -> tuple[float, ...]:
-    """Return the numbers named by :data:`FEATURES`."""
-    tokens, rows, columns = point.tokens, point.rows, point.columns
-    values = (
-        tokens,
-        rows,
-        columns,
-        stage_tokens(tokens),
-        *(round_up(size, ARRAY) for size in (tokens, rows, columns)),
-        *(size % ARRAY for size in (tokens, rows, columns)),
-        stage(tokens),
-        rows / columns,
-        point.weight_bytes,
-        point.flops,
-        work(point),
-        point.bits,
-        point.integer_inputs,
-        point.streamed,
-        *(point.form == form for form in FORMS),
-    )
-    return tuple(float(value) for value in values)
+def features(point: LinearPoint) -> tuple[int, ...]:
+    """Return the numbers that :data:`FEATURES` names."""
+    tokens, rows, columns = stage(point.tokens), stage(point.rows), stage(point.columns)
+    step = min(step_end(point.tokens), ARRAY)
+    return step, tokens * ARRAY, rows * ARRAY, columns * ARRAY, tokens * rows * columns

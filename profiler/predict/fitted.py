@@ -1,6 +1,7 @@
-"""The predictor of a profile, fitted once and kept as JSON beside it.
+"""The predictor of a profile, fitted once and kept as JSON in the cache.
 
-Fitting judges every model on shapes kept out of it, which takes a second or two; reading the result does not.
+A fit compares the models on shapes that were kept out of it, which takes a second or two. Reading the file
+takes milliseconds and imports neither scikit-learn nor SciPy.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from heterollm.profiler.records import Profile, record_line
 
 __all__ = ["fitted_predictor", "profile_digest"]
 
-PREDICTOR_VERSION: Final = 6
-"""Raise when fitting the same profile gives another predictor: kept ones are then fitted anew."""
+PREDICTOR_VERSION: Final = 7
+"""Raise when a fit of the same profile gives another predictor: kept ones are then fitted again."""
 
 
 def fitted_predictor(profile: Profile) -> Predictor:
@@ -33,11 +34,11 @@ def fitted_predictor(profile: Profile) -> Predictor:
 
 
 def profile_digest(profile: Profile, inputs: str = "") -> str:
-    """Return what files are named by that follow from a profile: what was measured decides, whenever it was.
+    """Return a name for files that are computed from a profile; equal measurements give equal names.
 
     Args:
         profile: The profile.
-        inputs: What else they follow from.
+        inputs: Other inputs of the computation, as text.
     """
     digest = hashlib.sha256(f"{PREDICTOR_VERSION} {profile.fingerprint}{inputs}".encode())
     for line in sorted(map(record_line, profile.records.values())):

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from functools import cached_property
+from typing import Annotated, ClassVar, Self
 
-from heterollm.base import ProfileError
-from heterollm.profiler.predict.features import work
-from heterollm.profiler.predict.json_values import ascending, mapping, numbers, positive, sequence, whole
-from heterollm.profiler.predict.monotone import (
+from msgspec import Meta, Struct
+
+from heterollm.base import Amount, Positive, PositiveNumber
+from heterollm.profiler.predict.curves import (
     at_tokens,
     between,
+    check_rising,
     common_floor,
     isotonic,
-    isotonic_within_stages,
+    rising,
+    within_stages,
 )
+from heterollm.profiler.predict.features import work
 from heterollm.profiler.records import LinearPoint
 
 __all__ = ["Interpolation", "TokenCurve"]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCurve:
+class TokenCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """The times of one weight shape.
 
     Args:
@@ -33,15 +35,24 @@ class TokenCurve:
         times_us: Their times, rising within each stage.
     """
 
-    columns: int
-    rows: int
-    tokens: tuple[int, ...]
-    times_us: tuple[float, ...]
+    columns: Positive
+    rows: Positive
+    tokens: list[Positive]
+    times_us: list[PositiveNumber]
+
+    def __post_init__(self) -> None:
+        """Check that there is a curve and that it rises within each stage."""
+        if not self.tokens or len(self.tokens) != len(self.times_us):
+            raise ValueError("a curve needs a time for each number of tokens")
+        check_rising("tokens", self.tokens, strictly=True)
+        if within_stages(rising, self.tokens, self.times_us) != self.times_us:
+            raise ValueError(f"times_us must rise within each stage, and is {self.times_us!r:.160}")
 
 
-@dataclass(frozen=True, slots=True)
-class Interpolation:
-    """Goes through what was measured, made to rise within each order and stage.
+class Interpolation(
+    Struct, frozen=True, forbid_unknown_fields=True, dict=True, tag_field="model", tag="interpolation"
+):
+    """Straight lines between measured times, which are made to rise within each stage.
 
     Args:
         floor_us: Part of the time that does not grow with the shape.
@@ -50,15 +61,18 @@ class Interpolation:
 
     name: ClassVar[str] = "interpolation"
 
-    floor_us: float
-    curves: tuple[TokenCurve, ...]
-    _at: dict[int, dict[int, tuple[list[int], list[float]]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    floor_us: Amount
+    curves: Annotated[list[TokenCurve], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        """Check that every shape has one curve, in order."""
+        shapes = [(curve.columns, curve.rows) for curve in self.curves]
+        if shapes != sorted(set(shapes)):
+            raise ValueError(f"an interpolation needs its shapes in order: {shapes!r:.160}")
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
-        """Average what has the same shape and arrange it in curves."""
+        """Average the times of the same shape and arrange them in curves."""
         found: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for point, time_us in zip(points, times_us, strict=True):
             found[point.columns, point.rows][point.tokens].append(time_us)
@@ -66,24 +80,25 @@ class Interpolation:
         for (columns, rows), by_tokens in sorted(found.items()):
             tokens = sorted(by_tokens)
             means = [sum(by_tokens[count]) / len(by_tokens[count]) for count in tokens]
-            curves.append(
-                TokenCurve(columns, rows, tuple(tokens), tuple(isotonic_within_stages(tokens, means)))
-            )
+            curves.append(TokenCurve(columns, rows, tokens, within_stages(isotonic, tokens, means)))
         floor, _ = common_floor(
             [point.tokens for point in points], [work(point) for point in points], times_us
         )
-        return cls(floor, tuple(curves))
+        return cls(floor, curves)
+
+    @cached_property
+    def _at(self) -> dict[int, dict[int, tuple[list[int], list[float]]]]:
+        """Rows and times by tokens and columns, as far as they were asked for."""
+        return {}
 
     def estimate_us(self, point: LinearPoint) -> float:
         """Return the time along rows at each measured number of columns, and then along columns."""
         by_columns = self._at.get(point.tokens)
         if by_columns is None:
             by_columns = self._at[point.tokens] = self._read(point.tokens)
-        columns = list(by_columns)
-        times = isotonic(
-            [between(rows, values, point.rows, self.floor_us) for rows, values in by_columns.values()]
-        )
-        return between(columns, times, point.columns, self.floor_us)
+        own, floor_us = point.rows, self.floor_us
+        times = rising([between(rows, values, own, floor_us) for rows, values in by_columns.values()])
+        return between(list(by_columns), times, point.columns, floor_us)
 
     def _read(self, tokens: int) -> dict[int, tuple[list[int], list[float]]]:
         """Return rows and times at some tokens, by columns."""
@@ -92,38 +107,4 @@ class Interpolation:
             rows, values = found.setdefault(curve.columns, ([], []))
             rows.append(curve.rows)
             values.append(at_tokens(curve.tokens, curve.times_us, tokens, self.floor_us))
-        return {columns: (rows, isotonic(values)) for columns, (rows, values) in found.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        curves = [
-            {
-                "columns": curve.columns,
-                "rows": curve.rows,
-                "tokens": list(curve.tokens),
-                "times_us": list(curve.times_us),
-            }
-            for curve in self.curves
-        ]
-        return {"floor_us": self.floor_us, "curves": curves}
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the model of a JSON form; see :class:`heterollm.profiler.predict.time_model.ShapeModel`."""
-        named = mapping(data, {"floor_us", "curves"}, cls.name)
-        curves = tuple(_curve(entry) for entry in sequence(named["curves"], "curves"))
-        shapes = [(curve.columns, curve.rows) for curve in curves]
-        if not shapes or shapes != sorted(set(shapes)):
-            raise ProfileError(f"{cls.name} holds no shapes, or not in order: {shapes!r:.160}.")
-        return cls(positive(named["floor_us"], "floor", or_zero=True), curves)
-
-
-def _curve(data: object) -> TokenCurve:
-    named = mapping(data, {"columns", "rows", "tokens", "times_us"}, "curve")
-    columns, rows = (whole([named[name]], name)[0] for name in ("columns", "rows"))
-    tokens = whole(named["tokens"], "tokens")
-    ascending(tokens, "tokens")
-    times = numbers(named["times_us"], "times", len(tokens))
-    if isotonic_within_stages(tokens, times) != times:
-        raise ProfileError(f"The times of a curve fall within a stage: {times!r:.160}.")
-    return TokenCurve(columns, rows, tuple(tokens), tuple(times))
+        return {columns: (rows, rising(values)) for columns, (rows, values) in found.items()}

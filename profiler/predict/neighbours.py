@@ -1,17 +1,18 @@
-"""What measured slices say of the time of another one: straight lines between them, and bounds beside them.
+"""Lines between measured slices, and bounds that measured slices set on the time of others.
 
-A model that was fitted to few points may predict a wide slice to be faster than a narrow one that was
-measured, or eight times the tokens for the price of one. Between two measured widths of a weight time is
-nearly linear, since what a cut leaves out is work alike; beside them, and at other lengths, four things hold
-on every processor that was looked at:
+A model that was fitted to few points may predict that a wide slice is faster than a measured narrow one, or
+that eight tokens cost as much as one. Between two measured widths of a weight, time is nearly linear. Beside
+them, and at other lengths, four rules hold on every processor that was measured:
 
-- more rows take no less time, and within a stage of 32 tokens more tokens neither. From one stage to the next
-  time may fall (one order of the emulator costs less at 33 tokens than at 32), but never below one token's;
-- a row, or a token, costs no less in a narrower or shorter slice than in one that was measured: fixed costs
-  are shared by fewer. Within a stage tokens are not counted so, nor is this said of inputs (Hexagon takes 3.5
-  times as long for each weight of 14336 inputs as for one of 4096);
-- two slices cost at least as much as one of both together;
-- of weights with other inputs, none of the same size or larger was faster for each weight at that length.
+- More rows take no less time, and neither do more tokens within a stage of 32. From one stage to the next
+  time may fall (one order of the emulator costs less at 33 tokens than at 32), but never below the time of a
+  token.
+- A row costs no less in a narrower slice than in a measured wider one, since fewer rows share the fixed
+  costs; likewise a token in a shorter slice of another stage. The rule does not hold for inputs: Hexagon
+  takes 3.5 times as long for each weight of 14336 inputs as for one of 4096.
+- Two slices cost at least as much as one slice of both together.
+- No weight is faster than the fastest measured one of the same size or larger, of any number of inputs, at
+  that length.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from heterollm.profiler.predict.curves import isotonic_median
 from heterollm.profiler.predict.features import ARRAY, stage
-from heterollm.profiler.predict.monotone import isotonic_median
 from heterollm.profiler.predict.time_model import Kind, Prediction, TimeModel
 from heterollm.profiler.records import LinearPoint
 
 __all__ = ["LINE", "Neighbours"]
 
 LINE: Final = "line"
-"""Source of what lies between two measured widths."""
+"""Source of times between two measured widths."""
 
 NOISE: Final = 0.9
-"""A row may cost so much of what it does in a wider slice: times are noisy, and caches end somewhere."""
+"""Least cost of a row, as a share of its cost in a wider slice: times are noisy, and caches are finite."""
 
 
 class Widths:
     """The measured widths of a weight at one length.
 
     Args:
-        times_us: Rows and times; of the same rows several are allowed.
+        times_us: Rows and times; equal rows may occur several times.
     """
 
     def __init__(self, times_us: Iterable[tuple[int, float]]) -> None:
@@ -49,11 +50,11 @@ class Widths:
         for rows, time_us in times_us:
             found[rows].append(time_us)
         self.rows: Final = sorted(found)
-        # A run that was disturbed stands out; half of its neighbours decide, not their mean.
+        # Medians, not means: a disturbed run is an outlier.
         self.times_us: Final = isotonic_median([statistics.median(found[rows]) for rows in self.rows])
 
     def line(self, rows: int) -> float | None:
-        """Return the time between two measured widths, or at one; None beside them."""
+        """Return the time at a measured width or between two; None beside them."""
         place = bisect.bisect_left(self.rows, rows)
         if place == len(self.rows) or (place == 0 and rows != self.rows[0]):
             return None
@@ -63,7 +64,7 @@ class Widths:
         return self.times_us[place - 1] + share * (self.times_us[place] - self.times_us[place - 1])
 
     def bounds(self, rows: int) -> tuple[float, float]:
-        """Return the least and the most that some rows can take."""
+        """Return the least and the greatest time of a slice of some rows."""
         if rows < self.rows[0]:
             return NOISE * self.times_us[0] * rows / self.rows[0], self.times_us[0]
         if rows > self.rows[-1]:
@@ -74,7 +75,7 @@ class Widths:
 
 
 class Weights:
-    """The measured weights of one kind at one length, whatever their inputs.
+    """The measured weights of one kind at one length, of any number of inputs.
 
     Args:
         times_us: Weights and times.
@@ -89,7 +90,7 @@ class Weights:
         self._us_per_weight: Final = rates
 
     def bounds(self, size: int) -> tuple[float, float]:
-        """Return the least that so many weights can take; of more than were measured, that of the most."""
+        """Return the least time of so many weights; beyond the largest measured weight, its own time."""
         place = bisect.bisect_left(self._sizes, size)
         if place == len(self._sizes):
             return self._sizes[-1] * self._us_per_weight[-1], math.inf
@@ -97,11 +98,11 @@ class Weights:
 
 
 _Bound: TypeAlias = tuple[Widths | Weights, float, float]
-"""Times at a measured length, with what their least and their most are multiplied by."""
+"""Times at a measured length, and the factors of their least and greatest time."""
 
 
 class Neighbours:
-    """Every measured slice of a part, by what it bounds.
+    """All measured slices of a part, by the slices that they bound.
 
     Args:
         times_us: The measured times.
@@ -127,9 +128,9 @@ class Neighbours:
         self._found: dict[tuple[Kind, int, int], list[_Bound]] = {}
 
     def predict(self, point: LinearPoint, model: TimeModel) -> Prediction:
-        """Return the time between measured widths; else what a model says, within the bounds.
+        """Return the time on a line between measured widths; else the answer of a model within the bounds.
 
-        Where the bounds contradict each other, since times were noisy, the middle of them is the answer.
+        Where noise makes the bounds contradict each other, the middle between them is returned.
 
         Raises:
             ProfileError: As :meth:`heterollm.profiler.predict.time_model.TimeModel.predict`.
@@ -145,11 +146,11 @@ class Neighbours:
         if low_us <= found.us <= high_us:
             return found
         us = (low_us + high_us) / 2 if low_us > high_us else min(max(found.us, low_us), high_us)
-        # As likely as before to be anywhere between what the model said and the bound.
+        # The interval still holds the answer of the model.
         return Prediction(us, min(found.low_us, us), max(found.high_us, us), found.known, found.source)
 
     def _bounds(self, kind: Kind, point: LinearPoint) -> tuple[float, float]:
-        """Return the least and the most that a slice can take, by the measured lengths that bound it."""
+        """Return the least and the greatest time of a slice, by the measured lengths that bound it."""
         asked = (kind, point.columns, point.tokens)
         own = self._widths.get((kind, point.columns))
         bounds = self._found.get(asked)
@@ -157,7 +158,7 @@ class Neighbours:
             measured: Mapping[int, Widths | Weights] = self._weights.get(kind, {}) if own is None else own
             bounds = [
                 (measured[length], low, high)
-                for length, low, high in _telling(sorted(measured), point.tokens)
+                for length, low, high in _bounding_lengths(sorted(measured), point.tokens)
             ]
             self._found[asked] = bounds
         size = _weights(point) if own is None else point.rows
@@ -169,16 +170,16 @@ class Neighbours:
 
 
 def _weights(point: LinearPoint) -> int:
-    """Return the weights of a slice, of all linears of a block."""
+    """Return the number of weights of a slice; of a block, those of its three linear layers."""
     return point.flops // (2 * point.tokens)
 
 
-def _telling(lengths: Sequence[int], tokens: int) -> list[tuple[int, float, float]]:
-    """Return the measured lengths that bound another, with what their least and their most are multiplied by.
+def _bounding_lengths(lengths: Sequence[int], tokens: int) -> list[tuple[int, float, float]]:
+    """Return the measured lengths that bound another length, and the factors of their bounds.
 
     Args:
         lengths: Measured numbers of tokens, ascending.
-        tokens: Of the slice that is asked for.
+        tokens: Tokens of the slice.
     """
     place = bisect.bisect_left(lengths, tokens)
     own = stage(tokens)
@@ -186,7 +187,7 @@ def _telling(lengths: Sequence[int], tokens: int) -> list[tuple[int, float, floa
     if lengths and lengths[0] == 1 < tokens:
         found.append((1, 1.0, math.inf))
     for length in reversed(lengths[:place]):
-        # Within its first array a part may well take more than twice as long for twice the tokens.
+        # Below one array's width, twice the tokens may take more than twice as long.
         high = float(-(-tokens // length)) if length >= ARRAY else math.inf
         found.append((length, 1.0 if stage(length) == own else 0.0, high))
         break
@@ -196,7 +197,7 @@ def _telling(lengths: Sequence[int], tokens: int) -> list[tuple[int, float, floa
         elif stage(length) == own:
             found.append((length, 0.0, 1.0))
         else:
-            # The last array may be filled in part only.
+            # The last array may be filled only in part.
             found.append((length, tokens / (ARRAY * stage(length)), math.inf))
             break
     return found

@@ -1,55 +1,54 @@
-"""Times of a layer's other operators: a fixed cost plus a cost for what they read, compute and write."""
+"""Times of a layer's other operators: a fixed cost plus costs of reading, computing and writing."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct
 
-from heterollm.base import ProfileError
-from heterollm.profiler.measure import Measurement
-from heterollm.profiler.predict.json_values import mapping, numbers, positive, sequence, word
-from heterollm.profiler.predict.monotone import nonnegative_fit
-from heterollm.profiler.predict.time_model import KNOWN_FACTOR, UNKNOWN_FACTOR, Prediction
+from heterollm.base import Amount, PositiveNumber, ProfileError
+from heterollm.profiler.predict.curves import nonnegative_fit
+from heterollm.profiler.predict.time_model import KNOWN_FACTOR, UNKNOWN_FACTOR, Prediction, measured_time
 from heterollm.profiler.predict.validation import HIGH, LOW, percentile
 from heterollm.profiler.records import LayerKey, Record
 
 __all__ = ["LayerPredictor", "OperatorModel"]
 
-SIZES: Final = ("tokens", "context", "hidden", "heads", "kv_heads", "head_dim")
-TERMS: Final = 4
 
-
-@dataclass(frozen=True, slots=True)
-class OperatorModel:
+class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
     """The times of one operator.
 
     Args:
-        costs_us: Of a pass, of a value of each row, of a query's value for each position, of a cached value.
+        costs_us: Costs of a pass, of a value of a row, of a query's value at a position, of a cached value.
         low: Smallest tokens, positions and row sizes measured.
         high: Largest ones.
         spread: Tenth and ninetieth percentile of measured over fitted time.
     """
 
-    costs_us: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    spread: tuple[float, ...]
+    costs_us: tuple[Amount, Amount, Amount, Amount]
+    low: tuple[Amount, Amount, Amount]
+    high: tuple[Amount, Amount, Amount]
+    spread: tuple[PositiveNumber, PositiveNumber]
+
+    def __post_init__(self) -> None:
+        """Check that the operator takes time."""
+        if not 0.0 < sum(self.costs_us) < math.inf:
+            raise ValueError("an operator needs a cost above zero")
 
     @classmethod
     def fit(cls, keys: Sequence[LayerKey], times_us: Sequence[float]) -> OperatorModel:
-        """Fit the costs; those that no measurement depends on are none."""
+        """Fit the costs; those that no measurement depends on are zero."""
         terms = np.array([_terms(key) for key in keys], np.float64)
-        used = terms.any(axis=0)
-        costs = np.zeros(TERMS)
-        costs[used] = nonnegative_fit(terms[:, used], np.array(times_us, np.float64))
-        sizes = list(zip(*(_sizes(key) for key in keys), strict=True))
-        low, high = tuple(map(min, sizes)), tuple(map(max, sizes))
-        fitted = cls(tuple(map(float, costs)), low, high, (1.0, 1.0))
+        used = [bool(column.any()) for column in terms.T]
+        found = iter(nonnegative_fit(terms[:, used], np.array(times_us, np.float64)))
+        once, value, seen, cached = (next(found) if use else 0.0 for use in used)
+        tokens, contexts, rows = zip(*(_sizes(key) for key in keys), strict=True)
+        low, high = (min(tokens), min(contexts), min(rows)), (max(tokens), max(contexts), max(rows))
+        fitted = cls((once, value, seen, cached), low, high, (1.0, 1.0))
         ratios = [time_us / fitted.estimate_us(key) for key, time_us in zip(keys, times_us, strict=True)]
         return cls(fitted.costs_us, low, high, (percentile(ratios, LOW), percentile(ratios, HIGH)))
 
@@ -61,7 +60,7 @@ class OperatorModel:
         return total
 
     def near(self, key: LayerKey) -> bool:
-        """Whether sizes are within what was measured, or beyond by no more than the stated factor."""
+        """Whether sizes are within the measured ones, or beyond them by at most ``KNOWN_FACTOR``."""
         sizes = zip(_sizes(key), self.low, self.high, strict=True)
         return all(low / KNOWN_FACTOR <= size <= high * KNOWN_FACTOR for size, low, high in sizes)
 
@@ -72,7 +71,7 @@ class LayerPredictor:
 
     Args:
         operators: The fitted models by the operators' names.
-        measured: What was measured.
+        measured: The measured times.
     """
 
     operators: Mapping[str, OperatorModel]
@@ -80,7 +79,7 @@ class LayerPredictor:
 
     @classmethod
     def fit(cls, records: Mapping[LayerKey, Record]) -> LayerPredictor:
-        """Fit every operator; of kernels of several versions, those measured last count.
+        """Fit every operator; of several versions of a kernel, the one measured last counts.
 
         Raises:
             ProfileError: There is no record with times.
@@ -99,11 +98,7 @@ class LayerPredictor:
             name: OperatorModel.fit(keys, [timed[key].median_us for key in keys])
             for name, keys in by_operator.items()
         }
-        measured = {}
-        for key, record in timed.items():
-            low, high = Measurement(record.samples_us).quartiles_us
-            measured[key] = Prediction(record.median_us, low, high, True, "measured")
-        return cls(operators, measured)
+        return cls(operators, {key: measured_time(record) for key, record in timed.items()})
 
     def predict(self, key: LayerKey) -> Prediction:
         """Return the measured time of an operator, or the predicted one.
@@ -124,41 +119,12 @@ class LayerPredictor:
         low, high = min(model.spread[0], 1.0) / wider, max(model.spread[1], 1.0) * wider
         return Prediction(us, us * low, us * high, known, "layer_linear")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        operators = {
-            name: {item: list(value) for item, value in asdict(model).items()}
-            for name, model in self.operators.items()
-        }
-        measured = [
-            {"key": structs.asdict(key), "times_us": [prediction.us, prediction.low_us, prediction.high_us]}
-            for key, prediction in sorted(self.measured.items(), key=lambda item: item[0])
-        ]
-        return {"operators": operators, "measured": measured}
-
-    @classmethod
-    def from_dict(cls, data: object) -> LayerPredictor:
-        """Return the predictor of a JSON form.
-
-        Raises:
-            ProfileError: It is not one.
-        """
-        named = mapping(data, {"operators", "measured"}, "layers")
-        if not isinstance(named["operators"], dict) or not named["operators"]:
-            raise ProfileError(f"layers has the operators {named['operators']!r:.80}.")
-        operators = {name: _read_operator(entry) for name, entry in named["operators"].items()}
-        measured = {}
-        for entry in sequence(named["measured"], "measured"):
-            item = mapping(entry, {"key", "times_us"}, "A measured operator")
-            us, low_us, high_us = numbers(item["times_us"], "times_us", 3)
-            measured[_read_key(item["key"])] = Prediction(us, low_us, high_us, True, "measured")
-        return cls(operators, measured)
-
 
 def _terms(key: LayerKey) -> tuple[float, ...]:
-    """Return what the costs are multiplied with: decode reads the cache once, however many heads share it.
+    """Return the factors of the costs.
 
-    A token attends to those before it, so that the first of a pass sees fewer positions than the last one.
+    Decode reads the cache once, however many heads share it. A token attends to the tokens before it, so that
+    the first one of a pass sees fewer positions than the last one.
     """
     seen = max(0.0, key.tokens * key.context - key.tokens * (key.tokens - 1) / 2)
     return (
@@ -173,24 +139,5 @@ def _row(key: LayerKey) -> int:
     return max(key.hidden, (key.heads + 2 * key.kv_heads) * key.head_dim, 1)
 
 
-def _sizes(key: LayerKey) -> tuple[float, ...]:
+def _sizes(key: LayerKey) -> tuple[float, float, float]:
     return float(key.tokens), float(key.context), float(_row(key))
-
-
-def _read_operator(data: object) -> OperatorModel:
-    named = mapping(data, {item.name for item in fields(OperatorModel)}, "An operator")
-    costs = numbers(named["costs_us"], "costs_us", TERMS, or_zero=True)
-    low, high = (numbers(named[name], name, 3, or_zero=True) for name in ("low", "high"))
-    spread = numbers(named["spread"], "spread", 2)
-    positive(sum(costs), "The sum of the costs")
-    return OperatorModel(tuple(costs), tuple(low), tuple(high), tuple(spread))
-
-
-def _read_key(data: object) -> LayerKey:
-    named = mapping(data, set(LayerKey.__struct_fields__), "An operator's key")
-    sizes = [named[name] for name in SIZES]
-    if not all(type(size) is int and 0 <= size < 2**53 for size in sizes):
-        raise ProfileError(f"An operator's sizes are {sizes!r:.160}.")
-    for name in ("operator", "code"):
-        word(named[name], name)
-    return LayerKey(**named)

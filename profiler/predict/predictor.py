@@ -1,48 +1,49 @@
-"""Times of linear layers and other operators on a profiled device, measured or predicted (design, section 8).
+"""Times of linear layers and other operators on a profiled device, measured or predicted.
 
-A measured time wins, and between two measured widths of a weight a straight line. Else the model answers that
-loses least, on weight shapes kept out of its fit, by choosing cuts with predicted times, within bounds that
-the measured times set; every model's score is kept for reports.
+A measured time is returned as it is, and between two measured widths of a weight a straight line answers. For
+other slices a fitted model answers, within bounds that measured times set. Of the models of a part, the one
+with the least regret on weight shapes that were kept out of its fit is used. The scores of all are kept.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
-from msgspec import structs
-
-from heterollm.base import ProfileError, parse_json
-from heterollm.profiler.measure import Measurement
-from heterollm.profiler.predict.baselines import ConstantRate, Nearest
+from heterollm.base import ProfileError
+from heterollm.profiler.predict.baselines import ConstantRate
+from heterollm.profiler.predict.file import (
+    PredictorFile,
+    StoredLayers,
+    StoredPart,
+    predictions,
+    read_file,
+    times_of,
+)
 from heterollm.profiler.predict.interpolation import Interpolation
-from heterollm.profiler.predict.json_values import mapping, number, numbers, positive, sequence, whole, word
 from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.operators import LayerPredictor
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
-from heterollm.profiler.predict.time_model import Prediction, ShapeModel, TimeModel, point_from_dict
+from heterollm.profiler.predict.time_model import Prediction, ShapeModel, TimeModel, measured_time
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score, score
 from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Part, Profile, Record
 
-__all__ = ["BASELINES", "CANDIDATES", "PartPredictor", "Predictor"]
+__all__ = ["BASELINE", "CANDIDATES", "PartPredictor", "Predictor"]
 
-SCHEMA_VERSION: Final = 2
 FIX: Final = "Run `heterollm profile`."
 
 CANDIDATES: Final[Mapping[Part, tuple[type[ShapeModel], ...]]] = {
     "gpu": (Interpolation, Roofline),
-    "npu": (Interpolation, StageLinear, Tree),
+    "npu": (StageLinear, Tree),
 }
-"""Models that may be used for each part; the first where the profile is too small to compare them."""
+"""Models to choose from for each part; the first is used where a profile is too small to compare them."""
 
-BASELINES: Final[tuple[type[ShapeModel], ...]] = (ConstantRate, Nearest)
-"""Models that are only compared with."""
+BASELINE: Final[type[ShapeModel]] = ConstantRate
+"""The model that the others are compared with."""
 
-MODELS: Final = {model.name: model for models in (*CANDIDATES.values(), BASELINES) for model in models}
 FEWEST_POINTS: Final = 2
 
 
@@ -52,9 +53,9 @@ class PartPredictor:
 
     Args:
         model: The fitted model that is used.
-        scores: How every model did, the one in use and the baselines included; empty where the profile has
-            one weight shape only.
-        measured: What was measured.
+        scores: Errors and regret of every model, the baseline included; empty where the profile has one
+            weight shape only.
+        measured: The measured times.
     """
 
     model: TimeModel
@@ -73,7 +74,7 @@ class PartPredictor:
 
 @dataclass(slots=True)
 class Predictor:
-    """The times of everything that a plan places.
+    """The times of all operators that a plan places.
 
     Args:
         parts: The parts of which the profile has linear layers.
@@ -88,9 +89,9 @@ class Predictor:
 
     @classmethod
     def fit(cls, profile: Profile) -> Predictor:
-        """Fit every model of every part and keep the best.
+        """Fit every model of every part and keep the best ones.
 
-        Of kernels and graphs of several versions, the one measured last counts.
+        Of several versions of kernels or graphs, the one measured last counts.
 
         Raises:
             ProfileError: The profile has no linear layers, or too few of a part.
@@ -139,24 +140,14 @@ class Predictor:
         return self.layers.predict(key)
 
     def to_json(self) -> str:
-        """Return the fitted predictor as JSON text; what is read back predicts the same to the last bit."""
+        """Return the fitted predictor as JSON text, of which :meth:`from_json` makes one of equal answers."""
         parts = {
-            part: {
-                "model": held.model.to_dict(),
-                "scores": [asdict(entry) for entry in held.scores],
-                "measured": [
-                    {
-                        "point": structs.asdict(point),
-                        "times_us": [prediction.us, prediction.low_us, prediction.high_us],
-                    }
-                    for point, prediction in sorted(held.measured.items(), key=lambda item: item[0])
-                ],
-            }
-            for part, held in self.parts.items()
+            part: StoredPart.of(held.model, held.scores, held.measured) for part, held in self.parts.items()
         }
-        layers = None if self.layers is None else self.layers.to_dict()
-        data = {"schema_version": SCHEMA_VERSION, "parts": parts, "layers": layers}
-        return json.dumps(data, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+        layers = None
+        if self.layers is not None:
+            layers = StoredLayers(dict(self.layers.operators), times_of(self.layers.measured))
+        return PredictorFile(parts=parts, layers=layers).text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Predictor:
@@ -165,30 +156,14 @@ class Predictor:
         Raises:
             ProfileError: The text is damaged, or of another version.
         """
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise ProfileError(f"The predictor is not JSON: {error}.", fix=FIX) from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ProfileError(f"The predictor has schema version {version!r:.40}.", fix=FIX)
-        try:
-            named = mapping(data, {"schema_version", "parts", "layers"}, "The predictor")
-            if not isinstance(named["parts"], dict) or not named["parts"]:
-                raise ProfileError(f"Its parts are {named['parts']!r:.80}.")
-            parts = {_part(part): _read_part(held) for part, held in named["parts"].items()}
-            layers = None if named["layers"] is None else LayerPredictor.from_dict(named["layers"])
-        except ProfileError as error:
-            raise ProfileError(f"The predictor is damaged: {error.message}", fix=FIX) from error
-        return cls(parts, layers)
-
-
-def _part(name: object) -> Part:
-    if name == "gpu":
-        return "gpu"
-    if name == "npu":
-        return "npu"
-    raise ProfileError(f"There is no part called {name!r:.80}.")
+        stored = read_file(text)
+        parts = {
+            part: PartPredictor(held.model, held.scores, predictions(held.measured))
+            for part, held in stored.parts.items()
+        }
+        if stored.layers is None:
+            return cls(parts)
+        return cls(parts, LayerPredictor(stored.layers.operators, predictions(stored.layers.measured)))
 
 
 def _latest(profile: Profile, part: Part) -> list[Record]:
@@ -209,43 +184,16 @@ def _fit_part(
             f"The profile has {len(times)} measured linear layer of the {part}, too few to predict from.",
             fix=FIX,
         )
-    candidates = CANDIDATES[part]
-    scores = [score(model, part, times, other) for model in candidates]
-    scores += [score(model, part, times, other, bounded=False) for model in BASELINES]
-    found = [entry for entry in scores if entry is not None]
-    usable = [entry for entry in found if entry.model in {model.name for model in candidates}]
+    candidates = {model.name: model for model in CANDIDATES[part]}
+    scores = [score(model, part, times, other) for model in candidates.values()]
+    usable = [entry for entry in scores if entry is not None]
+    baseline = score(BASELINE, part, times, other, bounded=False)
     best = min(usable, key=lambda entry: entry.rank, default=None)
-    model = TimeModel(candidates[0] if best is None else MODELS[best.model])
+    model = TimeModel(CANDIDATES[part][0] if best is None else candidates[best.model])
     if best is not None:
         model.spread = best.spread
     model.fit(list(times), list(times.values()))
-    measured = {}
-    for record in records:
-        assert isinstance(record.key, LinearKey)
-        low, high = Measurement(record.samples_us).quartiles_us
-        measured[record.key.point] = Prediction(record.median_us, low, high, True, "measured")
-    return PartPredictor(model, tuple(found), measured)
-
-
-def _read_part(data: object) -> PartPredictor:
-    named = mapping(data, {"model", "scores", "measured"}, "A part")
-    scores = tuple(_read_score(entry) for entry in sequence(named["scores"], "scores"))
-    measured = {}
-    for entry in sequence(named["measured"], "measured"):
-        item = mapping(entry, {"point", "times_us"}, "A measured slice")
-        us, low_us, high_us = numbers(item["times_us"], "times_us", 3)
-        measured[point_from_dict(item["point"])] = Prediction(us, low_us, high_us, True, "measured")
-    return PartPredictor(TimeModel.from_dict(named["model"], MODELS), scores, measured)
-
-
-def _read_score(data: object) -> Score:
-    named = mapping(data, set(Score.__dataclass_fields__), "A score")
-    low, high = numbers(named["spread"], "spread", 2)
-    samples = whole([named["samples"]], "samples")[0]
-    choices = int(positive(named["choices"], "choices", or_zero=True))
-    regret = None if named["regret"] is None else number(named["regret"], "regret")
-    median, high_error = (
-        positive(named[name], name, or_zero=True) for name in ("median_error", "high_error")
-    )
-    model, part = word(named["model"], "model"), _part(named["part"])
-    return Score(model, part, samples, median, high_error, regret, choices, (low, high))
+    measured = {
+        record.key.point: measured_time(record) for record in records if isinstance(record.key, LinearKey)
+    }
+    return PartPredictor(model, (*usable, *(() if baseline is None else (baseline,))), measured)

@@ -1,42 +1,48 @@
-"""A part bound by memory or by arithmetic whose efficiency rises with the number of tokens.
+"""A roofline: a part is bound by memory, or by arithmetic whose efficiency rises with the number of tokens.
 
-``T = floor + max(bytes / bandwidth, operations / rate(m))``. A pass that unpacks the weights first costs the
-same at any number of tokens, which is an efficiency that rises with them: ``W/R + 2 W m/F = 2 W (m + h)/F``.
-So one curve, the time that a weight costs at ``m`` tokens, holds both; it is read off the measurements.
+``T = floor + max(bytes / bandwidth, operations / rate(m))``. A pass that unpacks the weights first takes the
+same time for it at any number of tokens: ``W/R + 2 W m/F = 2 W (m + h)/F``, an efficiency that rises with
+tokens. One measured curve, the time of a weight at ``m`` tokens, describes both.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from heterollm.base import ProfileError
-from heterollm.profiler.predict.json_values import ascending, mapping, numbers, positive, whole
-from heterollm.profiler.predict.monotone import common_floor, isotonic
+from msgspec import Struct
+
+from heterollm.base import Amount, Positive, PositiveNumber
+from heterollm.profiler.predict.curves import check_rising, common_floor, isotonic
 from heterollm.profiler.records import LinearPoint
 
 __all__ = ["Roofline"]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="roofline"):
     """Bandwidth, and the time per weight at each measured number of tokens.
 
     Args:
-        floor_us: Cost of a pass whatever its size.
-        bytes_per_us: The fastest that weights were ever read.
+        floor_us: Fixed cost of a pass.
+        bytes_per_us: The fastest measured rate of reading weights.
         tokens: Measured numbers of tokens, ascending.
         us_per_weight: Time of each weight at these, rising.
     """
 
     name: ClassVar[str] = "roofline"
 
-    floor_us: float
-    bytes_per_us: float
-    tokens: tuple[int, ...]
-    us_per_weight: tuple[float, ...]
+    floor_us: Amount
+    bytes_per_us: PositiveNumber
+    tokens: list[Positive]
+    us_per_weight: list[PositiveNumber]
+
+    def __post_init__(self) -> None:
+        """Check that there is a curve and that it rises."""
+        if not self.tokens or len(self.tokens) != len(self.us_per_weight):
+            raise ValueError("a roofline needs a cost for each measured number of tokens")
+        check_rising("tokens", self.tokens, strictly=True)
+        check_rising("us_per_weight", self.us_per_weight)
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
@@ -44,16 +50,16 @@ class Roofline:
         weights = [point.rows * point.columns for point in points]
         floor, by_tokens = common_floor([point.tokens for point in points], weights, times_us)
         tokens = sorted(by_tokens)
-        # Tokens that others share a pass over the weights with cost no more than they would alone.
+        # A token costs no more in a longer pass than in a shorter one.
         shares = isotonic([-by_tokens[count] / count for count in tokens])
         costs = isotonic([-share * count for share, count in zip(shares, tokens, strict=True)])
         bandwidth = max(
             point.weight_bytes / (time_us - floor) for point, time_us in zip(points, times_us, strict=True)
         )
-        return cls(floor, bandwidth, tuple(tokens), tuple(costs))
+        return cls(floor, bandwidth, tokens, costs)
 
     def estimate_us(self, point: LinearPoint) -> float:
-        """Return the floor and whichever bound is later."""
+        """Return the floor plus the larger of both bounds."""
         arithmetic_us = self._us_per_weight(point.tokens) * (point.rows * point.columns)
         return self.floor_us + max(point.weight_bytes / self.bytes_per_us, arithmetic_us)
 
@@ -65,24 +71,3 @@ class Roofline:
             return costs[end] * tokens / known[end]
         share = (tokens - known[place - 1]) / (known[place] - known[place - 1])
         return costs[place - 1] + (costs[place] - costs[place - 1]) * share
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        return {
-            "floor_us": self.floor_us,
-            "bytes_per_us": self.bytes_per_us,
-            "tokens": list(self.tokens),
-            "us_per_weight": list(self.us_per_weight),
-        }
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the model of a JSON form; see :class:`heterollm.profiler.predict.time_model.ShapeModel`."""
-        named = mapping(data, {"floor_us", "bytes_per_us", "tokens", "us_per_weight"}, cls.name)
-        tokens = whole(named["tokens"], "tokens")
-        ascending(tokens, "tokens")
-        costs = numbers(named["us_per_weight"], "costs", len(tokens))
-        if costs != sorted(costs):
-            raise ProfileError(f"{cls.name} has costs that fall as tokens rise: {costs!r:.160}.")
-        floor = positive(named["floor_us"], "floor", or_zero=True)
-        return cls(floor, positive(named["bytes_per_us"], "bandwidth"), tuple(tokens), tuple(costs))

@@ -1,44 +1,44 @@
-"""What every predictor of linear layers shares: its answer, what it knows, and its JSON form.
+"""The protocol of models of linear layers, and the answers of all of them.
 
-A model is fitted for one *kind* of slice (form and number formats) at a time, so that no number of one leaks
-into another; and feed-forward blocks are never predicted from plain linear layers, nor these from them.
-Predictions use only additions, multiplications, divisions and comparisons of float64, whose
-results IEEE 754 fixes: they are the same on every platform.
+A model is fitted for each *kind* of slice (form and number formats) by itself. Feed-forward blocks are never
+predicted from plain linear layers, nor linear layers from blocks. Predictions use only additions,
+multiplications, divisions and comparisons of float64, whose results IEEE 754 fixes: they are the same on
+every platform.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Final, Protocol, Self, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Final, Protocol, Self
 
-from heterollm.base import ProfileError
-from heterollm.kernels.ops import Group
-from heterollm.profiler.predict.json_values import mapping, number, positive, sequence, whole, word
-from heterollm.profiler.records import LinearPoint
+from msgspec import Meta, Struct
 
-__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel", "point_from_dict"]
+from heterollm.base import Amount, ProfileError
+from heterollm.profiler.measure import Measurement
+from heterollm.profiler.records import LinearPoint, Record
+
+__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel", "measured_time"]
 
 KNOWN_FACTOR: Final = 2.0
-"""How far beyond the measured tokens, rows and columns a model still knows a shape."""
+"""A shape counts as known up to this factor beyond the measured tokens, rows and columns."""
 
 UNKNOWN_FACTOR: Final = 2.0
-"""By how much the interval of an unknown shape is wider, to either side."""
+"""Factor by which the interval of an unknown shape is wider, to either side."""
 
 DEFAULT_SPREAD: Final = (0.5, 2.0)
 """Interval as ratios of the prediction, until cross-validation has found them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """The time of one pass.
 
     Args:
         us: Microseconds expected.
         low_us: Nine in ten passes take longer than this.
         high_us: Nine in ten passes take less than this.
-        known: Whether the shape is within what was measured, or near it.
+        known: Whether the shape is within the measured ones, or near them.
         source: ``measured``, or the name of the model.
     """
 
@@ -49,17 +49,22 @@ class Prediction:
     source: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Kind:
-    """What slices must have in common for their times to be comparable: what ``LinearPoint`` says of them."""
+def measured_time(record: Record) -> Prediction:
+    """Return the measured time of a record, between its quartiles."""
+    low, high = Measurement(record.samples_us).quartiles_us
+    return Prediction(record.median_us, low, high, True, "measured")
+
+
+class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """The fields of ``LinearPoint`` that two slices must share for their times to be comparable."""
 
     form: str
     integer_inputs: bool
-    bits: int
-    block: int
+    bits: Annotated[int, Meta(ge=1, le=4096)]
+    block: Annotated[int, Meta(ge=0, le=4096)]
     symmetric: bool
     streamed: bool
-    is_block: bool = False
+    is_block: bool
 
     @classmethod
     def of(cls, point: LinearPoint) -> Kind:
@@ -75,7 +80,7 @@ class Kind:
         )
 
     def unlikeness(self, other: Kind) -> tuple[int, ...]:
-        """Return how far another kind is from this one: what weighs most comes first."""
+        """Return how far another kind is from this one, the weightiest difference first."""
         return (
             self.form != other.form,
             self.integer_inputs != other.integer_inputs,
@@ -85,41 +90,27 @@ class Kind:
             self.streamed != other.streamed,
         )
 
-    @classmethod
-    def from_dict(cls, data: object) -> Kind:
-        """Return the kind of a JSON form.
 
-        Raises:
-            ProfileError: It is not one.
-        """
-        named = mapping(data, {item.name for item in fields(cls)}, "kind")
-        _check_kind(named)
-        if type(named["is_block"]) is not bool:
-            raise ProfileError(f"A predictor's kind is {dict(named)!r:.200}.")
-        return cls(**named)
-
-
-@dataclass(frozen=True, slots=True)
-class Hull:
+class Hull(Struct, frozen=True, forbid_unknown_fields=True):
     """The smallest and largest tokens, rows and columns that a model was fitted on."""
 
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    low: tuple[Amount, Amount, Amount]
+    high: tuple[Amount, Amount, Amount]
 
     @classmethod
     def of(cls, points: Sequence[LinearPoint]) -> Hull:
         """Return the hull of some slices."""
-        sizes = list(zip(*(_sizes(point) for point in points), strict=True))
-        return cls(tuple(float(min(size)) for size in sizes), tuple(float(max(size)) for size in sizes))
+        tokens, rows, columns = zip(*(_sizes(point) for point in points), strict=True)
+        return cls((min(tokens), min(rows), min(columns)), (max(tokens), max(rows), max(columns)))
 
     def near(self, point: LinearPoint) -> bool:
-        """Whether a slice is within, or beyond by no more than the stated factor."""
+        """Whether a slice is within the hull, or beyond it by at most ``KNOWN_FACTOR``."""
         sizes = zip(_sizes(point), self.low, self.high, strict=True)
         return all(low / KNOWN_FACTOR <= size <= high * KNOWN_FACTOR for size, low, high in sizes)
 
 
-def _sizes(point: LinearPoint) -> tuple[int, int, int]:
-    return point.tokens, point.rows, point.columns
+def _sizes(point: LinearPoint) -> tuple[float, float, float]:
+    return float(point.tokens), float(point.rows), float(point.columns)
 
 
 class ShapeModel(Protocol):
@@ -136,27 +127,14 @@ class ShapeModel(Protocol):
         """Return the time of a slice of any shape: finite and positive."""
         ...
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        ...
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the model of a JSON form.
-
-        Raises:
-            ProfileError: It is not one.
-        """
-        ...
-
 
 @dataclass(slots=True)
 class TimeModel:
     """A model for each kind of slice of one part.
 
     Args:
-        model: How kinds are modelled.
-        kinds: The fitted models, with what they were fitted on.
+        model: Class of the models.
+        kinds: The fitted models, with the hulls of the slices that they were fitted on.
         spread: Tenth and ninetieth percentile of measured over predicted time on shapes kept out of the fit.
     """
 
@@ -189,7 +167,7 @@ class TimeModel:
         return self
 
     def predict(self, point: LinearPoint) -> Prediction:
-        """Return the time of a slice; of a kind that was never measured, that of the likest one.
+        """Return the time of a slice; for a kind that was never measured, the most similar kind answers.
 
         Raises:
             ProfileError: The model was not fitted; or the slice is one of a feed-forward block and only plain
@@ -212,66 +190,3 @@ class TimeModel:
         wider = 1.0 if known else UNKNOWN_FACTOR
         low, high = min(self.spread[0], 1.0) / wider, max(self.spread[1], 1.0) * wider
         return Prediction(us, us * low, us * high, known, self.name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        kinds = [
-            {"kind": asdict(kind), "low": list(hull.low), "high": list(hull.high), "model": model.to_dict()}
-            for kind, (model, hull) in self.kinds.items()
-        ]
-        return {"model": self.name, "spread": list(self.spread), "kinds": kinds}
-
-    @classmethod
-    def from_dict(cls, data: object, models: Mapping[str, type[ShapeModel]]) -> TimeModel:
-        """Return the model of a JSON form.
-
-        Args:
-            data: The form.
-            models: How kinds may be modelled, by name.
-
-        Raises:
-            ProfileError: It is not one.
-        """
-        named = mapping(data, {"model", "spread", "kinds"}, "model")
-        model = models.get(word(named["model"], "model"))
-        if model is None:
-            raise ProfileError(f"There is no predictor called {named['model']!r:.80}.")
-        spread = [positive(value, "spread") for value in sequence(named["spread"], "spread", 2)]
-        fitted = cls(model, spread=(spread[0], spread[1]))
-        for entry in sequence(named["kinds"], "kinds"):
-            item = mapping(entry, {"kind", "low", "high", "model"}, "kind of a model")
-            low, high = (
-                tuple(number(value, name) for value in sequence(item[name], name, 3))
-                for name in ("low", "high")
-            )
-            fitted.kinds[Kind.from_dict(item["kind"])] = (model.from_dict(item["model"]), Hull(low, high))
-        if not fitted.kinds:
-            raise ProfileError("A predictor holds no fitted model.")
-        return fitted
-
-
-def point_from_dict(data: object) -> LinearPoint:
-    """Return the slice of a JSON form.
-
-    Raises:
-        ProfileError: It is not one.
-    """
-    named = mapping(data, set(LinearPoint.__struct_fields__), "A slice")
-    _check_kind(named)
-    if named["group"] not in get_args(Group):
-        raise ProfileError(f"There is no group {named['group']!r:.80}.")
-    rows = sequence(named["member_rows"], "member_rows")
-    # A member that is too short to be cut has no rows on one of the parts.
-    own = [count for count in rows if type(count) is not int or count]
-    whole([*own, named["columns"], named["tokens"]] if own else own, "member_rows, columns and tokens")
-    return LinearPoint(**{**named, "member_rows": tuple(rows)})
-
-
-def _check_kind(named: Mapping[str, Any]) -> None:
-    """Check the fields that make up a kind."""
-    word(named["form"], "form")
-    counts, flags = [("bits", 1), ("block", 0)], ("integer_inputs", "symmetric", "streamed")
-    if not all(type(named[name]) is int and low <= named[name] <= 4096 for name, low in counts) or not all(
-        type(named[name]) is bool for name in flags
-    ):
-        raise ProfileError(f"A predictor's number formats are {dict(named)!r:.200}.")

@@ -1,7 +1,8 @@
-"""How well times are predicted for weight shapes that the fit has not seen, and what the errors cost.
+"""Cross-validation: errors of predicted times on weight shapes that the fit has not seen, and their regret.
 
-Random rows of a table would be told apart by their neighbours of the same weight, so whole weight shapes are
-kept out. *Error* is relative. *Regret* is the time lost by choosing the cut, or the form, by predicted times.
+Whole weight shapes are kept out of a fit: were single slices kept out, other slices of the same weight would
+give their times away. *Error* is relative. *Regret* is the time lost by choosing cuts and forms by predicted
+times.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final, TypeAlias
 
 from msgspec.structs import replace
 
+from heterollm.base import Amount, Count, Number, Positive, PositiveNumber
 from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.time_model import ShapeModel, TimeModel
 from heterollm.profiler.records import LinearPoint, Part
@@ -24,43 +26,43 @@ Times: TypeAlias = Mapping[LinearPoint, float]
 """Microseconds, or cycles, of slices on one part."""
 
 MOST_FOLDS: Final = 10
-"""With more shapes several are kept out at once, since every fold costs a fit."""
+"""Of more shapes several are kept out together, since every fold costs a fit."""
 
 HIGH, LOW = 0.9, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one model did on shapes that it was not fitted on.
+    """Errors and regret of one model on shapes that it was not fitted on.
 
     Args:
-        model: Its name.
-        part: Whose times it predicted.
+        model: Name of the model.
+        part: The part whose times it predicted.
         samples: Slices predicted.
         median_error: Half of the relative errors are below it.
         high_error: Nine in ten relative errors are below it.
         regret: Mean share of time lost by choosing by predictions; None where there was nothing to choose.
-        choices: Decisions that the regret is the mean of.
+        choices: Number of decisions behind the regret, which is their mean.
         spread: Tenth and ninetieth percentile of measured over predicted time.
     """
 
     model: str
     part: Part
-    samples: int
-    median_error: float
-    high_error: float
-    regret: float | None
-    choices: int
-    spread: tuple[float, float]
+    samples: Positive
+    median_error: Amount
+    high_error: Amount
+    regret: Number | None
+    choices: Count
+    spread: tuple[PositiveNumber, PositiveNumber]
 
     @property
     def rank(self) -> tuple[float, float, str]:
-        """What the best model has least of: regret to a tenth of a percent, then error."""
+        """Order of models, the best one first: regret to a tenth of a percent, then median error."""
         return round(self.regret or 0.0, 3), self.median_error, self.model
 
 
 def weight_shape(point: LinearPoint) -> tuple[int, int, bool]:
-    """Return what slices of a weight have in common: its columns, its rows, and whether it is a block's."""
+    """Return the shape of a slice: its columns, its rows, and whether it is one of a feed-forward block."""
     return point.columns, point.rows, point.is_block
 
 
@@ -69,19 +71,20 @@ def held_out_predictions(
 ) -> dict[LinearPoint, float]:
     """Return the predicted time of each slice by a model that saw no slice of its weight shape.
 
-    Without those of which there is but one shape, counting plain linear layers and feed-forward blocks apart.
+    Linear layers are left out where all of them have one shape, and so are feed-forward blocks.
 
     Args:
-        model: How kinds of slices are modelled.
+        model: Class of the model.
         times: Measured times.
-        most_folds: At most so many fits.
-        bounded: Whether slices of other shapes bound what the model says, as they do where it is used.
+        most_folds: Largest number of fits.
+        bounded: Whether slices of other shapes bound the answers of the model, as in use.
     """
     shapes = sorted({weight_shape(point) for point in times})
     folds = min(len(shapes), most_folds)
     if folds < 2:
         return {}
-    # Neighbours in order go to different folds: each fold is then like the whole.
+    # Similar shapes go to different folds, so that each fold resembles the whole. scikit-learn's GroupKFold
+    # sorts groups of equal size in an order that differs between processors.
     fold_of = {shape: place % folds for place, shape in enumerate(shapes)}
     predicted: dict[LinearPoint, float] = {}
     for fold in range(folds):
@@ -96,16 +99,16 @@ def held_out_predictions(
 
 
 def choices(part: Part, times: Times, other: Times) -> Iterator[list[tuple[LinearPoint | None, float]]]:
-    """Yield every decision between measured alternatives in which a part's times matter.
+    """Yield every decision between measured alternatives that depends on the times of a part.
 
-    Each alternative is the slice on the part (None if all runs on the other) and the measured time of the
-    rest on the other part, which runs meanwhile. For feed-forward blocks they are forms: the GPU's part of
-    one is measured as several operators, and not by itself.
+    An alternative is a slice on the part (None if the other part takes all), and the measured time of the
+    rest on the other part, which runs at the same time. Feed-forward blocks have alternative forms only: the
+    GPU's part of a block is measured as several operators.
 
     Args:
         part: The part whose times are predicted.
         times: Its measured times.
-        other: The other part's measured times, which are taken as they are.
+        other: The measured times of the other part, which count as known.
     """
     npu, gpu = (times, other) if part == "npu" else (other, times)
     slices: dict[Hashable, list[LinearPoint]] = defaultdict(list)
@@ -133,12 +136,12 @@ def choices(part: Part, times: Times, other: Times) -> Iterator[list[tuple[Linea
 
 
 def _decision(point: LinearPoint) -> Hashable:
-    """Return what alternatives have in common: all but the rows and the form."""
+    """Return the fields that alternatives share: all but the rows and the form."""
     return replace(point, member_rows=(0,) * len(point.member_rows), form="")
 
 
 def _rest(whole: LinearPoint, point: LinearPoint) -> LinearPoint:
-    """Return the slice that is left of a group on the GPU."""
+    """Return the slice of a group that remains for the GPU."""
     rows = tuple(all_rows - own for all_rows, own in zip(whole.member_rows, point.member_rows, strict=True))
     return replace(whole, member_rows=rows)
 
@@ -162,15 +165,15 @@ def score(
     most_folds: int = MOST_FOLDS,
     bounded: bool = True,
 ) -> Score | None:
-    """Return how a model does on shapes kept out of its fit; None where there is but one shape.
+    """Return the score of a model on shapes kept out of its fit; None where there is only one shape.
 
     Args:
-        model: How kinds of slices are modelled.
+        model: Class of the model.
         part: The part whose times are predicted.
         times: Its measured times.
-        other: The other part's measured times.
-        most_folds: At most so many fits.
-        bounded: As of :func:`held_out_predictions`.
+        other: The measured times of the other part.
+        most_folds: Largest number of fits.
+        bounded: As in :func:`held_out_predictions`.
     """
     predicted = held_out_predictions(model, times, most_folds=most_folds, bounded=bounded)
     if not predicted:

@@ -70,7 +70,7 @@ def test_accuracy_has_the_model_in_use_and_the_baselines(sample_profile):
     for part in ("gpu", "npu"):
         rows = [row for row in summary.accuracy if row.score.part == part]
         assert sum(row.used for row in rows) == 1
-        assert {row.score.model for row in rows if row.baseline} == {"constant_rate", "nearest"}
+        assert {row.score.model for row in rows if row.baseline} == {"constant_rate"}
     points = held_out(summary)
     assert {point.part for point in points} == {"gpu", "npu"}
     assert all(point.predicted_us > 0 for point in points)

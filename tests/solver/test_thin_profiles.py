@@ -142,8 +142,8 @@ def test_the_law_above_misleads_a_tree_that_has_no_bounds():
     seed = next(seed for seed in range(6) if Law(seed).array == 1)
     law, predictor = Law(seed), with_a_tree(fitted(seed)[1])
     spec = WIDE.layer[2]
-    point = LinearPoint.of(spec, 128, form="matmul_nbits")
-    truth = law.us("npu", spec.rows, spec.columns, 128)
+    point = LinearPoint.of(spec, 16, form="matmul_nbits")
+    truth = law.us("npu", spec.rows, spec.columns, 16)
     held = predictor.parts["npu"]
     assert held.model.predict(point).us < 0.6 * truth
     assert held.predict(point).us == pytest.approx(truth, rel=0.2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -102,6 +104,25 @@ def test_solved_plans_run_with_the_gpus_answers(profile, folder) -> None:
     for plan in ("tensor", "auto"):
         for ours, theirs in zip(logits[plan], logits["gpu"], strict=True):
             assert ((ours - theirs) ** 2).sum() < 1e-9 * (theirs**2).sum()
+
+
+def test_a_kept_predictor_or_plan_needs_no_library_that_fits(profile, folder, tmp_path) -> None:
+    script = (
+        "import sys\n"
+        "from heterollm.llm import LLM\n"
+        "with LLM.load(sys.argv[1], device='host', context=64) as llm:\n"
+        "    print(llm.plan.uses_npu, sorted({'sklearn', 'scipy'} & set(sys.modules)))\n"
+    )
+    for plans in (0, 1):
+        assert len(list((tmp_path / "cache").glob("plans/*.json"))) == plans
+        command = [sys.executable, "-P", "-c", script, str(folder)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == "True []\n"
+    for kept in (tmp_path / "cache").glob("p*s/*.json"):
+        if kept.parent.name != "profiles":
+            kept.unlink()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "True ['scipy', 'sklearn']\n"
 
 
 def test_without_a_profile_auto_is_the_gpu_and_tensor_says_what_to_run(folder, tmp_path, monkeypatch) -> None:

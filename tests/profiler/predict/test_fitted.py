@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from heterollm.base import ProfileError, list_cache
 from heterollm.profiler.predict import Predictor, fitted_predictor
-from heterollm.profiler.predict.time_model import point_from_dict
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 
 POINT = LinearPoint("o", (1024,), 1024, 64, 4, 32)
@@ -61,10 +61,23 @@ def test_members_without_rows_are_read_back(profile: Profile, fits: list[Profile
 
 
 @pytest.mark.parametrize("rows", [[], [0, 0], [-64, 0], [64.0], [True], ["64"], 64, None])
-def test_rows_of_no_slice_are_refused(rows: object) -> None:
-    data = {**asdict(POINT), "member_rows": rows}
-    with pytest.raises(ProfileError, match="member_rows"):
-        point_from_dict(data)
+def test_rows_of_no_slice_are_refused(profile: Profile, rows: object) -> None:
+    data = json.loads(fitted_predictor(profile).to_json())
+    data["parts"]["gpu"]["measured"][0][0]["member_rows"] = rows
+    with pytest.raises(ProfileError, match=r"measured\[0\]\[0\]\.member_rows|member_rows of a slice"):
+        Predictor.from_json(json.dumps(data))
+
+
+def test_the_file_of_another_version_is_fitted_again(
+    profile: Profile, fits: list[Profile], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fitted_predictor(profile)
+    [path] = (tmp_path / "cache" / "predictors").iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "schema_version": 2}))
+    with caplog.at_level(logging.WARNING):
+        assert fitted_predictor(profile).predict_us(POINT, "gpu").us > 0
+    assert "schema version 2" in caplog.text
+    assert len(fits) == 2
 
 
 def test_another_measurement_is_another_predictor(profile: Profile, fits: list[Profile]) -> None:

@@ -5,19 +5,24 @@ import json
 import random
 import time
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from heterollm.base import ProfileError
+from heterollm.base import ProfileError, decode
 from heterollm.profiler.predict import Predictor, held_out_predictions, nonnegative_fit, percentile
-from heterollm.profiler.predict.features import FEATURES, MONOTONE_FEATURES, features, stage_tokens
-from heterollm.profiler.predict.monotone import isotonic, isotonic_within_stages
-from heterollm.profiler.predict.predictor import MODELS
+from heterollm.profiler.predict.baselines import ConstantRate
+from heterollm.profiler.predict.curves import isotonic, rising, within_stages
+from heterollm.profiler.predict.features import FEATURES, RISING, features, step_end
+from heterollm.profiler.predict.file import StoredPart
+from heterollm.profiler.predict.interpolation import Interpolation
+from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import TimeModel
-from heterollm.profiler.predict.tree import FreeTree
+from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import choices, score
 from heterollm.profiler.records import BandwidthKey, LayerKey, LinearKey, LinearPoint, Part, Profile, Record
 
@@ -130,32 +135,40 @@ def fitted() -> dict[str, TimeModel]:
     return {name: TimeModel(model).fit(points, noisy) for name, model in ALL_MODELS.items()}
 
 
-ALL_MODELS = {**MODELS, FreeTree.name: FreeTree}
-USED_MODELS = ("tree", "interpolation", "stage_linear", "roofline")
+ALL_MODELS = {model.name: model for model in (Tree, StageLinear, Interpolation, Roofline, ConstantRate)}
 FORMS = ("activation_first", "weight_first", "")
+
+
+def read(data, kind):
+    """Return a record of a predictor's file."""
+    return decode(data, kind, source="The predictor", error=ProfileError)
 
 
 class TestFeatures:
     def test_names_and_numbers_belong_together(self):
         point = linear_point("o", (100,), 256, 33, "weight_first")
         found = dict(zip(FEATURES, features(point), strict=True))
-        assert (found["rounded_rows"], found["remaining_rows"]) == (128.0, 4.0)
-        assert (found["tokens"], found["rounded_tokens"], found["token_tiles"]) == (33.0, 64.0, 2.0)
-        assert (found["form_weight_first"], found["form_activation_first"]) == (1.0, 0.0)
-        assert found["work"] == 4 * 8 * 2
-        assert found["flops"] == 2 * 33 * 100 * 256
-        assert found["weight_bytes"] == 2 * 100 * 256
+        assert found == {
+            "step": 32,
+            "rounded_tokens": 64,
+            "rounded_rows": 128,
+            "rounded_columns": 256,
+            "work": 4 * 8 * 2,
+        }
 
     def test_steps_of_tokens_are_those_of_the_emulator(self):
-        steps = {1: 4, 4: 4, 5: 8, 31: 32, 32: 32, 33: 64, 64: 64, 65: 96}
-        assert {tokens: stage_tokens(tokens) for tokens in steps} == steps
+        steps = {1: 4, 4: 4, 5: 8, 31: 32, 32: 32, 33: 32, 64: 32}
+        found = {tokens: features(linear_point("o", (32,), 32, tokens))[0] for tokens in steps}
+        assert found == steps
+        assert [step_end(tokens) for tokens in steps] == [4, 4, 8, 32, 32, 64, 64]
 
     @given(seed=st.integers(0, 2**32))
     def test_monotone_features_never_fall(self, seed):
         rng = random.Random(seed)
         less, more = ordered_points(rng)
-        before, after = (dict(zip(FEATURES, features(point), strict=True)) for point in (less, more))
-        assert all(before[name] <= after[name] for name in MONOTONE_FEATURES)
+        pairs = zip(features(less), features(more), RISING, strict=True)
+        # A feature without a constraint does not move within a stage.
+        assert all(before <= after if constraint else before == after for before, after, constraint in pairs)
 
 
 class TestFits:
@@ -166,33 +179,42 @@ class TestFits:
         assert sum(risen) == pytest.approx(sum(values))
         assert isotonic(sorted(values)) == pytest.approx(sorted(values))
 
-    def test_isotonic_leaves_a_fall_between_stages(self):
-        assert isotonic_within_stages([8, 32, 33, 64], [3.0, 9.0, 4.0, 2.0]) == [3.0, 9.0, 3.0, 3.0]
+    @given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=40), st.integers(0, 39))
+    def test_rising_keeps_order_and_values_that_rise(self, values, place):
+        risen = rising(values)
+        assert risen == sorted(risen)
+        assert min(values) <= risen[0]
+        assert risen[-1] <= max(values)
+        assert rising(risen) == risen
+        larger = [value + 1.0 if at >= place else value for at, value in enumerate(values)]
+        assert all(before <= after for before, after in zip(risen, rising(larger), strict=True))
+
+    @pytest.mark.parametrize("rise", [isotonic, rising])
+    def test_a_fall_between_stages_is_left(self, rise):
+        assert within_stages(rise, [8, 32, 33, 64], [3.0, 9.0, 4.0, 2.0]) == [3.0, 9.0, 3.0, 3.0]
 
     @given(st.integers(0, 2**32))
     def test_nonnegative_fit_finds_what_made_the_times(self, seed):
-        import numpy as np
-
         generator = np.random.default_rng(seed)
         terms = generator.uniform(0.1, 10.0, (30, 3))
         costs = generator.uniform(0.5, 2.0, 3) * generator.integers(0, 2, 3)
         costs[0] = 1.0
-        assert nonnegative_fit(terms, terms @ costs) == pytest.approx(costs, abs=1e-6)
+        assert nonnegative_fit(terms, terms @ costs) == pytest.approx(costs, abs=1e-4)
 
 
 class TestModels:
     @pytest.mark.parametrize("name", ALL_MODELS)
     def test_json_brings_back_the_same_predictions_bit_for_bit(self, fitted, name):
         model = fitted[name]
-        text = json.dumps(model.to_dict())
-        again = TimeModel.from_dict(json.loads(text), ALL_MODELS)
-        assert json.dumps(again.to_dict()) == text
+        text = msgspec.json.encode(StoredPart.of(model, (), {}))
+        again = read(json.loads(text), StoredPart).model
+        assert msgspec.json.encode(StoredPart.of(again, (), {})) == text
         rng = random.Random(0)
         for _ in range(300):
             point = random_point(rng)
             assert again.predict(point) == model.predict(point)
 
-    @pytest.mark.parametrize("name", USED_MODELS)
+    @pytest.mark.parametrize("name", ALL_MODELS)
     @settings(max_examples=300, deadline=None)
     @given(seed=st.integers(0, 2**32))
     def test_times_rise_with_work_within_an_order_and_stage(self, fitted, name, seed):
@@ -220,7 +242,7 @@ class TestModels:
         predicted = held_out_predictions(StageLinear, dict(zip(points, times, strict=True)))
         errors = [abs(predicted[point] / time_us - 1) for point, time_us in zip(points, times, strict=True)]
         # Times at 31 and 32 tokens, or 65 and 96, share a step.
-        assert percentile(errors, 0.9) < 1e-6
+        assert percentile(errors, 0.9) < 1e-4
 
     @pytest.mark.parametrize("name", ALL_MODELS)
     def test_what_was_not_measured_is_not_known(self, fitted, name):
@@ -249,7 +271,7 @@ class TestModels:
         pairs = list(zip(points, times, strict=True))
         random.Random(1).shuffle(pairs)
         shuffled = TimeModel(ALL_MODELS[name]).fit([point for point, _ in pairs], [us for _, us in pairs])
-        assert shuffled.to_dict() == TimeModel(ALL_MODELS[name]).fit(points, times).to_dict()
+        assert shuffled == TimeModel(ALL_MODELS[name]).fit(points, times)
 
     @pytest.mark.parametrize("name", ALL_MODELS)
     def test_one_sample_is_enough_for_a_guess(self, name):
@@ -260,24 +282,53 @@ class TestModels:
 
     @pytest.mark.parametrize("name", ALL_MODELS)
     def test_damaged_json_is_refused(self, fitted, name):
-        sound = fitted[name].to_dict()
+        sound = msgspec.to_builtins(StoredPart.of(fitted[name], (), {}))
         rng = random.Random(7)
         for _ in range(300):
             broken = json.loads(json.dumps(sound))
             damage(broken, rng)
             try:
-                again = TimeModel.from_dict(broken, ALL_MODELS)
+                again = read(broken, StoredPart).model
             except ProfileError:
                 continue
             # What is believed must still answer.
             assert again.predict(linear_point("o", (512,), 512, 32)).us > 0.0
 
     def test_a_tree_with_a_loop_or_a_shared_child_is_refused(self):
-        leaf = {"feature": "", "threshold": 0.0, "left": -1, "right": -1, "us_per_work": 1.0}
+        sound = {"model": "tree", "feature": [4, -1, -1], "threshold": [9.5, 0.0, 0.0]}
+        sound |= {
+            "floor_us": 5.0,
+            "fixed_units": 0.0,
+            "left": [1, -1, -1],
+            "right": [2, -1, -1],
+            "us_per_unit": [1.0, 2.0, 3.0],
+        }
+        assert read(sound, Tree).estimate_us(linear_point("o", (32,), 32 * 10, 32)) == 35.0
         for left, right in ((0, 1), (1, 1), (1, 5), (-1, 1)):
-            nodes = [{**leaf, "feature": "work", "left": left, "right": right}, leaf, leaf]
-            with pytest.raises(ProfileError):
-                FreeTree.from_dict({name: [node[name] for node in nodes] for name in leaf})
+            broken = {**sound, "left": [left, -1, -1], "right": [right, -1, -1]}
+            with pytest.raises(ProfileError, match="tree"):
+                read(broken, Tree)
+        with pytest.raises(ProfileError, match=r"feature\[0\]"):
+            read({**sound, "feature": [5, -1, -1]}, Tree)
+
+    def test_steps_without_costs_or_out_of_place_are_refused(self):
+        sound = {"model": "stage_linear", "floor_us": 0.0, "steps": [4, 64], "costs_us": [[1, 2, 0, 0]] * 2}
+        assert read(sound, StageLinear).estimate_us(linear_point("o", (32,), 64, 3)) == 5.0
+        for field in (
+            {"steps": [5, 64]},
+            {"steps": [64, 4]},
+            {"costs_us": [[0, 0, 0, 0]] * 2},
+            {"steps": [4]},
+        ):
+            with pytest.raises(ProfileError, match="step"):
+                read({**sound, **field}, StageLinear)
+
+    def test_a_curve_that_falls_within_a_stage_is_refused(self):
+        curve = {"columns": 64, "rows": 64, "tokens": [1, 32, 33], "times_us": [1.0, 5.0, 2.0]}
+        sound = {"model": "interpolation", "floor_us": 0.0, "curves": [curve]}
+        read(sound, Interpolation)
+        with pytest.raises(ProfileError, match="times_us must rise"):
+            read({**sound, "curves": [{**curve, "times_us": [5.0, 1.0, 2.0]}]}, Interpolation)
 
 
 class TestPredictor:
@@ -305,8 +356,8 @@ class TestPredictor:
 
     def test_every_model_is_scored_and_the_best_candidate_is_used(self, predictor):
         for part, names in (
-            ("npu", {"tree", "interpolation", "stage_linear", "constant_rate", "nearest"}),
-            ("gpu", {"roofline", "interpolation", "constant_rate", "nearest"}),
+            ("npu", {"tree", "stage_linear", "constant_rate"}),
+            ("gpu", {"roofline", "interpolation", "constant_rate"}),
         ):
             held = predictor.parts[part]
             scores = {entry.model: entry for entry in held.scores}
@@ -316,9 +367,8 @@ class TestPredictor:
             assert used.regret is not None
             assert used.regret < 0.03
             assert used.choices == len(SHAPES) * len(NPU_TOKENS)
-            for baseline in ("constant_rate", "nearest"):
-                assert used.median_error < scores[baseline].median_error
-                assert used.regret <= scores[baseline].regret
+            assert used.median_error < scores["constant_rate"].median_error
+            assert used.regret <= scores["constant_rate"].regret
 
     def test_json_brings_back_the_same_predictor(self, predictor):
         text = predictor.to_json()
@@ -391,7 +441,7 @@ class TestPredictor:
 
     def test_damaged_text_is_refused(self, predictor):
         text = predictor.to_json()
-        for broken in ("", "[]", text[:-9], text.replace('"schema_version": ', '"schema_version": 1')):
+        for broken in ("", "[]", text[:-9], text.replace('"schema_version":', '"schema_version":1')):
             with pytest.raises(ProfileError):
                 Predictor.from_json(broken)
         data = json.loads(text)
@@ -430,16 +480,16 @@ class TestValidation:
         points, times = staged_samples(sizes=(256, 512))
         seen = []
 
-        class Spy(StageLinear):
+        class Spy(ConstantRate):
             @classmethod
             def fit(cls, points, times_us):
                 seen.append({(point.columns, point.rows) for point in points})
-                return StageLinear.fit(points, times_us)
+                return ConstantRate.fit(points, times_us)
 
         predicted = held_out_predictions(Spy, dict(zip(points, times, strict=True)))
         assert set(predicted) == set(points)
         assert all(len(shapes) == 3 for shapes in seen)
-        assert held_out_predictions(StageLinear, {points[0]: times[0]}) == {}
+        assert held_out_predictions(ConstantRate, {points[0]: times[0]}) == {}
 
     def test_regret_is_the_time_lost_by_the_wrong_choice(self):
         whole = linear_point("o", (1024,), 1024, 64)

@@ -25,7 +25,7 @@ from heterollm.profiler.measure import linear_tasks
 from heterollm.profiler.measure import linears as linear_bench
 from heterollm.profiler.measure.judge import Judge
 from heterollm.profiler.predict import CANDIDATES, Kind, Predictor, held_out_predictions
-from heterollm.profiler.predict.time_model import TimeModel, point_from_dict
+from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.validation import choices
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import WorkPoint, enumerate_points, ffn_alignment
@@ -334,7 +334,7 @@ def test_between_measured_widths_time_rises_with_width(model, form):
 
 def test_scores_and_regret_hold_with_blocks_among_the_linears(predictor):
     scores = {entry.model: entry for entry in predictor.parts["npu"].scores}
-    assert {"interpolation", "stage_linear", "tree", "nearest", "constant_rate"} == set(scores)
+    assert {"stage_linear", "tree", "constant_rate"} == set(scores)
     npu, gpu = times_of(mixed_profile(), "npu"), times_of(mixed_profile(), "gpu")
     decisions = [found for found in choices("npu", npu, gpu) if any(p and p.is_block for p, _ in found)]
     # One for each width and length: which form.
@@ -360,11 +360,8 @@ def test_a_kept_predictor_knows_its_blocks(predictor):
     for point in (block_point(700, 64), block_point(2816, 1, form="ffn_k_chunked")):
         assert again.predict_us(point, "npu") == predictor.predict_us(point, "npu")
     data = json.loads(predictor.to_json())
-    point = next(
-        entry["point"] for entry in data["parts"]["npu"]["measured"] if entry["point"]["group"] == "ffn"
-    )
-    assert point_from_dict(point).is_block
-    data["parts"]["npu"]["model"]["kinds"][0]["kind"]["is_block"] = 1
+    assert "ffn" in {point["group"] for point, _ in data["parts"]["npu"]["measured"]}
+    data["parts"]["npu"]["kinds"][0]["kind"]["is_block"] = 1
     with pytest.raises(ProfileError, match="damaged"):
         Predictor.from_json(json.dumps(data))
 

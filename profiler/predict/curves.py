@@ -1,15 +1,17 @@
-"""Fits and curves that cannot fall where work rises.
+"""Fits and curves that do not fall where work rises.
 
-Every step here keeps order: where all times that go in are larger, so is the time that comes out. Models
-that are built of such steps rise with tokens (within a stage), rows and columns by construction.
+Every function here keeps order: larger times in give larger times out. Models that are built of them rise
+with tokens (within a stage), rows and columns by construction. scikit-learn and SciPy are imported by fits
+alone: a fitted curve is read without them.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import statistics
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,40 +21,78 @@ from heterollm.profiler.predict.features import stage
 __all__ = [
     "at_tokens",
     "between",
+    "check_rising",
     "common_floor",
+    "digits",
     "isotonic",
     "isotonic_median",
-    "isotonic_within_stages",
     "nonnegative_fit",
+    "rising",
+    "within_stages",
 ]
 
+DIGITS: Final = 6
 REWEIGHTINGS: Final = 6
 SMALLEST_RESIDUAL: Final = 0.01
 """Relative residuals below this weigh alike; above it, less in proportion, so that outliers do not pull."""
 
-SMALLEST: Final = 1e-300
-SMALLEST_SHARE: Final = 1e-12
-"""Share of a column that must be left beside the others for it to have a coefficient of its own."""
+SMALLEST_SHARE: Final = 1e-7
+"""Costs that are never a larger share of a time than this are none."""
+
+TIE: Final = 3e-3
+"""Weight of the sizes of coefficients in a fit: among equally good solutions there is a smallest one."""
 
 FLOOR_LIMIT: Final = 0.95
 """Largest share of the fastest time that counts as a fixed cost."""
 
+Rise: TypeAlias = Callable[[Sequence[float]], list[float]]
+
+
+def digits(value: float) -> float:
+    """Return a fitted number without its last digits, which differ between processors."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def check_rising(name: str, values: Sequence[float], *, strictly: bool = False) -> None:
+    """Check that numbers of a file rise.
+
+    Args:
+        name: Name of the field.
+        values: The numbers.
+        strictly: Whether equal numbers are refused, too.
+
+    Raises:
+        ValueError: They do not rise.
+    """
+    if any(after < before or (strictly and after == before) for before, after in itertools.pairwise(values)):
+        raise ValueError(f"{name} must rise, and is {values!r:.160}")
+
 
 def isotonic(values: Sequence[float]) -> list[float]:
-    """Return the rising sequence with the least squared distance (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pool, size = value, 1
-        while pools and pools[-1][0] > pool:
-            earlier, others = pools.pop()
-            pool = (earlier * others + pool * size) / (others + size)
-            size += others
-        pools.append((pool, size))
-    return [pool for pool, size in pools for _ in range(size)]
+    """Return the rising sequence with the least squared distance to the values."""
+    if all(before <= after for before, after in itertools.pairwise(values)):
+        return list(values)
+    from sklearn.isotonic import isotonic_regression
+
+    risen: list[float] = isotonic_regression(np.array(values, np.float64)).tolist()
+    # Means of pools are rounded: the last digit of one may fall.
+    return list(itertools.accumulate(risen, max))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Return a rising sequence near the values, of which the fit needs no library.
+
+    It lies halfway between the least rising sequence above the values and the greatest one below them.
+    """
+    above = list(itertools.accumulate(values, max))
+    if above == values:
+        return above
+    below = list(itertools.accumulate(reversed(values), min))
+    return [(high + low) / 2 for high, low in zip(above, reversed(below), strict=True)]
 
 
 def isotonic_median(values: Sequence[float]) -> list[float]:
-    """Return a rising sequence with the least absolute distance: one value far off moves no other."""
+    """Return the rising sequence with the least absolute distance: an outlier moves no other value."""
     pools: list[list[float]] = []
     for value in values:
         pool = [value]
@@ -62,15 +102,16 @@ def isotonic_median(values: Sequence[float]) -> list[float]:
     return [statistics.median(pool) for pool in pools for _ in pool]
 
 
-def isotonic_within_stages(tokens: Sequence[int], values: Sequence[float]) -> list[float]:
-    """Return times that rise with tokens within each stage; between stages they may fall, as measured."""
-    risen: list[float] = []
-    begin = 0
-    for end in range(1, len(tokens) + 1):
-        if end == len(tokens) or stage(tokens[end]) != stage(tokens[begin]):
-            risen += isotonic(values[begin:end])
-            begin = end
-    return risen
+def within_stages(rise: Rise, tokens: Sequence[int], values: Sequence[float]) -> list[float]:
+    """Return times that rise with tokens within each stage; from one stage to the next they may fall.
+
+    Args:
+        rise: :func:`isotonic` or :func:`rising`.
+        tokens: Ascending numbers of tokens.
+        values: Their times.
+    """
+    found = itertools.groupby(zip(tokens, values, strict=True), lambda pair: stage(pair[0]))
+    return [risen for _, own in found for risen in rise([value for _, value in own])]
 
 
 def at_tokens(levels: Sequence[int], values: Sequence[float], tokens: int, floor: float) -> float:
@@ -118,80 +159,30 @@ def _scaled(time: float, factor: float, floor: float) -> float:
     return time if time <= floor else floor + (time - floor) * factor
 
 
-def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -> NDArray[np.float64]:
+def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -> list[float]:
     """Return non-negative coefficients with which ``terms @ coefficients`` is near the times, relatively.
 
-    Non-negative least squares (Lawson and Hanson's active sets) on relative residuals, repeated with large
-    residuals weighted down, which comes near the least absolute deviation.
+    Non-negative least squares on relative residuals, repeated with large residuals weighted down, which comes
+    near the least absolute deviation. Six digits are kept, since the last ones differ between processors.
 
     Args:
         terms: ``[samples, terms]``, none negative, no column all zero.
         times_us: ``[samples]``, positive.
     """
+    from scipy.optimize import nnls
+
     relative = terms / times_us[:, None]
     scales = relative.max(axis=0)
     relative = relative / scales
     weights = np.ones(len(times_us))
-    found = np.zeros(terms.shape[1])
+    # Dependent columns have many solutions, of which rounding errors would choose one.
+    sizes = np.diag(TIE * np.arange(1.0, terms.shape[1] + 1.0))
     for _ in range(REWEIGHTINGS):
-        found = _nonnegative_least_squares(relative * weights[:, None], weights)
+        found, _ = nnls(np.vstack([relative * weights[:, None], sizes]), np.append(weights, 0.0 * sizes[0]))
         residuals = np.abs((relative * found).sum(axis=1) - 1.0)
         weights = 1.0 / np.sqrt(np.maximum(residuals, SMALLEST_RESIDUAL))
-    coefficients: NDArray[np.float64] = found / scales
-    return coefficients
-
-
-def _nonnegative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    count = a.shape[1]
-    solution = np.zeros(count)
-    active: list[int] = []
-    tolerance = 1e-10 * float(np.abs(a).sum())
-    for _ in range(10 * count):
-        gradient: NDArray[Any] = (a.T * (b - (a * solution).sum(axis=1))).sum(axis=1)
-        gradient[active] = -np.inf
-        best = int(np.argmax(gradient))
-        if gradient[best] <= tolerance:
-            break
-        active.append(best)
-        while active:
-            trial = _least_squares(a[:, active], b)
-            if trial.min() > 0.0:
-                solution = np.zeros(count)
-                solution[active] = trial
-                break
-            held = solution[active]
-            falling = trial <= 0.0
-            fall = np.maximum(held[falling] - trial[falling], SMALLEST)
-            step = float(np.min(held[falling] / fall))
-            solution[active] = held + step * (trial - held)
-            active = [index for index in active if solution[index] > 1e-12]
-            solution[[index for index in range(count) if index not in active]] = 0.0
-    return solution
-
-
-def _least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the least-squares solution, by modified Gram-Schmidt.
-
-    Unlike those of BLAS and LAPACK, these sums have one order on every processor, and so the same digits.
-    """
-    rest, count = np.column_stack([a, b]), a.shape[1]
-    factor = np.zeros((count, count + 1))
-    smallest = np.sqrt((a * a).sum(axis=0)) * SMALLEST_SHARE
-    for place in range(count):
-        column = rest[:, place].copy()
-        length = float(np.sqrt((column * column).sum()))
-        if length <= smallest[place]:  # it follows from the columns before
-            continue
-        column /= length
-        factor[place, place] = length
-        factor[place, place + 1 :] = (rest[:, place + 1 :].T * column).sum(axis=1)
-        rest[:, place + 1 :] -= column[:, None] * factor[place, place + 1 :]
-    solution = np.zeros(count)
-    for place in reversed(range(count)):
-        if factor[place, place]:
-            known = float((factor[place, place + 1 : -1] * solution[place + 1 :]).sum())
-            solution[place] = (factor[place, -1] - known) / factor[place, place]
-    return solution
+    found[found < SMALLEST_SHARE] = 0.0
+    return [digits(cost) for cost in (found / scales).tolist()]
 
 
 def common_floor(
@@ -211,7 +202,7 @@ def common_floor(
     for row, (level, work) in enumerate(zip(levels, works, strict=True)):
         terms[row, 1 + names.index(level)] = work
     # With one size of work a fixed cost and one per unit cannot be told apart: all of it is per unit.
-    fixed = float(nonnegative_fit(terms, times)[0]) if len(set(works)) > 1 else 0.0
+    fixed = nonnegative_fit(terms, times)[0] if len(set(works)) > 1 else 0.0
     floor = min(fixed, FLOOR_LIMIT * float(times.min()))
     samples = list(zip(levels, works, times_us, strict=True))
     rates = {
