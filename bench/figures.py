@@ -620,7 +620,7 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
     )
     yield (
         MEASURED,
-        f"\"After\" includes the KV cache of {rows_of('memory')[0]['kv_cache_bytes'] / 2**20:.0f} MiB.",
+        f'"After" includes the KV cache of {rows_of("memory")[0]["kv_cache_bytes"] / 2**20:.0f} MiB.',
     )
     yield (
         README,

@@ -170,9 +170,7 @@ def profile_list(as_json: JsonOption = False) -> None:
     from heterollm.report import profile as report_profile
 
     stored = list_profiles()
-    report.answer(
-        report_profile.profiles_table(stored), stored, as_json=as_json
-    )
+    report.answer(report_profile.profiles_table(stored), stored, as_json=as_json)
 
 
 @commands.command("show")

@@ -71,6 +71,7 @@ def parse_parameter(text: str) -> tuple[str, float]:
     except ValueError:
         raise typer.BadParameter(f"{text!r:.80} is no parameter such as npu.execute_us=50.") from None
 
+
 Cluster: TypeAlias = Literal["dask", "ray"]
 
 
