@@ -137,9 +137,8 @@ def _end_of(code: int | None) -> tuple[str, str]:
 
 def _serve(pipe: Connection, output: str) -> None:
     """Answer requests until the parent closes the pipe; an unexpected exception ends the process."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the parent decides what to do
+    # Ctrl-C reaches all processes; the parent decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(output).open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
