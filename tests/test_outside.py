@@ -116,7 +116,7 @@ RUNS = {
     "-o sweep.jsonl --format json",
     "demo": f"demo --device {SIMULATED} --max-new-tokens 2 --json",
     "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
-    "doctor": f"doctor --device {SIMULATED} --json",
+    "doctor": "doctor --device host --json",
     "cache list": "cache list --json",
 }
 """Commands by the name of what they print, in the order in which they need each other."""
@@ -127,9 +127,6 @@ PRINTING = {
     if line.endswith(("--json", " json"))
 }
 """The goldens of those that print JSON."""
-
-EXPECTED_CODES = {"doctor": 1}
-"""A simulated device computes nothing, and every check says so."""
 
 FILES = (
     "profile.simulated.json",
@@ -160,7 +157,7 @@ def outputs(tmp_path_factory):
 def printed(outputs, name):
     """Return the JSON value that a command printed."""
     code, out, err = outputs[0][name]
-    assert code == EXPECTED_CODES.get(name, 0), err
+    assert code == 0, err
     return json.loads(out)
 
 

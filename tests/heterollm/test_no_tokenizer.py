@@ -111,4 +111,4 @@ def test_bench_needs_no_text(run: Any, bare: Path) -> None:
     assert code == 0, err
     rows = json.loads(out)
     assert {row["test"] for row in rows} == {"pp8", "tg2"}
-    assert all(row["error"] is None and row["quality_passed"] is not False for row in rows)
+    assert all(row["error"] is None and row["quality"]["quality_passed"] is not False for row in rows)

@@ -1,5 +1,6 @@
 """Child processes of a bench: their environment, their ends, and their errors."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,12 +30,10 @@ def started():
     children = []
 
     def start(**options):
-        before = set(psutil.Process().children())
+        before = {child.pid for child in multiprocessing.active_children()}
         children.append(Child("a test", **options))
-        found = [
-            one for one in set(psutil.Process().children()) - before if "spawn_main" in str(one.cmdline())
-        ]
-        return children[-1], found[0]
+        (pid,) = {child.pid for child in multiprocessing.active_children()} - before
+        return children[-1], psutil.Process(pid)
 
     yield start
     for child in children:
@@ -52,7 +51,8 @@ def gone(process):
 
 def test_a_child_chooses_its_own_threads_and_sends_no_telemetry(started, monkeypatch):
     monkeypatch.setenv("POCL_MAX_PTHREAD_COUNT", "7")
-    _, process = started()
+    child, process = started()
+    child.ask("close")  # its answer shows that the interpreter has started
     found = process.environ()
     assert "POCL_MAX_PTHREAD_COUNT" not in found
     assert found["ORT_DISABLE_TELEMETRY"] == "1"
