@@ -47,7 +47,10 @@ from .progress import silent as silent
 from .section import Section as Section
 from .section import markdown_table as markdown_table
 from .strict_json import parse_json as parse_json
+from .terminal import check_stdin as check_stdin
+from .terminal import check_stdout as check_stdout
 from .terminal import discard_output as discard_output
+from .terminal import hold_descriptors as hold_descriptors
 from .terminal import private_stdout as private_stdout
 from .terminal import quiet_libraries as quiet_libraries
 from .terminal import visible as visible

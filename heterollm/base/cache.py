@@ -55,9 +55,34 @@ def cache_name(words: str, key: str) -> str:
 
 
 def cache_root() -> Path:
-    """Return the cache folder, ``$HETEROLLM_CACHE`` or the platform's user cache, without creating it."""
+    """Return the cache folder, ``$HETEROLLM_CACHE`` or the platform's user cache, without creating it.
+
+    Raises:
+        CacheError: The folder lies in a home folder that does not exist, or below a file.
+    """
     named = os.environ.get(CACHE_VARIABLE)
-    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("heterollm", False))
+    try:
+        text = named or platformdirs.user_cache_dir("heterollm", False)
+    except RuntimeError as error:  # of newer platformdirs
+        raise _unusable("of this user", "there is no home folder ~") from error
+    # Without an error: an unknown home folder remains `~` or `~name`, as in older platformdirs.
+    root = Path(os.path.expanduser(text))  # noqa: PTH111
+    first = Path(text).parts[0]
+    home = Path(os.path.expanduser(first if first[0] == "~" else "~"))  # noqa: PTH111
+    if (first[0] == "~" or not named) and root.is_relative_to(home) and not os.path.isdir(home):  # noqa: PTH112
+        raise _unusable(root, f"there is no home folder {home}")
+    if not os.path.isdir(root):  # noqa: PTH112 - raises nothing
+        file = next((path for path in (root, *root.parents) if os.path.isfile(path)), None)  # noqa: PTH113
+        if file is not None:
+            raise _unusable(root, f"{file} is a file")
+    return root
+
+
+def _unusable(folder: Path | str, reason: str) -> CacheError:
+    return CacheError(
+        f"The cache folder {folder} cannot be used: {reason}.",
+        fix=f"Point {CACHE_VARIABLE} at a folder. " + see("the-cache-cannot-be-written"),
+    )
 
 
 @contextlib.contextmanager

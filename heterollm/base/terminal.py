@@ -1,4 +1,4 @@
-"""Keeps the command line's streams clean: results on stdout, everything else on stderr."""
+"""Keeps the command line's streams clean: results on stdout, everything else on stderr, closed ones named."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from heterollm.base.errors import HeteroLLMError
+from heterollm.base.errors import HeteroLLMError, InputError
 
-__all__ = ["discard_output", "private_stdout", "quiet_libraries", "visible", "write", "write_json"]
+__all__ = [
+    "check_stdin",
+    "check_stdout",
+    "discard_output",
+    "hold_descriptors",
+    "private_stdout",
+    "quiet_libraries",
+    "visible",
+    "write",
+    "write_json",
+]
 
 STDOUT: Final = 1
+STDERR: Final = 2
 
 CONTROLS: Final = {
     **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
@@ -31,6 +42,38 @@ CONTROLS: Final = {
 def visible(text: str) -> str:
     """Return a text whose control characters a terminal shows instead of obeying; lines and tabs stay."""
     return text.translate(CONTROLS)
+
+
+def hold_descriptors() -> None:
+    """Lead a closed stdin, stdout or stderr to the null device, so that no other file takes its descriptor.
+
+    Python leaves ``sys.stdin`` and ``sys.stdout`` None then; ``sys.stderr`` is replaced.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - lives as long as the process
+
+
+def check_stdin() -> None:
+    """Check that stdin can be read.
+
+    Raises:
+        InputError: It is closed.
+    """
+    if sys.stdin is None:
+        raise InputError("stdin is closed.", fix="Redirect it from a file or a pipe.")
+
+
+def check_stdout() -> None:
+    """Check that the result has a place.
+
+    Raises:
+        HeteroLLMError: stdout is closed.
+    """
+    if sys.stdout is None:
+        raise HeteroLLMError("stdout is closed.", fix="Redirect it to a file; /dev/null discards the result.")
 
 
 def write(text: str, *, styled: bool = False) -> None:
@@ -104,10 +147,16 @@ def private_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-def discard_output() -> None:
-    """Discard all further output, since the reader has closed the pipe."""
+def discard_output(*, messages: bool = False) -> None:
+    """Discard all further output, since the reader has closed the pipe.
+
+    Args:
+        messages: Whether stderr goes as well.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, STDOUT)
+    if messages:
+        os.dup2(nowhere, STDERR)
     os.close(nowhere)
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - lives as long as the process
 

@@ -1,26 +1,38 @@
 """Finds engines other than heterollm itself.
 
 A plug-in is an entry point of the group ``heterollm.engines``: a callable that takes a ``Job`` and returns a
-``BenchEngine``, both of :mod:`heterollm.benchmarks.engine`. Those of a checkout's ``bench/engines`` are found
-without being installed, by the entry points in its ``pyproject.toml``.
+``BenchEngine``, both of :mod:`heterollm.benchmarks.engine`. Those in the checkout's ``bench/engines`` need
+no installation: their ``pyproject.toml`` names the entry points, and pip records where the checkout is.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distribution, entry_points
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from heterollm.base import DeviceError, OptionError
 
 __all__ = ["check_engine", "load_plugin"]
 
+
+def _checkout() -> Path:
+    """Return the folder that heterollm runs in, or that `pip install .` installed it from."""
+    beside = Path(__file__).resolve().parents[2]
+    record = json.loads(distribution("heterollm").read_text("direct_url.json") or "{}")
+    origin = urlsplit(record.get("url", ""))
+    return Path(url2pathname(origin.path)) if origin.scheme == "file" else beside
+
+
 GROUP: Final = "heterollm.engines"
-CHECKOUT: Final = Path(__file__).resolve().parents[2] / "bench" / "engines"
-"""The project's own plug-ins, if heterollm runs from a checkout."""
+CHECKOUT: Final = _checkout() / "bench" / "engines"
+"""The project's own plug-ins, if heterollm was installed from a checkout."""
 
 
 def check_engine(name: str) -> None:

@@ -40,11 +40,12 @@ def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete cached files of some kinds, or of all but profiles; they are made again when needed."""
-    from heterollm.base import CLEARED, cache_root, clear_cache, format_bytes, list_cache, write
+    from heterollm.base import CLEARED, cache_root, check_stdin, clear_cache, format_bytes, list_cache, write
     from heterollm.report import console as report
 
     wanted = kinds or CLEARED
     if not yes:
+        check_stdin()
         report.show(report.cache_table(list_cache(wanted)))
         typer.confirm(f"Delete these files in {cache_root()}?", abort=True, err=True)
     cleared = clear_cache(wanted)

@@ -70,7 +70,7 @@ def _endings() -> Iterator[None]:
     except BrokenPipeError:
         from heterollm.base import discard_output
 
-        discard_output()
+        discard_output(messages=True)
         raise typer.Exit(BROKEN_PIPE) from None
 
 
@@ -105,18 +105,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after the program's name; by default those of the process.
     """
-    from heterollm.base import private_stdout, quiet_libraries
+    from heterollm.base import discard_output, hold_descriptors, private_stdout
 
+    hold_descriptors()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = list(itertools.takewhile(lambda argument: argument != "--", given))
     debug = "--debug" in options
     # The option means the same before and after the command, so it is taken out here.
     rest = [argument for argument in options if argument != "--debug"] + given[len(options) :]
-    with private_stdout(), quiet_libraries(_note, debug=debug), cli_complete.whole_words():
+    try:
+        with private_stdout():
+            return _run(rest, debug=debug)
+    except BrokenPipeError:  # of stderr, or of stdout at the end
+        discard_output(messages=True)
+        return BROKEN_PIPE
+
+
+def _run(words: list[str], *, debug: bool) -> int:
+    from heterollm.base import check_stdout, quiet_libraries
+
+    with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
-            app(args=rest, prog_name="heterollm")
+            check_stdout()
+            app(args=words, prog_name="heterollm")
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE
+        except BrokenPipeError:
+            raise
         except Exception as error:  # noqa: BLE001 - the one place where everything ends
             return _show_error(error, debug=debug)
     return DONE

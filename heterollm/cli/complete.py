@@ -66,10 +66,13 @@ def models(incomplete: str) -> list[str]:
 
 def profiles(incomplete: str) -> list[str]:
     """Return the fingerprints of the profiles in the cache."""
-    from heterollm.base import cache_root
+    from heterollm.base import CacheError, cache_root
 
-    found = (path.stem.rpartition("-")[2] for path in (cache_root() / "profiles").glob("*.json"))
-    return beginning(incomplete, sorted(found))
+    try:
+        folder = cache_root() / "profiles"
+    except CacheError:
+        return []
+    return beginning(incomplete, sorted(path.stem.rpartition("-")[2] for path in folder.glob("*.json")))
 
 
 @contextlib.contextmanager

@@ -18,10 +18,12 @@ def devices(as_json: JsonOption = False) -> None:
     """List all devices; for an unusable one, give the reason and the package to install."""
     import dataclasses
 
+    from heterollm.base import cache_root
     from heterollm.kernels.open import list_devices
     from heterollm.kernels.sim import simulated_devices
     from heterollm.report import console as report
 
+    cache_root()  # one error, where every device would give it as its reason
     statuses = [*list_devices(), *simulated_devices()]
     report.answer(
         report.devices_table(statuses), [dataclasses.asdict(status) for status in statuses], as_json=as_json

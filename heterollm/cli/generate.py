@@ -153,6 +153,9 @@ def _write_trace(llm: LLM, path: Path) -> str:
 
 def _read_stdin() -> str:
     """Return all of stdin without the newline that `echo` and editors put at its end."""
+    from heterollm.base import check_stdin
+
+    check_stdin()
     return sys.stdin.read().removesuffix("\n")
 
 
@@ -168,8 +171,10 @@ def chat(
     run: RunOptions,
 ) -> None:
     """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    from heterollm.base import check_stdin
     from heterollm.cli.chat_loop import ChatLoop
 
+    check_stdin()
     _check_answer(choice, max_new_tokens)
     with _load(model, options, run) as llm:
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()

@@ -62,6 +62,11 @@ class SafeConsole(Console):
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of rich's Console
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
+    def on_broken_pipe(self) -> None:
+        """End the command as a closed stdout does."""
+        self.quiet = True
+        raise BrokenPipeError
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render with the control characters of a text made visible."""
         if isinstance(renderable, Text) and (shown := visible(renderable.plain)) != renderable.plain:

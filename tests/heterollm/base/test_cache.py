@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterollm.base import CacheError, atomic_path, cache_name
+from heterollm.base import CacheError, atomic_path, cache_name, cache_root
 from heterollm.base.cache import LONGEST_PREFIX, LONGEST_WORDS
 from heterollm.profiler.records import profile_path
 
@@ -111,3 +111,24 @@ def test_a_long_name_has_room_for_the_temporary_one(tmp_path):
         assert len(temporary.name) < LONGEST_PREFIX + 40
         temporary.write_text("x")
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows asks its registry")
+def test_a_user_without_a_home_folder_names_a_cache(monkeypatch, tmp_path):
+    """As in a container that runs with a user id of its own."""
+    import pwd
+
+    def unknown(*_):
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HETEROLLM_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CacheError, match=r"there is no home folder ~\. Point HETEROLLM_CACHE"):
+        cache_root()
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "later" / "cache"))
+    assert cache_root() == tmp_path / "later" / "cache"
+    monkeypatch.delenv("HETEROLLM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "heterollm"

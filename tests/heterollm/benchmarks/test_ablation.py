@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from heterollm.benchmarks import to_jsonl
+from heterollm.benchmarks import plugins, to_jsonl
 from heterollm.benchmarks.cases import Case
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
@@ -22,6 +22,12 @@ finally:
     sys.path.remove(str(BENCH))
 
 COMMITTED = BENCH / "results" / "ablation.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def engines_of_the_checkout(monkeypatch):
+    """A wheel does not know where the checkout is."""
+    monkeypatch.setattr(plugins, "CHECKOUT", BENCH / "engines")
 
 
 def whole_part(precision="w4a16", scale=1.0):

@@ -1,5 +1,6 @@
 """Engines: which are found, and whether those of bench/engines compute what heterollm does."""
 
+import json
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -15,6 +16,7 @@ from heterollm.benchmarks.engine import Job
 from heterollm.benchmarks.engines import open_engine
 from heterollm.benchmarks.quality import sqnr_db
 
+BESIDE = Path(plugins.__file__).resolve().parents[2]
 ENGINES = Path(__file__).resolve().parents[3] / "bench" / "engines"
 
 
@@ -50,6 +52,27 @@ def test_the_checkout_and_entry_points_name_engines(only_the_checkout, monkeypat
     monkeypatch.setattr(plugins, "entry_points", lambda group: (other,))
     plugins.check_engine("other")
     assert plugins.load_plugin("other") is Case
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ({"url": "file:///home/a%20b/clone", "dir_info": {}}, Path("/home/a b/clone")),
+        (
+            {"url": "https://example.org/heterollm.git", "vcs_info": {}},
+            BESIDE,
+        ),
+        (None, BESIDE),
+    ],
+)
+def test_pip_records_where_the_checkout_is(record, found, monkeypatch):
+    class Installed:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return record and json.dumps(record)
+
+    monkeypatch.setattr(plugins, "distribution", lambda name: Installed())
+    assert plugins._checkout() == found
 
 
 def test_without_the_checkout_an_engine_is_refused_with_the_way_to_it(
