@@ -292,15 +292,14 @@ def test_a_cache_that_cannot_be_made(good: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_a_cache_that_cannot_be_made_in_a_fresh_process(good: Path, tmp_path: Path) -> None:
-    """There PoCL's own cache comes first, and without it PoCL has no device."""
     (tmp_path / "file").write_text("x")
     surroundings = os.environ | {"HETEROLLM_CACHE": str(tmp_path / "file" / "cache")}
     surroundings.pop("POCL_CACHE_DIR")
     done = run_script(
-        "from heterollm.base.errors import DeviceError\n"
+        "from heterollm.base.errors import CacheError\n"
         "try:\n"
         "    LLM.load(model, device='host')\n"
-        "except DeviceError as error:\n"
+        "except CacheError as error:\n"
         "    print(error)\n",
         good,
         surroundings,

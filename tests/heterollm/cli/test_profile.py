@@ -310,7 +310,7 @@ def test_a_cache_that_cannot_be_written(run, fake, tmp_path, monkeypatch):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "file"))
     code, out, err = run()
     assert (code, out) == (1, "")
-    assert "Cannot write" in panel_of(err)
+    assert "cannot be used" in panel_of(err)
     assert fake.device.closed
 
 
@@ -518,4 +518,4 @@ def test_import_into_a_cache_that_cannot_be_written(run, stored, tmp_path, monke
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "file"))
     code, out, err = run("import", stored)
     assert (code, out) == (1, "")
-    assert "Cannot write" in panel_of(err)
+    assert "cannot be used" in panel_of(err)
