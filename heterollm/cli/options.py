@@ -26,12 +26,12 @@ __all__ = [
     "Format",
     "FormatOption",
     "GroupSize",
+    "IntegerList",
     "JsonOption",
     "MaybeModel",
     "Model",
     "ModelOptions",
     "Names",
-    "Numbers",
     "RowsOption",
     "RunOptions",
     "SyncOption",
@@ -106,7 +106,7 @@ def numbers(*flags: str, help: str) -> Any:  # noqa: A002, ANN401 - as typer.Opt
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Names: TypeAlias = Sequence[str]
-Numbers: TypeAlias = Sequence[int]
+IntegerList: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models

@@ -15,15 +15,15 @@ __all__ = [
     "LENGTH_CHOICES",
     "PLAN_LEVELS",
     "SYNC_CHOICES",
-    "LengthChoice",
+    "SimulatedLengthPolicy",
     "SimulatedSync",
     "SimulationRequest",
 ]
 
 PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
 
-LengthChoice: TypeAlias = Literal["auto", "padding", "pipe", "online"]
-LENGTH_CHOICES: Final[tuple[LengthChoice, ...]] = get_args(LengthChoice)
+SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]
+LENGTH_CHOICES: Final[tuple[SimulatedLengthPolicy, ...]] = get_args(SimulatedLengthPolicy)
 """How ``npu`` and ``layer`` run lengths without a graph; ``online`` builds the exact one when it is asked
 for, and counts that."""
 
@@ -70,7 +70,7 @@ class SimulationRequest:
     prompt: int = 256
     decode: int = 64
     level: str = "tensor"
-    length_policy: LengthChoice = "auto"
+    length_policy: SimulatedLengthPolicy = "auto"
     sync: SimulatedSync = "predict"
     resolve: bool = False
     load: GpuLoad | None = None

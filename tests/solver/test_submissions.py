@@ -8,7 +8,7 @@ import pytest
 
 from heterollm.kernels.ops import ffn_specs
 from heterollm.kernels.sim import SimulatedClock
-from heterollm.kernels.sim.clock import ClockCosts, Job
+from heterollm.kernels.sim.clock import ClockCosts, SimulatedJob
 from heterollm.solver import Objective, Solver
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown
@@ -61,15 +61,15 @@ def on_the_clock(places, chosen, layers, overheads):
     for _ in range(layers):
         for place, item in zip(places, chosen, strict=True):
             for number in range(place.before):
-                last = clock.submit(Job(f"before {number}", place.before_us / place.before))
+                last = clock.submit(SimulatedJob(f"before {number}", place.before_us / place.before))
             if item.gpu_us:
-                clock.submit(Job("own", item.gpu_us))
+                clock.submit(SimulatedJob("own", item.gpu_us))
             if item.npu_us:
                 while not clock.is_done(last):
                     clock.poll_on()
                 whole_us = item.npu_us + overheads.hidden_us
                 fixed_us = overheads.hidden_us / hidden_share if hidden_share else 0.0
-                clock.run_npu(Job("graph", max(whole_us, fixed_us), fixed_us=fixed_us))
+                clock.run_npu(SimulatedJob("graph", max(whole_us, fixed_us), fixed_us=fixed_us))
         queued = clock.last_job()
         end_us = clock.now_us
         if queued is not None:
