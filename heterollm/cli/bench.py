@@ -96,7 +96,7 @@ class ConfigurationOptions:
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """How samples are taken."""
+    """Options of the samples."""
 
     seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0
     patience: Annotated[
@@ -124,7 +124,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
-    """How rows are shown, and where they go."""
+    """Options of the format of rows, and of their file."""
 
     form: FormatOption = "table"
     as_json: JsonOption = False

@@ -77,7 +77,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class EffortOptions:
-    """How much is measured."""
+    """Options of the extent of measurements."""
 
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s or 5m; none for the full grid.")] = (
         "4m"

@@ -119,7 +119,7 @@ class CaseOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModellingOptions:
-    """How a case is modelled."""
+    """Options of modelling a case."""
 
     what_if: Annotated[
         list[Any] | None,

@@ -47,11 +47,11 @@ def planned(
     """Return the plan of a simulation.
 
     Args:
-        device: A simulated device to profile: without a game, so that it is what the plan is solved for.
+        device: A simulated device to profile, without a game; the plan is solved for it.
         model: Name of the model.
         config: The model.
         specs: Every group of it.
-        request: What is simulated.
+        request: The simulation.
         progress: Called with a stage's name, steps done and steps in all.
         strategy: How the parts wait for each other.
     """

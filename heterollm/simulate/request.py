@@ -24,8 +24,8 @@ PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
 
 SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 LENGTH_CHOICES: Final[tuple[SimulatedLengthPolicy, ...]] = get_args(SimulatedLengthPolicy)
-"""How ``npu`` and ``layer`` run lengths without a graph; ``online`` builds the exact one when it is asked
-for, and counts that."""
+"""Policies of ``npu`` and ``layer`` for lengths without a graph; ``online`` builds the exact one at its first
+use, and counts the build."""
 
 SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
 SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
@@ -41,7 +41,7 @@ LONGEST_RUN: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate.
+    """Options of a simulation.
 
     Args:
         model: A known model, a folder or a ``config.json``.
