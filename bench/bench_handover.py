@@ -25,13 +25,13 @@ REPEATS: Final = 25
 
 def batch(device: Any, kernel_us: int, patience_s: float) -> tuple[tuple[Any, ...], bool]:  # noqa: ANN401
     """Return one batch of measurements, and whether others computed meanwhile until patience ran out."""
-    from heterollm.profiler.measure import hand_over_latencies
+    from heterollm.profiler.measure import fence_latencies
 
     give_up = time.monotonic() + patience_s
     while True:
         wait_until_idle(give_up)
         busy, own, begin = busy_s(), time.process_time(), time.perf_counter()
-        found = hand_over_latencies(device.gpu, kernels_us=(kernel_us,), repeats=REPEATS)
+        found = fence_latencies(device.gpu, kernels_us=(kernel_us,), repeats=REPEATS)
         others_s = busy_s() - busy - (time.process_time() - own)
         quiet = undisturbed(others_s, time.perf_counter() - begin)
         if quiet or time.monotonic() > give_up:

@@ -8,7 +8,7 @@ from typing import Final
 
 from heterollm.kernels.sim import GpuLoad
 from heterollm.simulate import SimulatedRow, SimulationRequest
-from heterollm.simulate.request import LengthChoice, SimulatedSync
+from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync
 from heterollm.simulate.row import load_text
 
 PAPER_MODELS: Final = ("llama-3-8b", "llama-2-7b", "llama-3.2-3b", "internlm2-1.8b")
@@ -39,7 +39,7 @@ class Way:
     name: str
     level: str
     every_form: bool = False
-    length_policy: LengthChoice = "padding"
+    length_policy: SimulatedLengthPolicy = "padding"
     sync: SimulatedSync = "predict"
     resolve: bool = False
     left_out: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """How far predicted times are from measured ones, on weight shapes that were kept out of the fit.
 
-For each predictor and part: median and 90th percentile of the relative error, and regret, the mean share of
-time lost by choosing cuts (and, between NPU graphs of one slice, forms) by predicted times; beside a constant
-rate. The aims are printed with what was reached, and where errors are largest.
+For each predictor and processor: median and 90th percentile of the relative error, and regret, the mean share
+of time lost by choosing splits (and, between NPU graphs of one shard, forms) by predicted times; beside a
+constant rate. The aims are printed with what was reached, and where errors are largest.
 
 On a device, from its profile; on the emulator, from its cycle counts, which are collected first where the
 results file lacks them (bench/emulator_cycles.py; a second run only evaluates):
@@ -21,10 +21,10 @@ from typing import Final, get_args
 
 from emulator_cycles import RESULTS, all_points, collect, settled
 
-from heterollm.profiler.predict import BASELINE, CANDIDATES, Score, Times, held_out_predictions
+from heterollm.profiler.predict import BASELINE, CANDIDATES, PointTimes, Score, held_out_predictions
 from heterollm.profiler.predict.time_model import ShapeModel
 from heterollm.profiler.predict.validation import score
-from heterollm.profiler.records import LinearKey, LinearPoint, Part, Profile
+from heterollm.profiler.records import LinearKey, LinearPoint, Processor, Profile
 from heterollm.profiler.records.profile import stored_profiles
 
 MEDIAN_AIM: Final = {"emulator": 0.05, "host": 0.12}
@@ -34,7 +34,7 @@ ALL_FOLDS: Final = 1000
 SHOWN_PLACES: Final = 5
 
 
-def emulator_times(path: Path, minutes: float) -> dict[Part, Times]:
+def emulator_times(path: Path, minutes: float) -> dict[Processor, PointTimes]:
     """Return the emulator's smallest cycle counts of the points that have settled."""
     counts = collect(path, minutes)
     found = {point: float(min(entry)) for point, entry in counts.items() if settled(entry)}
@@ -42,44 +42,46 @@ def emulator_times(path: Path, minutes: float) -> dict[Part, Times]:
     return {"gpu": {}, "npu": found}
 
 
-def profile_times(path: Path) -> dict[Part, Times]:
+def profile_times(path: Path) -> dict[Processor, PointTimes]:
     """Return the measured linear layers of a profile, of the code that was measured last."""
     profile = Profile.load(path)
     print(f"{path}: {profile.device}, {profile.time_kind} time, {len(profile.records)} records\n")
-    times: dict[Part, Times] = {}
-    for part in get_args(Part):
-        found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.part == part]
+    times: dict[Processor, PointTimes] = {}
+    for processor in get_args(Processor):
+        found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.processor == processor]
         code = max(found, key=lambda item: item[1].taken_s)[0].code if found else ""
-        times[part] = {key.point: record.median_us for key, record in found if key.code == code}
+        times[processor] = {key.point: record.median_us for key, record in found if key.code == code}
     return times
 
 
-def report(device: str, times: Mapping[Part, Times]) -> None:
-    """Print the scores of every model and part, and how they stand to the aims."""
-    for part in get_args(Part):
-        if not times[part]:
+def report(device: str, times: Mapping[Processor, PointTimes]) -> None:
+    """Print the scores of every model and processor, and how they stand to the aims."""
+    for processor in get_args(Processor):
+        if not times[processor]:
             continue
-        models = [*CANDIDATES[part], BASELINE]
-        other = times["npu" if part == "gpu" else "gpu"]
+        models = [*CANDIDATES[processor], BASELINE]
+        other = times["npu" if processor == "gpu" else "gpu"]
         scores = [
-            score(model, part, times[part], other, most_folds=ALL_FOLDS, bounded=model is not BASELINE)
+            score(
+                model, processor, times[processor], other, most_folds=ALL_FOLDS, bounded=model is not BASELINE
+            )
             for model in models
         ]
         found = [entry for entry in scores if entry is not None]
         if not found:
-            print(f"{part}: one weight shape only, so that none can be kept out of the fit.\n")
+            print(f"{processor}: one weight shape only, so that none can be kept out of the fit.\n")
             continue
-        shapes = len({(point.columns, point.rows) for point in times[part]})
-        print(f"{part}: {len(times[part])} slices of {shapes} weight shapes\n")
+        shapes = len({(point.columns, point.rows) for point in times[processor]})
+        print(f"{processor}: {len(times[processor])} slices of {shapes} weight shapes\n")
         print("| model | median error | 90th percentile | regret | choices |\n|---|---:|---:|---:|---:|")
         for entry in found:
             regret = "none" if entry.regret is None else f"{entry.regret:.1%}"
             errors = f"{entry.median_error:.1%} | {entry.high_error:.1%}"
             print(f"| {entry.model} | {errors} | {regret} | {entry.choices} |")
-        names = {model.name: model for model in CANDIDATES[part]}
+        names = {model.name: model for model in CANDIDATES[processor]}
         used = min((entry for entry in found if entry.model in names), key=lambda entry: entry.rank)
         _aims(device, used)
-        _worst(names[used.model], times[part])
+        _worst(names[used.model], times[processor])
 
 
 def _aims(device: str, used: Score) -> None:
@@ -96,7 +98,7 @@ def _aims(device: str, used: Score) -> None:
             print(f"- {name}: {value:.1%}, aim {aim:.0%}: {verdict}")
 
 
-def _worst(model: type[ShapeModel], times: Times) -> None:
+def _worst(model: type[ShapeModel], times: PointTimes) -> None:
     """Print which shapes and tokens the tenth of largest errors belongs to."""
     predicted = held_out_predictions(model, times, most_folds=ALL_FOLDS)
     ordered = sorted(times, key=lambda point: -abs(predicted[point] / times[point] - 1.0))

@@ -119,7 +119,7 @@ def solved() -> Example:
 
     slower = costs.slowdown(spec, TOKENS)
     gbps = {
-        (record.key.part, record.key.together): record.values["gbps"]
+        (record.key.processor, record.key.together): record.values["gbps"]
         for record in profile.records.values()
         if type(record.key).__name__ == "BandwidthKey"
     }

@@ -20,7 +20,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    Buffer,
+    GpuBuffer,
     GpuGlue,
     GpuRuntime,
     HeadShape,
@@ -152,8 +152,8 @@ class _NormData:
     slot: GuardedOutput
     weight: NDArray[Any]
     delta: Segments
-    bias: Buffer | None
-    post: Buffer | None
+    bias: GpuBuffer | None
+    post: GpuBuffer | None
     total: NDArray[np.float64]
 
 

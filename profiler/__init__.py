@@ -1,4 +1,4 @@
-"""Measures how fast a device is, keeps that as a profile, and predicts what was not measured."""
+"""Measures a device, keeps the measurements as a profile, and predicts other times from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-from .comparison import Comparison as Comparison
+from .comparison import ProfileComparison as ProfileComparison
 from .comparison import compare as compare
-from .runner import Progress as Progress
 from .runner import RunSummary as RunSummary
 from .session import SessionOptions as SessionOptions
 from .session import essential_work as essential_work
@@ -10,8 +9,8 @@ from .summary import summarize as summarize
 from .summary_rows import GraphRow as GraphRow
 from .summary_rows import LinearRow as LinearRow
 from .summary_rows import ProfileSummary as ProfileSummary
+from .summary_rows import RecordTimes as RecordTimes
 from .summary_rows import RunRow as RunRow
 from .summary_rows import SweepRow as SweepRow
-from .summary_rows import Times as Times
 from .unseen import HeldOut as HeldOut
 from .unseen import held_out as held_out

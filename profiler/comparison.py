@@ -25,22 +25,22 @@ from heterollm.profiler.records import (
     SweepKey,
 )
 
-__all__ = ["Comparison", "KindSummary", "Pair", "Verdict", "compare", "describe"]
+__all__ = ["KindSummary", "PairVerdict", "ProfileComparison", "RecordPair", "compare", "describe"]
 
-Verdict: TypeAlias = Literal["no change", "faster", "slower", "only in A", "only in B", "failed"]
+PairVerdict: TypeAlias = Literal["no change", "faster", "slower", "only in A", "only in B", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class RecordPair:
     """The same measurement in two profiles.
 
     Args:
         kind: Its kind, as in the file.
-        label: What was measured, in words.
+        label: The measurement in words.
         first_us: Median in the first; None where it has none.
         second_us: Median in the second.
         ratio: Second divided by first; None where one is missing.
-        verdict: ``no change`` where the quartiles overlap, else which way the second differs.
+        verdict: ``no change`` where the quartiles overlap, else the direction of the difference.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Pair:
     first_us: float | None
     second_us: float | None
     ratio: float | None
-    verdict: Verdict
+    verdict: PairVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class KindSummary:
     """All measurements of one kind.
 
     Args:
-        kind: Which.
-        both: Measured in both.
-        faster: How many of them the second did faster.
-        slower: How many slower.
+        kind: Its name in the file.
+        both: Number measured in both profiles.
+        faster: Number of those that are faster in the second.
+        slower: Number of those that are slower in the second.
         ratio: Geometric mean of second divided by first; None where none is in both.
-        only_first: In the first alone.
-        only_second: In the second alone.
-        failed: Failed in one of them or in both.
+        only_first: Number in the first alone.
+        only_second: Number in the second alone.
+        failed: Number that failed in one of them or in both.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class KindSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ProfileComparison:
     """Two profiles side by side.
 
     Args:
@@ -91,7 +91,7 @@ class Comparison:
     first: str
     second: str
     differences: Mapping[str, tuple[Any, Any]]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[RecordPair, ...]
     kinds: tuple[KindSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,13 +99,13 @@ class Comparison:
         return asdict(self)
 
 
-def compare(first: Profile, second: Profile) -> Comparison:
-    """Compare what two profiles measured.
+def compare(first: Profile, second: Profile) -> ProfileComparison:
+    """Compare the measurements of two profiles.
 
-    Versions of kernels and graph builder are left aside: of several, the one measured last counts.
+    Versions of kernels and graph builder do not matter: of several, the one measured last counts.
 
     Raises:
-        ProfileError: The times of one are real and those of the other are not.
+        ProfileError: The profiles have times of different kinds.
     """
     if first.time_kind != second.time_kind:
         raise ProfileError(
@@ -122,18 +122,18 @@ def compare(first: Profile, second: Profile) -> Comparison:
         if first.description.get(name) != second.description.get(name)
     }
     labels = [f"{profile.device} {profile.fingerprint}" for profile in (first, second)]
-    return Comparison(labels[0], labels[1], differences, pairs, tuple(_kinds(pairs)))
+    return ProfileComparison(labels[0], labels[1], differences, pairs, tuple(_kinds(pairs)))
 
 
 def describe(key: Key) -> str:
-    """Return what a key stands for, in words."""
+    """Return a key in words."""
     values = structs.asdict(key)
     values.pop("code", None)
     point = values.pop("point", None)
-    words = [str(values.pop("part"))] if "part" in values else []
+    words = [str(values.pop("processor"))] if "processor" in values else []
     if isinstance(point, LinearPoint):
         rows = "+".join(map(str, point.member_rows))
-        shape = point.shape if point.is_block else f"{rows} x {point.columns}"
+        shape = point.shape if point.is_ffn else f"{rows} x {point.columns}"
         words += [point.group, shape, f"{point.tokens} tokens", str(point.weight)]
         words += [point.form] if point.form else []
         words += ["int8 inputs"] if point.integer_inputs else []
@@ -165,21 +165,21 @@ def _newest(profile: Profile) -> dict[Key, Record]:
     return found
 
 
-def _pair(key: Key, first: Record | None, second: Record | None) -> Pair:
+def _pair(key: Key, first: Record | None, second: Record | None) -> RecordPair:
     kind, label = KIND_NAMES[type(key)], describe(key)
     times = [None if record is None or record.failed else record.median_us for record in (first, second)]
     if first is None or second is None:
-        verdict: Verdict = "only in B" if first is None else "only in A"
-        return Pair(kind, label, times[0], times[1], None, verdict)
+        verdict: PairVerdict = "only in B" if first is None else "only in A"
+        return RecordPair(kind, label, times[0], times[1], None, verdict)
     if times[0] is None or times[1] is None:
-        return Pair(kind, label, times[0], times[1], None, "failed")
+        return RecordPair(kind, label, times[0], times[1], None, "failed")
     low, high = Measurement(first.samples_us).quartiles_us
     other_low, other_high = Measurement(second.samples_us).quartiles_us
     verdict = "slower" if other_low > high else "faster" if other_high < low else "no change"
-    return Pair(kind, label, times[0], times[1], times[1] / times[0], verdict)
+    return RecordPair(kind, label, times[0], times[1], times[1] / times[0], verdict)
 
 
-def _kinds(pairs: tuple[Pair, ...]) -> Iterator[KindSummary]:
+def _kinds(pairs: tuple[RecordPair, ...]) -> Iterator[KindSummary]:
     for kind in dict.fromkeys(pair.kind for pair in pairs):
         own = [pair for pair in pairs if pair.kind == kind]
         ratios = [pair.ratio for pair in own if pair.ratio is not None]

@@ -16,16 +16,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from heterollm.base import HeteroLLMError, OptionError
+from heterollm.base import HeteroLLMError, OptionError, Progress
 from heterollm.profiler.measure import BuildPace, Task
-from heterollm.profiler.records import DriftKey, Key, LinearKey, Part, Profile, Record
+from heterollm.profiler.records import DriftKey, Key, LinearKey, Processor, Profile, Record
 
-__all__ = ["ProfileOptions", "Progress", "Ranking", "Reference", "RunSummary", "run_tasks"]
+__all__ = ["ProfileOptions", "Ranking", "Reference", "RunSummary", "run_tasks"]
 
 logger = logging.getLogger(__name__)
 
 Clock: TypeAlias = Callable[[], float]
-Progress: TypeAlias = Callable[[str, int, int], None]
 
 SAVE_EVERY_S: Final = 3.0
 RANK_EVERY_S: Final = 10.0
@@ -33,17 +32,17 @@ DRIFT_EVERY_S: Final = 20.0
 
 
 class Reference(Protocol):
-    """Measures the same operator again, to see how far the machine has moved."""
+    """Measures the same operator repeatedly, to show the drift of the machine."""
 
-    parts: tuple[Part, ...]
+    processors: tuple[Processor, ...]
 
-    def measure(self, part: Part) -> tuple[float, ...]:
-        """Return samples of the reference operator of a part, in microseconds."""
+    def measure(self, processor: Processor) -> tuple[float, ...]:
+        """Return samples of the reference operator of a processor, in microseconds."""
         ...
 
 
 Ranking: TypeAlias = Callable[[Profile, Sequence[Task]], list[Task]]
-"""Orders tasks by what measuring them is worth, best first, and drops those that are worth nothing."""
+"""Orders tasks by their worth to the solver, best first, and drops those of no worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class ProfileOptions:
     """Options of a run.
 
     Args:
-        budget_s: Seconds after which nothing but essential work is begun; None measures everything.
-        update: Whether to measure only what the profile does not have.
+        budget_s: Seconds after which only essential work begins; None measures everything.
+        update: Whether to measure only points that the profile does not have.
     """
 
     budget_s: float | None = 240.0
@@ -71,19 +70,19 @@ class RunSummary:
     """The outcome of a run.
 
     Args:
-        started_s: When it began, in seconds since 1970.
-        since_s: Records taken after this count as its own: earlier than ``started_s`` where it resumed.
-        measured: Records that it took.
-        failed: How many of them are errors.
-        known: Tasks that it did not run because their records were there.
-        left: Tasks that the budget left out.
-        left_out: The measurements of these tasks, counted by what they are of.
-        graphs: NPU graphs that linear layers needed built.
-        build_seconds: How long building them took.
-        over_seconds: How long essential work went on after the budget.
-        seconds: How long it took.
-        drift_fraction: How far the slowest reference time of a part was above the fastest.
-        skipped: Points that were left out by rule, counted by reason.
+        started_s: Start, in seconds since 1970.
+        since_s: Start of the first run that this one resumes: records taken later count as its own.
+        measured: Number of records that it took.
+        failed: Number of those that are errors.
+        known: Number of tasks whose records existed.
+        left: Number of tasks that the budget left out.
+        left_out: Number of their measurements, by group and processor or by stage.
+        graphs: Number of NPU graphs built for linear layers.
+        build_seconds: Build time of these graphs.
+        over_seconds: Time of essential work past the budget.
+        seconds: Duration.
+        drift_fraction: Slowest over fastest reference time of a processor, minus 1.
+        skipped: Number of points left out by rule, by reason.
         finished: Whether it came to its end.
     """
 
@@ -125,13 +124,13 @@ def run_tasks(
     Args:
         profile: Receives the records.
         tasks: Run in order; after the budget only the essential ones.
-        options: Budget and what to skip.
+        options: Budget, and whether known records are skipped.
         path: File that the profile is merged into on the way; None keeps it in memory.
-        ranked: Tasks of which the most useful are run while time is left.
-        ranking: Orders them; asked again as measurements come in. None keeps their order.
-        reference: Measured through the run.
-        details: What else to note about the run.
-        skipped: Says how many points are left out by rule so far, by reason.
+        ranked: Tasks run while time is left, the most useful first.
+        ranking: Orders them, again and again as measurements come in; None keeps their order.
+        reference: Reference operators, measured through the run.
+        details: Further entries of the run in the profile.
+        skipped: Returns the number of points left out by rule so far, by reason.
         progress: Called with a stage, milliseconds done and milliseconds in all, both estimated.
         clock: Monotonic seconds.
 
@@ -275,21 +274,21 @@ class _Run:
             self.keep()
 
     def drift(self, every_s: float = 0.0) -> None:
-        """Measure the reference operators, if the last time is that long ago."""
+        """Measure the reference operators, unless that was done less than ``every_s`` ago."""
         if self.reference is None or self.clock() - self.drift_s < every_s:
             return
-        for part in self.reference.parts:
-            key = DriftKey(part, self.name, self.drifts)
+        for processor in self.reference.processors:
+            key = DriftKey(processor, self.name, self.drifts)
             measure = functools.partial(_measure_reference, self.reference, key)
             for record in _records_of(Task("drift", (key,), measure, 0.0)):
                 self.profile.add(record)
             times_us = [
                 record.median_us
                 for other, record in self.profile.of_kind(DriftKey)
-                if (other.part, other.run) == (part, self.name)
+                if (other.processor, other.run) == (processor, self.name)
             ]
             if times_us:
-                self.summary.drift_fraction[part] = round(max(times_us) / min(times_us) - 1.0, 4)
+                self.summary.drift_fraction[processor] = round(max(times_us) / min(times_us) - 1.0, 4)
         self.drifts += 1
         self.drift_s = self.clock()
 
@@ -301,7 +300,7 @@ class _Run:
             self.other = self.other.without(task)
 
     def ahead_s(self, left_s: float) -> float:
-        """Return how long waiting tasks will take: essential ones, and others as long as time is left."""
+        """Return the time of waiting tasks: of all essential ones, and of others while time is left."""
         essential_s = self.pace.estimate_s(self.essential.task_s, self.essential.build_s)
         other_s = self.pace.estimate_s(self.other.task_s, self.other.build_s)
         return essential_s + min(other_s, max(0.0, left_s - essential_s))
@@ -326,15 +325,15 @@ class _Ahead:
 def _name_of(task: Task, key: Key) -> str:
     if not isinstance(key, LinearKey):
         return task.stage
-    return f"{key.point.group} on the {key.part.upper()}"
+    return f"{key.point.group} on the {key.processor.upper()}"
 
 
 def _measure_reference(reference: Reference, key: DriftKey) -> list[Record]:
-    return [Record(key, reference.measure(key.part))]
+    return [Record(key, reference.measure(key.processor))]
 
 
 def _records_of(task: Task) -> list[Record]:
-    """Run a task; what it raises becomes the record of each of its keys."""
+    """Run a task; an error becomes the record of each of its keys."""
     try:
         return list(task.run())
     except Exception as error:  # noqa: BLE001 - a failed measurement is data, and never the end of a run

@@ -1,7 +1,7 @@
 """Profiles a device: chooses the measurements, their order and the file.
 
-First what every plan needs: launches and hand-overs, bandwidth and contention, the coarsest grid of linear
-layers and the other operators of a layer. The rest of the budget goes to the points of the finer grid on
+Measurements that every plan needs come first: launches and fences, bandwidth and contention, the coarsest
+grid of linear layers and the glue operators. The rest of the budget goes to the points of the finer grid on
 which the solver's choices depend most.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import psutil
 
-from heterollm.base import HeteroLLMError, ProfileError
+from heterollm.base import HeteroLLMError, ProfileError, Progress
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import strategies_for
 from heterollm.model import ModelShape
@@ -32,7 +32,7 @@ from heterollm.profiler.measure import (
     Task,
     bandwidth_tasks,
     copy_costs,
-    hand_over_latencies,
+    fence_latencies,
     launch_costs,
     layer_tasks,
     linear_tasks,
@@ -41,13 +41,13 @@ from heterollm.profiler.measure import (
     power_tasks,
     sweep_tasks,
 )
-from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Profile, Record, profile_path
-from heterollm.profiler.runner import ProfileOptions, Progress, RunSummary, run_tasks
+from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Profile, Record, profile_path
+from heterollm.profiler.runner import ProfileOptions, RunSummary, run_tasks
 from heterollm.profiler.tune import default_jobs, tune
 from heterollm.profiler.work import Tier
 from heterollm.profiler.worth import by_worth
 
-__all__ = ["Essential", "SessionOptions", "essential_work", "profile_device", "profile_for"]
+__all__ = ["EssentialWork", "SessionOptions", "essential_work", "profile_device", "profile_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ QUICK_REPEATS: Final = 10
 QUICK_KERNELS_US: Final = (300,)
 TUNING_BUDGET_S: Final = 30.0
 TUNING_SHARE: Final = 0.25
-"""Of the whole budget, where that is short."""
+"""Largest share of the whole budget that tuning gets."""
 
 
 LAUNCHES: Final = ("enqueue", "enqueue_busy", "chained", "idle")
 RETURNS: Final = ("npu_to_gpu", "npu_to_gpu_busy")
 LEAST_US: Final = 0.001
-"""A latency below the uncertainty of the two clocks may come out negative; it is filed as this."""
+"""Recorded in place of a negative latency, which the uncertainty of the two clocks allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class SessionOptions(ProfileOptions):
 
     Args:
         characterise: Whether to measure stages, orders and the effect of ``k`` on the NPU, too.
-        quick: Whether to measure only what plans need, of one model, within a minute.
+        quick: Whether to measure only the essential points of one model, within a minute.
         tune: Whether to search the parameters of GPU kernels first.
     """
 
@@ -98,7 +98,7 @@ class SessionOptions(ProfileOptions):
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
     """Return the stored profile of a device, or an empty one, and its file.
 
-    A damaged file counts as none; it is kept aside when the next one is written.
+    A damaged file counts as none; the next write renames it.
 
     Raises:
         ProfileError: The file given belongs to another device.
@@ -124,13 +124,13 @@ def profile_device(
     path: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[Profile, RunSummary]:
-    """Measure a device and file what was found.
+    """Measure a device and write its profile.
 
     Args:
         device: The opened device; the calling thread is its engine thread.
         shapes: The models whose layers are measured.
         options: Budget and extent.
-        path: Where the profile is kept; by default in the cache, under the device's fingerprint.
+        path: File of the profile; by default in the cache, under the device's fingerprint.
         progress: Called with a stage, milliseconds done and milliseconds in all, both estimated.
 
     Raises:
@@ -140,7 +140,7 @@ def profile_device(
     options = options or SessionOptions()
     begin_s = time.monotonic()
     profile, chosen = profile_for(device, path)
-    profile.save(chosen)  # what cannot be written is said before the work
+    profile.save(chosen)  # a path that cannot be written fails before the work
     sources = _power_sources(device)
     details: dict[str, Any] = {
         "models": [shape.name for shape in shapes],
@@ -189,13 +189,13 @@ def profile_device(
 
 
 @dataclass(frozen=True, slots=True)
-class Essential:
-    """About how long it takes to measure what plans need.
+class EssentialWork:
+    """Estimate of the measurements that plans need.
 
     Args:
-        seconds: In all.
-        graphs: NPU graphs to build for it.
-        build_seconds: Their share of the time.
+        seconds: Time of all.
+        graphs: Number of NPU graphs to build for them.
+        build_seconds: Time of these builds, included in ``seconds``.
     """
 
     seconds: float
@@ -203,8 +203,8 @@ class Essential:
     build_seconds: float
 
 
-def essential_work(device: Device, shapes: Sequence[ModelShape], *, quick: bool) -> Essential:
-    """Return the estimate of what a run measures whatever its budget, before any graph was built."""
+def essential_work(device: Device, shapes: Sequence[ModelShape], *, quick: bool) -> EssentialWork:
+    """Return the estimate of the work that no budget leaves out, before any graph was built."""
     with contextlib.closing(SharedLoad(device)) as load:
         tasks = [
             *_link_tasks(device, quick=quick),
@@ -215,11 +215,11 @@ def essential_work(device: Device, shapes: Sequence[ModelShape], *, quick: bool)
     needed = [task for task in tasks if task.essential]
     build_s = sum(task.build_s for task in needed)
     graphs = sum(task.graphs for task in needed if task.build_s)
-    return Essential(sum(task.estimate_s for task in needed) + build_s, graphs, build_s)
+    return EssentialWork(sum(task.estimate_s for task in needed) + build_s, graphs, build_s)
 
 
 def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]:
-    """Keep no graphs of random weights; only some backends keep graphs in files."""
+    """Delete graphs of random weights afterwards; only some backends keep graphs in files."""
     keep_none = getattr(device.npu, "temporary_graphs", None)
     return contextlib.nullcontext() if keep_none is None else keep_none()
 
@@ -235,7 +235,7 @@ def _power_sources(device: Device) -> Sequence[PowerSource]:
 def _tune(
     device: Device, shapes: Sequence[ModelShape], whole_budget_s: float | None, progress: Progress | None
 ) -> dict[str, Any]:
-    """Search kernel parameters in a part of the budget; a failure is noted and leaves the defaults."""
+    """Search kernel parameters in a share of the budget; a failure is noted and leaves the defaults."""
     budget_s = TUNING_BUDGET_S
     if whole_budget_s is not None:
         budget_s = min(budget_s, TUNING_SHARE * whole_budget_s)
@@ -260,7 +260,7 @@ def _tune(
 
 
 def _link_tasks(device: Device, *, quick: bool) -> list[Task]:
-    stage = "Launches and hand-overs"
+    stage = "Launches and fences"
     repeats = QUICK_REPEATS if quick else 40
     launches = tuple(LaunchKey(name) for name in LAUNCHES)
     tasks = [_links(stage, launches, partial(launch_costs, device.gpu, repeats=repeats), 0.5)]
@@ -269,8 +269,8 @@ def _link_tasks(device: Device, *, quick: bool) -> list[Task]:
         tasks.append(_links(stage, returns, partial(npu_return_costs, device, repeats=repeats), 0.5))
     strategies = strategies_for(device.gpu)
     for kernel_us in QUICK_KERNELS_US if quick else KERNELS_US:
-        keys = tuple(HandOverKey(strategy, kernel_us) for strategy in strategies)
-        work = partial(hand_over_latencies, device.gpu, kernels_us=(kernel_us,), repeats=repeats)
+        keys = tuple(FenceKey(strategy, kernel_us) for strategy in strategies)
+        work = partial(fence_latencies, device.gpu, kernels_us=(kernel_us,), repeats=repeats)
         runs = (repeats + 12) * len(strategies)
         tasks.append(_links(stage, keys, work, runs * (kernel_us + 100) / 1e6))
     return tasks
@@ -292,7 +292,7 @@ def _copy_tasks(device: Device) -> list[Task]:
 
 def _links(
     stage: str,
-    keys: tuple[LaunchKey | HandOverKey | CopyKey, ...],
+    keys: tuple[LaunchKey | FenceKey | CopyKey, ...],
     measure: Callable[[], Iterable[LinkMeasurement]],
     estimate_s: float,
     *,

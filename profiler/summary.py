@@ -16,14 +16,14 @@ from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
     CopyKey,
+    FenceKey,
     GraphKey,
-    HandOverKey,
     LaunchKey,
     LayerKey,
     LinearKey,
     LinearPoint,
-    Part,
     PowerKey,
+    Processor,
     Profile,
     Record,
     SweepKey,
@@ -34,16 +34,16 @@ from heterollm.profiler.summary_rows import (
     ContentionRow,
     CopyRow,
     Failure,
+    FenceRow,
     GraphRow,
-    HandOverRow,
     LaunchRow,
     LayerRow,
     LinearRow,
     PowerRow,
     ProfileSummary,
+    RecordTimes,
     RunRow,
     SweepRow,
-    Times,
 )
 
 __all__ = ["summarize"]
@@ -53,7 +53,7 @@ COUNTS: Final = ("measured", "failed", "known", "left")
 V = TypeVar("V", LinearKey, LayerKey, GraphKey, SweepKey)
 
 _Weight: TypeAlias = tuple[object, ...]
-_Cut: TypeAlias = tuple[_Weight, tuple[int, ...]]
+_Split: TypeAlias = tuple[_Weight, tuple[int, ...]]
 
 
 def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
@@ -63,7 +63,7 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
         profile: The profile.
         accuracy: Whether to fit and cross-validate the predictors, which takes seconds on a large profile.
     """
-    cuts = _cuts(profile)
+    splits = _splits(profile)
     scores, reason = _accuracy(profile) if accuracy else ((), "it was not asked for")
     return ProfileSummary(
         device=profile.device,
@@ -71,26 +71,26 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
         fingerprint=profile.fingerprint,
         description=dict(profile.description),
         runs=tuple(_run(run) for _, run in sorted(profile.runs.items())),
-        linear=tuple(_linear(profile, cuts)),
+        linear=tuple(_linear(profile, splits)),
         layers=tuple(_layers(profile)),
         bandwidth=tuple(_bandwidth(profile)),
         contention=tuple(
-            ContentionRow(key.part, key.bound, key.beside, record.values["slowdown"])
+            ContentionRow(key.processor, key.bound, key.beside, record.values["slowdown"])
             for key, record in profile.of_kind(ContentionKey)
             if "slowdown" in record.values
         ),
         launches=tuple(
             LaunchRow(key.measure, times)
             for key, record in profile.of_kind(LaunchKey)
-            if (times := Times.of(record)) is not None
+            if (times := RecordTimes.of(record)) is not None
         ),
         hand_overs=tuple(_hand_overs(profile)),
         copies=tuple(
             CopyRow(key.method, key.size_bytes, times)
             for key, record in profile.of_kind(CopyKey)
-            if (times := Times.of(record)) is not None
+            if (times := RecordTimes.of(record)) is not None
         ),
-        graphs=tuple(_graphs(profile, cuts)),
+        graphs=tuple(_graphs(profile, splits)),
         power=tuple(
             PowerRow(key.source, key.load, record.values["watts"])
             for key, record in profile.of_kind(PowerKey)
@@ -104,7 +104,7 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
 
 
 def _run(run: Mapping[str, Any]) -> RunRow:
-    """Return a run's entry; what an edited file holds instead of a number counts as nothing."""
+    """Return a run's entry; an edited file's value that is no number counts as 0."""
     measured, failed, known, left = (_count(run.get(name)) for name in COUNTS)
     models = run.get("models")
     return RunRow(
@@ -135,19 +135,19 @@ def _count(value: object) -> int:
 
 
 def _weight(point: LinearPoint) -> _Weight:
-    """Return what a slice has in common with the cuts of the same group."""
+    """Return the fields that all shards of a group share."""
     return point.group, len(point.member_rows), point.columns, point.bits, point.block, point.integer_inputs
 
 
-def _cuts(profile: Profile) -> set[_Cut]:
-    """Return the slices that are one side of a cut: the other side and the whole were measured too."""
-    rows: dict[Part, dict[_Weight, set[tuple[int, ...]]]] = {
+def _splits(profile: Profile) -> set[_Split]:
+    """Return the shards of splits of which the other shard and the whole group were measured too."""
+    rows: dict[Processor, dict[_Weight, set[tuple[int, ...]]]] = {
         "gpu": defaultdict(set),
         "npu": defaultdict(set),
     }
     for key, _ in profile.of_kind(LinearKey):
-        rows[key.part][_weight(key.point)].add(key.point.member_rows)
-    found: set[_Cut] = set()
+        rows[key.processor][_weight(key.point)].add(key.point.member_rows)
+    found: set[_Split] = set()
     for weight, npu_rows in rows["npu"].items():
         gpu_rows = rows["gpu"][weight]
         for own in npu_rows:
@@ -155,22 +155,19 @@ def _cuts(profile: Profile) -> set[_Cut]:
                 both = tuple(a + b for a, b in zip(own, rest, strict=True))
                 if both in npu_rows or both in gpu_rows:
                     found |= {(weight, own), (weight, rest)}
-    return found | set(_cut_blocks(rows, found))
+    return found | set(_ffn_splits(rows, found))
 
 
-def _cut_blocks(
-    rows: Mapping[Part, Mapping[_Weight, set[tuple[int, ...]]]], cuts: set[_Cut]
-) -> Iterator[_Cut]:
-    """Yield the slices of feed-forward blocks that are narrower than the block.
-
-    A block is as wide as its gate and up projections, which are measured by themselves too.
-    """
+def _ffn_splits(
+    rows: Mapping[Processor, Mapping[_Weight, set[tuple[int, ...]]]], splits: set[_Split]
+) -> Iterator[_Split]:
+    """Yield the shards of an ffn that are narrower than its gate and up projections."""
     for weight, widths in rows["npu"].items():
         if weight[0] != "ffn":
             continue
         plain: _Weight = ("gate_up", *weight[1:])
         both = {*rows["gpu"].get(plain, ()), *rows["npu"].get(plain, ())}
-        whole = {own for own in both if (plain, own) not in cuts} or {max(widths)}
+        whole = {own for own in both if (plain, own) not in splits} or {max(widths)}
         yield from ((weight, own) for own in widths if own not in whole)
 
 
@@ -184,18 +181,18 @@ def _newest(profile: Profile, kind: type[V]) -> Iterator[tuple[V, Record]]:
     yield from found.values()
 
 
-def _linear(profile: Profile, cuts: set[_Cut]) -> Iterator[LinearRow]:
+def _linear(profile: Profile, splits: set[_Split]) -> Iterator[LinearRow]:
     for key, record in _newest(profile, LinearKey):
-        times = Times.of(record)
+        times = RecordTimes.of(record)
         if times is not None:
-            whole = (_weight(key.point), key.point.member_rows) not in cuts
+            whole = (_weight(key.point), key.point.member_rows) not in splits
             rate = key.point.flops / times.median_us / 1e3
-            yield LinearRow(key.part, key.point, whole, times, rate, record.values.get("cycles"))
+            yield LinearRow(key.processor, key.point, whole, times, rate, record.values.get("cycles"))
 
 
 def _layers(profile: Profile) -> Iterator[LayerRow]:
     for key, record in _newest(profile, LayerKey):
-        times = Times.of(record)
+        times = RecordTimes.of(record)
         if times is not None:
             sizes = (key.tokens, key.context, key.hidden, key.heads, key.kv_heads, key.head_dim)
             yield LayerRow(key.operator, *sizes, times)
@@ -205,19 +202,19 @@ def _bandwidth(profile: Profile) -> Iterator[BandwidthRow]:
     for key, record in profile.of_kind(BandwidthKey):
         if "gbps" in record.values:
             rate = record.values["gbps"]
-            yield BandwidthRow(key.part, key.size_bytes, key.together, rate, Times.of(record))
+            yield BandwidthRow(key.processor, key.size_bytes, key.together, rate, RecordTimes.of(record))
 
 
-def _hand_overs(profile: Profile) -> Iterator[HandOverRow]:
-    for key, record in profile.of_kind(HandOverKey):
-        times = Times.of(record)
+def _hand_overs(profile: Profile) -> Iterator[FenceRow]:
+    for key, record in profile.of_kind(FenceKey):
+        times = RecordTimes.of(record)
         if times is not None:
-            yield HandOverRow(key.strategy, key.kernel_us, times, record.values.get("processor_fraction"))
+            yield FenceRow(key.strategy, key.kernel_us, times, record.values.get("processor_fraction"))
 
 
-def _graphs(profile: Profile, cuts: set[_Cut]) -> Iterator[GraphRow]:
+def _graphs(profile: Profile, splits: set[_Split]) -> Iterator[GraphRow]:
     for key, record in _newest(profile, GraphKey):
-        whole = (_weight(key.point), key.point.member_rows) not in cuts
+        whole = (_weight(key.point), key.point.member_rows) not in splits
         load_us = record.median_us if record.samples_us else None
         values = record.values
         yield GraphRow(key.point, whole, values.get("build_us"), load_us, values.get("size_bytes"))
@@ -243,7 +240,7 @@ def _accuracy(profile: Profile) -> tuple[tuple[AccuracyRow, ...], str]:
         return (), error.message
     rows = tuple(
         AccuracyRow(score, score.model == held.model.name, score.model == BASELINE.name)
-        for held in predictor.parts.values()
+        for held in predictor.processors.values()
         for score in held.scores
     )
     return rows, "" if rows else "there is one weight shape only, and none to be kept out of a fit"

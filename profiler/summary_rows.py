@@ -1,4 +1,4 @@
-"""The rows that a profile comes down to; tables, pages and JSON share them."""
+"""Rows of a profile's summary; tables, pages and JSON share them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
+from msgspec import Struct
 
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.predict import HIGH, Score, percentile
-from heterollm.profiler.records import Bound, LinearPoint, Part, Record
+from heterollm.profiler.records import ContentionBound, LinearPoint, Processor, Record
 
 __all__ = [
     "AccuracyRow",
@@ -18,22 +19,22 @@ __all__ = [
     "ContentionRow",
     "CopyRow",
     "Failure",
+    "FenceRow",
     "GraphRow",
-    "HandOverRow",
     "LaunchRow",
     "LayerRow",
     "LinearRow",
     "PowerRow",
     "ProfileSummary",
+    "RecordTimes",
     "RunRow",
     "SweepRow",
-    "Times",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Samples in short.
+class RecordTimes:
+    """Statistics of samples.
 
     Args:
         median_us: Half of the samples are below it.
@@ -41,7 +42,7 @@ class Times:
         high_us: Third quartile.
         high_tail_us: Nine in ten samples are below it.
         spread_fraction: Distance between the quartiles as a fraction of the median.
-        samples: How many.
+        samples: Number of samples.
     """
 
     median_us: float
@@ -52,7 +53,7 @@ class Times:
     samples: int
 
     @classmethod
-    def of(cls, record: Record) -> Times | None:
+    def of(cls, record: Record) -> RecordTimes | None:
         """Return the times of a record; None where it has none."""
         if not record.samples_us:
             return None
@@ -66,16 +67,9 @@ class RunRow:
     """A run of the profiler.
 
     Args:
-        started_s: When it began, in seconds since 1970.
-        seconds: How long it took.
-        finished: Whether it came to its end.
-        measured: Records that it took.
-        failed: How many of them are errors.
-        known: Tasks that it did not run because their records were there.
-        left: Tasks that the budget left out.
-        drift_fraction: How far the slowest reference time of a part was above the fastest.
-        skipped: Points left out by rule, by reason.
-        models: Whose shapes it measured.
+        models: Names of the models whose shapes it measured.
+
+    The other fields are those of :class:`heterollm.profiler.RunSummary`.
     """
 
     started_s: float
@@ -90,30 +84,29 @@ class RunRow:
     models: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearRow:
-    """A slice of a group of linear layers on one part.
+class LinearRow(Struct, frozen=True, rename={"processor": "part"}):
+    """A shard of a group of linear layers on one processor.
 
     Args:
-        part: Where it ran.
-        point: What it computed.
-        whole: Whether it is no cut of another measured slice, and no part of a block's width.
-        times: How long a pass took.
-        gflops: 10⁹ multiply-adds, counted as two each, in a second.
+        processor: The processor.
+        point: The shard.
+        whole: Whether it is the whole group, and no shard of a split.
+        times: Times of a pass.
+        gflops: 10⁹ operations a second, two for each multiply-add.
         cycles: Cycles of the NPU, where it counts them.
     """
 
-    part: Part
+    processor: Processor
     point: LinearPoint
     whole: bool
-    times: Times
+    times: RecordTimes
     gflops: float
     cycles: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Another operator of a layer."""
+    """A glue operator."""
 
     operator: str
     tokens: int
@@ -122,52 +115,50 @@ class LayerRow:
     heads: int
     kv_heads: int
     head_dim: int
-    times: Times
+    times: RecordTimes
 
 
-@dataclass(frozen=True, slots=True)
-class BandwidthRow:
-    """Reading memory on one part, alone or while the other reads too."""
+class BandwidthRow(Struct, frozen=True, rename={"processor": "part"}):
+    """Reading memory on one processor, alone or while the other reads too."""
 
-    part: Part
+    processor: Processor
     size_bytes: int
     together: bool
     gbps: float
-    times: Times | None
+    times: RecordTimes | None
 
 
-@dataclass(frozen=True, slots=True)
-class ContentionRow:
-    """A part's job while the other part is at work: its time divided by the time alone."""
+class ContentionRow(Struct, frozen=True, rename={"processor": "part"}):
+    """A processor's job while the other processor is at work: its time divided by the time alone."""
 
-    part: Part
-    bound: Bound
-    beside: Bound
+    processor: Processor
+    bound: ContentionBound
+    beside: ContentionBound
     slowdown: float
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRow:
-    """One way of counting what a launch costs."""
+    """One cost of a launch."""
 
     measure: str
-    times: Times
+    times: RecordTimes
 
 
 @dataclass(frozen=True, slots=True)
-class HandOverRow:
+class FenceRow:
     """Latency from the end of a kernel to the host.
 
     Args:
-        strategy: How it waits.
-        kernel_us: About how long the kernel runs.
+        strategy: Strategy of the wait.
+        kernel_us: Approximate time of the kernel.
         times: Latencies.
-        processor_fraction: Share of the wait that the waiting thread was computing; None if unknown.
+        processor_fraction: Fraction of the wait in which the waiting thread was computing; None if unknown.
     """
 
     strategy: str
     kernel_us: int
-    times: Times
+    times: RecordTimes
     processor_fraction: float | None
 
 
@@ -177,12 +168,12 @@ class CopyRow:
 
     method: str
     size_bytes: int
-    times: Times
+    times: RecordTimes
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """An NPU graph: what building, loading and keeping it cost, as far as known."""
+    """An NPU graph with the known costs of building, loading and storing it."""
 
     point: LinearPoint
     whole: bool
@@ -205,9 +196,9 @@ class SweepRow:
     """One weight on the NPU at any length, measured to know the device.
 
     Args:
-        point: What it computed.
+        point: The weight and its tokens.
         cost: Cycles where they are counted, else microseconds.
-        counted: Whether they are.
+        counted: Whether ``cost`` is in cycles.
     """
 
     point: LinearPoint
@@ -249,18 +240,18 @@ class ProfileSummary:
         fingerprint: Short hash of the description.
         description: Parts, drivers and thread split.
         runs: The newest last.
-        linear: Slices of linear layers.
-        layers: The other operators.
-        bandwidth: Of each part.
-        contention: Between the parts.
+        linear: Shards of linear layers.
+        layers: Glue operators.
+        bandwidth: Of each processor.
+        contention: Between the processors.
         launches: Costs of launches.
         hand_overs: By strategy and length of the kernel.
         copies: By method and size.
         graphs: NPU graphs.
         power: Empty where the system exposes none.
-        failures: What could not be measured.
-        accuracy: Of every model on each part.
-        accuracy_reason: Why there is none; empty otherwise.
+        failures: Failed measurements.
+        accuracy: Of every model on each processor.
+        accuracy_reason: Reason why there is none; empty otherwise.
         sweeps: Stages, order of operands and effect of ``k`` on the NPU.
     """
 
@@ -274,7 +265,7 @@ class ProfileSummary:
     bandwidth: tuple[BandwidthRow, ...]
     contention: tuple[ContentionRow, ...]
     launches: tuple[LaunchRow, ...]
-    hand_overs: tuple[HandOverRow, ...]
+    hand_overs: tuple[FenceRow, ...]
     copies: tuple[CopyRow, ...]
     graphs: tuple[GraphRow, ...]
     power: tuple[PowerRow, ...]

@@ -1,8 +1,8 @@
 """Order of measurements: first those on which the solver's choices depend most.
 
-A point matters if its part may take a share in a cut: if, at the low end of its predicted interval, the part
-is not so much slower at the same work than the faster one that its help would stay below the solver's margin.
-Among these the one comes first whose uncertainty, in microseconds a second of measuring, is largest.
+A point matters if its processor may compute a shard of a split: if, at the low end of the predicted interval,
+it is not so much slower than the faster processor that its help stays below the solver's margin. Points that
+matter are sorted by their uncertainty, in microseconds for each second of measuring.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ KNOWN_FRACTION: Final = 0.04
 """An interval this narrow is as good as a measurement repeated on another day."""
 
 MOST_TIMES_SLOWER: Final = 30.0
-"""For the same work. The help of a part that is slower still is worth less than a cut's margin of 3 %."""
+"""Largest ratio of times for the same work: a slower processor saves less than a split's margin of 3 %."""
 
 IRRELEVANT: Final = 0.05
 """Weight of points that cannot decide: the model behind them still gains by them."""
 
 
 def by_worth(profile: Profile, tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks of linear layers, those first that the solver gains most by; others keep their order.
+    """Return tasks of linear layers, the most useful to the solver first; others keep their order.
 
     Tasks whose times are predicted closely enough are dropped.
 
     Args:
         profile: Measurements so far.
-        tasks: What could be measured.
+        tasks: Tasks to choose from.
     """
     try:
         predictor = Predictor.fit(profile)
@@ -55,9 +55,9 @@ def _score(task: Task, predictor: Predictor, best_us: dict[tuple[object, ...], f
         if not isinstance(key, LinearKey):
             return math.inf
         try:
-            found = predictor.predict_us(key.point, key.part)
+            found = predictor.predict_us(key.point, key.processor)
         except ProfileError:
-            return math.inf  # nothing is known of the part
+            return math.inf  # the processor has no measurement
         width_us = found.high_us - found.low_us
         if found.known and width_us <= KNOWN_FRACTION * found.us:
             continue
@@ -67,8 +67,8 @@ def _score(task: Task, predictor: Predictor, best_us: dict[tuple[object, ...], f
 
 
 def _case(point: LinearPoint) -> tuple[object, ...]:
-    # Most of a block is gate and up, which the GPU is measured on.
-    group = "gate_up" if point.is_block else point.group
+    # The GPU has no measured ffn; most of an ffn is gate and up.
+    group = "gate_up" if point.is_ffn else point.group
     return group, point.columns, point.tokens, point.bits, point.block, point.integer_inputs
 
 

@@ -75,7 +75,7 @@ def _check_on_npu(
     if npu is None:
         raise PlanError(
             f"{where}: the plan needs an NPU, and the device was opened without one.",
-            fix="Use plan level 'gpu', or give the NPU part at least one thread.",
+            fix="Use plan level 'gpu', or give the NPU at least one thread.",
         )
     missing = sorted(set(placement.npu_lengths).difference(npu.standard_lengths))
     if missing:
@@ -87,8 +87,8 @@ def _check_on_npu(
     for rows, whole in zip(placement.npu_rows, spec.member_rows, strict=True):
         if rows % alignment and rows != whole:
             raise PlanError(
-                f"{where}: a cut after {rows} of {whole} rows.",
-                fix=f"Cut at multiples of {alignment}, or not at all.",
+                f"{where}: a split after {rows} of {whole} rows.",
+                fix=f"Split at multiples of {alignment}, or not at all.",
             )
     for tokens in placement.npu_lengths:
         forms = _forms(placement, spec, tokens, npu, activation)

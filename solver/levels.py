@@ -70,8 +70,8 @@ def level_plan(
     """
     if level != "gpu" and not standard_lengths:
         raise OptionError(
-            f"Plan level {level!r} needs an NPU part, and device {device!r} was opened without one.",
-            fix="Use plan level 'gpu', or give the NPU part at least one thread.",
+            f"Plan level {level!r} needs an NPU, and device {device!r} was opened without one.",
+            fix="Use plan level 'gpu', or give the NPU at least one thread.",
         )
     if length_policy == "auto" and length_costs is None:
         raise OptionError(

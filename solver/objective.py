@@ -67,7 +67,7 @@ class Objective:
                 fix="Both lie between 0 and 1.",
             )
         if not 0.0 <= self.margin_fraction < 1.0:
-            raise OptionError(f"The margin of a cut is {self.margin_fraction}.", fix="Give 0 to 1.")
+            raise OptionError(f"The margin of a split is {self.margin_fraction}.", fix="Give 0 to 1.")
         if self.energy_weight and self.power is None:
             raise OptionError(
                 "Energy counts, but the power of this device was not measured.",

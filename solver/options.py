@@ -190,7 +190,7 @@ def check_any(spec: OpSpec, tokens: int, options: Sequence[Option]) -> None:
     if not options:
         raise PlanError(
             f"No processor can compute {spec.group} at {tokens} tokens under the options given.",
-            fix="Allow both parts, or choose another precision.",
+            fix="Allow both processors, or choose another precision.",
         )
 
 

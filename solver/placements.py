@@ -79,7 +79,7 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         where = _where(spec, tokens)
         if spec.then is not None:
             raise PlanError(
-                f"{where}: a block is placed by its width, not by rows.",
+                f"{where}: an ffn is placed by its width, not by rows.",
                 fix="Give it a width, or place gate_up and down instead.",
             )
         if bool(self.npu_rows) != bool(self.npu_lengths):
@@ -93,7 +93,7 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             raise PlanError(f"{where}: npu_rows {self.npu_rows} exceed the rows {spec.member_rows}.")
         _check_lengths(where, self.npu_lengths, tokens)
         if self.npu_rows != spec.member_rows and sum(self.npu_lengths) < tokens:
-            raise PlanError(f"{where}: a cut along rows must cover all tokens, not {self.npu_lengths}.")
+            raise PlanError(f"{where}: a split along rows must cover all tokens, not {self.npu_lengths}.")
 
 
 class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="block", gc=False):
@@ -128,14 +128,12 @@ class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
         """Raise :class:`PlanError` unless the placement can run ``tokens`` tokens of the ffn."""
         where = _where(spec, tokens)
         if spec.then is None:
-            raise PlanError(
-                f"{where}: only a feed-forward block is placed by its width.", fix="Give npu_rows instead."
-            )
+            raise PlanError(f"{where}: only an ffn is placed by its width.", fix="Give npu_rows instead.")
         if not 1 <= self.width <= spec.member_rows[0]:
             raise PlanError(f"{where}: width {self.width} is not within 1 to {spec.member_rows[0]}.")
         _check_lengths(where, self.npu_lengths, tokens)
         if sum(self.npu_lengths) < tokens:
-            raise PlanError(f"{where}: a block must cover all tokens, not {self.npu_lengths}.")
+            raise PlanError(f"{where}: an ffn must cover all tokens, not {self.npu_lengths}.")
 
 
 Placement: TypeAlias = RowsPlacement | FfnPlacement

@@ -36,10 +36,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             ``ffn``).
         device: Name of the device it was made for.
         precision: Precision of the linears.
-        shape: What :func:`model_shape` says of the model.
+        shape: The model's shape, by :func:`model_shape`.
         chunk_length: Longest pass; longer prompts run in chunks of this many tokens.
-        entries: The placements; the first that covers a case decides. Where one of a block (``ffn``) does,
-            the groups that it stands for need none, and none of theirs is looked at.
+        entries: The placements; the first that covers a case decides. Where one of an ffn does, those of its
+            two groups do not count.
         sync: How the NPU waits for the GPU.
         slices: What the NPU holds; by default what the entries use.
         request: What it was asked to be; None for levels that follow a rule.
@@ -80,7 +80,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Iterator[tuple[OpSpec, Placement]]:
         """Yield each operator of a pass with its placement, in the order of ``specs``.
 
-        A feed-forward block that is placed as one stands in the place of its two groups.
+        An ffn with a placement stands in the place of its two groups.
 
         Args:
             phase: Prefill or decode.
@@ -155,7 +155,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_ffn(self) -> bool:
-        """Whether any block is placed as a whole."""
+        """Whether any ffn has a placement as one operator."""
         return any(entry.group == "ffn" for entry in self.entries)
 
     @property
@@ -242,9 +242,9 @@ def _first(entries: Iterable[PlanEntry], spec: OpSpec, tokens: int) -> Placement
 def model_shape(specs: Sequence[OpSpec]) -> str:
     """Return a line that two models share exactly if a plan for one fits the other."""
     layers = max((spec.layer for spec in specs), default=-1) + 1
-    parts = []
+    groups = []
     for group in GROUPS:
         spec = next((spec for spec in specs if spec.group == group), None)
         if spec is not None:
-            parts.append(f"{group}={'+'.join(map(str, spec.member_rows))}x{spec.columns}")
-    return f"layers={layers} {' '.join(parts)}"
+            groups.append(f"{group}={'+'.join(map(str, spec.member_rows))}x{spec.columns}")
+    return f"layers={layers} {' '.join(groups)}"

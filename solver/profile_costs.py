@@ -13,20 +13,20 @@ from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import K_SPLIT_COLUMNS, GraphForm
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
-from heterollm.profiler.measure import SUBMISSIONS, Operator, layer_key
+from heterollm.profiler.measure import SUBMISSIONS, GlueOperator, layer_key
 from heterollm.profiler.predict import Predictor, fitted_predictor
 from heterollm.profiler.records import (
     BandwidthKey,
-    Bound,
+    ContentionBound,
     ContentionKey,
     CopyKey,
-    HandOverKey,
+    FenceKey,
     LaunchKey,
     LayerKey,
     LinearKey,
     LinearPoint,
-    Part,
     PowerKey,
+    Processor,
     Profile,
 )
 from heterollm.solver.candidates import NpuLimits
@@ -44,7 +44,7 @@ __all__ = [
     "power_of",
 ]
 
-BEFORE: Final[dict[Group, tuple[Operator, ...]]] = {
+BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
     "qkv": ("rms_norm",),
     "o": ("rope_and_store", "attention"),
     "gate_up": ("rms_norm",),
@@ -114,12 +114,12 @@ class ProfileCosts:
         self._streamed = shape.streamed(profile.cache_bytes)
         self._gap_us = _median(profile, LaunchKey("chained"))
         self._gbps = {
-            key.part: record.values.get("gbps", math.inf)
+            key.processor: record.values.get("gbps", math.inf)
             for key, record in profile.of_kind(BandwidthKey)
             if not key.together
         }
         self._factors = {
-            (key.part, key.bound, key.beside): max(1.0, record.values.get("slowdown", 1.0))
+            (key.processor, key.bound, key.beside): max(1.0, record.values.get("slowdown", 1.0))
             for key, record in profile.of_kind(ContentionKey)
         }
 
@@ -183,19 +183,19 @@ class ProfileCosts:
                 self.missing.add(operator)
         return total
 
-    def _us(self, point: LinearPoint, part: Part) -> float:
+    def _us(self, point: LinearPoint, processor: Processor) -> float:
         try:
-            return self._predictor.predict_us(point, part).us
+            return self._predictor.predict_us(point, processor).us
         except ProfileError:
             return math.inf
 
-    def _gpu_bound(self, spec: OpSpec, tokens: int) -> Bound:
+    def _gpu_bound(self, spec: OpSpec, tokens: int) -> ContentionBound:
         # The bound of a shard does not depend on its number of rows.
         point = LinearPoint.of(spec, tokens, streamed=self._streamed)
         read_us = point.weight_bytes / (self._gbps.get("gpu", math.inf) * 1e3)
         return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, "gpu") else "compute"
 
-    def _npu_bound(self, spec: OpSpec, tokens: int) -> Bound:
+    def _npu_bound(self, spec: OpSpec, tokens: int) -> ContentionBound:
         # While more tokens take no longer, the NPU waits for weights.
         if tokens == 1 or self._whole_us(spec, tokens) <= FLAT_FACTOR * self._whole_us(spec, 1):
             return "memory"
@@ -223,10 +223,10 @@ def limits_of(profile: Profile) -> NpuLimits | None:
         )
     measured: dict[_Formats, dict[_Size, set[str]]] = {}
     for key, _ in profile.of_kind(LinearKey):
-        if key.part == "npu":
+        if key.processor == "npu":
             point = key.point
-            sizes = measured.setdefault((point.weight, point.integer_inputs, point.is_block), {})
-            wide = point.is_block and point.member_rows[0] > K_SPLIT_COLUMNS
+            sizes = measured.setdefault((point.weight, point.integer_inputs, point.is_ffn), {})
+            wide = point.is_ffn and point.member_rows[0] > K_SPLIT_COLUMNS
             sizes.setdefault((point.columns, point.tokens, wide), set()).add(point.form)
 
     def forms(spec: OpSpec, length: int) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ def best_strategy(profile: Profile) -> Strategy | None:
     """
     latencies: dict[str, list[float]] = {}
     burnt: dict[str, list[float]] = {}
-    for key, record in profile.of_kind(HandOverKey):
+    for key, record in profile.of_kind(FenceKey):
         latencies.setdefault(key.strategy, []).append(record.median_us)
         burnt.setdefault(key.strategy, []).append(record.values.get("processor_fraction", 1.0))
     if not latencies:
@@ -274,7 +274,7 @@ def best_strategy(profile: Profile) -> Strategy | None:
 def overheads_of(profile: Profile) -> Overheads:
     """Return the times that syncs and submissions add on the profiled device, with its best strategy."""
     best = best_strategy(profile)
-    records = [record for key, record in profile.of_kind(HandOverKey) if key.strategy == best]
+    records = [record for key, record in profile.of_kind(FenceKey) if key.strategy == best]
     latencies = [record.median_us for record in records]
     returns = [record.values.get(RETURN_VALUE, 0.0) for record in records]
     refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))

@@ -251,6 +251,6 @@ def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Slices:
     if not best:
         raise PlanError(
             f"The NPU's budget of {budget.npu_bytes} bytes does not hold what only the NPU may compute.",
-            fix="Raise the budget, or allow both parts.",
+            fix="Raise the budget, or allow both processors.",
         )
     return best[-1].slices

@@ -325,7 +325,7 @@ class Solver:
             yield from self._halves(low, high, slices)
 
     def _halves(self, low: int, high: int, slices: Slices) -> Iterator[tuple[int, int]]:
-        """Yield a range of lengths, halved until shared placements lose little in each part."""
+        """Yield a range of lengths, halved until shared placements lose little in each range."""
         shared = self._chain(high, low, slices)
         if low == high or all(self._loss(shared, end, slices) <= SHARED_LOSS_FRACTION for end in (low, high)):
             yield low, high

@@ -115,8 +115,8 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
         ContentionKey,
         CopyKey,
         DriftKey,
+        FenceKey,
         GraphKey,
-        HandOverKey,
         LaunchKey,
         LayerKey,
         LinearKey,
@@ -166,7 +166,7 @@ def make_profile(factor=1.0, *, noise=0.01, **description):
         add(ContentionKey(part, "memory", "compute"), 1e4, slowdown=1.25)
         add(DriftKey(part, "1000000000.000", 0), 100.0)
     add(LaunchKey("chained"), 3.5)
-    add(HandOverKey("sleep_poll", 300), 41.0, processor_fraction=0.25)
+    add(FenceKey("sleep_poll", 300), 41.0, processor_fraction=0.25)
     add(CopyKey("write", 8192), 7.0)
     broken = LinearPoint("head", (32000,), 512, 1, 8, 32)
     profile.add(Record(LinearKey("npu", broken, "graph-1"), error="The graph is too large.", taken_s=1e9))

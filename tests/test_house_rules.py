@@ -179,13 +179,6 @@ def test_a_library_has_one_home(library: str, home: str) -> None:
     assert all(user.startswith(home) for user in users), users
 
 
-PLAIN_ROOMS = (
-    "solver",
-    "heterollm/planning",
-    *(f"profiler/{room}" for room in ("measure", "records", "tune", "work")),
-)
-"""Rooms whose docstrings follow the section "English" of CONTRIBUTING.md; the list grows by room."""
-
 RIDDLE = re.compile(
     r"\s*(what|which|how|who|whoever)\b|.*\b(what is|whoever|anew)\b", re.IGNORECASE | re.DOTALL
 )
@@ -201,16 +194,41 @@ def riddles(tree: ast.AST) -> list[str]:
     return [text for text in strings if isinstance(text, str) and RIDDLE.match(text)]
 
 
-@pytest.mark.parametrize("room", PLAIN_ROOMS)
-def test_docstrings_begin_with_a_verb_or_a_noun(room: str) -> None:
-    for path in sorted((ROOT / room).rglob("*.py")):
-        assert riddles(ast.parse(path.read_text("utf-8"))) == [], path
+@pytest.mark.parametrize("module", PATHS)
+def test_docstrings_begin_with_a_verb_or_a_noun(module: str) -> None:
+    assert riddles(ast.parse(PATHS[module].read_text("utf-8"))) == []
 
 
 def test_a_riddle_would_be_found() -> None:
     assert (
         len(riddles(ast.parse('"""What a plan is."""\nx = 1\n"""Measure it anew."""\n"""The plan."""'))) == 2
     )
+
+
+def public_types(tree: ast.Module) -> set[str]:
+    """Return the public classes and type aliases that a module defines."""
+    named = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    aliases = {
+        node.target.id
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and "TypeAlias" in ast.unparse(node.annotation)
+    }
+    return {name for name in named | aliases if not name.startswith("_")}
+
+
+def test_a_public_type_has_a_name_of_its_own() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in PATHS.items():
+        for name in public_types(ast.parse(path.read_text("utf-8"))):
+            homes.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_second_type_of_the_same_name_would_be_found() -> None:
+    tree = ast.parse("class Job: ...\nclass _Job: ...\nTimes: TypeAlias = float\nJobs: int = 3")
+    assert public_types(tree) == {"Job", "Times"}
 
 
 def test_nothing_unpickles() -> None:

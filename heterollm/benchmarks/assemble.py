@@ -29,7 +29,7 @@ from heterollm.benchmarks.rows import (
 )
 from heterollm.benchmarks.work import Ceilings, Rates, Work, achieved
 
-__all__ = ["Loaded", "Run", "State", "make_row", "run_of"]
+__all__ = ["BenchRun", "Loaded", "State", "make_row", "run_of"]
 
 TRACED: Final = tuple(name for name in TraceTimes.__struct_fields__ if name != "operators")
 ACCOUNTED: Final = ("gpu_share", "cut_groups", "padded_tokens", "predicted_ms")
@@ -55,7 +55,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """Common fields of all rows of a run: conditions, seed of the token ids, and a unique name."""
 
     setup: Setup
@@ -80,7 +80,7 @@ class Loaded:
     interrupted: str | None
 
 
-def run_of(model: str, seed: int) -> Run:
+def run_of(model: str, seed: int) -> BenchRun:
     """Return the common fields of all rows of a run that begins now.
 
     Args:
@@ -95,14 +95,14 @@ def run_of(model: str, seed: int) -> Run:
         versions=versions(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
-    return Run(setup, seed, uuid.uuid4().hex[:16])
+    return BenchRun(setup, seed, uuid.uuid4().hex[:16])
 
 
 def make_row(
     configuration: Configuration,
     case: Case,
     state: State,
-    run: Run,
+    run: BenchRun,
     load: Loaded,
     *,
     facts: Facts | None,
@@ -146,7 +146,7 @@ def make_row(
     )
 
 
-def _setup(run: Run, state: State, facts: Facts | None) -> Setup:
+def _setup(run: BenchRun, state: State, facts: Facts | None) -> Setup:
     setup = msgspec.structs.replace(run.setup, test_time=state.test_time)
     if facts is None:
         return setup

@@ -15,10 +15,10 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import BenchEngine, Facts, FoundFields, Ids, Job
 from heterollm.benchmarks.engines import open_engine
 
-__all__ = ["Measurement", "Model", "random_ids"]
+__all__ = ["Model", "TimedRun", "random_ids"]
 
 
-class Measurement(NamedTuple):
+class TimedRun(NamedTuple):
     """One run of a test.
 
     Args:
@@ -49,11 +49,11 @@ class Model:
         self._engine, self._ids = open_engine(job), ids
         return self._engine.facts, max(0, _private_bytes() - before)
 
-    def sample(self, case: Case) -> Measurement:
+    def sample(self, case: Case) -> TimedRun:
         """Run a test once."""
         begin_s = time.process_time()
         time_us = self._engine.sample_us(case, self._ids)
-        return Measurement(time_us, time.process_time() - begin_s, self._engine.modelled_j)
+        return TimedRun(time_us, time.process_time() - begin_s, self._engine.modelled_j)
 
     def logits(self, prompt: int, decoded: int) -> NDArray[np.float32]:
         """Return logits behind a prompt and behind each decoded token."""

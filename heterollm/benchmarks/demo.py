@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from heterollm.benchmarks.run import BenchResult
     from heterollm.engine import Sync
 
-__all__ = ["DemoResult", "Workload", "run_demo", "write_layer_checkpoint"]
+__all__ = ["DemoResult", "DemoWorkload", "run_demo", "write_layer_checkpoint"]
 
 PROMPT: Final = "import os\n\ndef read_lines(path):\n"
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
@@ -69,7 +69,7 @@ LEGEND: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class DemoWorkload:
     """The plan levels on one model.
 
     Args:
@@ -107,7 +107,7 @@ class DemoResult:
     levels_agree: bool
     device: Mapping[str, Any]
     time: TimeKind
-    workloads: tuple[Workload, ...]
+    workloads: tuple[DemoWorkload, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def run_demo(
         description, time_kind, name = opened.description(), opened.time_kind, opened.name
         notes = (f"Device auto chose {name}: {opened.reason}",) if opened.reason else ()
     levels: tuple[str, ...] = LEVELS
-    workloads: tuple[Workload, ...] = ()
+    workloads: tuple[DemoWorkload, ...] = ()
     with ExitStack() as stack:
         if time_kind == "real":
             layer = _layer_folder(stack, report)
@@ -192,17 +192,17 @@ def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
 
 def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> None:
     """Measure what plans for the models need, unless an earlier run has."""
-    from heterollm.planning import Profiling
+    from heterollm.planning import ProfilingSession
     from heterollm.profiler import SessionOptions
 
     options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
-    with Profiling(device, models=models) as profiling:
+    with ProfilingSession(device, models=models) as profiling:
         profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
 
 
 def _measured(
     models: Mapping[str, Path], device: str, levels: tuple[str, ...], sync: str, progress: Progress
-) -> Iterator[Workload]:
+) -> Iterator[DemoWorkload]:
     from heterollm.benchmarks.cases import cases_of, expand, with_baseline
     from heterollm.benchmarks.options import BenchOptions
     from heterollm.benchmarks.run import run_bench
@@ -217,7 +217,7 @@ def _measured(
 
         options = BenchOptions(folder, configurations, cases, REPETITIONS)
         bench = run_bench(options, progress=report)
-        yield Workload(name, bench, tuple(verdicts(bench.rows)))
+        yield DemoWorkload(name, bench, tuple(verdicts(bench.rows)))
 
 
 def write_layer_checkpoint(folder: Path) -> None:

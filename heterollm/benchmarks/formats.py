@@ -86,7 +86,7 @@ FORMATS: Final[dict[str, Callable[[Sequence[BenchRow]], str]]] = {
     "json": to_json,
     "jsonl": to_jsonl,
 }
-"""How rows can be written, by the names of ``--format``."""
+"""Writers of rows, by the names of ``--format``."""
 
 
 def append_jsonl(path: Path, rows: Sequence[Row]) -> None:

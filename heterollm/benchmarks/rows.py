@@ -20,7 +20,7 @@ __all__ = [
     "Asked",
     "BenchRow",
     "LogitsCheck",
-    "Operator",
+    "OperatorRow",
     "Sample",
     "Setup",
     "Times",
@@ -141,7 +141,7 @@ class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"there are no rates behind the bound {self.bound!r}")
 
 
-class Operator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OperatorRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator of a traced run."""
 
     part: str
@@ -162,7 +162,7 @@ class TraceTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap_fraction: Amount | None = None
     hand_over_ms: Amount | None = None
     hand_overs: Count | None = None
-    operators: tuple[Operator, ...] | None = None
+    operators: tuple[OperatorRow, ...] | None = None
 
 
 class LogitsCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

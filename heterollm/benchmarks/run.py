@@ -15,14 +15,14 @@ from typing import Final, TypeAlias
 from heterollm.base import GIB, HeteroLLMError, OptionError, Progress, labelled, round_up, silent
 from heterollm.benchmarks.assemble import Loaded, State, make_row, run_of
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.child import Measurement, random_ids
+from heterollm.benchmarks.child import TimedRun, random_ids
 from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.stopping import Stop, TimeUpError
-from heterollm.benchmarks.turns import Sampler, schedule
+from heterollm.benchmarks.turns import UndisturbedSampler, schedule
 from heterollm.benchmarks.worker_pool import WorkerPool
 from heterollm.engine import available_bytes
 from heterollm.model import ModelConfig, checkpoint_folder
@@ -66,7 +66,12 @@ class _Bench:
     """One run."""
 
     def __init__(
-        self, options: BenchOptions, pool: WorkerPool, sampler: Sampler, progress: Progress, on_row: OnRow
+        self,
+        options: BenchOptions,
+        pool: WorkerPool,
+        sampler: UndisturbedSampler,
+        progress: Progress,
+        on_row: OnRow,
     ) -> None:
         self._options = options
         self._pool = pool
@@ -210,8 +215,8 @@ class _Bench:
         state = self.states[configuration, case]
         self._load(configuration)
 
-        def run() -> Measurement:
-            measured: Measurement = self._pool.ask(configuration, "sample", case)
+        def run() -> TimedRun:
+            measured: TimedRun = self._pool.ask(configuration, "sample", case)
             return measured
 
         if (configuration, case) not in self._warm:
@@ -280,7 +285,7 @@ def run_bench(
     *,
     progress: Progress | None = None,
     start: Callable[[Configuration], Child] | None = None,
-    sampler: Sampler | None = None,
+    sampler: UndisturbedSampler | None = None,
     on_row: OnRow | None = None,
 ) -> BenchResult:
     """Run every test with every configuration, in round-robin rounds.
@@ -313,7 +318,7 @@ def run_bench(
     ids = random_ids(options.seed, config.vocab_size, context)
     start = start or (lambda configuration: Child(configuration.label))
     pool = WorkerPool(start, folder, ids, memory_bytes)
-    sampler = sampler or Sampler(options.patience_s)
+    sampler = sampler or UndisturbedSampler(options.patience_s)
     bench = _Bench(options, pool, sampler, progress or silent, on_row or (lambda _row: None))
     try:
         bench.run()

@@ -13,7 +13,7 @@ from heterollm.solver import Placement, Plan
 
 if TYPE_CHECKING:
     from heterollm.planning import ProfiledModel
-    from heterollm.profiler.records import Part
+    from heterollm.profiler.records import Processor
 
 __all__ = ["Shares", "predicted_us", "shares_of"]
 
@@ -32,7 +32,7 @@ class Shares:
 
     gpu_share: float
     padded_tokens: int
-    parts: tuple[Part, ...]
+    parts: tuple[Processor, ...]
     cut_groups: tuple[str, ...]
 
 
@@ -62,7 +62,7 @@ def shares_of(plan: Plan, specs: Sequence[OpSpec], case: Case, *, chunk: int) ->
                 cut[spec.group] = None
         padded += times * most
     share = on_gpu / total
-    parts: tuple[Part, ...] = ("gpu", "npu") if cut else ("gpu",) if share > 0.5 else ("npu",)
+    parts: tuple[Processor, ...] = ("gpu", "npu") if cut else ("gpu",) if share > 0.5 else ("npu",)
     return Shares(share, padded, parts, tuple(cut))
 
 

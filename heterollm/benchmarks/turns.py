@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from heterollm.base import DeviceError
 from heterollm.benchmarks.cases import Case, Configuration
-from heterollm.benchmarks.child import Measurement
+from heterollm.benchmarks.child import TimedRun
 from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 from heterollm.benchmarks.rows import Sample
 from heterollm.profiler.measure import RaplCounter, power_sources
 
-__all__ = ["EnergyMeter", "Sampler", "schedule"]
+__all__ = ["EnergyMeter", "UndisturbedSampler", "schedule"]
 
 
 def schedule(
@@ -67,7 +67,7 @@ class EnergyMeter:
 
 
 @dataclass(slots=True)
-class Sampler:
+class UndisturbedSampler:
     """Takes samples.
 
     Args:
@@ -78,7 +78,7 @@ class Sampler:
     patience_s: float = 0.0
     meter: EnergyMeter = field(default_factory=EnergyMeter)
 
-    def take(self, run: Callable[[], Measurement]) -> tuple[Sample, Measurement]:
+    def take(self, run: Callable[[], TimedRun]) -> tuple[Sample, TimedRun]:
         """Run a test until a run is undisturbed or patience ends; return the last run as sample."""
         give_up_s = time.monotonic() + self.patience_s
         while True:

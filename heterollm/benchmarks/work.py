@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from heterollm.benchmarks.cases import Case
-from heterollm.profiler.records import BandwidthKey, LinearKey, Part
+from heterollm.profiler.records import BandwidthKey, LinearKey, Processor
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import OpSpec
@@ -108,7 +108,7 @@ def work_of(
     return Work(read_bytes, flops)
 
 
-def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool) -> Ceilings | None:
+def ceilings_of(profile: Profile, parts: Sequence[Processor], *, integer_inputs: bool) -> Ceilings | None:
     """Return the highest rates of some parts together in a profile; None if it lacks some.
 
     Args:
@@ -118,7 +118,7 @@ def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool
     """
     together = len(parts) > 1
     gbps = {
-        key.part: record.values.get("gbps", 0.0)
+        key.processor: record.values.get("gbps", 0.0)
         for key, record in profile.of_kind(BandwidthKey)
         if key.together == together
     }
@@ -127,7 +127,7 @@ def ceilings_of(profile: Profile, parts: Sequence[Part], *, integer_inputs: bool
         point = key.point
         if point.tokens >= MANY_TOKENS and point.integer_inputs == integer_inputs:
             rate = point.flops / record.median_us / 1e3
-            gflops[key.part] = max(gflops.get(key.part, 0.0), rate)
+            gflops[key.processor] = max(gflops.get(key.processor, 0.0), rate)
     if not all(gbps.get(part) and gflops.get(part) for part in parts):
         return None
     return Ceilings(sum(gbps[part] for part in parts), sum(gflops[part] for part in parts))

@@ -16,10 +16,10 @@ from heterollm.cli.options import (
     DeviceOption,
     FormatOption,
     GroupSize,
+    IntegerList,
     JsonOption,
     MaybeModel,
     Names,
-    Numbers,
     RowsOption,
     chosen_format,
     command_group,
@@ -59,13 +59,13 @@ def parse_pair(text: str) -> tuple[int, int]:
 class WorkloadOptions:
     """The measured lengths; lists make a grid."""
 
-    prompt: Annotated[Numbers, numbers("-p", "--prompt", help="Prompt lengths; 0 for none.")] = (512,)
-    decode: Annotated[Numbers, numbers("-n", "--decode", help="Tokens to decode; 0 for none.")] = (128,)
+    prompt: Annotated[IntegerList, numbers("-p", "--prompt", help="Prompt lengths; 0 for none.")] = (512,)
+    decode: Annotated[IntegerList, numbers("-n", "--decode", help="Tokens to decode; 0 for none.")] = (128,)
     pairs: Annotated[
         list[Any] | None,
         typer.Option("-pg", metavar="P,N", help="A prompt, then tokens; repeatable.", parser=parse_pair),
     ] = None
-    depth: Annotated[Numbers, numbers("-d", "--depth", help="Tokens in the KV cache before.")] = (0,)
+    depth: Annotated[IntegerList, numbers("-d", "--depth", help="Tokens in the KV cache before.")] = (0,)
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Samples of each test.")] = 5
 
 
@@ -88,15 +88,15 @@ class ConfigurationOptions:
     )
     precision: Annotated[Names, several(help="w4a16, w4a8, fp16.", names=PRECISIONS)] = ("w4a16",)
     threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None
-    gpu_threads: Annotated[Numbers | None, numbers(help="Threads of the GPU part.")] = None
-    npu_threads: Annotated[Numbers | None, numbers(help="Threads of the NPU part.")] = None
+    gpu_threads: Annotated[IntegerList | None, numbers(help="Threads of the GPU part.")] = None
+    npu_threads: Annotated[IntegerList | None, numbers(help="Threads of the NPU part.")] = None
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """How samples are taken."""
+    """Options of the samples."""
 
     seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0
     patience: Annotated[
@@ -124,7 +124,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
-    """How rows are shown, and where they go."""
+    """Options of the format of rows, and of their file."""
 
     form: FormatOption = "table"
     as_json: JsonOption = False
@@ -314,7 +314,7 @@ def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> 
         report.show(report.note(f"Wrote {html}."))
 
 
-def _splits(threads: str | None, gpu: Numbers | None, npu: Numbers | None) -> list[tuple[int, int]]:
+def _splits(threads: str | None, gpu: IntegerList | None, npu: IntegerList | None) -> list[tuple[int, int]]:
     """Return the splits of the cores that the three options name."""
     from heterollm.benchmarks import parse_threads
     from heterollm.kernels.threads import split_threads

@@ -8,9 +8,9 @@ import typer
 
 from heterollm.cli.options import (
     Context,
+    IntegerList,
     JsonOption,
     Model,
-    Numbers,
     WeightOptions,
     command_group,
     numbers,
@@ -30,7 +30,7 @@ def compile_graphs(
     plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
     *,
     weights: WeightOptions,
-    prompt: Annotated[Numbers | None, numbers(help="Only these prompt lengths; 0 for none.")] = None,
+    prompt: Annotated[IntegerList | None, numbers(help="Only these prompt lengths; 0 for none.")] = None,
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode; 0 leaves out the graphs of one token.")
     ] = 1,

@@ -26,12 +26,12 @@ __all__ = [
     "Format",
     "FormatOption",
     "GroupSize",
+    "IntegerList",
     "JsonOption",
     "MaybeModel",
     "Model",
     "ModelOptions",
     "Names",
-    "Numbers",
     "RowsOption",
     "RunOptions",
     "SyncOption",
@@ -106,7 +106,7 @@ def numbers(*flags: str, help: str) -> Any:  # noqa: A002, ANN401 - as typer.Opt
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Names: TypeAlias = Sequence[str]
-Numbers: TypeAlias = Sequence[int]
+IntegerList: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models
@@ -164,7 +164,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is loaded: device, plan, weights and context."""
+    """Options of loading a model: device, plan, weights and context."""
 
     device: DeviceOption = "auto"
     plan: Annotated[
@@ -180,7 +180,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How both parts run a loaded model."""
+    """Options of running a loaded model on both processors."""
 
     threads: ThreadOptions = ThreadOptions()
     allow_slow: Annotated[
@@ -194,7 +194,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenOptions:
-    """How the tokens of an answer are chosen."""
+    """Options of choosing the tokens of an answer."""
 
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 0

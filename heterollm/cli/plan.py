@@ -12,10 +12,10 @@ import typer
 from heterollm.cli.options import (
     Context,
     DeviceOption,
+    IntegerList,
     JsonOption,
     Model,
     Names,
-    Numbers,
     ThreadOptions,
     WeightOptions,
     command_group,
@@ -51,7 +51,7 @@ class AnswerOptions:
         Literal["auto", "tensor", "block"],
         typer.Option(help="auto takes the better of tensor and block (whole feed-forward networks)."),
     ] = "auto"
-    prompt: Annotated[Numbers, numbers(help="Prompt lengths to show.")] = (1, 64, 256, 1024)
+    prompt: Annotated[IntegerList, numbers(help="Prompt lengths to show.")] = (1, 64, 256, 1024)
     decode: Annotated[
         int, typer.Option(min=0, help="Tokens to decode after each prompt; 0 shows no decode.")
     ] = 1

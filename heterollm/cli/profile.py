@@ -77,7 +77,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class EffortOptions:
-    """How much is measured."""
+    """Options of the extent of measurements."""
 
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s or 5m; none for the full grid.")] = (
         "4m"
@@ -111,7 +111,7 @@ def profile(
         return
     _refuse_commands(context, shapes.models or ())
     from heterollm.base import parse_duration
-    from heterollm.planning import Profiling
+    from heterollm.planning import ProfilingSession
     from heterollm.profiler import SessionOptions
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
@@ -123,7 +123,7 @@ def profile(
         tune=not effort.no_tune,
         characterise=effort.characterise,
     )
-    profiling = Profiling(
+    profiling = ProfilingSession(
         opened.device,
         models=shapes.models or (),
         precisions=cast("list[Precision]", shapes.precision or ["w4a16"]),

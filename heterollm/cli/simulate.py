@@ -14,9 +14,9 @@ from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
     Format,
     FormatOption,
+    IntegerList,
     JsonOption,
     Names,
-    Numbers,
     RowsOption,
     chosen_format,
     command_group,
@@ -72,7 +72,7 @@ def parse_parameter(text: str) -> tuple[str, float]:
         raise typer.BadParameter(f"{text!r:.80} is no parameter such as npu.execute_us=50.") from None
 
 
-Cluster: TypeAlias = Literal["dask", "ray"]
+ClusterOption: TypeAlias = Literal["dask", "ray"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class CaseOptions:
             autocompletion=cli_complete.socs,
         ),
     ] = "snapdragon-8gen3"
-    prompt: Annotated[Numbers, numbers(help="Tokens of the prompt.")] = (256,)
-    decode: Annotated[Numbers, numbers(help="Tokens to decode after the first.")] = (64,)
+    prompt: Annotated[IntegerList, numbers(help="Tokens of the prompt.")] = (256,)
+    decode: Annotated[IntegerList, numbers(help="Tokens to decode after the first.")] = (64,)
     plan: Annotated[Names, several(help="gpu, npu, layer, tensor or block.", names=LEVELS)] = ("tensor",)
     length_policy: Annotated[
         Sequence[Lengths],
@@ -119,7 +119,7 @@ class CaseOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModellingOptions:
-    """How a case is modelled."""
+    """Options of modelling a case."""
 
     what_if: Annotated[
         list[Any] | None,
@@ -153,7 +153,7 @@ def simulate_model(
         int | None, typer.Option(min=1, max=1024, help="Processes of a sweep; by default one a core.")
     ] = None,
     cluster: Annotated[
-        Cluster | None, typer.Option(help="Run a sweep on a cluster instead: see docs/simulation.md.")
+        ClusterOption | None, typer.Option(help="Run a sweep on a cluster instead: see docs/simulation.md.")
     ] = None,
     form: FormatOption = "table",
     output: RowsOption = None,
@@ -257,7 +257,7 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
 def _several(
     requests: Sequence[SimulationRequest],
     jobs: int | None,
-    cluster: Cluster | None,
+    cluster: ClusterOption | None,
     form: Format,
     out: Path | None,
 ) -> None:

@@ -13,7 +13,7 @@ from heterollm.kernels.cases import Numbers
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 from heterollm.kernels.gpu import OpenClError
 
-__all__ = ["SEED", "Case", "Check", "Seen", "run_case"]
+__all__ = ["SEED", "Check", "DoctorCase", "Seen", "run_case"]
 
 Part = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "not offered"]
@@ -63,7 +63,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DoctorCase:
     """One check to run; where ``run`` is None the part does not offer the operator, for ``reason``."""
 
     part: Part
@@ -73,7 +73,7 @@ class Case:
     reason: str = ""
 
 
-def run_case(case: Case, compute: ComputeType) -> Check:
+def run_case(case: DoctorCase, compute: ComputeType) -> Check:
     """Run one case and hold its error against the gate; a case that raises is a failed check."""
 
     def check(status: Status, error: float | None = None, message: str = "", fix: str = "") -> Check:

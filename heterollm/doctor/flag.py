@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from heterollm.doctor.case import Case, Seen
+from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import LITMUS_ROUNDS, flag_litmus, refused_strategies
 
@@ -22,13 +22,13 @@ LIMIT_S: Final = 20.0
 FIX: Final = "Use `--sync sleep_poll`, and update the OpenCL driver."
 
 
-def flag_cases(device: Device) -> Iterator[Case]:
+def flag_cases(device: Device) -> Iterator[DoctorCase]:
     """Yield the litmus test, or why the device needs none."""
     refused = refused_strategies(device.gpu)
     if "flag" in refused:
-        yield Case("GPU", FLAG, "", None, f"not offered: {refused['flag']}")
+        yield DoctorCase("GPU", FLAG, "", None, f"not offered: {refused['flag']}")
     else:
-        yield Case("GPU", FLAG, f"{LITMUS_ROUNDS} rounds", lambda: _litmus(device))
+        yield DoctorCase("GPU", FLAG, f"{LITMUS_ROUNDS} rounds", lambda: _litmus(device))
 
 
 def _litmus(device: Device) -> Seen:

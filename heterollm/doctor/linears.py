@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from heterollm.doctor.case import SEED, Case
+from heterollm.doctor.case import SEED, DoctorCase
 from heterollm.kernels.cases import Numbers
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import random_weight, reference
@@ -27,13 +27,13 @@ PADDING: Final = 5
 """Rows of a graph that hold no token."""
 
 
-def gpu_linear_cases(device: Device) -> Iterator[Case]:
+def gpu_linear_cases(device: Device) -> Iterator[DoctorCase]:
     """Yield every number format, for one token and many, whole and cut; then the embeddings."""
     for case in LINEARS:
         run = partial(case.on_gpu, device.gpu, device.activation_dtype)
-        yield Case("GPU", _operator(case), str(case), run)
+        yield DoctorCase("GPU", _operator(case), str(case), run)
     for number_format in EMBEDDINGS:
-        yield Case(
+        yield DoctorCase(
             "GPU", f"embedding {number_format}", "5 tokens", partial(_embedding, device, number_format)
         )
 
@@ -48,7 +48,7 @@ def _embedding(device: Device, number_format: WeightFormat) -> Numbers:
     return y, reference.embedding(np.array(ids), table)
 
 
-def npu_cases(device: Device, npu: NpuBackend) -> Iterator[Case]:
+def npu_cases(device: Device, npu: NpuBackend) -> Iterator[DoctorCase]:
     """Yield every number format in every form that is legal, and at ``w4a8`` the NPU against the GPU.
 
     A device whose NPU rounds no inputs refuses ``w4a8`` whatever the plan, and its rows say so.
@@ -57,7 +57,7 @@ def npu_cases(device: Device, npu: NpuBackend) -> Iterator[Case]:
         yield from _npu_linear(device, npu, replace(case, rows=(256,), kept=None, inputs=None))
 
 
-def _npu_linear(device: Device, npu: NpuBackend, case: LinearCase) -> Iterator[Case]:
+def _npu_linear(device: Device, npu: NpuBackend, case: LinearCase) -> Iterator[DoctorCase]:
     # The emulator takes a second for each graph.
     most = 2 if npu.time_kind == "emulated" or case.integer_inputs else 3
     lengths = [length for length in npu.standard_lengths if length in LENGTHS][:most]
@@ -69,14 +69,14 @@ def _npu_linear(device: Device, npu: NpuBackend, case: LinearCase) -> Iterator[C
     operator = _operator(case)
     if not any(legal.values()):
         reason = f"cannot: {npu.name} has float activations only, so {device.name} refuses w4a8"
-        yield Case("NPU", operator, "", None, reason if integer else "")
+        yield DoctorCase("NPU", operator, "", None, reason if integer else "")
         if integer:
-            yield Case("NPU", AGREEMENT, str(case.weight), None, reason)
+            yield DoctorCase("NPU", AGREEMENT, str(case.weight), None, reason)
     for form in dict.fromkeys(form for forms in legal.values() for form in forms):
         for length in (length for length in lengths if form in legal[length]):
             padded = replace(case, tokens=max(1, length - PADDING))
             name = f"{form}, {length} token{'s' * (length > 1)}"
-            yield Case("NPU", operator, name, partial(padded.on_npu, npu, length, form))
+            yield DoctorCase("NPU", operator, name, partial(padded.on_npu, npu, length, form))
             if integer:
                 run = partial(padded.on_both, device.gpu, npu, length, form)
-                yield Case("NPU", AGREEMENT, f"{case.weight}, {name}", run)
+                yield DoctorCase("NPU", AGREEMENT, f"{case.weight}, {name}", run)

@@ -10,6 +10,6 @@ from .planner import ProfiledModel as ProfiledModel
 from .planner import Solved as Solved
 from .planner import solve_plan as solve_plan
 from .planner import stored_profile as stored_profile
-from .profiling import Kept as Kept
-from .profiling import Profiled as Profiled
-from .profiling import Profiling as Profiling
+from .profiling import KeptRecords as KeptRecords
+from .profiling import ProfilingResult as ProfilingResult
+from .profiling import ProfilingSession as ProfilingSession

@@ -38,13 +38,13 @@ __all__ = ["GroupBuild", "Precompiled", "precompile"]
 TARGET_DEVICE: Final = "snapdragon"
 
 GRAPH_BYTES: Final = 96 * 1024
-"""Of a graph's files beside its weights."""
+"""Size of a graph's files without its weights."""
 
 GROWTH_FRACTION: Final = 0.12
-"""By which weights grow at most: 5 % in heads of 8 bits, 11 % where zero points become corrections."""
+"""Largest growth of weights: 5 % in heads of 8 bits, 11 % where zero points become corrections."""
 
 SPARE_BYTES: Final = 64 * MIB
-"""Left free for everything else on the disk."""
+"""Room left free on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class GroupBuild:
     Args:
         group: The group.
         length: Tokens of each graph.
-        graphs: How many there are.
-        compiled: How many were compiled now; the others were in the cache.
-        loadable: How many QNN's emulator loads on this machine.
-        size_bytes: Of their files.
+        graphs: Number of graphs.
+        compiled: Number compiled now; the others were in the cache.
+        loadable: Number that QNN's emulator loads on this machine.
+        size_bytes: Size of their files.
         build_s: Time to compile them.
-        refusal: Why the emulator does not load one of the others.
+        refusal: Reason why the emulator refuses a graph, else empty.
     """
 
     group: Group
@@ -81,7 +81,7 @@ class Precompiled:
         chip: Its name.
         plan: The plan whose graphs these are.
         precision: Precision of the linears.
-        folder: Where the graphs are.
+        folder: Folder of the graphs.
         versions: The software that compiled them; a device replaces graphs of other versions.
         builds: By group and length.
     """
@@ -101,7 +101,7 @@ class Precompiled:
 
     @property
     def build_s(self) -> float:
-        """Time to compile those that were not there."""
+        """Time to compile the graphs that were not in the cache."""
         return sum(build.build_s for build in self.builds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,8 +243,8 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
     """
     needed_bytes = SPARE_BYTES
     for graph in graphs:
-        part = npu_shard(weights, graph.spec, graph.npu_rows)
-        stored_bytes = npu.stored_bytes(part, graph.length, graph.form)
+        shard = npu_shard(weights, graph.spec, graph.npu_rows)
+        stored_bytes = npu.stored_bytes(shard, graph.length, graph.form)
         estimate_bytes = int(graph.weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES
         needed_bytes += max(0, estimate_bytes - stored_bytes)
     # While one graph is built, its weights lie beside its binary.
@@ -264,7 +264,7 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
 def _build(
     weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph], report: Progress
 ) -> Iterator[GroupBuild]:
-    """Build graphs by group and length, and yield what each took."""
+    """Build graphs by group and length, and yield the builds of each pair."""
     total_bytes = sum(graph.weight_bytes for graph in graphs)
     done_bytes = 0
     order: tuple[Group, ...] = get_args(Group)
@@ -276,9 +276,9 @@ def _build(
         refusal = ""
         for graph in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
-            part = npu_shard(weights, graph.spec, graph.npu_rows)
+            shard = npu_shard(weights, graph.spec, graph.npu_rows)
             started = time.perf_counter()
-            built = npu.build(part, length, graph.form)
+            built = npu.build(shard, length, graph.form)
             build_s += (time.perf_counter() - started) if built.compiled else 0.0
             compiled += built.compiled
             loadable += not built.refusal

@@ -34,11 +34,12 @@ __all__ = ["PlanSources", "choose_plan", "plan_for"]
 
 @dataclass(frozen=True, slots=True)
 class PlanSources:
-    """Where plans come from that no rule makes, each asked only when it is needed.
+    """Sources of plans and times that need a profile, each asked only when it is needed.
 
     Args:
         solve: Returns the solver's plan of a level or of ``auto``; None where the device has no profile.
-        length_costs: Returns what the policy ``auto`` goes by; None where the device has no profile.
+        length_costs: Returns the predicted times for the policy ``auto``; None where the device has no
+            profile.
         sync: Returns how the processors wait under a level that follows a rule.
     """
 
@@ -62,9 +63,9 @@ def plan_for(
     Raises:
         OptionError: As :func:`choose_plan`, or the request is not legal.
         PlanError: As :func:`choose_plan`.
-        ProfileError: The profile is damaged, or lacks what the level is about.
+        ProfileError: The profile is damaged, or lacks measurements that the level needs.
     """
-    # Imported only now: rule levels need neither profile nor solver.
+    # A late import: rule levels need neither profile nor solver.
     from heterollm.engine import default_sync
     from heterollm.planning.planner import ProfiledModel, solve_plan, stored_profile
     from heterollm.solver import best_strategy

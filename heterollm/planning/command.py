@@ -24,7 +24,7 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     Args:
         model: A local folder or a hub name, of which only the configuration is read, or the name of a known
             model.
-        options: Of the load that the plan is for; its request says what the plan is asked to be.
+        options: Options of the load, whose request holds those of the plan.
         profile: A profile's file, in place of that of the device; the device need not be here.
 
     Raises:

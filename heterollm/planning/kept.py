@@ -38,8 +38,8 @@ def plan_path(profile: Profile, inputs: Mapping[str, object]) -> Path:
     """Return the file of the plan of some inputs.
 
     Args:
-        profile: The profile: what was measured decides, whenever it was.
-        inputs: All else, by name; their representations must tell different ones apart.
+        profile: The profile, of which measurements decide, not their dates.
+        inputs: All other inputs, by name; different inputs must have different representations.
     """
     named = "".join(f"{name} {value!r}\n" for name, value in sorted(inputs.items()))
     key = profile_digest(profile, f" {solver_hash()}\n{named}")
@@ -48,7 +48,7 @@ def plan_path(profile: Profile, inputs: Mapping[str, object]) -> Path:
 
 @functools.cache
 def solver_hash() -> str:
-    """Return a short hash of the solver's sources: other ones may find other plans."""
+    """Return a short hash of the solver's sources, since a changed solver may find other plans."""
     return source_hash("heterollm.solver", (".py",))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BuildCosts", "LengthChoice", "LengthUse", "choose"]
 
 LEAST_RECORDS: Final = 4
-"""Measured builds from which on length and size are told apart; of fewer the mean counts."""
+"""Fewest measured builds to fit costs by length and size; of fewer the mean counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class LengthUse:
 
 @dataclass(frozen=True, slots=True)
 class LengthChoice:
-    """The set that was chosen, beside others.
+    """The chosen set of standard lengths, with others to compare it with.
 
     Args:
-        chosen: The set and what it means.
-        every: The same of all lengths.
-        single: The same of one token and the one length that every prompt can be padded to.
-        budget_us: What building may take.
+        chosen: The chosen set.
+        every: All lengths.
+        single: One token and the shortest length that every prompt can be padded to.
+        budget_us: Limit of the build time.
     """
 
     chosen: LengthUse
@@ -115,17 +115,17 @@ def choose(
     device: str,
     precision: str,
 ) -> LengthChoice:
-    """Return the standard lengths that are worth building for some prompts, and what they mean.
+    """Return the standard lengths that are worth building for some prompts.
 
-    Every set is tried with the slices that the NPU would hold if all lengths were built, of which each length
-    needs those that it runs then. If the plan of the chosen set has more graphs than that, a smaller one is
-    looked for.
+    Every set is tried with the resident slices of a plan of all lengths, and the build time counts the slices
+    that each length runs in that plan. If the plan of the chosen set takes longer to build than the budget, a
+    smaller set is chosen.
 
     Args:
-        solver: Knows all lengths.
+        solver: The solver with all lengths.
         histogram: How often prompts of each length come, and decode under length 1.
-        builds: What building costs.
-        budget_us: What it may take altogether.
+        builds: Build times.
+        budget_us: Limit of the build time of all graphs.
         device: Name of the device.
         precision: Precision of the linears.
 
@@ -165,14 +165,14 @@ def choose(
         chosen = of(lengths)
         if chosen.build_us <= budget_us or builds.free or not lengths:
             return LengthChoice(chosen, every, single, budget_us)
-        # One length less at least.
+        # At least one length less.
         left_us = 0.999 * min(left_us, sum(map(build_us, lengths)))
 
 
 def _use(
     plan: Plan, slices: Slices, solver: Solver, passes: Mapping[int, float], builds: BuildCosts
 ) -> LengthUse:
-    """Return what the lengths of a solver mean for some passes, and its plan's graphs."""
+    """Return the lengths of a solver with their mean pass time, and the graphs of its plan."""
     assert solver.limits is not None
     graphs, build_us = _built_us(plan, solver, builds, solver.limits.standard_lengths)
     total_us = computed = padded = 0.0

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypedDict, get_args
+from typing import Final, TypedDict, get_args
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import Precision
 from heterollm.model import ModelConfig
-from heterollm.solver import (
-    LENGTH_POLICIES,
-    LengthPolicy,
-    Plan,
-    PlanRequest,
-)
-
-if TYPE_CHECKING:
-    pass
+from heterollm.solver import LENGTH_POLICIES, LengthPolicy, Plan, PlanRequest
 
 __all__ = ["CHUNK_LENGTH", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
 
@@ -34,25 +26,25 @@ class LoadOptions:
     Args:
         device: ``snapdragon``, ``host``, ``emulator``, a simulated one, or ``auto``.
         plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``; ``tensor``, ``block``: the solver's)
-            or ``auto``: ``block`` if the solver takes a block at any length, else ``tensor``, or ``gpu`` as
+            or ``auto``: ``block`` if the solver places an ffn at any length, else ``tensor``, or ``gpu`` as
             long as the device has no profile.
-        request: What else the solver's plan is asked to be: objective, cap on the GPU's share, memory,
+        request: Further options of the solver's plan: objective, cap on the GPU's share, memory,
             forbidden processors and kinds. Its context and level are those of the load.
         precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
             rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
         group_size: Weights that share a scale: 32, 64 or 128.
         symmetric: Whether 4-bit codes have no zero point of their own.
         context: Positions of a session; the model's own limit, at most 4096, by default.
-        gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
+        gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
         allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
-        sync: How the processors wait for each other in place of what the plan says: a strategy of
+        sync: How the processors wait for each other, in place of the plan's strategy: a strategy of
             :mod:`heterollm.kernels.sync.fence`, ``operator`` to finish the GPU's queue after every
-            operator, or ``auto`` for what the plan says.
+            operator, or ``auto`` for the plan's.
         length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
-            ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (what
-            the device's profile predicts to be faster for each group). The solver needs none.
-        allow_fallback: Go on with the GPU alone when the NPU part fails; the notes then say so.
+            ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (the
+            faster policy for each group, by the device's profile). The solver needs none.
+        allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
 
     Raises:

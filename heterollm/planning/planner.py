@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """A model on a profiled device: what a plan is solved for, and what predicts its passes.
+    """A model on a profiled device, for solving plans and predicting passes.
 
     Args:
         profile: The device's profile.
@@ -85,7 +85,7 @@ class ProfiledModel:
 
     @property
     def copies_by_length(self) -> bool:
-        """Whether each length of an NPU slice holds weights of its own."""
+        """Whether each length of a resident slice holds weights of its own."""
         return self.profile.copies_by_length
 
     @property
@@ -144,13 +144,13 @@ class ProfiledModel:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A plan and what was learnt on the way to it.
+    """A plan with the model and the notes of its solution.
 
     Args:
-        model: What it was solved for.
+        model: The model on the profiled device.
         plan: The plan.
-        notes: What the profile lacks, so that the plan may be worse than the device.
-        length_choice: Which standard lengths are worth building; None where nobody asked.
+        notes: Measurements that the profile lacks, without which the plan may be slower than possible.
+        length_choice: The standard lengths that are worth building; None without a build budget.
     """
 
     model: ProfiledModel
@@ -164,20 +164,20 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
 
     Args:
         model: The model on the profiled device.
-        request: What the plan is asked to be.
+        request: Options of the plan.
 
     Raises:
-        ProfileError: The profile lacks what a plan needs, or what the level that was asked for does.
+        ProfileError: The profile lacks measurements that a plan, or the requested level, needs.
         OptionError: The request is not legal.
-        PlanError: A group can be computed by nobody.
+        PlanError: No processor can compute a group.
     """
     from heterollm.planning.kept import kept_plan, plan_path
 
     _check_level(model, request)
     notes: tuple[str, ...] = ()
     if model.limits is not None and not model.has_linears:
-        said = model.unmeasured("linear layers")
-        notes = (f"{said.message} The GPU computes everything. {said.fix}",)
+        error = model.unmeasured("linear layers")
+        notes = (f"{error.message} The GPU computes everything. {error.fix}",)
     every = solver_of(model, request)
     choice = _length_choice(model, request, every)
     solver = every
@@ -243,7 +243,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
 
 
 def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -> LengthChoice | None:
-    """Return which standard lengths are worth building; None where all are, or there is nothing to build."""
+    """Return the standard lengths that are worth building; None without a build budget or an NPU."""
     from heterollm.planning.lengths import BuildCosts, choose
 
     budget_s, histogram = request.build_budget_s, request.histogram
@@ -260,10 +260,10 @@ def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -
 
 
 def _chunk_length(model: ProfiledModel, request: PlanRequest, solver: Solver, slices: Slices) -> int:
-    """Return how long the passes are that long prompts run in.
+    """Return the length of the chunks that long prompts run in.
 
-    Without a histogram prompts of every standard length, of half as much again, and as long as a session
-    count alike: a chunk that only the longest gain by is none.
+    Without a histogram prompts of every standard length, of 1.5 times that, and as long as a session count
+    alike, so that a gain of the longest prompts alone does not decide.
     """
     from heterollm.solver import best_chunk
 
@@ -279,17 +279,17 @@ def _chunk_length(model: ProfiledModel, request: PlanRequest, solver: Solver, sl
 
 
 def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
-    """Refuse a level that was asked for by name and would be another one for want of measurements.
+    """Refuse a level requested by name that lacks measurements and would give the plan of another level.
 
     Raises:
-        ProfileError: The profile lacks what the level is about.
+        ProfileError: The profile lacks measurements that the level needs.
     """
     if request.level == "auto" or model.limits is None:
         return
     if not model.has_linears:
         raise model.unmeasured("linear layers")
     if request.level == "block" and not model.has_ffn:
-        raise model.unmeasured("feed-forward blocks")
+        raise model.unmeasured("feed-forward networks")
 
 
 def stored_profile(device: Device) -> Profile | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from heterollm.base import OptionError, ProfileError, format_duration
+from heterollm.base import OptionError, ProfileError, Progress, format_duration
 from heterollm.data import bundled_model
 from heterollm.engine import check_precision
 from heterollm.kernels.device import Device
@@ -20,21 +20,21 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
 from heterollm.planning.load_options import check_weights
-from heterollm.profiler import Progress, RunSummary, SessionOptions, essential_work, profile_device
+from heterollm.profiler import RunSummary, SessionOptions, essential_work, profile_device
 from heterollm.profiler.records import Profile, profile_path
 
-__all__ = ["Kept", "Profiled", "Profiling"]
+__all__ = ["KeptRecords", "ProfilingResult", "ProfilingSession"]
 
 
 @dataclass(frozen=True, slots=True)
-class Profiled:
-    """A run that came to its end.
+class ProfilingResult:
+    """The result of a finished run.
 
     Args:
-        profile: Everything that is known of the device now.
-        summary: What the run did.
-        path: Where it is kept.
-        models: Whose shapes were measured.
+        profile: The profile of the device, earlier runs included.
+        summary: The work of the run.
+        path: The profile's file.
+        models: Names of the models whose shapes were measured.
     """
 
     profile: Profile
@@ -44,7 +44,7 @@ class Profiled:
 
     @property
     def useless(self) -> bool:
-        """Whether everything that was tried failed."""
+        """Whether every measurement failed."""
         return 0 < self.summary.measured == self.summary.failed
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Profiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptRecords:
     """The records in the file after a run that was stopped.
 
     Args:
@@ -75,8 +75,8 @@ class Kept:
     records: int
 
 
-class Profiling:
-    """A device that is about to be profiled.
+class ProfilingSession:
+    """An opened device with the model shapes to measure.
 
     Args:
         device: Name of the device.
@@ -84,8 +84,8 @@ class Profiling:
             default a documented set.
         precisions: Of weights and activations.
         group_size: Weights that share a scale.
-        gpu_threads: Threads of the GPU part on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU part on ``host``; 0 leaves it out.
+        gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
 
     Raises:
         OptionError: An option is not legal.
@@ -148,8 +148,8 @@ class Profiling:
     ) -> None:
         self.device.close()
 
-    def run(self, options: SessionOptions, progress: Progress | None = None) -> Profiled:
-        """Measure, and keep what was found.
+    def run(self, options: SessionOptions, progress: Progress | None = None) -> ProfilingResult:
+        """Measure the device and write its profile.
 
         Args:
             options: Budget and extent; a quick run measures one model of the default set.
@@ -161,10 +161,10 @@ class Profiling:
         shapes = self._shapes(options)
         self._begun_s = time.time()
         profile, summary = profile_device(self.device, shapes, options, path=self.path, progress=progress)
-        return Profiled(profile, summary, self.path, tuple(shape.name for shape in shapes))
+        return ProfilingResult(profile, summary, self.path, tuple(shape.name for shape in shapes))
 
     def notes(self, options: SessionOptions) -> tuple[str, ...]:
-        """Return what should be known before a run: the device and why, and whose shapes are measured."""
+        """Return notes for the user before a run: the device and the reason for it, and the models."""
         names = ", ".join(shape.name for shape in self._shapes(options))
         chosen = f": {self.device.reason}" if self.device.reason else ""
         notes = [f"Device {self.device.name}{chosen}", f"Shapes of {names}"]
@@ -182,13 +182,13 @@ class Profiling:
     def _shapes(self, options: SessionOptions) -> tuple[ModelShape, ...]:
         return self.shapes if self.named or not options.quick else self.shapes[:1]
 
-    def kept(self) -> Kept:
+    def kept(self) -> KeptRecords:
         """Return the records in the file after a run that was stopped."""
         try:
             profile = Profile.load(self.path)
         except ProfileError:
-            return Kept(self.path, 0, 0)
+            return KeptRecords(self.path, 0, 0)
         # Rounded to milliseconds in the file.
         own = [run for run in profile.runs.values() if run["started_s"] >= self._begun_s - 0.001]
         measured = sum(run.get("measured", 0) for run in own)
-        return Kept(self.path, measured, len(profile.records))
+        return KeptRecords(self.path, measured, len(profile.records))

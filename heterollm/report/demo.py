@@ -14,7 +14,7 @@ from heterollm.report.bench import rows_table
 from heterollm.report.console import note
 
 if TYPE_CHECKING:
-    from heterollm.benchmarks import DemoResult, Workload
+    from heterollm.benchmarks import DemoResult, DemoWorkload
 
 __all__ = ["demo_report"]
 
@@ -42,6 +42,6 @@ def _threads(count: object) -> str:
     return f", {count} thread(s)" if count else ""
 
 
-def _tables(workload: Workload) -> Iterator[RenderableType]:
+def _tables(workload: DemoWorkload) -> Iterator[RenderableType]:
     for (test, precision), rows in groups_of(workload.bench.rows).items():
         yield rows_table(rows, title=f"{workload.name}, {test}, {precision}")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["bench_page"]
 
 LEVELS: Final = {"gpu": "gpu", "npu": "npu", "layer": "npu", "tensor": "both", "block": "both"}
-"""Which colour a level's bar has: of the part that computes its linear layers."""
+"""Processor that computes the linear layers of a level, for the colour of its bar."""
 
 LEVEL_KEYS: Final = (
     ("gpu", "on the GPU"),

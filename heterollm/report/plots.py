@@ -86,7 +86,7 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
     groups: dict[LinearPoint, list[LinearRow]] = defaultdict(list)
     for row in summary.linear:
         point = row.point
-        if row.part == "npu" and row.whole and not point.is_block:
+        if row.processor == "npu" and row.whole and not point.is_ffn:
             groups[replace(point, tokens=0, form="")].append(row)
     if not groups:
         return None
@@ -152,8 +152,8 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
     slices: dict[LinearPoint, dict[str, float]] = defaultdict(dict)
     counted = summary.time_kind == "emulated"
     for row in summary.linear:
-        linear = row.whole and not row.point.is_block
-        if row.part == "npu" and linear and not row.point.weight.quantized:
+        linear = row.whole and not row.point.is_ffn
+        if row.processor == "npu" and linear and not row.point.weight.quantized:
             cost = row.cycles if counted else row.times.median_us
             if cost:
                 slices[replace(row.point, form="")][row.point.form] = cost
@@ -186,7 +186,7 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
     whole: dict[str, dict[int, float]] = defaultdict(dict)
     rows: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in summary.linear:
-        if row.part != "gpu":
+        if row.processor != "gpu":
             continue
         point, time_ms = row.point, row.times.median_us / 1e3
         name = f"{point.group}, {point.columns} inputs"
@@ -222,7 +222,7 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
 
 def bandwidth_plot(summary: ProfileSummary) -> Figure | None:
     """Return the memory bandwidth of each part, alone and beside the other."""
-    rates = {(row.part, row.together): row.gbps for row in summary.bandwidth}
+    rates = {(row.processor, row.together): row.gbps for row in summary.bandwidth}
     if not rates:
         return None
     bars: list[tuple[str, float, str]] = []
@@ -254,7 +254,7 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
     plot = axes[0]
     for part, colour, marker in (("gpu", COLOURS[0], "o"), ("npu", COLOURS[1], "s")):
         for known in (True, False):
-            chosen = [point for point in points if (point.part, point.known) == (part, known)]
+            chosen = [point for point in points if (point.processor, point.known) == (part, known)]
             if chosen:
                 plot.scatter(
                     [point.measured_us / 1e3 for point in chosen],

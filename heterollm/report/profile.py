@@ -18,8 +18,8 @@ from heterollm.report.console import bars_with, note, pairs_table, section_table
 from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
-    from heterollm.planning import Kept, Profiled
-    from heterollm.profiler import Comparison, ProfileSummary, RunSummary
+    from heterollm.planning import KeptRecords, ProfilingResult
+    from heterollm.profiler import ProfileComparison, ProfileSummary, RunSummary
     from heterollm.profiler.records import StoredProfile
 
 __all__ = [
@@ -101,7 +101,7 @@ class Pace:
 # -- runs --------------------------------------------------------------------------------------------
 
 
-def run_report(result: Profiled) -> Group:
+def run_report(result: ProfilingResult) -> Group:
     """Return counts, times and the file of a run, and the next commands."""
     summary, profile = result.summary, result.profile
     rows = {
@@ -182,7 +182,7 @@ def disturbed_words(drift: Mapping[str, float], spreads: Sequence[float]) -> str
     )
 
 
-def _spreads(result: Profiled) -> list[float]:
+def _spreads(result: ProfilingResult) -> list[float]:
     """Return the spread of each measurement of a run: of the middle half of its samples, over the median."""
     spreads = []
     for record in result.profile.records.values():
@@ -192,7 +192,7 @@ def _spreads(result: Profiled) -> list[float]:
     return spreads
 
 
-def interrupted_note(kept: Kept) -> Text:
+def interrupted_note(kept: KeptRecords) -> Text:
     """Return the number of kept measurements of a stopped run, and how to continue it."""
     if not kept.measured:
         return note("Stopped before anything was measured.")
@@ -251,7 +251,7 @@ def _section(section: Section) -> Iterator[RenderableType]:
 # -- two profiles ------------------------------------------------------------------------------------
 
 
-def comparison_report(comparison: Comparison) -> Group:
+def comparison_report(comparison: ProfileComparison) -> Group:
     """Return two profiles side by side: summaries, then the largest changes."""
     parts: list[RenderableType] = [Text(f"A  {comparison.first}"), Text(f"B  {comparison.second}")]
     for name, (ours, theirs) in comparison.differences.items():

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from heterollm.base import Section, format_bytes, format_duration, format_moment
 from heterollm.kernels.ops import Group
-from heterollm.profiler import GraphRow, LinearRow, ProfileSummary, RunRow, Times
+from heterollm.profiler import GraphRow, LinearRow, ProfileSummary, RecordTimes, RunRow
 from heterollm.profiler.records import LinearPoint
 from heterollm.report.tables_npu import npu_sections
 
@@ -67,7 +67,7 @@ def format_us(time_us: float | None) -> str:
     return f"{time_us / 1e6:.1f} s"
 
 
-def format_spread(times: Times) -> str:
+def format_spread(times: RecordTimes) -> str:
     """Return a median with its spread."""
     return f"{format_us(times.median_us)} ±{times.spread_fraction / 2:.0%}"
 
@@ -114,8 +114,8 @@ def _linear(summary: ProfileSummary, *, everything: bool) -> Iterator[Section]:
         point = row.point
         inputs = ", int8 inputs" if point.integer_inputs else ""
         where = "memory" if point.streamed else "a cache"
-        what = "Feed-forward blocks" if point.is_block else "Linear layers"
-        title = f"{what}, {PARTS[row.part]}, {point.weight}{inputs}, weights from {where}"
+        what = "Feed-forward blocks" if point.is_ffn else "Linear layers"
+        title = f"{what}, {PARTS[row.processor]}, {point.weight}{inputs}, weights from {where}"
         cuts[title] += not row.whole
         if row.whole or everything:
             by_table[title].append(row)
@@ -138,7 +138,7 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
             row.times
         )
     forms = any(point.form for _, point in lines)
-    blocks = any(point.is_block for _, point in lines)
+    blocks = any(point.is_ffn for _, point in lines)
     made = [
         (
             point.group,
@@ -185,7 +185,7 @@ def _layers(summary: ProfileSummary) -> Section:
 def _bandwidth(summary: ProfileSummary) -> Section:
     rows = tuple(
         (
-            PARTS[row.part],
+            PARTS[row.processor],
             "beside the other part" if row.together else "alone",
             format_bytes(row.size_bytes),
             f"{row.gbps:.3g} GB/s",
@@ -203,7 +203,7 @@ def _bandwidth(summary: ProfileSummary) -> Section:
 
 def _contention(summary: ProfileSummary) -> Section:
     rows = tuple(
-        (PARTS[row.part], f"{row.bound}-bound", f"{row.beside}-bound", f"{row.slowdown:.2f} x")
+        (PARTS[row.processor], f"{row.bound}-bound", f"{row.beside}-bound", f"{row.slowdown:.2f} x")
         for row in summary.contention
     )
     notes = () if rows else ("It was not measured: it takes both parts.",)
@@ -211,7 +211,7 @@ def _contention(summary: ProfileSummary) -> Section:
     return Section("Contention", heads, rows, notes)
 
 
-def _spread_cells(times: Times) -> tuple[str, str, str]:
+def _spread_cells(times: RecordTimes) -> tuple[str, str, str]:
     quartiles = f"{format_us(times.low_us)} to {format_us(times.high_us)}"
     return format_us(times.median_us), quartiles, format_us(times.high_tail_us)
 
@@ -255,7 +255,7 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
     elif len(shown) < len(summary.graphs):
         left = len(summary.graphs) - len(shown)
         notes.append(f"Graphs of cuts that are left out: {left}. `heterollm profile show --all` lists them.")
-    if any(row.point.is_block for row in shown):
+    if any(row.point.is_ffn for row in shown):
         notes.append("Of a feed-forward block (ffn) the shape is outputs x width x inputs.")
     heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
     return Section("NPU graphs", heads, rows, tuple(notes))
@@ -284,7 +284,7 @@ def _accuracy(summary: ProfileSummary) -> Section:
         role = "in use" if row.used else "baseline" if row.baseline else ""
         regret = "" if score.regret is None else f"{score.regret:.1%} of {score.choices}"
         errors = (f"{score.median_error:.1%}", f"{score.high_error:.1%}")
-        rows.append((PARTS[score.part], score.model, role, *errors, regret, str(score.samples)))
+        rows.append((PARTS[score.processor], score.model, role, *errors, regret, str(score.samples)))
     heads = ("part", "model", "", ">median error", ">9 in 10 below", ">regret of choices", ">points")
     notes: tuple[str, ...] = (
         "On weight shapes kept out of the fit. Regret: time lost by choosing by predictions.",

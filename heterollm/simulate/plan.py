@@ -16,7 +16,7 @@ from heterollm.kernels.sim import SIMULATED
 from heterollm.model import ModelConfig, shape_of_specs
 from heterollm.planning import ProfiledModel, solve_plan
 from heterollm.profiler import SessionOptions, profile_device, profile_for
-from heterollm.profiler.records import HandOverKey, Key, Profile, Record
+from heterollm.profiler.records import FenceKey, Key, Profile, Record
 from heterollm.solver import (
     RETURN_VALUE,
     SOLVED_LEVELS,
@@ -47,11 +47,11 @@ def planned(
     """Return the plan of a simulation.
 
     Args:
-        device: A simulated device to profile: without a game, so that it is what the plan is solved for.
+        device: A simulated device to profile, without a game; the plan is solved for it.
         model: Name of the model.
         config: The model.
         specs: Every group of it.
-        request: What is simulated.
+        request: The simulation.
         progress: Called with a stage's name, steps done and steps in all.
         strategy: How the parts wait for each other.
     """
@@ -129,7 +129,7 @@ def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> P
     back_us = costs.finish_us + costs.write_us if strategy == "finish" else 0.0
     records: dict[Key, Record] = {}
     for key, record in profile.records.items():
-        if not isinstance(key, HandOverKey):
+        if not isinstance(key, FenceKey):
             records[key] = record
         elif key.strategy == strategy:
             records[key] = replace(record, values={**record.values, RETURN_VALUE: back_us})

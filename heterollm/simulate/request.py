@@ -15,17 +15,17 @@ __all__ = [
     "LENGTH_CHOICES",
     "PLAN_LEVELS",
     "SYNC_CHOICES",
-    "LengthChoice",
+    "SimulatedLengthPolicy",
     "SimulatedSync",
     "SimulationRequest",
 ]
 
 PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
 
-LengthChoice: TypeAlias = Literal["auto", "padding", "pipe", "online"]
-LENGTH_CHOICES: Final[tuple[LengthChoice, ...]] = get_args(LengthChoice)
-"""How ``npu`` and ``layer`` run lengths without a graph; ``online`` builds the exact one when it is asked
-for, and counts that."""
+SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]
+LENGTH_CHOICES: Final[tuple[SimulatedLengthPolicy, ...]] = get_args(SimulatedLengthPolicy)
+"""Policies of ``npu`` and ``layer`` for lengths without a graph; ``online`` builds the exact one at its first
+use, and counts the build."""
 
 SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
 SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
@@ -41,7 +41,7 @@ LONGEST_RUN: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate.
+    """Options of a simulation.
 
     Args:
         model: A known model, a folder or a ``config.json``.
@@ -70,7 +70,7 @@ class SimulationRequest:
     prompt: int = 256
     decode: int = 64
     level: str = "tensor"
-    length_policy: LengthChoice = "auto"
+    length_policy: SimulatedLengthPolicy = "auto"
     sync: SimulatedSync = "predict"
     resolve: bool = False
     load: GpuLoad | None = None

@@ -1,4 +1,4 @@
-"""What a simulation found, labelled as simulated wherever it goes."""
+"""Results of a simulation, labelled as simulated everywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class PhaseUse:
-    """What a phase took and used.
+    """Time, energy and traffic of a phase.
 
     Args:
         phase: Prefill or decode.
@@ -87,13 +87,13 @@ class PhaseUse:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What came out of one simulation; every time in it is simulated.
+    """The result of one simulation; every time in it is simulated.
 
     Args:
         device: Name of the simulated device.
         fingerprint: Of the device, its parameters included.
         model: Name of the model.
-        note: What is approximated of it.
+        note: Approximations of the model, in words.
         plan: The plan that ran.
         sync: How the parts waited for each other.
         length_policy: How lengths without a graph ran.

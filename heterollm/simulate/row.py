@@ -18,7 +18,7 @@ __all__ = ["ROW_FIELDS", "SimulatedRow"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRow:
-    """One case of a sweep. What follows from the simulation is None where it failed, and ``error`` says why.
+    """One case of a sweep. Results are None where the simulation failed, and ``error`` gives the reason.
 
     The names are those of ``heterollm simulate --json`` where it has them.
 
@@ -41,7 +41,7 @@ class SimulatedRow:
         error: Why there is nothing else.
         device: Name of the simulated device.
         fingerprint: Of the device, its parameters included.
-        note: What is approximated of the model.
+        note: Approximations of the model, in words.
         ttft_ms: Time to the first token.
         prefill_ms: Time of the prompt.
         prefill_tokens_per_second: Rate of the prompt.

@@ -1,7 +1,7 @@
-"""What ``heterollm simulate`` does: a model's shapes on a simulated SoC, through the whole stack.
+"""Simulates a model's shapes on a SoC through the whole stack, for ``heterollm simulate``.
 
-Profile, fit, solve, compile and run are those of a real device; only the parts behind them are modelled and
-the clock is virtual. Whatever comes out is labelled simulated.
+Profile, fit, solve, compile and run are those of a real device; only the processors behind them are modelled,
+and the clock is virtual. Every result is labelled simulated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
-        OptionError: There is no such model or SoC, or it cannot run what is asked.
+        OptionError: There is no such model or SoC, or it cannot run the request.
         HeteroLLMError: The plan cannot be made.
     """
     found = find_model(request.model, closest=not request.numerics)
@@ -89,7 +89,7 @@ def profile_ahead(request: SimulationRequest) -> None:
     """Make the profile that the plan of a request is solved from, where it needs one and none is kept.
 
     Raises:
-        HeteroLLMError: What is asked for cannot be simulated.
+        HeteroLLMError: The request cannot be simulated.
     """
     if not needs_profile(request):
         return

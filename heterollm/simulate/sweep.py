@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
 from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate.request import LengthChoice, SimulatedSync, SimulationRequest
+from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow
 from heterollm.simulate.run import needs_profile, profile_ahead, simulate
 
@@ -46,7 +46,7 @@ def expand(
     prompts: Sequence[int] = (),
     decodes: Sequence[int] = (),
     levels: Sequence[str] = (),
-    policies: Sequence[LengthChoice] = (),
+    policies: Sequence[SimulatedLengthPolicy] = (),
     syncs: Sequence[SimulatedSync] = (),
     loads: Sequence[GpuLoad | None] = (),
 ) -> tuple[SimulationRequest, ...]:
@@ -97,8 +97,8 @@ def expand(
 
 
 def _ways(
-    levels: Sequence[str], policies: Sequence[LengthChoice], syncs: Sequence[SimulatedSync]
-) -> list[tuple[str, LengthChoice, SimulatedSync]]:
+    levels: Sequence[str], policies: Sequence[SimulatedLengthPolicy], syncs: Sequence[SimulatedSync]
+) -> list[tuple[str, SimulatedLengthPolicy, SimulatedSync]]:
     """Return each way to run once: where a choice means nothing, the first value stands for all."""
     found = (
         (level, policy if level in COVERED else policies[0], sync if level != "gpu" else syncs[0])

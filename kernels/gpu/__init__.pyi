@@ -25,8 +25,8 @@ from .pocl.merged import merge_launches as merge_launches
 from .pocl.program_guard import guard_programs as guard_programs
 from .pocl.program_guard import programs_are_sound as programs_are_sound
 from .pocl.target import target_for_this_machine as target_for_this_machine
-from .protocol import Buffer as Buffer
 from .protocol import Event as Event
+from .protocol import GpuBuffer as GpuBuffer
 from .protocol import GpuRuntime as GpuRuntime
 from .protocol import Kernel as Kernel
 from .protocol import KernelIdentity as KernelIdentity

@@ -19,7 +19,7 @@ from heterollm.kernels.gpu.variants import VariantRecord
 from heterollm.kernels.gpu.waiting import HostClock
 from heterollm.kernels.gpu.work import GpuWork
 
-__all__ = ["Buffer", "Event", "GpuRuntime", "Kernel", "KernelIdentity"]
+__all__ = ["Event", "GpuBuffer", "GpuRuntime", "Kernel", "KernelIdentity"]
 
 KernelIdentity: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
 """Identity of a kernel: source files, name, and sorted defines."""
@@ -27,7 +27,7 @@ KernelIdentity: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | i
 Kernel: TypeAlias = Any
 """A kernel, opaque to all but its runtime."""
 
-Buffer: TypeAlias = Any
+GpuBuffer: TypeAlias = Any
 """Device memory, opaque to all but its runtime."""
 
 
@@ -141,19 +141,19 @@ class GpuRuntime(Protocol):
             KernelError: Memory is short; this holds for all methods below.
         """
 
-    def upload(self, array: NDArray[Any]) -> Buffer:
+    def upload(self, array: NDArray[Any]) -> GpuBuffer:
         """Return read-only device memory with an array's content; the array must not change."""
 
-    def scratch(self, size_bytes: int) -> Buffer:
+    def scratch(self, size_bytes: int) -> GpuBuffer:
         """Return device memory that the host does not access."""
 
-    def shared_scratch(self, name: str, size_bytes: int) -> Buffer:
+    def shared_scratch(self, name: str, size_bytes: int) -> GpuBuffer:
         """Return device memory of at least a size, for data that one launch passes to the next.
 
         Launches share it by name, since the queue is in order.
         """
 
-    def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
+    def copy(self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any]) -> None:
         """Copy between host and device memory, and wait.
 
         Raises:

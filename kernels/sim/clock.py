@@ -20,7 +20,7 @@ from heterollm.kernels.sim.game import Game, GpuLoad
 
 __all__ = [
     "ClockCosts",
-    "Rates",
+    "MemoryRates",
     "SimulatedClock",
     "SimulatedJob",
     "SimulatedProcessor",
@@ -30,7 +30,7 @@ __all__ = [
 
 SimulatedProcessor: TypeAlias = Literal["host", "gpu", "npu", "game"]
 
-Rates: TypeAlias = Callable[[float, float, bool, bool], tuple[float, float]]
+MemoryRates: TypeAlias = Callable[[float, float, bool, bool], tuple[float, float]]
 """Maps the GB/s that GPU and NPU use alone, and whether each is compute-bound, to the speed of each beside
 the other, as a fraction of its speed alone."""
 
@@ -168,7 +168,7 @@ class SimulatedClock:
         recording: Whether spans are kept.
     """
 
-    def __init__(self, costs: ClockCosts, rates: Rates, load: GpuLoad | None = None) -> None:
+    def __init__(self, costs: ClockCosts, rates: MemoryRates, load: GpuLoad | None = None) -> None:
         self.costs = costs
         self.now_us = 0.0
         self.totals = SimulatedTotals()

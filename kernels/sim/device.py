@@ -9,7 +9,7 @@ import numpy as np
 from heterollm.base import OptionError
 from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.sim.clock import ClockCosts, Rates, SimulatedClock
+from heterollm.kernels.sim.clock import ClockCosts, MemoryRates, SimulatedClock
 from heterollm.kernels.sim.npu import SimulatedNpu
 from heterollm.kernels.sim.options import SIMULATED, Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime
@@ -118,7 +118,7 @@ def clock_costs(soc: SocParameters) -> ClockCosts:
     )
 
 
-def _rates_of(soc: SocParameters) -> Rates:
+def _rates_of(soc: SocParameters) -> MemoryRates:
     def rates(
         gpu_gbps: float, npu_gbps: float, gpu_computes: bool, npu_computes: bool
     ) -> tuple[float, float]:

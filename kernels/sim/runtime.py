@@ -16,10 +16,10 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import GIB, MIB
 from heterollm.kernels.gpu import (
     Argument,
-    Buffer,
     DeviceTraits,
     DeviceTuning,
     Event,
+    GpuBuffer,
     GpuRuntime,
     GpuWork,
     HostClock,
@@ -215,19 +215,19 @@ class SimulatedRuntime:
         nothing: Any = NOTHING
         return SharedArray(aligned_zeros(shape, dtype), nothing, nothing, coherent=True)
 
-    def upload(self, array: NDArray[Any]) -> Buffer:
+    def upload(self, array: NDArray[Any]) -> GpuBuffer:
         """Return the real device's memory with an array's content, or a placeholder."""
         return NOTHING if self.real is None else self.real.upload(array)
 
-    def scratch(self, size_bytes: int) -> Buffer:
+    def scratch(self, size_bytes: int) -> GpuBuffer:
         """Return device memory that the host does not access, or a placeholder."""
         return NOTHING if self.real is None else self.real.scratch(size_bytes)
 
-    def shared_scratch(self, name: str, size_bytes: int) -> Buffer:
+    def shared_scratch(self, name: str, size_bytes: int) -> GpuBuffer:
         """Return device memory that launches share by name, or a placeholder."""
         return NOTHING if self.real is None else self.real.shared_scratch(name, size_bytes)
 
-    def copy(self, target: Buffer | NDArray[Any], source: Buffer | NDArray[Any]) -> None:
+    def copy(self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any]) -> None:
         """Copy between host and device memory, and wait."""
         if self.real is not None:
             self.real.copy(target, source)

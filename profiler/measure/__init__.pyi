@@ -3,7 +3,7 @@ from .bandwidth import bandwidth_tasks as bandwidth_tasks
 from .builds import BuildPace as BuildPace
 from .drift import ReferenceOperators as ReferenceOperators
 from .layers import SUBMISSIONS as SUBMISSIONS
-from .layers import Operator as Operator
+from .layers import GlueOperator as GlueOperator
 from .layers import layer_key as layer_key
 from .layers import layer_tasks as layer_tasks
 from .linears import linear_tasks as linear_tasks
@@ -12,7 +12,7 @@ from .links import KERNELS_US as KERNELS_US
 from .links import DeviceClock as DeviceClock
 from .links import LinkMeasurement as LinkMeasurement
 from .links import copy_costs as copy_costs
-from .links import hand_over_latencies as hand_over_latencies
+from .links import fence_latencies as fence_latencies
 from .links import launch_costs as launch_costs
 from .links import npu_return_costs as npu_return_costs
 from .power import PowerSource as PowerSource

@@ -1,12 +1,12 @@
-"""Memory bandwidth of each part alone and of both, and how much each slows while the other runs.
+"""Memory bandwidth of each processor alone and of both, and how much each slows while the other runs.
 
-Each part has two jobs. The one bound by memory reads float weights for one token, which on every device is
-all reading; the one bound by arithmetic computes a linear layer at 256 tokens. Beside the other part an NPU
-with units of its own reads 4-bit weights instead, as decode does: it unpacks them more slowly than memory
-could bring them, and leaves the other part more. A part's job is timed alone,
-and again and again while the other part is at one of its own (HeteroLLM, sections 3 and 4.3: decode gains by
-the bandwidth of both). An NPU with units of its own has a third job, rows too long for its chip: whose
-bandwidth these take differs from device to device.
+Each processor has two jobs. The memory-bound job reads float weights for one token; the compute-bound job
+computes a linear layer at 256 tokens. Each job is timed alone, and repeatedly while the other processor runs
+one of its jobs (HeteroLLM, sections 3 and 4.3: decode gains by the bandwidth of both).
+
+An NPU with units of its own differs twice. Beside the GPU its memory-bound job reads 4-bit weights, as decode
+does: unpacking them is slower than memory, which leaves bandwidth to the GPU. And it has a third job with
+rows too long for its on-chip memory, whose use of bandwidth differs from device to device.
 """
 
 from __future__ import annotations
@@ -29,77 +29,81 @@ from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.random_data import fill_shared, weight_for
 from heterollm.profiler.measure.sampling import MOST_SAMPLES, take_samples
 from heterollm.profiler.measure.task import Task
-from heterollm.profiler.records import BandwidthKey, Bound, ContentionKey, Part, Record
+from heterollm.profiler.records import BandwidthKey, ContentionBound, ContentionKey, Processor, Record
 
 __all__ = ["SharedLoad", "bandwidth_tasks"]
 
 STAGE: Final = "Bandwidth and contention"
 
 NPU_READ_BYTES: Final = 384 * MIB
-"""At most: ONNX Runtime may hold the weights twice."""
+"""Largest read of the NPU: ONNX Runtime may hold the weights twice."""
 EMULATED_READ_BYTES: Final = 4 * MIB
-"""An emulator takes a second for more."""
+"""Read of an emulated NPU, which takes a second for more."""
 
 READ_COLUMNS: Final = 4096
 LONG_COLUMNS: Final = 4 * READ_COLUMNS
 COMPUTE_ROWS: Final = 2048
 COMPUTE_ROWS_FACTOR: Final = 8
-"""Of an NPU with units of its own, so fast that starting a graph would be much of the time."""
+"""Factor of rows on an NPU with units of its own, where a smaller graph would mostly measure its start."""
 COMPUTE_COLUMNS: Final = 2048
 COMPUTE_TOKENS: Final = 256
 EMULATED_COMPUTE_ROWS: Final = 256
 PACKED: Final = WeightFormat(4, 32)
 
 ROUNDS: Final = 3
-"""Runs of the slower part, at least, in one measurement of both."""
+"""Fewest runs of the slower processor in one measurement of both."""
 
 TURNS: Final = range(3, 10)
-"""Of alone and together in a measurement of contention: how many at least and at most."""
+"""Fewest and most turns, each alone and together, in a measurement of contention."""
 TURNS_US: Final = 1.5e6
-"""Time after which those at least are enough."""
+"""Time after which the fewest turns are enough."""
 RUNS_ALONE: Final = 3
-"""Runs of each part alone between two measurements of both."""
+"""Runs of each processor alone between two measurements of both."""
 
-Job: TypeAlias = Bound | Literal["packed", "spill_compute"]
-"""A job of a part; ``packed`` reads 4-bit weights, ``spill_compute`` has the tokens of ``compute``."""
+ContentionJob: TypeAlias = ContentionBound | Literal["packed", "spill_compute"]
+"""A job of a processor; ``packed`` reads 4-bit weights, ``spill_compute`` has the tokens of ``compute``."""
 
-GPU_BOUNDS: Final[tuple[Bound, ...]] = ("compute", "memory")
-PARTS: Final[tuple[Part, ...]] = get_args(Part)
+GPU_BOUNDS: Final[tuple[ContentionBound, ...]] = ("compute", "memory")
+PROCESSORS: Final[tuple[Processor, ...]] = get_args(Processor)
 
 
 class SharedLoad:
-    """The jobs of both parts, made when first needed.
+    """The jobs of both processors, prepared at first use.
 
     Args:
-        device: An opened device with both parts; the calling thread is its engine thread.
+        device: An opened device with both processors; the calling thread is its engine thread.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._timer = gpu_timer(device.gpu)
-        self._jobs: dict[tuple[Part, Job], Any] = {}
-        self._alone_us: dict[tuple[Part, Job], tuple[tuple[float, ...], tuple[float, ...]]] = {}
-        self._kept: list[SharedArray] = []
-        self._slices: list[LinearShard] = []
+        self._jobs: dict[tuple[Processor, ContentionJob], Any] = {}
+        self._alone_us: dict[
+            tuple[Processor, ContentionJob], tuple[tuple[float, ...], tuple[float, ...]]
+        ] = {}
+        self._buffers: list[SharedArray] = []
+        self._shards: list[LinearShard] = []
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts that the device has."""
-        return PARTS if self._device.npu is not None else ("gpu",)
+    def processors(self) -> tuple[Processor, ...]:
+        """The processors that the device has."""
+        return PROCESSORS if self._device.npu is not None else ("gpu",)
 
-    def alone_us(self, part: Part, bound: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return samples and warm-up runs of a part's job alone, measured once."""
-        key = part, bound
+    def alone_us(
+        self, processor: Processor, bound: ContentionJob
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return samples and warm-up runs of a processor's job alone, measured once."""
+        key = processor, bound
         if key not in self._alone_us:
-            self._alone_us[key] = self.alone_now_us(part, bound)
+            self._alone_us[key] = self.alone_now_us(processor, bound)
         return self._alone_us[key]
 
     def alone_now_us(
-        self, part: Part, bound: Job, *, most: int = MOST_SAMPLES
+        self, processor: Processor, bound: ContentionJob, *, most: int = MOST_SAMPLES
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Measure :meth:`alone_us` again, right beside a measurement of both processors."""
-        job = self.job(part, bound)
-        once = partial(self._timer.time_us, [job]) if part == "gpu" else partial(self._wall_us, job)
+        job = self.job(processor, bound)
+        once = partial(self._timer.time_us, [job]) if processor == "gpu" else partial(self._wall_us, job)
         return take_samples(once, most=most)
 
     def now_us(self) -> float:
@@ -107,22 +111,22 @@ class SharedLoad:
         return self._timer.runtime.now_ns() / 1e3
 
     @property
-    def npu_bounds(self) -> tuple[Bound, ...]:
+    def npu_bounds(self) -> tuple[ContentionBound, ...]:
         """The kinds of jobs that the NPU has beside the GPU; see the head of this module."""
-        return get_args(Bound) if self._has_own_units else GPU_BOUNDS
+        return get_args(ContentionBound) if self._has_own_units else GPU_BOUNDS
 
     @property
     def _has_own_units(self) -> bool:
         return not self._device.gpu.traits.is_cpu
 
-    def beside(self, gpu: Bound, npu: Bound) -> Job:
+    def beside(self, gpu: ContentionBound, npu: ContentionBound) -> ContentionJob:
         """Return the NPU's job of a kind beside one of the GPU."""
         if npu == "spill" and gpu == "compute":
             return "spill_compute"
         return "packed" if npu == "memory" and self._has_own_units else npu
 
-    def together_us(self, gpu: Bound, npu: Job) -> dict[Part, tuple[float, ...]]:
-        """Return samples of both parts' jobs while the other part was at work all the time.
+    def together_us(self, gpu: ContentionBound, npu: ContentionJob) -> dict[Processor, tuple[float, ...]]:
+        """Return samples of both jobs, each taken while the other processor worked throughout.
 
         Raises:
             DeviceError: The runs never overlapped.
@@ -135,10 +139,10 @@ class SharedLoad:
             found = self._both_at_work(launch, call, count * more)
             if found["npu"]:
                 return found
-        raise DeviceError("The parts did not run at the same time: the GPU had ended before the NPU.")
+        raise DeviceError("The processors did not run at the same time: the GPU had ended before the NPU.")
 
-    def _both_at_work(self, launch: Any, call: Any, count: int) -> dict[Part, tuple[float, ...]]:  # noqa: ANN401
-        """Run the GPU's job so often, and the NPU's meanwhile; the NPU has no samples if it came too late."""
+    def _both_at_work(self, launch: Any, call: Any, count: int) -> dict[Processor, tuple[float, ...]]:  # noqa: ANN401
+        """Enqueue ``count`` GPU jobs and run NPU jobs meanwhile; without overlap the NPU has no samples."""
         events = [launch() for _ in range(count)]
         self._timer.runtime.flush()
         npu_samples: list[float] = []
@@ -154,40 +158,40 @@ class SharedLoad:
         return {"gpu": gpu_samples, "npu": tuple(npu_samples[1:] or npu_samples)}
 
     def rest(self, seconds: float) -> None:
-        """Do nothing for some time."""
+        """Sleep, on the device's clock."""
         self._timer.runtime.host_clock().sleep_s(seconds)
 
     def close(self) -> None:
-        """Free the jobs; they are made again when needed."""
+        """Free the jobs; the next use prepares them again."""
         self._jobs.clear()
-        self._kept.clear()
-        for part in self._slices:
+        self._buffers.clear()
+        for shard in self._shards:
             if self._device.npu is not None:
-                self._device.npu.release(part)
-        self._slices.clear()
+                self._device.npu.release(shard)
+        self._shards.clear()
 
-    def run_once(self, part: Part) -> None:
-        """Run a part's job that is bound by arithmetic, and wait for it."""
-        self.job(part, "compute")()
+    def run_once(self, processor: Processor) -> None:
+        """Run a processor's compute-bound job, and wait for it."""
+        self.job(processor, "compute")()
         self._timer.runtime.finish()
 
-    def job(self, part: Part, bound: Job) -> Any:  # noqa: ANN401 - a launch or the call of a graph
-        """Return a part's prepared job: a launch on the GPU, the call of a graph on the NPU."""
-        key = part, bound
+    def job(self, processor: Processor, bound: ContentionJob) -> Any:  # noqa: ANN401 - a launch or the call of a graph
+        """Return a processor's prepared job: a launch on the GPU, the call of a graph on the NPU."""
+        key = processor, bound
         if key not in self._jobs:
-            self._jobs[key] = (self._gpu_job if part == "gpu" else self._npu_job)(bound)
+            self._jobs[key] = (self._gpu_job if processor == "gpu" else self._npu_job)(bound)
         return self._jobs[key]
 
-    def read_bytes(self, part: Part) -> int:
-        """Return what a part's job that is bound by memory reads."""
-        if part == "gpu":
+    def read_bytes(self, processor: Processor) -> int:
+        """Return the bytes that a processor's memory-bound job reads."""
+        if processor == "gpu":
             return reading_bytes(self._timer.runtime, eviction_bytes(self._timer.runtime.traits.cache_bytes))
         npu = self._device.npu
         if npu is not None and npu.time_kind == "emulated":
             return EMULATED_READ_BYTES
         return min(NPU_READ_BYTES, eviction_bytes(self._timer.runtime.traits.cache_bytes))
 
-    def _gpu_job(self, bound: Job) -> Launch:
+    def _gpu_job(self, bound: ContentionJob) -> Launch:
         runtime = self._timer.runtime
         if bound == "memory":
             return reading_launch(runtime, self.read_bytes("gpu"))
@@ -197,13 +201,13 @@ class SharedLoad:
         y = runtime.shared((COMPUTE_TOKENS, COMPUTE_ROWS), np.float32)
         return linear.launch(x, y, tokens=COMPUTE_TOKENS, label="computing")
 
-    def _npu_job(self, bound: Job) -> Callable[[], None]:
+    def _npu_job(self, bound: ContentionJob) -> Callable[[], None]:
         npu = self._device.npu
         if npu is None:
-            raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
+            raise DeviceError("The device has no NPU.", fix="Give it at least one thread.")
         return self._graph(npu, *self._npu_size(npu, bound))
 
-    def _npu_size(self, npu: NpuBackend, bound: Job) -> tuple[int, int, WeightFormat, int]:
+    def _npu_size(self, npu: NpuBackend, bound: ContentionJob) -> tuple[int, int, WeightFormat, int]:
         """Return rows, inputs, format and tokens of a job."""
         if bound == "spill_compute":
             return COMPUTE_ROWS, LONG_COLUMNS, PACKED, COMPUTE_TOKENS
@@ -220,7 +224,7 @@ class SharedLoad:
             rows *= COMPUTE_ROWS_FACTOR
         return rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS
 
-    def build_s(self, job: Job) -> float:
+    def build_s(self, job: ContentionJob) -> float:
         """Return about how long the graph of one of the NPU's jobs takes to build."""
         npu = self._device.npu
         if npu is None:
@@ -232,14 +236,14 @@ class SharedLoad:
         self, npu: NpuBackend, rows: int, columns: int, weight: WeightFormat, length: int
     ) -> Callable[[], None]:
         values = weight_for(self._timer.runtime, rows, columns, weight)
-        part = LinearShard(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
-        graph = npu.prepare(part, length)
+        shard = LinearShard(values, 0, "o", ((0, rows),), f"random {rows}x{columns}")
+        graph = npu.prepare(shard, length)
         dtype = npu.activation_dtype
         x, y = self._filled((length, columns), dtype), self._timer.runtime.shared((length, rows), dtype)
         y.acquire()
         x.acquire()
-        self._kept += [x, y]
-        self._slices.append(part)
+        self._buffers += [x, y]
+        self._shards.append(shard)
         return graph.bind(x.array, y.array)
 
     def _wall_us(self, call: Callable[[], None]) -> float:
@@ -255,25 +259,27 @@ class SharedLoad:
 
 
 def bandwidth_tasks(load: SharedLoad) -> list[Task]:
-    """Return the work of measuring bandwidth and contention; less where the device has no NPU part."""
-    parts = load.parts
+    """Return the work of measuring bandwidth and contention; less where the device has no NPU."""
+    processors = load.processors
     tasks = [
         Task(
             STAGE,
-            (BandwidthKey(part, load.read_bytes(part), together=False),),
-            partial(_alone, load, part),
+            (BandwidthKey(processor, load.read_bytes(processor), together=False),),
+            partial(_alone, load, processor),
             1.0,
             essential=True,
-            graphs=part == "npu",
-            build_s=load.build_s("memory") if part == "npu" else 0.0,
+            graphs=processor == "npu",
+            build_s=load.build_s("memory") if processor == "npu" else 0.0,
         )
-        for part in parts
+        for processor in processors
     ]
-    if parts != PARTS:
+    if processors != PROCESSORS:
         return tasks
-    keys = tuple(BandwidthKey(part, load.read_bytes(part), together=True) for part in parts)
+    keys = tuple(
+        BandwidthKey(processor, load.read_bytes(processor), together=True) for processor in processors
+    )
     tasks.append(Task(STAGE, keys, partial(_both, load), 1.5, essential=True))
-    built: set[Job] = {"memory"}
+    built: set[ContentionJob] = {"memory"}
     for gpu in GPU_BOUNDS:
         for npu in load.npu_bounds:
             job = load.beside(gpu, npu)
@@ -286,49 +292,55 @@ def bandwidth_tasks(load: SharedLoad) -> list[Task]:
     return tasks
 
 
-def _alone(load: SharedLoad, part: Part) -> Iterator[Record]:
-    samples, warmup = load.alone_us(part, "memory")
-    yield _bandwidth(load, part, samples, warmup, together=False)
+def _alone(load: SharedLoad, processor: Processor) -> Iterator[Record]:
+    samples, warmup = load.alone_us(processor, "memory")
+    yield _bandwidth(load, processor, samples, warmup, together=False)
 
 
 def _both(load: SharedLoad) -> Iterator[Record]:
-    for part, samples in load.together_us("memory", "memory").items():
-        yield _bandwidth(load, part, samples, (), together=True)
+    for processor, samples in load.together_us("memory", "memory").items():
+        yield _bandwidth(load, processor, samples, (), together=True)
 
 
 def _bandwidth(
-    load: SharedLoad, part: Part, samples: tuple[float, ...], warmup: tuple[float, ...], *, together: bool
+    load: SharedLoad,
+    processor: Processor,
+    samples: tuple[float, ...],
+    warmup: tuple[float, ...],
+    *,
+    together: bool,
 ) -> Record:
-    size = load.read_bytes(part)
+    size = load.read_bytes(processor)
     rate = bandwidth_gbps(size, statistics.median(samples))
-    return Record(BandwidthKey(part, size, together), samples, warmup, {"gbps": round(rate, 3)})
+    return Record(BandwidthKey(processor, size, together), samples, warmup, {"gbps": round(rate, 3)})
 
 
-def _contention(load: SharedLoad, gpu: Bound, npu: Bound) -> Iterator[Record]:
+def _contention(load: SharedLoad, gpu: ContentionBound, npu: ContentionBound) -> Iterator[Record]:
     job = load.beside(gpu, npu)
-    jobs: dict[Part, Job] = {"gpu": gpu, "npu": job}
+    jobs: dict[Processor, ContentionJob] = {"gpu": gpu, "npu": job}
 
-    def alone_us() -> dict[Part, float]:
+    def alone_us() -> dict[Processor, float]:
         return {
-            part: statistics.median(load.alone_now_us(part, bound, most=RUNS_ALONE)[0])
-            for part, bound in jobs.items()
+            processor: statistics.median(load.alone_now_us(processor, bound, most=RUNS_ALONE)[0])
+            for processor, bound in jobs.items()
         }
 
-    # In turns, each compared with right before and right after: clocks of a processor move more within
-    # seconds than parts slow, and one disturbed moment must not decide every plan.
-    together: dict[Part, list[float]] = {part: [] for part in PARTS}
-    slowdowns: dict[Part, list[float]] = {part: [] for part in PARTS}
+    # Each turn together is compared with the runs alone right before and after it: clocks drift within
+    # seconds by more than contention slows, and one disturbed moment must not decide every plan.
+    together: dict[Processor, list[float]] = {processor: [] for processor in PROCESSORS}
+    slowdowns: dict[Processor, list[float]] = {processor: [] for processor in PROCESSORS}
     before, begin_us = alone_us(), load.now_us()
     for turn in range(1, TURNS.stop):
         both = load.together_us(gpu, job)
         after = alone_us()
-        for part, samples in both.items():
-            together[part] += samples
-            slowdowns[part].append(2.0 * statistics.median(samples) / (before[part] + after[part]))
+        for processor, samples in both.items():
+            together[processor] += samples
+            slowdowns[processor].append(
+                2.0 * statistics.median(samples) / (before[processor] + after[processor])
+            )
         before = after
         if turn >= TURNS.start and load.now_us() - begin_us > TURNS_US:
             break
-    bounds: tuple[tuple[Part, Bound, Bound], ...] = (("gpu", gpu, npu), ("npu", npu, gpu))
-    for part, bound, beside in bounds:
-        slowdown = round(statistics.median(slowdowns[part]), 4)
-        yield Record(ContentionKey(part, bound, beside), tuple(together[part]), values={"slowdown": slowdown})
+    for key in (ContentionKey("gpu", gpu, npu), ContentionKey("npu", npu, gpu)):
+        slowdown = round(statistics.median(slowdowns[key.processor]), 4)
+        yield Record(key, tuple(together[key.processor]), values={"slowdown": slowdown})

@@ -38,8 +38,8 @@ class BuildPace:
 
     Attributes:
         graphs: Graphs built so far.
-        seconds: How long that took.
-        prior_s: How long the prior had said.
+        seconds: Their build time.
+        prior_s: Their build time by the prior.
     """
 
     graphs: int = 0
@@ -47,7 +47,7 @@ class BuildPace:
     prior_s: float = 0.0
 
     def learn(self, task: Task, records: Iterable[Record]) -> None:
-        """Take in what a task built; one that built nothing says nothing."""
+        """Take in the builds of a task, if it had any."""
         built = [
             record.values["build_us"] / 1e6
             for record in records

@@ -1,7 +1,7 @@
 """Caches between the processors and memory, and how to empty them.
 
-In a model that is larger than the caches every pass reads its weights from memory. A slice that is timed
-again and again would find them in a cache, so the part that is timed reads other memory before each run.
+In a model that is larger than the caches every pass reads its weights from memory. A shard that is timed
+repeatedly would find them in a cache, so the timed processor reads other memory before each run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def reading_bytes(runtime: GpuRuntime, size_bytes: int) -> int:
 
 
 def reading_launch(runtime: GpuRuntime, size_bytes: int) -> Launch:
-    """Return a launch that reads about ``size_bytes`` of memory on the GPU part.
+    """Return a launch that reads about ``size_bytes`` of memory on the GPU.
 
     It is a linear layer of one token with FP16 weights, which every device that runs models can run.
 

@@ -1,4 +1,4 @@
-"""The reference operator of each part: measured again through a run, to see how far the machine moved."""
+"""Reference operators, one for each processor, measured repeatedly through a run to show drift."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from heterollm.base import ProfileError
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.profiler.measure.linears import LinearBench
-from heterollm.profiler.records import LinearPoint, Part
+from heterollm.profiler.records import LinearPoint, Processor
 from heterollm.profiler.work import WorkPoint
 
 __all__ = ["ReferenceOperators"]
@@ -18,33 +18,33 @@ SPEC: Final = OpSpec("o", 0, (Member("o", 1024),), 1024, WeightFormat(4, 32), "x
 
 
 class ReferenceOperators:
-    """Measures one small linear layer on each part.
+    """Measures one small linear layer on each processor.
 
     Args:
         device: The opened device.
 
     Attributes:
-        parts: The parts that can compute it.
+        processors: The processors that can compute it.
     """
 
     def __init__(self, device: Device) -> None:
-        self.parts: tuple[Part, ...] = ("gpu",)
+        self.processors: tuple[Processor, ...] = ("gpu",)
         self._form = ""
         if device.npu is not None:
             forms = device.npu.forms(SPEC.weight, columns=SPEC.columns, length=TOKENS)
             if TOKENS in device.npu.standard_lengths and forms:
-                self.parts, self._form = ("gpu", "npu"), forms[0]
+                self.processors, self._form = ("gpu", "npu"), forms[0]
         self._bench = LinearBench(device)
 
-    def measure(self, part: Part) -> tuple[float, ...]:
-        """Return samples of a part's time in microseconds.
+    def measure(self, processor: Processor) -> tuple[float, ...]:
+        """Return samples of a processor's time in microseconds.
 
         Raises:
             ProfileError: It could not be measured.
         """
-        form = self._form if part == "npu" else ""
+        form = self._form if processor == "npu" else ""
         point = LinearPoint.of(SPEC, TOKENS, form=form, streamed=False)
-        record = self._bench.measure(WorkPoint(part, point, 0, SPEC))[0]
+        record = self._bench.measure(WorkPoint(processor, point, 0, SPEC))[0]
         if record.failed:
             raise ProfileError(record.error)
         return record.samples_us

@@ -80,7 +80,7 @@ class GpuTimer:
 
 def _enqueue(launch: Launch) -> list[object]:
     """Enqueue a launch and return the events of all its kernels."""
-    return [part() for part in launch.parts]
+    return [kernel() for kernel in launch.parts]
 
 
 _timers: weakref.WeakKeyDictionary[GpuRuntime, GpuTimer] = weakref.WeakKeyDictionary()

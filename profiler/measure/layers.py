@@ -1,11 +1,11 @@
-"""Measures the other operators of a layer, which run on the GPU, so that a whole pass can be added up.
+"""Measures the glue operators of a layer on the GPU, so that the times of a whole pass can be summed.
 
 They are timed as linears are: inside a busy queue, on random data. Attention of few tokens finds the caches
-emptied where the model is larger than they are; what else an operator reads was written just before it.
+emptied where the model is larger than they are; other inputs were written just before.
 
 In a :class:`heterollm.profiler.records.LayerKey`, ``context`` counts the positions that the last token of the
-pass attends to, its own included, ``hidden`` is what :data:`OPERATORS` says, and sizes that an operator does
-not depend on are 0.
+pass attends to, its own included, :data:`OPERATORS` defines ``hidden``, and sizes that an operator does not
+depend on are 0.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import Key, LayerKey, Record
 from heterollm.profiler.work import HEAD_TOKENS
 
-__all__ = ["ATTENTION_POSITIONS", "OPERATORS", "SUBMISSIONS", "Operator", "layer_key", "layer_tasks"]
+__all__ = ["ATTENTION_POSITIONS", "OPERATORS", "SUBMISSIONS", "GlueOperator", "layer_key", "layer_tasks"]
 
-Operator: TypeAlias = Literal[
+GlueOperator: TypeAlias = Literal[
     "embedding",
     "rms_norm",
     "rms_norm_int8",
@@ -63,7 +63,7 @@ Operator: TypeAlias = Literal[
     "join_logits",
 ]
 
-OPERATORS: Final[dict[Operator, str]] = {
+OPERATORS: Final[dict[GlueOperator, str]] = {
     "embedding": "the residual stream",
     "rms_norm": "the residual stream; the sum with the linear before it included",
     "rms_norm_int8": "the same, with the inputs of the next linear rounded to int8",
@@ -76,13 +76,13 @@ OPERATORS: Final[dict[Operator, str]] = {
     "final_norm_int8": "the same",
     "join_logits": "the vocabulary",
 }
-"""The operators by name, and what ``hidden`` is of each."""
+"""The operators by name, and the size that ``hidden`` states for each."""
 
 TOKENS: Final = (1, 32, 256, 512)
 QUICK_TOKENS: Final = (1, 256)
 ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
 TABLE_ROWS: Final = 4096
-"""Rows of the embedding that are there to be looked up: the time does not depend on how many."""
+"""Rows of the embedding: the time of a look-up does not depend on their number."""
 
 SUBMISSIONS: Final = "submissions"
 """Name of a record's value: kernels of the operator, where a decode pass submits them one by one."""
@@ -94,21 +94,21 @@ CORE_BYTES: Final = 4e9
 USUAL_RUNS: Final = 8
 OVERHEAD_S: Final = 0.02
 
-ROUNDING: Final[dict[Operator, Operator]] = {
+ROUNDING: Final[dict[GlueOperator, GlueOperator]] = {
     "rms_norm": "rms_norm_int8",
     "attention": "attention_int8",
     "gated_activation": "gated_activation_int8",
     "final_norm": "final_norm_int8",
 }
-"""Operators that write a linear's input, and what they are called where they round it to int8 as well."""
+"""Operators that write a linear's input, and their names where they round it to int8 as well."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _GlueCase:
     """One operator of a model at one size, after ``position`` tokens of the session."""
 
     shape: ModelShape
-    operator: Operator
+    operator: GlueOperator
     tokens: int
     position: int = 0
 
@@ -117,7 +117,7 @@ class _Case:
         return layer_key(self.shape, self.operator, self.tokens, self.position)
 
 
-def layer_key(shape: ModelShape, operator: Operator, tokens: int, position: int = 0) -> LayerKey:
+def layer_key(shape: ModelShape, operator: GlueOperator, tokens: int, position: int = 0) -> LayerKey:
     """Return the key of an operator in a model.
 
     Args:
@@ -141,19 +141,19 @@ def layer_key(shape: ModelShape, operator: Operator, tokens: int, position: int 
 
 
 def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = False) -> list[Task]:
-    """Return the work of measuring what lies between the linears of some models, each size once.
+    """Return the tasks that measure the glue operators of some models, each size once.
 
     Args:
         device: The opened device; tasks run on the thread that opened it.
         shapes: The models.
         quick: Whether to measure only two sizes of each, which every plan needs.
     """
-    bench = _LayerBench(device)
-    cases: dict[Key, _Case] = {}
+    bench = _GlueBench(device)
+    cases: dict[Key, _GlueCase] = {}
     for shape in shapes:
         for case in _cases(shape, quick=quick):
             cases.setdefault(case.key, case)
-    groups: dict[tuple[str, str], list[_Case]] = {}
+    groups: dict[tuple[str, str], list[_GlueCase]] = {}
     for case in cases.values():
         groups.setdefault((case.shape.name, case.operator), []).append(case)
     return [
@@ -169,29 +169,29 @@ def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = F
     ]
 
 
-def _cases(shape: ModelShape, *, quick: bool) -> Iterator[_Case]:
+def _cases(shape: ModelShape, *, quick: bool) -> Iterator[_GlueCase]:
     sizes = QUICK_TOKENS if quick else TOKENS
-    plain: tuple[Operator, ...] = ("embedding", "rms_norm", "rope_and_store", "gated_activation")
+    plain: tuple[GlueOperator, ...] = ("embedding", "rms_norm", "rope_and_store", "gated_activation")
     for operator in plain:
         for tokens in sizes:
-            yield _Case(shape, operator, tokens)
+            yield _GlueCase(shape, operator, tokens)
     for tokens in sizes:
         for position in ATTENTION_POSITIONS[:: 2 if quick else 1]:
-            yield _Case(shape, "attention", tokens, position)
-    head: tuple[Operator, ...] = ("final_norm", "join_logits")
+            yield _GlueCase(shape, "attention", tokens, position)
+    head: tuple[GlueOperator, ...] = ("final_norm", "join_logits")
     for operator in head:
         for tokens in (1,) if quick else (1, HEAD_TOKENS):
-            yield _Case(shape, operator, tokens)
+            yield _GlueCase(shape, operator, tokens)
 
 
-def _split(cases: Sequence[_Case]) -> Iterator[Sequence[_Case]]:
-    """Yield an operator's cases a few at a time: attention takes its time."""
+def _split(cases: Sequence[_GlueCase]) -> Iterator[Sequence[_GlueCase]]:
+    """Yield an operator's cases a few at a time, since attention is slow."""
     size = len(ATTENTION_POSITIONS)
     for first in range(0, len(cases), size):
         yield cases[first : first + size]
 
 
-def _estimate_s(case: _Case, device: Device) -> float:
+def _estimate_s(case: _GlueCase, device: Device) -> float:
     """Return about how long a case takes to measure."""
     if not device.gpu.computes:
         return NOTHING_COMPUTED_S
@@ -209,16 +209,16 @@ def _estimate_s(case: _Case, device: Device) -> float:
     return OVERHEAD_S + USUAL_RUNS * run_s
 
 
-class _LayerBench:
-    """Measures operators on a device, with memory that is kept from one to the next."""
+class _GlueBench:
+    """Measures operators on a device, with buffers that operators share."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._timer = gpu_timer(device.gpu)
         self._runtime = self._timer.runtime
-        self._layers = GpuGlue(self._runtime, device.activation_dtype, device.cache_dtype)
+        self._glue = GpuGlue(self._runtime, device.activation_dtype, device.cache_dtype)
         self._slots: dict[str, SharedArray] = {}
-        self._makers: dict[Operator, Callable[[_Case], Sequence[Launch]]] = {
+        self._makers: dict[GlueOperator, Callable[[_GlueCase], Sequence[Launch]]] = {
             "embedding": self._embedding,
             "rms_norm": self._rms_norm,
             "rope_and_store": self._rope,
@@ -228,11 +228,11 @@ class _LayerBench:
             "join_logits": self._join_logits,
         }
 
-    def measure(self, cases: Sequence[_Case]) -> list[Record]:
+    def measure(self, cases: Sequence[_GlueCase]) -> list[Record]:
         """Measure some cases; a failure is a record too."""
         return [self._measure(case) for case in cases]
 
-    def _measure(self, case: _Case) -> Record:
+    def _measure(self, case: _GlueCase) -> Record:
         timer = self._timer
         streamed = case.shape.streamed(self._runtime.traits.cache_bytes)
         cold = streamed and case.operator == "attention" and case.tokens <= COLD_TOKENS
@@ -252,7 +252,7 @@ class _LayerBench:
     # -- memory --------------------------------------------------------------------------------------
 
     def _slot(self, name: str, elements: int, dtype: np.dtype[np.floating] | None = None) -> SharedArray:
-        """Return random memory of at least that size, in the activation type by default."""
+        """Return a random buffer of at least that size, of the activation type by default."""
         kind = self._device.activation_dtype if dtype is None else dtype
         held = self._slots.get(name)
         if held is None or held.array.size < elements:
@@ -272,26 +272,26 @@ class _LayerBench:
         held.release()
         return held
 
-    def _write_step(self, case: _Case) -> None:
+    def _write_step(self, case: _GlueCase) -> None:
         words = [0] * STEP_WORDS
         words[STEP_POSITION], words[STEP_LENGTH] = case.position, case.tokens
         self._integers("step", words)
 
     def _linear_output(self, rows: tuple[int, ...], tokens: int) -> Segments:
-        """Return a linear's output as it is after a cut in half."""
+        """Return a linear's output after a split in halves."""
         splits = tuple(row // 2 for row in rows)
         taken_rows = sum(splits)
         first = self._slot("first segment", tokens * taken_rows)
         return Segments(first, self._slot("second segment", tokens * (sum(rows) - taken_rows)), rows, splits)
 
-    def _rounded(self, case: _Case, weight: WeightFormat, columns: int) -> RoundedInputs | None:
+    def _rounded(self, case: _GlueCase, weight: WeightFormat, columns: int) -> RoundedInputs | None:
         if not case.shape.head.integer_inputs:
             return None
         return scratch_codes(self._runtime, weight, case.tokens, columns)
 
     # -- the operators -------------------------------------------------------------------------------
 
-    def _embedding(self, case: _Case) -> Sequence[Launch]:
+    def _embedding(self, case: _GlueCase) -> Sequence[Launch]:
         shape = case.shape
         columns, weight = shape.hidden_size, shape.head.weight
         rows = min(TABLE_ROWS, shape.vocab_size)
@@ -302,9 +302,9 @@ class _LayerBench:
         residual = self._floats("residual", case.tokens * columns)
         return [linear.embed_launch(tokens, residual, count=case.tokens)]
 
-    def _rms_norm(self, case: _Case) -> Sequence[Launch]:
+    def _rms_norm(self, case: _GlueCase) -> Sequence[Launch]:
         hidden, tokens = case.shape.hidden_size, case.tokens
-        launch = self._layers.rms_norm(
+        launch = self._glue.rms_norm(
             self._floats("residual", tokens * hidden),
             self._floats("norm", hidden),
             self._slot("linear input", tokens * hidden),
@@ -316,9 +316,9 @@ class _LayerBench:
         )
         return [launch]
 
-    def _final_norm(self, case: _Case) -> Sequence[Launch]:
+    def _final_norm(self, case: _GlueCase) -> Sequence[Launch]:
         hidden, rows = case.shape.hidden_size, case.tokens
-        launch = self._layers.final_norm(
+        launch = self._glue.final_norm(
             self._floats("residual", rows * hidden),
             self._floats("norm", hidden),
             self._slot("linear input", rows * hidden),
@@ -330,12 +330,12 @@ class _LayerBench:
         )
         return [launch]
 
-    def _rope(self, case: _Case) -> Sequence[Launch]:
+    def _rope(self, case: _GlueCase) -> Sequence[Launch]:
         shape, tokens = case.shape, case.tokens
         keys = shape.kv_heads * shape.head_dim
         capacity = _capacity()
         angles = capacity * shape.head_dim // 2
-        launch = self._layers.rope_and_store(
+        launch = self._glue.rope_and_store(
             self._linear_output((shape.heads * shape.head_dim, keys, keys), tokens),
             None,
             self._floats("query", tokens * shape.heads * shape.head_dim),
@@ -347,14 +347,14 @@ class _LayerBench:
         )
         return [launch]
 
-    def _attention(self, case: _Case) -> Sequence[Launch]:
+    def _attention(self, case: _GlueCase) -> Sequence[Launch]:
         shape, tokens = case.shape, case.tokens
         width = shape.heads * shape.head_dim
         bucket = SMALLEST_BUCKET
         while bucket < case.position + tokens:
             bucket *= 2
         output = next(spec for spec in shape.layer if spec.group == "o")
-        return self._layers.attention(
+        return self._glue.attention(
             self._floats("query", tokens * width),
             KvLayer(self._cache(shape), 0),
             self._slot("attention output", tokens * width),
@@ -366,10 +366,10 @@ class _LayerBench:
             rounded=self._rounded(case, output.weight, width),
         )
 
-    def _activation(self, case: _Case) -> Sequence[Launch]:
+    def _activation(self, case: _GlueCase) -> Sequence[Launch]:
         wide, tokens = case.shape.intermediate_size, case.tokens
         down = next(spec for spec in case.shape.layer if spec.group == "down")
-        launch = self._layers.gated_activation(
+        launch = self._glue.gated_activation(
             self._linear_output((wide, wide), tokens),
             self._slot("activated", tokens * wide),
             tokens=tokens,
@@ -378,10 +378,10 @@ class _LayerBench:
         )
         return [launch]
 
-    def _join_logits(self, case: _Case) -> Sequence[Launch]:
+    def _join_logits(self, case: _GlueCase) -> Sequence[Launch]:
         vocabulary, rows = case.shape.vocab_size, case.tokens
         logits = self._floats("logits", rows * vocabulary)
-        return [self._layers.join_logits(self._linear_output((vocabulary,), rows), logits, rows=rows)]
+        return [self._glue.join_logits(self._linear_output((vocabulary,), rows), logits, rows=rows)]
 
     def _cache(self, shape: ModelShape) -> SharedArray:
         dtype = self._device.cache_dtype

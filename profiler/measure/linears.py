@@ -1,9 +1,9 @@
-"""Measures linear groups: one slice at a time, on one part, through the classes that a pass runs.
+"""Measures linear groups: one shard at a time, on one processor, through the classes that a pass runs.
 
-A GPU slice is timed inside a busy queue, without the host's wake-up; an NPU slice as the executor runs it,
-from the call to its return on the calling thread. Weights and activations are random, padding rows too.
-Where a model is larger than the caches, they are emptied before each run of few tokens, on the same part and
-outside the time. Inputs that are rounded to int8 are there rounded: the operator that writes them does it.
+A GPU shard is timed inside a busy queue, without the host's wake-up; an NPU shard from the call to its return
+on the calling thread, as the engine runs it. Weights and activations are random, padding rows included. Where
+a model is larger than the caches, the timed processor empties them before each run of few tokens, outside the
+time. The time leaves out rounding inputs to int8: the operator before a linear does that.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import COLD_TOKENS, HostReader, eviction_bytes
 from heterollm.profiler.measure.gpu_timer import gpu_timer
-from heterollm.profiler.measure.judge import Judge
+from heterollm.profiler.measure.point_filter import PointFilter
 from heterollm.profiler.measure.random_data import fill_shared, members_for
 from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, SLOW_US, taken
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.measure.timing import Timer
-from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Part, Record
-from heterollm.profiler.work import FFN_ACTIVATION, Skipped, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Processor, Record
+from heterollm.profiler.work import FFN_ACTIVATION, SkippedPoints, Tier, WorkPoint, enumerate_points
 
 __all__ = ["LinearBench", "code_of", "linear_tasks", "npu_run_s"]
 
@@ -48,7 +48,7 @@ COUNTED_RUNS: Final = 3
 """Runs whose cycles are counted; the smallest repeats."""
 
 EMULATED_SAMPLES: Final = 3
-"""Runs of a part whose time means nothing."""
+"""Samples on an emulated NPU, whose times mean nothing."""
 
 STAGE: Final = "Linear layers"
 TASK_S: Final = 1.0
@@ -64,22 +64,22 @@ EMULATED_BYTES: Final = 6e6
 USUAL_RUNS: Final = 8
 USUAL_SLOW_RUNS: Final = 4
 OVERHEAD_S: Final = 0.02
-"""Of a point: launches and graphs are made, and its share of the random weights."""
+"""Overhead of a point: preparing launches and graphs, and its share of the random weights."""
 
 
-def code_of(part: Part) -> str:
-    """Return the version of what computes linears on a part, as in :class:`LinearKey`."""
-    return kernel_source_hash() if part == "gpu" else f"graph-{GRAPH_VERSION}"
+def code_of(processor: Processor) -> str:
+    """Return the version of the code that computes linears on a processor, as in :class:`LinearKey`."""
+    return kernel_source_hash() if processor == "gpu" else f"graph-{GRAPH_VERSION}"
 
 
 @dataclass(slots=True)
 class _Group:
-    """One group's random weights, and what was made of them."""
+    """Random weights of one group, and the layer, shards and graphs prepared from them."""
 
     spec: OpSpec
     members: list[LinearWeight]
     linear: GpuLinear | None = None
-    slices: dict[tuple[int, ...], NpuShard] = field(default_factory=dict)
+    shards: dict[tuple[int, ...], NpuShard] = field(default_factory=dict)
     prepared: set[LinearPoint] = field(default_factory=set)
 
 
@@ -109,10 +109,10 @@ class LinearBench:
             Its record and, where a graph was built or loaded for it, the record of that. A failure is a
             record too.
         """
-        key = LinearKey(work.part, work.point, code_of(work.part))
+        key = LinearKey(work.processor, work.point, code_of(work.processor))
         try:
             group = self._load(work.spec)
-            if work.part == "gpu":
+            if work.processor == "gpu":
                 return [self._on_gpu(key, work, group)]
             return self._on_npu(key, work, group)
         except HeteroLLMError as error:
@@ -124,7 +124,7 @@ class LinearBench:
         self._slots.clear()
         self._reader = None
 
-    # -- the parts -----------------------------------------------------------------------------------
+    # -- the processors ------------------------------------------------------------------------------
 
     def _on_gpu(self, key: LinearKey, work: WorkPoint, group: _Group) -> Record:
         timer, point, spec = gpu_timer(self._device.gpu), work.point, work.spec
@@ -159,9 +159,9 @@ class LinearBench:
     def _on_npu(self, key: LinearKey, work: WorkPoint, group: _Group) -> list[Record]:
         npu, point = self._device.npu, work.point
         if npu is None:
-            raise DeviceError("The device has no NPU part.", fix="Give it at least one thread.")
-        part = self._slice(group, point)
-        graph, records = self._graph(npu, group, part, point)
+            raise DeviceError("The device has no NPU.", fix="Give it at least one thread.")
+        shard = self._shard(group, point)
+        graph, records = self._graph(npu, group, shard, point)
         dtype = npu.activation_dtype
         x, y = self._slot_pair(point, dtype, dtype)
         x.acquire()
@@ -176,7 +176,7 @@ class LinearBench:
                 key,
                 lambda: self._run_us(call, cold=cold),
                 lambda: self._run_us(call, cold=False),
-                values=lambda: _cycles(npu, part, point),
+                values=lambda: _cycles(npu, shard, point),
                 most=MOST_SAMPLES if real else EMULATED_SAMPLES,
             )
         finally:
@@ -194,7 +194,7 @@ class LinearBench:
         call()
         return (self._timer() - begin) / 1e3
 
-    # -- what they need ------------------------------------------------------------------------------
+    # -- weights, graphs and buffers -----------------------------------------------------------------
 
     def _load(self, spec: OpSpec) -> _Group:
         """Return the weights of a group, dropping those of another."""
@@ -205,25 +205,25 @@ class LinearBench:
 
     def _drop(self) -> None:
         if self._group is not None and self._device.npu is not None:
-            for part in self._group.slices.values():
-                self._device.npu.release(part)
+            for shard in self._group.shards.values():
+                self._device.npu.release(shard)
         self._group = None
 
-    def _slice(self, group: _Group, point: LinearPoint) -> NpuShard:
+    def _shard(self, group: _Group, point: LinearPoint) -> NpuShard:
         rows, spec = point.member_rows, group.spec
-        if rows not in group.slices:
-            parts = [
+        if rows not in group.shards:
+            members = [
                 take_rows(member, [(0, own)]) for member, own in zip(group.members, rows, strict=True) if own
             ]
             ranges = tuple((0, own) for own in rows)
-            # Random numbers of the same group are the same, so that graphs in the cache are found again.
+            # Equal groups have equal random numbers, so that cached graphs are found.
             name = f"random {spec.member_rows}"
-            weight, layer, rounded = concatenate_rows(parts), spec.layer, spec.integer_inputs
+            weight, layer, rounded = concatenate_rows(members), spec.layer, spec.integer_inputs
             if spec.then is None:
-                group.slices[rows] = LinearShard(weight, layer, spec.group, ranges, name, rounded)
+                group.shards[rows] = LinearShard(weight, layer, spec.group, ranges, name, rounded)
             else:
                 [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
-                group.slices[rows] = FfnShard(
+                group.shards[rows] = FfnShard(
                     gate_up=weight,
                     down=down,
                     activation=FFN_ACTIVATION,
@@ -233,15 +233,15 @@ class LinearBench:
                     cut=ranges[0],
                     integer_inputs=rounded,
                 )
-        return group.slices[rows]
+        return group.shards[rows]
 
     def _graph(
-        self, npu: NpuBackend, group: _Group, part: NpuShard, point: LinearPoint
+        self, npu: NpuBackend, group: _Group, shard: NpuShard, point: LinearPoint
     ) -> tuple[NpuGraph, list[Record]]:
-        """Return a graph and, where it was built or loaded just now, the record of that."""
+        """Return a graph and, if this call built or loaded it, the record of that."""
         form: GraphForm = point.form  # type: ignore[assignment]
         if point in group.prepared:
-            return npu.prepare(part, point.tokens, form), []
+            return npu.prepare(shard, point.tokens, form), []
         values: dict[str, float] = {}
         compiled, loaded = npu.compiled_count, npu.loaded_count
         now_ns = self._device.gpu.now_ns
@@ -249,9 +249,9 @@ class LinearBench:
         # Only some backends keep graphs in files; there loading is timed apart from building.
         build: Callable[..., Any] | None = getattr(npu, "build", None)
         if build is not None:
-            values["size_bytes"] = float(build(part, point.tokens, form).size_bytes)
+            values["size_bytes"] = float(build(shard, point.tokens, form).size_bytes)
         built_us, begin_ns = (now_ns() - begin_ns) / 1e3, now_ns()
-        graph = npu.prepare(part, point.tokens, form)
+        graph = npu.prepare(shard, point.tokens, form)
         prepared_us = (now_ns() - begin_ns) / 1e3
         group.prepared.add(point)
         is_new = npu.compiled_count > compiled
@@ -278,10 +278,10 @@ class LinearBench:
         return held
 
 
-def _cycles(npu: NpuBackend, part: NpuShard, point: LinearPoint) -> dict[str, float]:
+def _cycles(npu: NpuBackend, shard: NpuShard, point: LinearPoint) -> dict[str, float]:
     """Return the cycles of a run, where the backend counts them."""
     form: GraphForm = point.form  # type: ignore[assignment]
-    cycles = npu.count_cycles(part, point.tokens, form, runs=COUNTED_RUNS)
+    cycles = npu.count_cycles(shard, point.tokens, form, runs=COUNTED_RUNS)
     return {} if cycles is None else {"cycles": float(min(cycles))}
 
 
@@ -295,7 +295,7 @@ def linear_tasks(
     tier: Tier = 1,
     core: bool = False,
     known: Mapping[Key, Record] | None = None,
-) -> tuple[list[Task], Skipped]:
+) -> tuple[list[Task], SkippedPoints]:
     """Return the work of measuring the linear groups of some models, the most needed first.
 
     Args:
@@ -303,11 +303,11 @@ def linear_tasks(
         shapes: The models.
         tier: How fine: 0 for what plans need, 1 by default, 2 for the full grid.
         core: Whether whole groups alone are essential, rather than all of tier 0.
-        known: What was measured before, which tells poor forms.
+        known: Earlier measurements, which tell poor forms.
 
     Returns:
-        The tasks; those of tier 0 are essential. And the points left out, more of them while tasks run:
-        points that earlier measurements rule out are dropped.
+        The tasks, of which those of tier 0 are essential, and the skipped points. Tasks add to these as they
+        run: they drop points that earlier measurements rule out.
     """
     points, skipped = enumerate_points(
         shapes,
@@ -315,22 +315,25 @@ def linear_tasks(
         cache_bytes=device.gpu.traits.cache_bytes,
         max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
     )
-    bench, judge = LinearBench(device), Judge(known or {}, comparable=device.time_kind != "emulated")
+    bench, point_filter = (
+        LinearBench(device),
+        PointFilter(known or {}, comparable=device.time_kind != "emulated"),
+    )
 
     def run(chunk: Sequence[WorkPoint]) -> Iterator[Record]:
         for work in chunk:
-            objection = judge.objection(work)
+            objection = point_filter.objection(work)
             if objection is not None:
                 skipped.add(objection)
                 continue
             for record in bench.measure(work):
-                judge.learn(record)
+                point_filter.learn(record)
                 yield record
 
     tasks = [
         Task(
             STAGE,
-            tuple(LinearKey(work.part, work.point, code_of(work.part)) for work in chunk),
+            tuple(LinearKey(work.processor, work.point, code_of(work.processor)) for work in chunk),
             partial(run, chunk),
             sum(_estimate_s(work, device) for work in chunk),
             chunk[0].is_core if core else chunk[0].tier == 0,
@@ -345,15 +348,15 @@ def linear_tasks(
 def _chunks(
     points: Iterable[WorkPoint], device: Device
 ) -> Iterator[tuple[list[WorkPoint], Mapping[LinearPoint, float]]]:
-    """Yield runs of points of one group, part and tier that take about a second, and the times of builds."""
+    """Yield points of one group, processor and tier that take about a second, and the build times."""
     chunk: list[WorkPoint] = []
     total_s = 0.0
     builds: dict[LinearPoint, float] = {}
     built: set[LinearPoint] = set()
     for work in points:
-        # Where one graph serves all lengths, the first of a slice builds it.
+        # Where one graph serves all lengths, the first of a shard builds it.
         graph = structs.replace(work.point, tokens=0) if _shares_lengths(device) else work.point
-        is_new = work.part == "npu" and graph not in built
+        is_new = work.processor == "npu" and graph not in built
         built.add(graph)
         weights = work.point.flops // (2 * work.point.tokens)
         builds[work.point] = build_prior_s(device, weights) if is_new else builds.get(work.point, 0.0)
@@ -369,7 +372,7 @@ def _chunks(
 
 
 def _kind(work: WorkPoint) -> tuple[object, ...]:
-    return work.spec, work.part, work.tier, work.is_core
+    return work.spec, work.processor, work.tier, work.is_core
 
 
 def _shares_lengths(device: Device) -> bool:
@@ -381,7 +384,7 @@ def _estimate_s(work: WorkPoint, device: Device) -> float:
     if not device.gpu.computes:
         return NOTHING_COMPUTED_S
     point = work.point
-    if work.part == "gpu":
+    if work.processor == "gpu":
         traits = device.gpu.traits
         rates = (CORE_FLOPS * traits.compute_units, CORE_BYTES) if traits.is_cpu else (GPU_FLOPS, GPU_BYTES)
         run_s = max(point.flops / rates[0], point.weight_bytes / rates[1])

@@ -1,10 +1,10 @@
-"""Times of passing work on: launches, hand-overs to the host and the NPU, returns to the GPU, copies.
+"""Times of links: launches, fences of the host, returns from the NPU to the GPU, copies.
 
-When a kernel ended is taken from the device's own timestamps, on a queue of its own that stamps events, so
-that the latency of a hand-over is what it adds and not how long the kernel ran. The device's clock is related
-to the host's by bracketing: a kernel is queued between two readings of the host's clock, and ends before the
-host sees it done. The tightest of many such brackets gives the offset; half its width is reported as
-``clock_uncertainty_us`` (1 to 3 us on PoCL). It works the same on a GPU, whose clock has another zero.
+The device's own timestamps, on a separate queue that stamps events, tell the end of a kernel, so that the
+latency of a fence excludes the kernel's time. Bracketing relates the device's clock to the host's: a kernel
+is queued between two readings of the host's clock, and ends before the host sees it done. The tightest of
+many brackets gives the offset; half its width is reported as ``clock_uncertainty_us`` (1 to 3 us on PoCL).
+The method does not depend on the zero of the device's clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.npu import LinearShard, NpuBackend
 from heterollm.kernels.sync import LateWriter, prepare_fence, strategies_for
 from heterollm.profiler.measure.timing import collect_interleaved, measure_interleaved
-from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey
+from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey
 
 __all__ = [
     "COPY_SIZES_BYTES",
@@ -39,15 +39,15 @@ __all__ = [
     "DeviceClock",
     "LinkMeasurement",
     "copy_costs",
-    "hand_over_latencies",
+    "fence_latencies",
     "launch_costs",
     "npu_return_costs",
 ]
 
-LinkKey: TypeAlias = LaunchKey | HandOverKey | CopyKey
+LinkKey: TypeAlias = LaunchKey | FenceKey | CopyKey
 
 KERNELS_US: Final = (100, 300, 1000, 5000)
-"""Lengths of the kernels that are waited for: one-token linears, small and large prefill operators."""
+"""Durations of the awaited kernels: one-token linears, small and large prefill operators."""
 
 COPY_SIZES_BYTES: Final = (8 << 10, 256 << 10, 4 << 20)
 
@@ -64,7 +64,7 @@ NPU_COLUMNS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """The cost of one way of passing work on.
+    """The cost of one link.
 
     Args:
         key: What was measured.
@@ -84,8 +84,8 @@ class DeviceClock:
         runtime: A runtime whose events carry timestamps.
 
     Attributes:
-        offset_ns: What the device's clock is ahead by.
-        uncertainty_us: By how much that may be wrong.
+        offset_ns: Lead of the device's clock.
+        uncertainty_us: Largest error of the offset.
 
     Raises:
         DeviceError: The timestamps contradict each other.
@@ -167,7 +167,7 @@ def launch_costs(runtime: GpuRuntime, *, repeats: int = 40) -> tuple[LinkMeasure
     def chained() -> float:
         if not runtime.stamps_host_time:
             return _timed_us(runtime, chain) / CHAIN
-        # Submitting may take longer than so small a kernel: what counts is a queue that is filled beforehand.
+        # Submitting may take longer than so small a kernel: the queue is filled beforehand.
         events = [launch() for launch in (long, *[small] * CHAIN)]
         runtime.finish()
         return (kernel_times_ns(events[-1]).end - kernel_times_ns(events[0]).end) / 1e3 / CHAIN
@@ -239,17 +239,17 @@ def _small_launch(runtime: GpuRuntime) -> Launch:
 
 
 def _small_graph(npu: NpuBackend) -> Callable[[], None]:
-    """Return the run of a graph that takes as little time as any."""
+    """Return the call of a smallest graph."""
     rows, length = max(64, npu.row_alignment), npu.standard_lengths[0]
     floats = np.random.default_rng(0).standard_normal((rows, NPU_COLUMNS)).astype(np.float32)
     packed = LinearShard(quantize(floats, bits=4, block=32), 0, "o", ((0, rows),), "links")
     plain = LinearShard(floats.astype(np.float16), 0, "o", ((0, rows),), "links")
     offered = npu.forms(packed.format, columns=NPU_COLUMNS, length=length)
-    part = packed if offered else plain
+    shard = packed if offered else plain
     x = aligned_empty((length, NPU_COLUMNS), npu.activation_dtype)
     y = aligned_empty((length, rows), npu.activation_dtype)
     x.fill(1)
-    return npu.prepare(part, length).bind(x, y)
+    return npu.prepare(shard, length).bind(x, y)
 
 
 def _timed_us(runtime: GpuRuntime, call: Callable[[], object]) -> float:
@@ -258,7 +258,7 @@ def _timed_us(runtime: GpuRuntime, call: Callable[[], object]) -> float:
     return (runtime.now_ns() - begin_ns) / 1e3
 
 
-# -- hand-overs --------------------------------------------------------------------------------------
+# -- fences ------------------------------------------------------------------------------------------
 
 
 class _Wait(NamedTuple):
@@ -269,7 +269,7 @@ class _Wait(NamedTuple):
     kernel_us: float
 
 
-def hand_over_latencies(
+def fence_latencies(
     runtime: GpuRuntime,
     *,
     kernels_us: Sequence[int] = KERNELS_US,
@@ -278,7 +278,7 @@ def hand_over_latencies(
 ) -> tuple[LinkMeasurement, ...]:
     """Measure how late the host sees the end of a kernel by each strategy, and what waiting costs.
 
-    Samples are times from the end of the kernel to the return of the hand-over. ``values`` hold medians:
+    Samples are times from the end of the kernel to the return of the fence. ``values`` hold medians:
     ``wait_us`` of the whole wait, ``processor_us`` of the waiting thread's processor time and
     ``process_us`` of the process's (on a CPU device the kernel itself is part of that),
     ``processor_fraction`` of the wait that the thread was computing, ``kernel_us`` as it really ran.
@@ -286,7 +286,7 @@ def hand_over_latencies(
     Args:
         runtime: The device.
         kernels_us: About how long the kernels run.
-        strategies: Which strategies; all that the device offers if None.
+        strategies: Strategies to measure; all that the device offers if None.
         repeats: Samples of each.
     """
     twin = runtime.profiling_twin()
@@ -294,13 +294,13 @@ def hand_over_latencies(
     chosen = strategies_for(twin) if strategies is None else tuple(strategies)
     measured: list[LinkMeasurement] = []
     for kernel_us in kernels_us:
-        # Anew each time: the two clocks may drift apart.
+        # Once for each duration: the two clocks may drift apart.
         clock = DeviceClock(twin)
         launch = writer.launch(float(kernel_us))
         calls = {strategy: _waiting(twin, clock, launch, strategy) for strategy in chosen}
         found = collect_interleaved(calls, warmup=PREDICTION_WARMUP, repeats=repeats)
         for strategy, waits in found.items():
-            key = HandOverKey(strategy, kernel_us)
+            key = FenceKey(strategy, kernel_us)
             samples = tuple(wait.latency_us for wait in waits)
             measured.append(LinkMeasurement(key, samples, _waiting_values(waits, clock)))
     return tuple(measured)
@@ -309,12 +309,12 @@ def hand_over_latencies(
 def _waiting(
     runtime: GpuRuntime, clock: DeviceClock, launch: Launch, strategy: Strategy
 ) -> Callable[[], _Wait]:
-    hand_over = prepare_fence(runtime, strategy, f"measuring {strategy}")
+    fence = prepare_fence(runtime, strategy, f"measuring {strategy}")
 
     def once() -> _Wait:
         event: Any = launch()
         before_ns, begin_ns = runtime.processor_ns(), runtime.now_ns()
-        hand_over()
+        fence()
         seen_ns, after_ns = runtime.now_ns(), runtime.processor_ns()
         thread_ns, process_ns = after_ns[0] - before_ns[0], after_ns[1] - before_ns[1]
         runtime.finish()

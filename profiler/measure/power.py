@@ -29,7 +29,7 @@ GAUGE_EVERY_S: Final = 0.1
 
 
 class PowerSource(Protocol):
-    """Something that tells the average power of a stretch of work."""
+    """A source of the average power during repeated work."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class RaplCounter:
         return spent_uj / 1e6 / elapsed_s
 
     def energy_uj(self) -> float:
-        """Return what the counter shows.
+        """Return the reading of the counter.
 
         Raises:
             DeviceError: It cannot be read.
@@ -122,7 +122,7 @@ class BatteryGauge:
 
 
 def power_sources(powercap: Path = POWERCAP, power_supply: Path = POWER_SUPPLY) -> list[PowerSource]:
-    """Return what this system lets its user read; often nothing."""
+    """Return the sources that this system lets its user read; often none."""
     found: list[PowerSource] = []
     for folder in sorted(powercap.glob("intel-rapl:?")):
         counter = RaplCounter(folder)
@@ -140,7 +140,7 @@ def power_tasks(load: SharedLoad, sources: Sequence[PowerSource] | None = None) 
     sources = power_sources() if sources is None else sources
     if not sources:
         return []
-    names = LOADS if "npu" in load.parts else LOADS[:2]
+    names = LOADS if "npu" in load.processors else LOADS[:2]
     return [
         Task(STAGE, (PowerKey(source.name, name),), partial(_measure, source, name, load), 1.2 * READ_S)
         for source in sources

@@ -1,6 +1,6 @@
 """Random weights and activations of any shape, made quickly.
 
-What they hold does not matter as long as it is not zero: Qualcomm's emulator skips zeros.
+Values do not matter unless they are zero: Qualcomm's emulator skips zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["fill_random", "fill_shared", "members_for", "random_members", "weigh
 
 
 def members_for(runtime: GpuRuntime, spec: OpSpec) -> list[LinearWeight]:
-    """Return what :func:`random_members` does; shapes alone where the device computes nothing."""
+    """Return :func:`random_members`, or shapes alone where the device computes nothing."""
     if runtime.computes:
         return random_members(spec)
     return [shape_only_weight(member.rows, spec.columns, spec.weight) for member in spec.members]
@@ -52,5 +52,5 @@ def fill_random(array: NDArray[Any], seed: int = 0) -> None:
     flat = array.reshape(-1)
     tile = np.random.default_rng(seed).standard_normal(min(RANDOM_FLOATS, flat.size), np.float32)
     for start in range(0, flat.size, RANDOM_FLOATS):
-        part = flat[start : start + RANDOM_FLOATS]
-        part[...] = tile[: part.size]
+        piece = flat[start : start + RANDOM_FLOATS]
+        piece[...] = tile[: piece.size]

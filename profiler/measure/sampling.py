@@ -42,7 +42,7 @@ STABLE_FRACTION: Final = 0.04
 LONGEST_US: Final = 1e9
 ABSURD_FACTOR: Final = 1000.0
 LONGEST_STALL_US: Final = 5e6
-"""A sample far above the median is no time, unless a loaded machine can have held the run up for so long."""
+"""A sample far above the median is refused, unless a loaded machine can have stalled the run for so long."""
 
 
 def take_samples(
@@ -62,7 +62,7 @@ def take_samples(
         The samples, and the runs before them that were thrown away, in microseconds.
 
     Raises:
-        ProfileError: A time is no time: zero, negative, beyond reason, or of another order than the others.
+        ProfileError: A time is zero, negative, beyond reason, or far from the median.
     """
     first = warm_up or once
     warmup = [_checked(first())]

@@ -61,7 +61,7 @@ def simulated_meters(device: Device) -> list[SimulatedMeter]:
 
 
 def usage_between(before: SimulatedTotals, after: SimulatedTotals, elapsed_us: float) -> Usage:
-    """Return what the parts did between two moments; the GPU's work for a game counts as its work.
+    """Return the work of the processors between two moments; the GPU's work for a game counts as its work.
 
     Args:
         before: What was used until the first.
@@ -69,8 +69,8 @@ def usage_between(before: SimulatedTotals, after: SimulatedTotals, elapsed_us: f
         elapsed_us: Time between them.
     """
 
-    def spent(part: str) -> float:
-        return min(elapsed_us, after.busy_us[part] - before.busy_us[part])  # type: ignore[index]
+    def spent(processor: str) -> float:
+        return min(elapsed_us, after.busy_us[processor] - before.busy_us[processor])  # type: ignore[index]
 
     return Usage(
         elapsed_us,

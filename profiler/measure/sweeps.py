@@ -2,8 +2,8 @@
 
 Stages and order: one weight at lengths on and off the standard ones, with float weights in both orders and
 with 4-bit weights in their plain form. Effect of ``k``: weights of one size, from few inputs and many outputs
-to the contrary, plain and, where a form cuts ``k``, in pieces. Weights may come from a cache. On an emulator
-cycles are counted, elsewhere runs are timed. The records are kept apart from those that plans read.
+to the contrary, plain and, where a form splits ``k``, as a k-split. Weights may come from a cache. On an
+emulator cycles are counted, elsewhere runs are timed. The records are kept apart from those that plans read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STAGE: Final = "Stages, order and k"
 TOKENS: Final = (1, 4, 8, 16, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 97, 112, 128)
 ORDERS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 PACKED: Final = WeightFormat(4, 32)
-CHUNKED: Final[GraphForm] = "k_chunked"
+K_SPLIT: Final[GraphForm] = "k_chunked"
 
 SIZE: Final = 2048
 EMULATED_SIZE: Final = 256
@@ -68,7 +68,7 @@ def sweep_tasks(device: Device) -> list[Task]:
         keys = [
             _key(weights // columns, columns, tokens, PACKED, form)
             for form in offered
-            if form in (offered[0], CHUNKED)
+            if form in (offered[0], K_SPLIT)
             for tokens in (EMULATED_COLUMN_TOKENS if emulated else COLUMN_TOKENS)
         ]
         if keys:
@@ -82,7 +82,7 @@ def _key(rows: int, columns: int, tokens: int, weight: WeightFormat, form: Graph
 
 
 def _task(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Task:
-    """Return the work on one weight, which the user asked for: no budget leaves it out."""
+    """Return the task of one weight; the user asked for it, so that no budget leaves it out."""
     first = keys[0].point
     graphs = len(keys) if npu.copies_by_length else len({key.point.form for key in keys})
     size = first.rows * first.columns
@@ -105,25 +105,25 @@ def _task(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Task:
 def _measure(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Iterator[Record]:
     point = keys[0].point
     values = weight_for(gpu_timer(device.gpu).runtime, point.rows, point.columns, point.weight)
-    part = LinearShard(values, 0, "o", ((0, point.rows),), f"random {point.shape} {point.weight}")
+    shard = LinearShard(values, 0, "o", ((0, point.rows),), f"random {point.shape} {point.weight}")
     try:
         for key in keys:
             if npu.time_kind == "emulated":
-                yield _counted(npu, part, key)
+                yield _counted(npu, shard, key)
             else:
-                yield _timed(device, npu, part, key)
+                yield _timed(device, npu, shard, key)
     finally:
-        npu.release(part)
+        npu.release(shard)
 
 
-def _counted(npu: NpuBackend, part: LinearShard, key: SweepKey) -> Record:
+def _counted(npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:
     """Count cycles, right after a graph of whole tiles: an emulator skips zeros in rows beyond the length."""
     point, form = key.point, cast("GraphForm", key.point.form)
     longest = -(-point.tokens // STAGE_ROWS) * STAGE_ROWS
     try:
         if longest != point.tokens:
-            npu.count_cycles(part, longest, form, runs=1)
-        cycles = npu.count_cycles(part, point.tokens, form, runs=COUNTED_RUNS)
+            npu.count_cycles(shard, longest, form, runs=1)
+        cycles = npu.count_cycles(shard, point.tokens, form, runs=COUNTED_RUNS)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
     if cycles is None:
@@ -131,11 +131,11 @@ def _counted(npu: NpuBackend, part: LinearShard, key: SweepKey) -> Record:
     return Record(key, values={"cycles": float(min(cycles))})
 
 
-def _timed(device: Device, npu: NpuBackend, part: LinearShard, key: SweepKey) -> Record:
+def _timed(device: Device, npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:
     point, form = key.point, cast("GraphForm", key.point.form)
     runtime, dtype = gpu_timer(device.gpu).runtime, npu.activation_dtype
     try:
-        graph = npu.prepare(part, point.tokens, form, any_length=True)
+        graph = npu.prepare(shard, point.tokens, form, any_length=True)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
     x = runtime.shared((point.tokens, point.columns), dtype)

@@ -1,4 +1,4 @@
-"""A piece of profiling work: what it will have measured, and the call that measures it."""
+"""A task of the profiler: keys, and the call that measures their records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Task"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One piece of work, small enough that losing it to an interruption does not matter.
+    """Measurements that are run together, few enough that an interruption loses little.
 
     Args:
-        stage: What to call the work in a progress bar; tasks of a stage follow one another.
-        keys: What it records. A task whose keys are all known is not run again.
+        stage: Name in the progress bar; tasks of a stage follow one another.
+        keys: Keys of its records. A task whose keys are all known is not run again.
         run: Measures and returns the records, of ``keys`` and perhaps of more. An error that it raises is
             recorded under each of ``keys``.
         estimate_s: About how long it takes without builds of NPU graphs, for the time left and the budget.

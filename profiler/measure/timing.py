@@ -85,7 +85,7 @@ def measure_interleaved(
     """Time several calls in turns: every round runs each of them once.
 
     Args:
-        calls: What to time, by name. A call returns when its work is done.
+        calls: Calls to time, by name. A call returns when its work is done.
         warmup: Rounds that are run and thrown away: the first compiles and fills caches.
         repeats: Timed rounds at least.
         min_time_s: Rounds go on until the timed runs took this many seconds together.
@@ -126,12 +126,12 @@ def measure_interleaved(
 def collect_interleaved(
     calls: Mapping[Name, Callable[[], Sample]], *, warmup: int = 1, repeats: int = 5
 ) -> dict[Name, tuple[Sample, ...]]:
-    """Run several calls in turns and keep what each returns.
+    """Run several calls in turns and keep the samples that they return.
 
-    For what a call has to measure itself: only a part of it counts, or the device keeps the time.
+    For calls that measure themselves: a fraction of the call counts, or the device keeps the time.
 
     Args:
-        calls: What to run, by name.
+        calls: Calls to run, by name.
         warmup: Rounds that are run and thrown away.
         repeats: Rounds that are kept.
 

@@ -1,4 +1,4 @@
-"""Predicts times from a profile, and says how good the predictions are."""
+"""Predicts times from a profile, and scores the predictions."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from .predictor import Predictor as Predictor
 from .time_model import Hull as Hull
 from .time_model import Kind as Kind
 from .validation import HIGH as HIGH
+from .validation import PointTimes as PointTimes
 from .validation import Score as Score
-from .validation import Times as Times
 from .validation import held_out_predictions as held_out_predictions
 from .validation import percentile as percentile

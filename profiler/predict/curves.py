@@ -188,7 +188,7 @@ def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -
 def common_floor(
     levels: Sequence[int], works: Sequence[float], times_us: Sequence[float]
 ) -> tuple[float, dict[int, float]]:
-    """Return the fixed cost of all slices, and the time of a unit of work at each level beside it.
+    """Return the fixed cost of all shards, and the time of a unit of work at each level beside it.
 
     Args:
         levels: Which samples share a time per unit of work: their tokens, or the stage of these.

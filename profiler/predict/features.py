@@ -1,4 +1,4 @@
-"""A linear slice as numbers that see stages: the features of the tree (HeteroLLM, sections 3.2 and 4.3).
+"""A linear shard as numbers that see stages: the features of the tree (HeteroLLM, sections 3.2 and 4.3).
 
 Hexagon's arrays are 32 wide, so that dimensions enter rounded up to 32. Below 32 tokens the emulator's
 activation-first graphs move in steps of 4 (measured), so that tokens enter rounded up to 4 too.
@@ -27,7 +27,7 @@ RISING: Final = (1, 0, 1, 1, 1)
 
 
 def stage(tokens: int) -> int:
-    """Return how many arrays some tokens fill, the last one perhaps in part: within one, times never fall."""
+    """Return the number of arrays that some tokens fill, rounded up; within one, times never fall."""
     return -(-tokens // ARRAY)
 
 

@@ -17,54 +17,54 @@ from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import Hull, Kind, Prediction, TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score
-from heterollm.profiler.records import LayerKey, LinearPoint, Part
+from heterollm.profiler.records import LayerKey, LinearPoint, Processor
 
-__all__ = ["PredictorFile", "StoredLayers", "StoredPart", "predictions", "read_file", "times_of"]
+__all__ = ["PredictorFile", "StoredLayers", "StoredProcessor", "predictions", "read_file", "times_of"]
 
 SCHEMA_VERSION: Final = 3
 
 AnyModel: TypeAlias = Tree | StageLinear | Interpolation | Roofline | ConstantRate
 
-Times: TypeAlias = tuple[PositiveNumber, PositiveNumber, PositiveNumber]
+StoredTimes: TypeAlias = tuple[PositiveNumber, PositiveNumber, PositiveNumber]
 """Median, and lower and upper quartile."""
 
 K = TypeVar("K", LinearPoint, LayerKey)
 
 
 class StoredKind(Struct, frozen=True, forbid_unknown_fields=True):
-    """The fitted model of one kind of slices."""
+    """The fitted model of one kind of shards."""
 
     kind: Kind
     hull: Hull
     model: AnyModel
 
 
-class StoredPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """The predictor of one part.
+class StoredProcessor(Struct, frozen=True, forbid_unknown_fields=True):
+    """The predictor of one processor.
 
     Args:
         spread: As in :class:`heterollm.profiler.predict.time_model.TimeModel`.
         kinds: The fitted models, all of one class.
         scores: How every model did.
-        measured: Measured slices and their times.
+        measured: Measured shards and their times.
     """
 
     spread: tuple[PositiveNumber, PositiveNumber]
     kinds: Annotated[list[StoredKind], Meta(min_length=1)]
     scores: tuple[Score, ...]
-    measured: list[tuple[LinearPoint, Times]]
+    measured: list[tuple[LinearPoint, StoredTimes]]
 
     def __post_init__(self) -> None:
-        """Check that the models have one class, and that every slice has rows."""
+        """Check that the models have one class, and that every shard has rows."""
         if len({type(entry.model) for entry in self.kinds}) > 1:
-            raise ValueError("the kinds of a part need models of one class")
+            raise ValueError("the kinds of a processor need models of one class")
         if not all(point.rows for point, _ in self.measured):
-            raise ValueError("member_rows of a slice are all 0")
+            raise ValueError("member_rows of a shard are all 0")
 
     @classmethod
     def of(
         cls, model: TimeModel, scores: tuple[Score, ...], measured: Mapping[LinearPoint, Prediction]
-    ) -> StoredPart:
+    ) -> StoredProcessor:
         """Return the record of a fitted model."""
         kinds = [StoredKind(kind, hull, cast("AnyModel", own)) for kind, (own, hull) in model.kinds.items()]
         return cls(model.spread, kinds, scores, times_of(measured))
@@ -85,14 +85,16 @@ class StoredLayers(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     operators: Annotated[dict[str, OperatorModel], Meta(min_length=1)]
-    measured: list[tuple[LayerKey, Times]]
+    measured: list[tuple[LayerKey, StoredTimes]]
 
 
-class PredictorFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PredictorFile(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"processors": "parts"}
+):
     """A fitted predictor."""
 
     schema_version: Literal[3] = SCHEMA_VERSION
-    parts: Annotated[dict[Part, StoredPart], Meta(min_length=1)]
+    processors: Annotated[dict[Processor, StoredProcessor], Meta(min_length=1)]
     layers: StoredLayers | None
 
     @property
@@ -101,12 +103,12 @@ class PredictorFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return msgspec.json.encode(self).decode() + "\n"
 
 
-def times_of(measured: Mapping[K, Prediction]) -> list[tuple[K, Times]]:
+def times_of(measured: Mapping[K, Prediction]) -> list[tuple[K, StoredTimes]]:
     """Return measured times in the form of the file, in order."""
     return [(key, (found.us, found.low_us, found.high_us)) for key, found in sorted(measured.items())]
 
 
-def predictions(times: list[tuple[K, Times]]) -> dict[K, Prediction]:
+def predictions(times: list[tuple[K, StoredTimes]]) -> dict[K, Prediction]:
     """Return measured times as answers."""
     return {key: Prediction(*own, True, "measured") for key, own in times}
 

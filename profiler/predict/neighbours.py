@@ -1,16 +1,16 @@
-"""Lines between measured slices, and bounds that measured slices set on the time of others.
+"""Lines between measured shards, and bounds that measured shards set on the time of others.
 
-A model that was fitted to few points may predict that a wide slice is faster than a measured narrow one, or
+A model that was fitted to few points may predict that a wide shard is faster than a measured narrow one, or
 that eight tokens cost as much as one. Between two measured widths of a weight, time is nearly linear. Beside
 them, and at other lengths, four rules hold on every processor that was measured:
 
 - More rows take no less time, and neither do more tokens within a stage of 32. From one stage to the next
   time may fall (one order of the emulator costs less at 33 tokens than at 32), but never below the time of a
   token.
-- A row costs no less in a narrower slice than in a measured wider one, since fewer rows share the fixed
-  costs; likewise a token in a shorter slice of another stage. The rule does not hold for inputs: Hexagon
+- A row costs no less in a narrower shard than in a measured wider one, since fewer rows share the fixed
+  costs; likewise a token in a shorter shard of another stage. The rule does not hold for inputs: Hexagon
   takes 3.5 times as long for each weight of 14336 inputs as for one of 4096.
-- Two slices cost at least as much as one slice of both together.
+- Two shards cost at least as much as one shard of both together.
 - No weight is faster than the fastest measured one of the same size or larger, of any number of inputs, at
   that length.
 """
@@ -35,7 +35,7 @@ LINE: Final = "line"
 """Source of times between two measured widths."""
 
 NOISE: Final = 0.9
-"""Least cost of a row, as a share of its cost in a wider slice: times are noisy, and caches are finite."""
+"""Least cost of a row, as a share of its cost in a wider shard: times are noisy, and caches are finite."""
 
 
 class Widths:
@@ -64,7 +64,7 @@ class Widths:
         return self.times_us[place - 1] + share * (self.times_us[place] - self.times_us[place - 1])
 
     def bounds(self, rows: int) -> tuple[float, float]:
-        """Return the least and the greatest time of a slice of some rows."""
+        """Return the least and the greatest time of a shard of some rows."""
         if rows < self.rows[0]:
             return NOISE * self.times_us[0] * rows / self.rows[0], self.times_us[0]
         if rows > self.rows[-1]:
@@ -102,7 +102,7 @@ _Bound: TypeAlias = tuple[Widths | Weights, float, float]
 
 
 class Neighbours:
-    """All measured slices of a part, by the slices that they bound.
+    """All measured shards of a processor, by the shards that they bound.
 
     Args:
         times_us: The measured times.
@@ -150,7 +150,7 @@ class Neighbours:
         return Prediction(us, min(found.low_us, us), max(found.high_us, us), found.known, found.source)
 
     def _bounds(self, kind: Kind, point: LinearPoint) -> tuple[float, float]:
-        """Return the least and the greatest time of a slice, by the measured lengths that bound it."""
+        """Return the least and the greatest time of a shard, by the measured lengths that bound it."""
         asked = (kind, point.columns, point.tokens)
         own = self._widths.get((kind, point.columns))
         bounds = self._found.get(asked)
@@ -170,7 +170,7 @@ class Neighbours:
 
 
 def _weights(point: LinearPoint) -> int:
-    """Return the number of weights of a slice; of a block, those of its three linear layers."""
+    """Return the number of weights of a shard; of an ffn, those of its three linear layers."""
     return point.flops // (2 * point.tokens)
 
 
@@ -179,7 +179,7 @@ def _bounding_lengths(lengths: Sequence[int], tokens: int) -> list[tuple[int, fl
 
     Args:
         lengths: Measured numbers of tokens, ascending.
-        tokens: Tokens of the slice.
+        tokens: Tokens of the shard.
     """
     place = bisect.bisect_left(lengths, tokens)
     own = stage(tokens)
@@ -197,7 +197,7 @@ def _bounding_lengths(lengths: Sequence[int], tokens: int) -> list[tuple[int, fl
         elif stage(length) == own:
             found.append((length, 0.0, 1.0))
         else:
-            # The last array may be filled only in part.
+            # The last array may be partly filled.
             found.append((length, tokens / (ARRAY * stage(length)), math.inf))
             break
     return found

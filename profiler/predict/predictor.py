@@ -1,8 +1,8 @@
 """Times of linear layers and other operators on a profiled device, measured or predicted.
 
 A measured time is returned as it is, and between two measured widths of a weight a straight line answers. For
-other slices a fitted model answers, within bounds that measured times set. Of the models of a part, the one
-with the least regret on weight shapes that were kept out of its fit is used. The scores of all are kept.
+other shards a fitted model answers, within bounds that measured times set. Each processor uses the model with
+the least regret on weight shapes that were kept out of its fit, and keeps the scores of all models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from heterollm.profiler.predict.baselines import ConstantRate
 from heterollm.profiler.predict.file import (
     PredictorFile,
     StoredLayers,
-    StoredPart,
+    StoredProcessor,
     predictions,
     read_file,
     times_of,
@@ -29,17 +29,17 @@ from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import Prediction, ShapeModel, TimeModel, measured_time
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score, score
-from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Part, Profile, Record
+from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Processor, Profile, Record
 
-__all__ = ["BASELINE", "CANDIDATES", "PartPredictor", "Predictor"]
+__all__ = ["BASELINE", "CANDIDATES", "Predictor", "ProcessorPredictor"]
 
 FIX: Final = "Run `heterollm profile`."
 
-CANDIDATES: Final[Mapping[Part, tuple[type[ShapeModel], ...]]] = {
+CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {
     "gpu": (Interpolation, Roofline),
     "npu": (StageLinear, Tree),
 }
-"""Models to choose from for each part; the first is used where a profile is too small to compare them."""
+"""Models of each processor; the first is the default where a profile is too small to compare them."""
 
 BASELINE: Final[type[ShapeModel]] = ConstantRate
 """The model that the others are compared with."""
@@ -48,8 +48,8 @@ FEWEST_POINTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PartPredictor:
-    """The times of linear layers on one part.
+class ProcessorPredictor:
+    """The times of linear layers on one processor.
 
     Args:
         model: The fitted model that is used.
@@ -68,7 +68,7 @@ class PartPredictor:
         object.__setattr__(self, "_neighbours", Neighbours(times_us))
 
     def predict(self, point: LinearPoint) -> Prediction:
-        """Return the measured time of a slice, or the predicted one within what its neighbours allow."""
+        """Return the measured time of a shard, or the predicted one within the bounds of its neighbours."""
         return self.measured.get(point) or self._neighbours.predict(point, self.model)
 
 
@@ -77,56 +77,58 @@ class Predictor:
     """The times of all operators that a plan places.
 
     Args:
-        parts: The parts of which the profile has linear layers.
+        processors: The processors of which the profile has linear layers.
         layers: The other operators; None if the profile has none.
     """
 
-    parts: Mapping[Part, PartPredictor]
+    processors: Mapping[Processor, ProcessorPredictor]
     layers: LayerPredictor | None = None
-    _known: dict[tuple[Part, LinearPoint], Prediction] = field(
+    _known: dict[tuple[Processor, LinearPoint], Prediction] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @classmethod
     def fit(cls, profile: Profile) -> Predictor:
-        """Fit every model of every part and keep the best ones.
+        """Fit every model of every processor and keep the best ones.
 
         Of several versions of kernels or graphs, the one measured last counts.
 
         Raises:
-            ProfileError: The profile has no linear layers, or too few of a part.
+            ProfileError: The profile has no linear layers, or too few of a processor.
         """
-        records: dict[Part, list[Record]] = {part: _latest(profile, part) for part in get_args(Part)}
+        records: dict[Processor, list[Record]] = {
+            processor: _latest(profile, processor) for processor in get_args(Processor)
+        }
         times = {
-            part: {
+            processor: {
                 record.key.point: record.median_us for record in found if isinstance(record.key, LinearKey)
             }
-            for part, found in records.items()
+            for processor, found in records.items()
         }
-        parts: dict[Part, PartPredictor] = {}
-        for part, found in records.items():
-            if times[part]:
-                others = times["npu" if part == "gpu" else "gpu"]
-                parts[part] = _fit_part(part, times[part], others, found)
-        if not parts:
+        processors: dict[Processor, ProcessorPredictor] = {}
+        for processor, found in records.items():
+            if times[processor]:
+                others = times["npu" if processor == "gpu" else "gpu"]
+                processors[processor] = _fit_processor(processor, times[processor], others, found)
+        if not processors:
             raise ProfileError(
                 f"The profile of {profile.device} has no measured linear layer to predict others from.",
                 fix=FIX,
             )
         layers = dict(profile.of_kind(LayerKey))
-        return cls(parts, LayerPredictor.fit(layers) if layers else None)
+        return cls(processors, LayerPredictor.fit(layers) if layers else None)
 
-    def predict_us(self, point: LinearPoint, part: Part) -> Prediction:
-        """Return the time of a slice on a part.
+    def predict_us(self, point: LinearPoint, processor: Processor) -> Prediction:
+        """Return the time of a shard on a processor.
 
         Raises:
-            ProfileError: The profile has no linear layer of the part.
+            ProfileError: The profile has no linear layer of the processor.
         """
-        found = self._known.get((part, point))
+        found = self._known.get((processor, point))
         if found is None:
-            if part not in self.parts:
-                raise ProfileError(f"The profile has no linear layer measured on the {part}.", fix=FIX)
-            found = self._known[part, point] = self.parts[part].predict(point)
+            if processor not in self.processors:
+                raise ProfileError(f"The profile has no linear layer measured on the {processor}.", fix=FIX)
+            found = self._known[processor, point] = self.processors[processor].predict(point)
         return found
 
     def predict_layer_us(self, key: LayerKey) -> Prediction:
@@ -141,13 +143,14 @@ class Predictor:
 
     def to_json(self) -> str:
         """Return the fitted predictor as JSON text, of which :meth:`from_json` makes one of equal answers."""
-        parts = {
-            part: StoredPart.of(held.model, held.scores, held.measured) for part, held in self.parts.items()
+        processors = {
+            processor: StoredProcessor.of(held.model, held.scores, held.measured)
+            for processor, held in self.processors.items()
         }
         layers = None
         if self.layers is not None:
             layers = StoredLayers(dict(self.layers.operators), times_of(self.layers.measured))
-        return PredictorFile(parts=parts, layers=layers).text
+        return PredictorFile(processors=processors, layers=layers).text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Predictor:
@@ -157,43 +160,44 @@ class Predictor:
             ProfileError: The text is damaged, or of another version.
         """
         stored = read_file(text)
-        parts = {
-            part: PartPredictor(held.model, held.scores, predictions(held.measured))
-            for part, held in stored.parts.items()
+        processors = {
+            processor: ProcessorPredictor(held.model, held.scores, predictions(held.measured))
+            for processor, held in stored.processors.items()
         }
         if stored.layers is None:
-            return cls(parts)
-        return cls(parts, LayerPredictor(stored.layers.operators, predictions(stored.layers.measured)))
+            return cls(processors)
+        return cls(processors, LayerPredictor(stored.layers.operators, predictions(stored.layers.measured)))
 
 
-def _latest(profile: Profile, part: Part) -> list[Record]:
-    """Return the sound records of a part's linear layers, of the code that was measured last."""
-    found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.part == part]
+def _latest(profile: Profile, processor: Processor) -> list[Record]:
+    """Return the sound records of a processor's linear layers, of the code that was measured last."""
+    found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.processor == processor]
     code = max(found, key=lambda item: (item[1].taken_s, item[0].code))[0].code if found else ""
     return [record for key, record in found if key.code == code and record.samples_us]
 
 
-def _fit_part(
-    part: Part,
+def _fit_processor(
+    processor: Processor,
     times: Mapping[LinearPoint, float],
     other: Mapping[LinearPoint, float],
     records: list[Record],
-) -> PartPredictor:
+) -> ProcessorPredictor:
     if len(times) < FEWEST_POINTS:
         raise ProfileError(
-            f"The profile has {len(times)} measured linear layer of the {part}, too few to predict from.",
+            f"The profile has {len(times)} measured linear layer of the {processor}, too few to "
+            "predict from.",
             fix=FIX,
         )
-    candidates = {model.name: model for model in CANDIDATES[part]}
-    scores = [score(model, part, times, other) for model in candidates.values()]
+    candidates = {model.name: model for model in CANDIDATES[processor]}
+    scores = [score(model, processor, times, other) for model in candidates.values()]
     usable = [entry for entry in scores if entry is not None]
-    baseline = score(BASELINE, part, times, other, bounded=False)
+    baseline = score(BASELINE, processor, times, other, bounded=False)
     best = min(usable, key=lambda entry: entry.rank, default=None)
-    model = TimeModel(CANDIDATES[part][0] if best is None else candidates[best.model])
+    model = TimeModel(CANDIDATES[processor][0] if best is None else candidates[best.model])
     if best is not None:
         model.spread = best.spread
     model.fit(list(times), list(times.values()))
     measured = {
         record.key.point: measured_time(record) for record in records if isinstance(record.key, LinearKey)
     }
-    return PartPredictor(model, (*usable, *(() if baseline is None else (baseline,))), measured)
+    return ProcessorPredictor(model, (*usable, *(() if baseline is None else (baseline,))), measured)

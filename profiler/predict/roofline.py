@@ -1,4 +1,4 @@
-"""A roofline: a part is bound by memory, or by arithmetic whose efficiency rises with the number of tokens.
+"""A roofline: memory bounds a processor, or arithmetic whose efficiency rises with the number of tokens.
 
 ``T = floor + max(bytes / bandwidth, operations / rate(m))``. A pass that unpacks the weights first takes the
 same time for it at any number of tokens: ``W/R + 2 W m/F = 2 W (m + h)/F``, an efficiency that rises with

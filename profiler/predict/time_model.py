@@ -1,7 +1,7 @@
 """The protocol of models of linear layers, and the answers of all of them.
 
-A model is fitted for each *kind* of slice (form and number formats) by itself. Feed-forward blocks are never
-predicted from plain linear layers, nor linear layers from blocks. Predictions use only additions,
+A model is fitted for each *kind* of shard (form and number formats) by itself. An ffn is never predicted from
+plain linear layers, nor a linear layer from ffns. Predictions use only additions,
 multiplications, divisions and comparisons of float64, whose results IEEE 754 fixes: they are the same on
 every platform.
 """
@@ -55,8 +55,8 @@ def measured_time(record: Record) -> Prediction:
     return Prediction(record.median_us, low, high, True, "measured")
 
 
-class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """The fields of ``LinearPoint`` that two slices must share for their times to be comparable."""
+class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={"is_ffn": "is_block"}):
+    """The fields of ``LinearPoint`` that two shards must share for their times to be comparable."""
 
     form: str
     integer_inputs: bool
@@ -64,11 +64,11 @@ class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True):
     block: Annotated[int, Meta(ge=0, le=4096)]
     symmetric: bool
     streamed: bool
-    is_block: bool
+    is_ffn: bool
 
     @classmethod
     def of(cls, point: LinearPoint) -> Kind:
-        """Return the kind of a slice."""
+        """Return the kind of a shard."""
         return cls(
             point.form,
             point.integer_inputs,
@@ -76,7 +76,7 @@ class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True):
             point.block,
             point.symmetric,
             point.streamed,
-            point.is_block,
+            point.is_ffn,
         )
 
     def unlikeness(self, other: Kind) -> tuple[int, ...]:
@@ -99,12 +99,12 @@ class Hull(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, points: Sequence[LinearPoint]) -> Hull:
-        """Return the hull of some slices."""
+        """Return the hull of some shards."""
         tokens, rows, columns = zip(*(_sizes(point) for point in points), strict=True)
         return cls((min(tokens), min(rows), min(columns)), (max(tokens), max(rows), max(columns)))
 
     def near(self, point: LinearPoint) -> bool:
-        """Whether a slice is within the hull, or beyond it by at most ``KNOWN_FACTOR``."""
+        """Whether a shard is within the hull, or beyond it by at most ``KNOWN_FACTOR``."""
         sizes = zip(_sizes(point), self.low, self.high, strict=True)
         return all(low / KNOWN_FACTOR <= size <= high * KNOWN_FACTOR for size, low, high in sizes)
 
@@ -114,27 +114,27 @@ def _sizes(point: LinearPoint) -> tuple[float, float, float]:
 
 
 class ShapeModel(Protocol):
-    """Predicts the time of slices of one kind."""
+    """Predicts the time of shards of one kind."""
 
     name: ClassVar[str]
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
-        """Return the model of at least one measured slice, all of one kind, times positive."""
+        """Return the model of at least one measured shard, all of one kind, times positive."""
         ...
 
     def estimate_us(self, point: LinearPoint) -> float:
-        """Return the time of a slice of any shape: finite and positive."""
+        """Return the time of a shard of any shape: finite and positive."""
         ...
 
 
 @dataclass(slots=True)
 class TimeModel:
-    """A model for each kind of slice of one part.
+    """A model for each kind of shard of one processor.
 
     Args:
         model: Class of the models.
-        kinds: The fitted models, with the hulls of the slices that they were fitted on.
+        kinds: The fitted models, with the hulls of the shards that they were fitted on.
         spread: Tenth and ninetieth percentile of measured over predicted time on shapes kept out of the fit.
     """
 
@@ -167,19 +167,19 @@ class TimeModel:
         return self
 
     def predict(self, point: LinearPoint) -> Prediction:
-        """Return the time of a slice; for a kind that was never measured, the most similar kind answers.
+        """Return the time of a shard; for a kind that was never measured, the most similar kind answers.
 
         Raises:
-            ProfileError: The model was not fitted; or the slice is one of a feed-forward block and only plain
+            ProfileError: The model was not fitted; or the shard is one of an ffn and only plain
                 linear layers were measured, or the other way round.
         """
         kind = Kind.of(point)
         held = self.kinds.get(kind)
         known = held is not None
         if held is None:
-            alike = [other for other in self.kinds if other.is_block == kind.is_block]
+            alike = [other for other in self.kinds if other.is_ffn == kind.is_ffn]
             if not alike:
-                what = "feed-forward block" if kind.is_block else "linear layer"
+                what = "feed-forward network" if kind.is_ffn else "linear layer"
                 raise ProfileError(
                     f"There is no measured {what} to predict others from.", fix="Run `heterollm profile`."
                 )

@@ -1,8 +1,8 @@
 """Decision-tree regression of NPU times (HeteroLLM, section 4.3), by scikit-learn.
 
 The tree predicts the time of a unit of work: a leaf that predicted times would give one time to many sizes.
-A slice has a fixed cost beside its work. Half of it is subtracted from the times, and half of it counts as
-units of work: the more is subtracted, the more weighs the noise of small slices. The time of a unit is fitted
+A shard has a fixed cost beside its work. Half of it is subtracted from the times, and half of it counts as
+units of work: the more is subtracted, the more weighs the noise of small shards. The time of a unit is fitted
 with monotone constraints, and units rise with work, so that their product rises too.
 """
 
@@ -33,7 +33,7 @@ class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", t
         floor_us: Part of the fixed cost of a pass that was subtracted.
         fixed_units: The rest of the fixed cost, in units of work.
         feature: Place of the compared feature in :data:`FEATURES`; -1 at a leaf.
-        threshold: Slices up to it go left, others right.
+        threshold: Shards up to it go left, others right.
         left: Place of the left child.
         right: Place of the right child.
         us_per_unit: Time of a unit at a leaf.
@@ -93,7 +93,7 @@ class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", t
         )
 
     def estimate_us(self, point: LinearPoint) -> float:
-        """Return the units of a slice at the time of the leaf that it falls into."""
+        """Return the units of a shard at the time of the leaf that it falls into."""
         values = features(point)
         place, feature = 0, self.feature[0]
         while feature >= 0:

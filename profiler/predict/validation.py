@@ -1,8 +1,8 @@
 """Cross-validation: errors of predicted times on weight shapes that the fit has not seen, and their regret.
 
-Whole weight shapes are kept out of a fit: were single slices kept out, other slices of the same weight would
-give their times away. *Error* is relative. *Regret* is the time lost by choosing cuts and forms by predicted
-times.
+Whole weight shapes are kept out of a fit: were single shards kept out, other shards of the same weight would
+give their times away. *Error* is relative. *Regret* is the time lost by choosing splits and forms by
+predicted times.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from heterollm.base import Amount, Count, Number, Positive, PositiveNumber
 from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.time_model import ShapeModel, TimeModel
-from heterollm.profiler.records import LinearPoint, Part
+from heterollm.profiler.records import LinearPoint, Processor
 
-__all__ = ["Score", "Times", "choices", "held_out_predictions", "percentile", "score"]
+__all__ = ["PointTimes", "Score", "choices", "held_out_predictions", "percentile", "score"]
 
-Times: TypeAlias = Mapping[LinearPoint, float]
-"""Microseconds, or cycles, of slices on one part."""
+PointTimes: TypeAlias = Mapping[LinearPoint, float]
+"""Microseconds, or cycles, of shards on one processor."""
 
 MOST_FOLDS: Final = 10
 """Of more shapes several are kept out together, since every fold costs a fit."""
@@ -31,14 +31,13 @@ MOST_FOLDS: Final = 10
 HIGH, LOW = 0.9, 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(Struct, frozen=True, rename={"processor": "part"}):
     """Errors and regret of one model on shapes that it was not fitted on.
 
     Args:
         model: Name of the model.
-        part: The part whose times it predicted.
-        samples: Slices predicted.
+        processor: The processor whose times it predicted.
+        samples: Shards predicted.
         median_error: Half of the relative errors are below it.
         high_error: Nine in ten relative errors are below it.
         regret: Mean share of time lost by choosing by predictions; None where there was nothing to choose.
@@ -47,7 +46,7 @@ class Score:
     """
 
     model: str
-    part: Part
+    processor: Processor
     samples: Positive
     median_error: Amount
     high_error: Amount
@@ -62,22 +61,22 @@ class Score:
 
 
 def weight_shape(point: LinearPoint) -> tuple[int, int, bool]:
-    """Return the shape of a slice: its columns, its rows, and whether it is one of a feed-forward block."""
-    return point.columns, point.rows, point.is_block
+    """Return the shape of a shard: its columns, its rows, and whether it is one of an ffn."""
+    return point.columns, point.rows, point.is_ffn
 
 
 def held_out_predictions(
-    model: type[ShapeModel], times: Times, *, most_folds: int = MOST_FOLDS, bounded: bool = True
+    model: type[ShapeModel], times: PointTimes, *, most_folds: int = MOST_FOLDS, bounded: bool = True
 ) -> dict[LinearPoint, float]:
-    """Return the predicted time of each slice by a model that saw no slice of its weight shape.
+    """Return the predicted time of each shard by a model that saw no shard of its weight shape.
 
-    Linear layers are left out where all of them have one shape, and so are feed-forward blocks.
+    Linear layers are left out where all of them have one shape, and likewise ffns.
 
     Args:
         model: Class of the model.
         times: Measured times.
         most_folds: Largest number of fits.
-        bounded: Whether slices of other shapes bound the answers of the model, as in use.
+        bounded: Whether shards of other shapes bound the answers of the model, as in use.
     """
     shapes = sorted({weight_shape(point) for point in times})
     folds = min(len(shapes), most_folds)
@@ -91,47 +90,49 @@ def held_out_predictions(
         seen = [point for point in times if fold_of[weight_shape(point)] != fold]
         fitted = TimeModel(model).fit(seen, [times[point] for point in seen])
         neighbours = Neighbours({point: times[point] for point in seen} if bounded else {})
-        can_be = {point.is_block for point in seen}
+        can_be = {point.is_ffn for point in seen}
         for point in times:
-            if fold_of[weight_shape(point)] == fold and point.is_block in can_be:
+            if fold_of[weight_shape(point)] == fold and point.is_ffn in can_be:
                 predicted[point] = neighbours.predict(point, fitted).us
     return predicted
 
 
-def choices(part: Part, times: Times, other: Times) -> Iterator[list[tuple[LinearPoint | None, float]]]:
-    """Yield every decision between measured alternatives that depends on the times of a part.
+def choices(
+    processor: Processor, times: PointTimes, other: PointTimes
+) -> Iterator[list[tuple[LinearPoint | None, float]]]:
+    """Yield every decision between measured alternatives that depends on the times of a processor.
 
-    An alternative is a slice on the part (None if the other part takes all), and the measured time of the
-    rest on the other part, which runs at the same time. Feed-forward blocks have alternative forms only: the
-    GPU's part of a block is measured as several operators.
+    An alternative is a shard on the processor (None if the other processor takes all), and the measured time
+    of the remaining shard on the other processor, which runs at the same time. An ffn has alternative forms
+    only: the GPU's shard of it is measured as several operators.
 
     Args:
-        part: The part whose times are predicted.
+        processor: The processor whose times are predicted.
         times: Its measured times.
-        other: The measured times of the other part, which count as known.
+        other: The measured times of the other processor, which count as known.
     """
-    npu, gpu = (times, other) if part == "npu" else (other, times)
-    slices: dict[Hashable, list[LinearPoint]] = defaultdict(list)
+    npu, gpu = (times, other) if processor == "npu" else (other, times)
+    shards: dict[Hashable, list[LinearPoint]] = defaultdict(list)
     for point in npu:
-        slices[_decision(point)].append(point)
+        shards[_decision(point)].append(point)
     rests = {
         rest
         for whole in gpu
-        for point in slices.get(_decision(whole), ())
+        for point in shards.get(_decision(whole), ())
         if (rest := _rest(whole, point)) in gpu
     }
     for whole in sorted(set(gpu) - rests):
         found: list[tuple[LinearPoint | None, float]] = []
-        found.append((whole, 0.0) if part == "gpu" else (None, gpu[whole]))
-        for point in sorted(slices.get(_decision(whole), ())):
+        found.append((whole, 0.0) if processor == "gpu" else (None, gpu[whole]))
+        for point in sorted(shards.get(_decision(whole), ())):
             rest = _rest(whole, point)
             if rest in gpu:
-                found.append((point, gpu[rest]) if part == "npu" else (rest, npu[point]))
+                found.append((point, gpu[rest]) if processor == "npu" else (rest, npu[point]))
             elif not any(rest.member_rows):
-                found.append((point, 0.0) if part == "npu" else (None, npu[point]))
+                found.append((point, 0.0) if processor == "npu" else (None, npu[point]))
         if len(found) > 1:
             yield found
-    if part == "npu":
+    if processor == "npu":
         yield from _forms(npu)
 
 
@@ -141,13 +142,13 @@ def _decision(point: LinearPoint) -> Hashable:
 
 
 def _rest(whole: LinearPoint, point: LinearPoint) -> LinearPoint:
-    """Return the slice of a group that remains for the GPU."""
+    """Return the shard of a group that remains for the GPU."""
     rows = tuple(all_rows - own for all_rows, own in zip(whole.member_rows, point.member_rows, strict=True))
     return replace(whole, member_rows=rows)
 
 
-def _forms(times: Times) -> Iterator[list[tuple[LinearPoint | None, float]]]:
-    """Yield the decisions between forms of one slice."""
+def _forms(times: PointTimes) -> Iterator[list[tuple[LinearPoint | None, float]]]:
+    """Yield the decisions between forms of one shard."""
     found: dict[LinearPoint, list[LinearPoint]] = defaultdict(list)
     for point in sorted(times):
         found[replace(point, form="")].append(point)
@@ -158,9 +159,9 @@ def _forms(times: Times) -> Iterator[list[tuple[LinearPoint | None, float]]]:
 
 def score(
     model: type[ShapeModel],
-    part: Part,
-    times: Times,
-    other: Times,
+    processor: Processor,
+    times: PointTimes,
+    other: PointTimes,
     *,
     most_folds: int = MOST_FOLDS,
     bounded: bool = True,
@@ -169,9 +170,9 @@ def score(
 
     Args:
         model: Class of the model.
-        part: The part whose times are predicted.
+        processor: The processor whose times are predicted.
         times: Its measured times.
-        other: The measured times of the other part.
+        other: The measured times of the other processor.
         most_folds: Largest number of fits.
         bounded: As in :func:`held_out_predictions`.
     """
@@ -182,12 +183,12 @@ def score(
     ratios = [times[point] / found for point, found in predicted.items()]
     losses = [
         _loss(found, times, predicted)
-        for found in choices(part, times, other)
+        for found in choices(processor, times, other)
         if all(point is None or point in predicted for point, _ in found)
     ]
     return Score(
         model.name,
-        part,
+        processor,
         len(errors),
         statistics.median(errors),
         percentile(errors, HIGH),
@@ -197,10 +198,12 @@ def score(
     )
 
 
-def _loss(found: Sequence[tuple[LinearPoint | None, float]], times: Times, predicted: Times) -> float:
+def _loss(
+    found: Sequence[tuple[LinearPoint | None, float]], times: PointTimes, predicted: PointTimes
+) -> float:
     """Return the share of the best time that is lost by the alternative with the best predicted time."""
 
-    def total(alternative: tuple[LinearPoint | None, float], known: Times) -> float:
+    def total(alternative: tuple[LinearPoint | None, float], known: PointTimes) -> float:
         point, rest = alternative
         return rest if point is None else max(rest, known[point])
 

@@ -1,4 +1,4 @@
-"""Holds what a profile is made of: keys, records, and the file of a device."""
+"""Keys and records of a profile, and the profile's file."""
 
 from __future__ import annotations
 

@@ -32,16 +32,16 @@ class StoredProfile:
     """A file of the cache.
 
     Args:
-        path: Where it is.
-        size_bytes: How large.
-        device: Whose it is; empty if it is damaged.
+        path: The file.
+        size_bytes: Size of the file.
+        device: Name of the device; empty if the file is damaged.
         time_kind: Whether its times are real, emulated or simulated.
-        fingerprint: Of the device.
-        records: How many it has.
-        failed: How many of them are errors.
-        runs: How many runs of the profiler are in it.
-        newest_s: When the last record was taken, in seconds since 1970; 0 without records.
-        problem: Why it cannot be read; empty if it can.
+        fingerprint: Fingerprint of the device.
+        records: Number of records.
+        failed: Number of records that are errors.
+        runs: Number of runs of the profiler in it.
+        newest_s: Time of the last record, in seconds since 1970; 0 without records.
+        problem: Reason why it cannot be read; empty if it can.
     """
 
     path: Path
@@ -61,9 +61,9 @@ class Imported:
     """A profile that was brought into the cache.
 
     Args:
-        profile: It, merged with what the cache had of the same device.
-        path: Where it is kept.
-        new: How many records are new there.
+        profile: The profile, merged with that of the same device in the cache.
+        path: Its file in the cache.
+        new: Number of records that the cache did not have.
     """
 
     profile: Profile
@@ -152,7 +152,7 @@ def export_profile(profile: Profile, target: Path) -> None:
 def import_profile(source: Path) -> Imported:
     """Bring a profile into the cache, under its own fingerprint.
 
-    What the cache has of the same device is kept; the newer of two records of the same thing counts.
+    Records of the same device in the cache stay; the newer of two records of one key counts.
 
     Args:
         source: The file.

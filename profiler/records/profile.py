@@ -1,7 +1,7 @@
 """The profile: everything measured on one device, in one readable file (design, section 8).
 
-A file belongs to one device fingerprint: parts, drivers, SDK build and thread split. It is JSON with a record
-a line in a fixed order, so that two of them differ where the measurements do. Writers merge under a lock.
+A file belongs to one device fingerprint: processors, drivers, SDK build and thread split. It is JSON with one
+record per line in a fixed order, so that files differ where measurements do. Writers merge under a lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from heterollm.base import (
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
-from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Part, Record
+from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Processor, Record
 
 __all__ = ["SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
 
@@ -52,7 +52,7 @@ class Description(Struct, frozen=True):
     npu_copies_by_length: bool
 
 
-class Run(Struct, frozen=True):
+class RunEntry(Struct, frozen=True):
     """Entries of a run of the profiler that every run has; there are others."""
 
     started_s: Number
@@ -66,7 +66,7 @@ class ProfileFile(Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: Literal[2]
     fingerprint: str
     description: Description
-    runs: dict[str, Run]
+    runs: dict[str, RunEntry]
     records: tuple[RecordLine, ...]
 
 
@@ -75,9 +75,9 @@ class Profile:
     """Everything measured on one device.
 
     Args:
-        description: What :meth:`heterollm.kernels.device.Device.description` says of the device.
+        description: The result of :meth:`heterollm.kernels.device.Device.description`.
         records: The measurements by key.
-        runs: One entry for each run of the profiler: when, how long, its options, what it skipped, clocks.
+        runs: One entry for each run of the profiler: start, duration, options, skipped points, clocks.
     """
 
     description: Mapping[str, Any]
@@ -115,13 +115,13 @@ class Profile:
         return int(self.description["cache_bytes"])
 
     def add(self, record: Record) -> None:
-        """File a record: a sound one replaces a failed one, else the later replaces the earlier."""
+        """Add a record: a sound one replaces a failed one, else the later replaces the earlier."""
         held = self.records.get(record.key)
         if held is None or (held.failed, record.taken_s) >= (record.failed, held.taken_s):
             self.records[record.key] = record
 
     def merge(self, other: Profile) -> None:
-        """Take over what another profile of the same device has.
+        """Add the records and runs of another profile of the same device.
 
         Raises:
             ProfileError: It belongs to another device.
@@ -140,12 +140,12 @@ class Profile:
                 yield key, record
 
     def failures(self) -> list[Record]:
-        """Return the records of what failed."""
+        """Return the failed records."""
         return [record for record in self.records.values() if record.failed]
 
-    def linear(self, part: Part, point: LinearPoint, code: str) -> Record | None:
-        """Return the sound record of a linear slice, if there is one."""
-        record = self.records.get(LinearKey(part, point, code))
+    def linear(self, processor: Processor, point: LinearPoint, code: str) -> Record | None:
+        """Return the sound record of a linear shard, if there is one."""
+        record = self.records.get(LinearKey(processor, point, code))
         return None if record is None or record.failed else record
 
     # -- files ---------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Profile:
     def save(self, path: Path) -> None:
         """Merge into the file, which another process may have written meanwhile.
 
-        A damaged file is kept under another name, and said.
+        A damaged file is renamed, with a warning.
 
         Raises:
             CacheError: The folder cannot be written.
@@ -253,7 +253,7 @@ class Profile:
 
 
 def profile_path(device: str, fingerprint: str) -> Path:
-    """Return where the profile of a device is kept; of a simulated one, the name says so."""
+    """Return the path of a device's profile; the name says whether the device is simulated."""
     return cache_root() / "profiles" / f"{cache_name(name_in_words(device), fingerprint)}.json"
 
 
@@ -263,11 +263,11 @@ def stored_profiles() -> list[Path]:
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Say in which entries two descriptions differ."""
+    """Return the entries in which two descriptions differ, as a message."""
     names: Iterable[str] = dict.fromkeys([*ours, *theirs])
-    parts = [
+    differences = [
         f"{name} is {theirs.get(name)!r:.80} there and {ours.get(name)!r:.80} here"
         for name in names
         if ours.get(name) != theirs.get(name)
     ]
-    return f"The profile belongs to another device: {'; '.join(parts)}."
+    return f"The profile belongs to another device: {'; '.join(differences)}."

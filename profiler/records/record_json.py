@@ -20,7 +20,7 @@ KIND_NAMES: Final[dict[type[Key], str]] = {kind: name for name, kind in KINDS.it
 MAX_TEXT: Final = 4000
 LARGEST_CODE_BITS: Final = 8
 MOST_FLOPS: Final = 1e18
-"""Of one slice, a day's work of a phone: sizes beyond are no sizes."""
+"""Largest work of one shard, a day's work of a phone: the reader refuses larger sizes."""
 
 DIGITS: Final = 3
 """Decimals of a time: nanoseconds."""
@@ -86,8 +86,8 @@ def record_line(record: Record) -> str:
 
 
 def _possible(point: LinearPoint) -> bool:
-    """Whether a slice can have been measured: it has a size, and its weights a format."""
+    """Whether a shard can have been measured: it has a size, and its weights a format."""
     blocks = point.block > 0 if point.bits <= LARGEST_CODE_BITS else point.block == 0
     # Gate and up are as wide as each other.
-    matched = not point.is_block or (len(point.member_rows) == 2 and len(set(point.member_rows)) == 1)
+    matched = not point.is_ffn or (len(point.member_rows) == 2 and len(set(point.member_rows)) == 1)
     return point.rows > 0 and point.flops < MOST_FLOPS and blocks and matched

@@ -21,45 +21,48 @@ from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 __all__ = [
     "KINDS",
     "BandwidthKey",
-    "Bound",
+    "ContentionBound",
     "ContentionKey",
     "CopyKey",
     "DriftKey",
+    "FenceKey",
     "GraphKey",
-    "HandOverKey",
     "Key",
     "LaunchKey",
     "LayerKey",
     "LinearKey",
     "LinearPoint",
-    "Part",
     "PowerKey",
+    "Processor",
     "Record",
     "SweepKey",
 ]
 
-Part = Literal["gpu", "npu"]
-Bound = Literal["compute", "memory", "spill"]
+Processor = Literal["gpu", "npu"]
+FIELD_NAMES: Final = {"processor": "part"}
+"""Fields that have another name in files."""
+
+ContentionBound = Literal["compute", "memory", "spill"]
 """The bound of a load; ``spill`` is that of an NPU with rows too long for its on-chip memory."""
 
 
 class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """One slice of a group of linear layers in one pass: what the solver asks the time of.
+    """One shard of a group of linear layers in one pass, whose time the solver asks for.
 
-    A slice of a feed-forward block (group ``ffn``) is some of its intermediate width: those rows of gate and
-    up, the activation, and the product with the columns of the down projection that they meet.
+    A shard of an ffn is a range of its intermediate width: those rows of gate and up, the activation, and the
+    product with the matching columns of the down projection.
 
     Args:
-        group: Which group.
-        member_rows: Output rows of each member that the part computes; of a block those of gate and up, the
-            width twice.
+        group: The group.
+        member_rows: Output rows of each member that the processor computes; of an ffn those of gate and up,
+            the width twice.
         columns: Inputs ``k``.
         tokens: Rows ``m`` that are computed, padding included.
         bits: Bits of a weight.
         block: Inputs that share a scale; 0 for float weights.
         symmetric: Whether zero is the middle code.
         integer_inputs: Whether inputs are rounded to int8 (``w4a8``).
-        form: Which of the equivalent NPU graphs; empty on the GPU.
+        form: Graph form; empty on the GPU.
         streamed: Whether weights come from memory, as in a model larger than the caches, or from a cache.
     """
 
@@ -100,24 +103,24 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
         )
 
     @property
-    def is_block(self) -> bool:
-        """Whether it is a slice of a whole feed-forward block."""
+    def is_ffn(self) -> bool:
+        """Whether it is a shard of an ffn."""
         return self.group == "ffn"
 
     @property
     def rows(self) -> int:
-        """Output rows ``n`` of all members together; of a block those of gate and up."""
+        """Output rows ``n`` of all members together; of an ffn those of gate and up."""
         return sum(self.member_rows)
 
     @property
     def outputs(self) -> int:
-        """Values written for each token: of a block as many as it reads."""
-        return self.columns if self.is_block else self.rows
+        """Values written for each token; an ffn writes as many as it reads."""
+        return self.columns if self.is_ffn else self.rows
 
     @property
     def shape(self) -> str:
-        """The weight in words: rows by inputs, and of a block outputs by width by inputs."""
-        if self.is_block:
+        """The weight in words: rows by inputs; of an ffn outputs by width by inputs."""
+        if self.is_ffn:
             return f"{self.outputs} x {self.member_rows[0]} x {self.columns}"
         return f"{self.rows} x {self.columns}"
 
@@ -130,7 +133,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     def flops(self) -> int:
         """Multiply-adds, counted as two each."""
         weights = self.rows * self.columns
-        if self.is_block:
+        if self.is_ffn:
             weights += self.outputs * self.member_rows[0]
         return 2 * self.tokens * weights
 
@@ -138,27 +141,29 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     def weight_bytes(self) -> int:
         """Bytes of weights that the pass reads."""
         size = self.weight.weight_bytes(self.rows, self.columns)
-        if self.is_block:
+        if self.is_ffn:
             size += self.weight.weight_bytes(self.outputs, self.member_rows[0])
         return size
 
 
-class LinearKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The time of a linear slice on one part.
+class LinearKey(
+    Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True, rename=FIELD_NAMES
+):
+    """The time of a linear shard on one processor.
 
     Args:
-        part: Which part.
-        point: What it computed.
-        code: Version of what computed it: hash of the kernel sources, or the graph builder's version.
+        processor: The processor.
+        point: The shard.
+        code: Version of the code: hash of the kernel sources, or the graph builder's version.
     """
 
-    part: Part
+    processor: Processor
     point: LinearPoint
     code: str
 
 
 class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The time of another operator of a layer, which runs on the GPU; sizes that it has no use for are 0.
+    """The time of a glue operator, which runs on the GPU; sizes that it does not depend on are 0.
 
     ``values["submissions"]`` counts its kernels, where a pass of one token submits them one by one.
 
@@ -166,7 +171,7 @@ class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
         operator: Its name, as in :mod:`heterollm.profiler.measure.layers`.
         tokens: Rows of the pass.
         context: Positions that attention reads.
-        hidden: Size of the residual stream, or of the rows that are worked on.
+        hidden: Size of the residual stream, or of the operator's rows.
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Size of a head.
@@ -183,34 +188,38 @@ class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     code: str
 
 
-class BandwidthKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The time of reading ``size_bytes`` of memory once on one part; ``values["gbps"]`` is the rate.
+class BandwidthKey(
+    Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True, rename=FIELD_NAMES
+):
+    """The time of reading ``size_bytes`` of memory once on one processor; ``values["gbps"]`` is the rate.
 
     Args:
-        part: Which part reads.
-        size_bytes: How much.
-        together: Whether the other part was reading meanwhile.
+        processor: The reading processor.
+        size_bytes: Size of the read memory.
+        together: Whether the other processor was reading meanwhile.
     """
 
-    part: Part
+    processor: Processor
     size_bytes: Count
     together: bool
 
 
-class ContentionKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The time of a part's reference job while the other part runs one of its own.
+class ContentionKey(
+    Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True, rename=FIELD_NAMES
+):
+    """The time of a processor's reference job while the other processor runs one of its own.
 
     ``values["slowdown"]`` is the time divided by the time alone.
 
     Args:
-        part: Whose job is timed.
-        bound: What bounds that job.
-        beside: What bounds the other part's job.
+        processor: The processor whose job is timed.
+        bound: The bound of that job.
+        beside: The bound of the other processor's job.
     """
 
-    part: Part
-    bound: Bound
-    beside: Bound
+    processor: Processor
+    bound: ContentionBound
+    beside: ContentionBound
 
 
 class LaunchKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
@@ -224,8 +233,8 @@ class LaunchKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown
     measure: str
 
 
-class HandOverKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The delay between the end of GPU work and the host seeing it.
+class FenceKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
+    """The delay between the end of GPU work and the return of the host's fence.
 
     ``values["processor_fraction"]`` is the processor time that waiting took, as a share of the wait.
 
@@ -243,7 +252,7 @@ class CopyKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_f
 
     Args:
         method: ``write`` or ``read`` (copies), ``acquire`` or ``release`` (zero copy).
-        size_bytes: How much.
+        size_bytes: Size of the memory.
     """
 
     method: str
@@ -251,10 +260,10 @@ class CopyKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_f
 
 
 class GraphKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The cost of getting an NPU graph: samples are loads; ``values`` has ``build_us`` and ``size_bytes``.
+    """The cost of an NPU graph: samples are loads; ``values`` has ``build_us`` and ``size_bytes``.
 
     Args:
-        point: The slice; ``tokens`` is the length of the graph.
+        point: The shard; ``tokens`` is the length of the graph.
         code: Version of the graph builder.
     """
 
@@ -266,7 +275,7 @@ class PowerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     """Average power in ``values["watts"]``.
 
     Args:
-        source: What was read, such as ``rapl package-0``.
+        source: The power source, such as ``rapl package-0``.
         load: ``idle``, ``gpu``, ``npu`` or ``both``.
     """
 
@@ -274,16 +283,18 @@ class PowerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     load: str
 
 
-class DriftKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
-    """The reference operator of a part, measured again through the run.
+class DriftKey(
+    Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True, rename=FIELD_NAMES
+):
+    """The reference operator of a processor, measured again through the run.
 
     Args:
-        part: Which part.
-        run: Which run of the profiler, as in the profile's list.
-        index: Which time, counted from 0.
+        processor: The processor.
+        run: Name of the run of the profiler.
+        index: Number of the measurement, from 0.
     """
 
-    part: Part
+    processor: Processor
     run: str
     index: Count
 
@@ -294,7 +305,7 @@ class SweepKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     ``values["cycles"]`` are its cycles instead, where the NPU is emulated.
 
     Args:
-        point: What it computed, at any number of tokens.
+        point: The weight, at any number of tokens.
         code: Version of the graph builder.
     """
 
@@ -308,7 +319,7 @@ Key: TypeAlias = (
     | BandwidthKey
     | ContentionKey
     | LaunchKey
-    | HandOverKey
+    | FenceKey
     | CopyKey
     | GraphKey
     | PowerKey
@@ -322,7 +333,7 @@ KINDS: Final[dict[str, type[Key]]] = {
     "bandwidth": BandwidthKey,
     "contention": ContentionKey,
     "launch": LaunchKey,
-    "hand_over": HandOverKey,
+    "hand_over": FenceKey,
     "copy": CopyKey,
     "graph": GraphKey,
     "power": PowerKey,
@@ -337,12 +348,12 @@ class Record:
     """One measurement, sound or failed.
 
     Args:
-        key: What was measured.
+        key: Key of the measurement.
         samples_us: Every timed run in microseconds; empty where it failed or has only values.
-        warmup_us: Runs before them that were thrown away.
+        warmup_us: Warm-up runs in microseconds, which do not count.
         values: Other numbers, by names that end in their unit.
-        error: Why it failed; empty where it did not.
-        taken_s: When it was taken, in seconds since 1970.
+        error: Reason of a failure, else empty.
+        taken_s: Time of the measurement, in seconds since 1970.
     """
 
     key: Key
@@ -359,5 +370,5 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Whether there is nothing but an error."""
+        """Whether it has an error in place of a measurement."""
         return bool(self.error)

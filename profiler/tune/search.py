@@ -1,8 +1,8 @@
 """Search for the fastest of several candidates within a time budget.
 
-Candidates differ from the default in one number each. They are built and checked until most of the budget
-is used, then raced in turns, the slower half leaving after each round (successive halving). What won is
-joined into candidates that differ in several numbers, and the best of all meets the default once more with
+Candidates differ from the default in one number each. They are built and checked until most of the budget is
+used, then raced in turns, the slower half leaving after each round (successive halving). The changes that won
+are joined into candidates that differ in several numbers, and the best of all is compared with the default on
 fresh samples.
 """
 
@@ -52,9 +52,9 @@ class SearchResult:
         default_us: That of the default, measured in turns with it.
         best: The fastest other than the default, whether it won or not; None if there is no other.
         best_us: Its median time; that of the default if there is no other.
-        tried: Candidates that were built and checked, the default among them.
-        failed: Candidates that did not build or computed wrongly.
-        left_out: Candidates for which the budget did not suffice.
+        tried: Number of candidates that were built and checked, the default among them.
+        failed: Number of candidates that did not build or computed wrongly.
+        left_out: Number of candidates for which the budget did not suffice.
     """
 
     winner: KernelParameters
@@ -83,7 +83,7 @@ def search(
         default: Parameters without a winner; they must pass their trial.
         candidates: The others, most promising first.
         trial: Builds and checks one.
-        budget_s: Seconds to use; what has begun is ended, so it may take a little longer.
+        budget_s: Seconds to use; a candidate that was begun is finished, so it may take a little longer.
         margin_fraction: How much faster than the default the winner must be.
         timer: The clock.
         progress: Called with the fraction of the budget that is used.

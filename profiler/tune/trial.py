@@ -1,7 +1,7 @@
-"""One candidate of a search on a device: is it right, and what does it take?
+"""Checks and times one candidate of a search on a device.
 
-A candidate is checked on small odd shapes against float64 before it is timed. While it runs for the first
-time it stands in quarantine: where it takes the process or the driver down, it stays there.
+A candidate is checked on small odd shapes against float64 before it is timed. During its first run it is in
+quarantine: a candidate that takes the process or the driver down stays there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from heterollm.kernels.gpu import (
     Variant,
 )
 
-__all__ = ["Checker", "TuningJob", "Workload"]
+__all__ = ["Checker", "TuningJob", "TuningWorkload"]
 
 CHECK_ROWS: Final = (77, 200)
 CHECK_KEPT: Final = ((64, 77), (0, 130))
-"""Neither starts nor ends with a row block only."""
+"""Row ranges that neither start nor end at multiples of the kernels' row step."""
 
 CHECK_TOKENS: Final = {"one": (1,), "few": (3, 5), "many": (9, 33, 141)}
 FULL_CHECK_TOKENS: Final = {"one": (1,), "few": (2, 8), "many": (17, 130)}
@@ -47,7 +47,7 @@ COPIES_BYTES: Final = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TuningJob:
-    """One shape class to tune, and what to time for it.
+    """One shape class to tune, and the layer to time for it.
 
     Args:
         shape: The class.
@@ -76,7 +76,7 @@ class Checker:
         """Compute small layers with these parameters.
 
         Args:
-            parameters: What to check.
+            parameters: The parameters.
             winner: Whether to compute the lengths that are left for a winner.
 
         Raises:
@@ -157,7 +157,7 @@ def wait(runtime: GpuRuntime, event: Any, limit_s: float = CHECK_LIMIT_S) -> Non
         raise BuildError(error.message) from error
 
 
-class Workload:
+class TuningWorkload:
     """The launches that are timed for one job."""
 
     def __init__(self, runtime: GpuRuntime, job: TuningJob) -> None:

@@ -1,7 +1,7 @@
 """Search of the linear kernels' parameters on a device, kept for every later run on it.
 
-A part of profiling: :func:`tune` takes the shape classes that matter, and leaves in the device's table
-(:mod:`heterollm.kernels.gpu.tuning`) what was faster than the default, and what fails.
+Profiling calls :func:`tune` with the shape classes that matter. The device's table
+(:mod:`heterollm.kernels.gpu.tuning`) then has parameters faster than the default, and those that failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure import Timer
 from heterollm.profiler.tune.search import MARGIN_FRACTION, SearchResult, search
-from heterollm.profiler.tune.trial import COPIES_BYTES, Checker, TuningJob, Workload
+from heterollm.profiler.tune.trial import COPIES_BYTES, Checker, TuningJob, TuningWorkload
 
 __all__ = [
     "DEFAULT_BUDGET_S",
@@ -48,7 +48,7 @@ LAYER: Final = (5632, 2048)
 
 TOKENS: Final = {"one": (1,), "few": (4, 8), "many": (256,)}
 
-Progress = Callable[[float, str], None]
+TuningProgress = Callable[[float, str], None]
 """Callback with the fraction done and the name of the kernel."""
 
 
@@ -57,10 +57,10 @@ class TuningOutcome:
     """The result for one shape class.
 
     Args:
-        job: What was tuned, and on which layer.
+        job: The shape class and its layer.
         default: The parameters without tuning.
         result: Winner, times and counts; None where the search failed.
-        quarantined: What failed, with the reasons.
+        quarantined: Parameters that failed, with the reasons.
         launches: Launches that the times are for.
         error: Why the search failed; empty if it did not.
     """
@@ -160,13 +160,13 @@ def tune(
     budget_s: float = DEFAULT_BUDGET_S,
     margin_fraction: float = MARGIN_FRACTION,
     timer: Timer = time.perf_counter_ns,
-    progress: Progress | None = None,
+    progress: TuningProgress | None = None,
 ) -> TuningReport:
-    """Search each shape class, keep what was found in the device's table, and use it from now on.
+    """Search each shape class and put the winners into the device's table, which launches use from now on.
 
     Args:
         runtime: The device.
-        jobs: What to tune; the budget is shared evenly, and what one leaves goes to the next.
+        jobs: Shape classes to tune; they share the budget evenly, and the rest of one goes to the next.
         budget_s: Seconds in all.
         margin_fraction: How much faster than the default a winner must be.
         timer: The clock.
@@ -194,7 +194,7 @@ def tune(
 
 
 def candidates_for(runtime: GpuRuntime, shape: ShapeClass, style: KernelStyle) -> list[KernelParameters]:
-    """Return what differs from the default in one number, is legal here and is not in quarantine.
+    """Return parameters that differ from the default in one number, are legal here and not in quarantine.
 
     The values of each number in turn, so that a short search has seen something of each.
     """
@@ -258,7 +258,7 @@ class _Bench:
     """Trials of one job."""
 
     def __init__(self, runtime: GpuRuntime, job: TuningJob, default: KernelParameters) -> None:
-        self.workload = Workload(runtime, job)
+        self.workload = TuningWorkload(runtime, job)
         self.quarantined: list[Quarantined] = []
         self._runtime = runtime
         self._job = job
@@ -267,7 +267,7 @@ class _Bench:
         self._checker = Checker(runtime, job.shape)
 
     def trial(self, parameters: KernelParameters) -> Callable[[], object]:
-        """Check parameters and return the call to time; what fails stays in quarantine."""
+        """Check parameters and return the call to time; parameters that fail stay in quarantine."""
         if parameters == self._default:
             self._checker.check(parameters)
             return self.workload.call(parameters)

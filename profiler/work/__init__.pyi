@@ -1,5 +1,5 @@
 from .points import FFN_ACTIVATION as FFN_ACTIVATION
-from .points import Skipped as Skipped
+from .points import SkippedPoints as SkippedPoints
 from .points import SkipReason as SkipReason
 from .points import Tier as Tier
 from .points import WorkPoint as WorkPoint

@@ -17,18 +17,18 @@ from heterollm.base import round_up
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelShape
-from heterollm.profiler.records import LinearPoint, Part
+from heterollm.profiler.records import LinearPoint, Processor
 from heterollm.profiler.work.workload import HEAD_TOKENS, ffn_alignment, rest_rows, split_rows
 
 __all__ = [
-    "BLOCK_FRACTIONS",
-    "CUT_TOKENS",
     "FFN_ACTIVATION",
+    "FFN_FRACTIONS",
     "GPU_TOKENS",
     "NPU_FIRST_LENGTHS",
     "NPU_FRACTIONS",
+    "SPLIT_TOKENS",
     "SkipReason",
-    "Skipped",
+    "SkippedPoints",
     "Tier",
     "WorkPoint",
     "enumerate_points",
@@ -40,10 +40,10 @@ Tier: TypeAlias = Literal[0, 1, 2]
 SkipReason: TypeAlias = Literal["alignment", "stage", "linear", "unsupported", "buffer", "form", "hopeless"]
 """Why a point is not measured.
 
-``alignment``: its rows, once aligned, are none, all, or another cut's. ``stage``: it lies between measured
-cuts that are whole stages of the NPU. ``linear``: it lies between measured cuts of the GPU. ``unsupported``:
-the NPU has no form for it. ``buffer``: it exceeds the largest one. ``form``: its form was poor elsewhere.
-``hopeless``: the NPU is so much slower than the GPU that no cut can pay.
+``alignment``: its rows, once aligned, are none, all, or another split's. ``stage``: it lies between measured
+splits that are whole stages of the NPU. ``linear``: it lies between measured splits of the GPU.
+``unsupported``: the NPU has no form for it. ``buffer``: it exceeds the largest one. ``form``: its form was
+poor elsewhere. ``hopeless``: the NPU is so much slower than the GPU that no split can pay.
 """
 
 NPU_FRACTIONS: Final[Mapping[float, Tier]] = {
@@ -51,20 +51,20 @@ NPU_FRACTIONS: Final[Mapping[float, Tier]] = {
     **dict.fromkeys((0.25, 0.75, 0.875), 1),
     **dict.fromkeys((0.125, 0.375, 0.625), 2),
 }
-"""Shares of each member's rows that the NPU takes in a cut, and from which tier on they are measured."""
+"""Shares of each member's rows that the NPU takes in a split, and the first tier that measures them."""
 
-BLOCK_FRACTIONS: Final[Mapping[float, Tier]] = {
+FFN_FRACTIONS: Final[Mapping[float, Tier]] = {
     **dict.fromkeys((0.5,), 0),
     **dict.fromkeys((0.25, 0.75), 1),
     **dict.fromkeys((0.125, 0.375, 0.625, 0.875), 2),
 }
-"""Shares of a feed-forward block's width that the NPU takes in a cut, and from which tier on."""
+"""Shares of an ffn's width that the NPU takes in a split, and the first tier that measures them."""
 
 FIRST_DECODE_FRACTION: Final = 0.25
-"""Measured from the first tier on in decode, where blocks promise most and a run costs little."""
+"""Measured from the first tier on in decode, where splits of an ffn gain most and a run is short."""
 
 FFN_ACTIVATION: Final[Activation] = "silu"
-"""Of the blocks that are measured: next to three products it costs too little to measure another."""
+"""Activation of measured ffns: beside three products the choice hardly changes the time."""
 
 GPU_TOKENS: Final[Mapping[int, Tier]] = {
     **dict.fromkeys((1, 64, 256), 0),
@@ -74,8 +74,8 @@ GPU_TOKENS: Final[Mapping[int, Tier]] = {
 """Tokens at which a whole group is measured on the GPU. Up to 8 a kernel has steps of its own; above, time is
 near linear."""
 
-CUT_TOKENS: Final = (1, 64, 256)
-"""Tokens at which the default run measures cuts, and sees whether time is linear in rows."""
+SPLIT_TOKENS: Final = (1, 64, 256)
+"""Tokens at which the default run measures splits, and sees whether time is linear in rows."""
 
 NPU_FIRST_LENGTHS: Final = (1, 256)
 """Lengths that no plan can do without: decode, and a prompt."""
@@ -83,8 +83,8 @@ NPU_FIRST_LENGTHS: Final = (1, 256)
 LONGEST_DEFAULT: Final = 1024
 """Length above which the NPU is left to the full grid: time grows with length there."""
 
-LONGEST_DEFAULT_BLOCK: Final = 512
-"""The same for feed-forward blocks, three times as large as most groups."""
+LONGEST_DEFAULT_FFN: Final = 512
+"""The same for an ffn, three times as large as most groups."""
 
 STAGE_ROWS: Final = 32
 """Output rows of a tile of the NPU: between multiples of it time moves in whole stages
@@ -92,8 +92,8 @@ STAGE_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Cuts:
-    """The cuts of a group: the NPU's rows with their tiers, and how many were not taken and why."""
+class _Splits:
+    """The splits of a group: the NPU's rows with their tiers, and the numbers of splits left out."""
 
     tiers: Mapping[tuple[int, ...], Tier]
     unaligned: int = 0
@@ -101,7 +101,7 @@ class _Cuts:
 
 
 @dataclass(slots=True)
-class Skipped:
+class SkippedPoints:
     """Numbers of points left out, by reason."""
 
     counts: Counter[SkipReason] = field(default_factory=Counter)
@@ -126,13 +126,13 @@ class WorkPoint:
     """A point to measure.
 
     Args:
-        part: Where.
-        point: What.
-        tier: How much it is needed.
-        spec: The whole group that it is a slice of.
+        processor: The processor.
+        point: The shard.
+        tier: The tier.
+        spec: The whole group.
     """
 
-    part: Part
+    processor: Processor
     point: LinearPoint
     tier: Tier
     spec: OpSpec
@@ -140,8 +140,8 @@ class WorkPoint:
     @property
     def is_core(self) -> bool:
         """Whether a plan needs it even where time is short: a whole group, and on the NPU not the head."""
-        whole = self.point.member_rows == self.spec.member_rows and not self.point.is_block
-        return self.tier == 0 and whole and (self.part == "gpu" or self.spec.group != "head")
+        whole = self.point.member_rows == self.spec.member_rows and not self.point.is_ffn
+        return self.tier == 0 and whole and (self.processor == "gpu" or self.spec.group != "head")
 
 
 def enumerate_points(
@@ -150,72 +150,74 @@ def enumerate_points(
     *,
     cache_bytes: int,
     max_buffer_bytes: int,
-) -> tuple[list[WorkPoint], Skipped]:
+) -> tuple[list[WorkPoint], SkippedPoints]:
     """List the points of every shape, coarse ones first, each once.
 
     Args:
         shapes: The models.
-        npu: The device's NPU part, if it has one: its lengths, alignment and forms decide.
+        npu: The device's NPU, if it has one: its lengths, alignment and forms decide.
         cache_bytes: Last-level cache; models that do not fit have their weights streamed.
-        max_buffer_bytes: Largest buffer of the GPU part.
+        max_buffer_bytes: Largest buffer of the GPU.
 
     Returns:
-        The points in order of tier, then model and group, so that a run cut short covers every shape on both
-        parts; and what was left out.
+        The points in order of tier, then model and group, so that an interrupted run covers every shape on
+        both processors; and the skipped points.
     """
-    skipped = Skipped()
-    found: dict[tuple[Part, LinearPoint], WorkPoint] = {}
+    skipped = SkippedPoints()
+    found: dict[tuple[Processor, LinearPoint], WorkPoint] = {}
     for shape in shapes:
         streamed = shape.streamed(cache_bytes)
         for point in _shape_points(shape, npu, max_buffer_bytes, skipped):
             own = replace(point, point=structs.replace(point.point, streamed=streamed))
-            key = (own.part, own.point)
+            key = (own.processor, own.point)
             held = found.setdefault(key, own)
             found[key] = replace(held, tier=min(held.tier, own.tier))
     return sorted(found.values(), key=lambda point: point.tier), skipped
 
 
 def _shape_points(
-    shape: ModelShape, npu: NpuBackend | None, max_buffer_bytes: int, skipped: Skipped
+    shape: ModelShape, npu: NpuBackend | None, max_buffer_bytes: int, skipped: SkippedPoints
 ) -> Iterator[WorkPoint]:
     for spec in shape.specs:
-        cuts = _Cuts({}) if npu is None else _cuts(spec, npu.row_alignment, NPU_FRACTIONS)
-        yield from _gpu_points(spec, cuts, max_buffer_bytes, skipped)
+        splits = _Splits({}) if npu is None else _splits_of(spec, npu.row_alignment, NPU_FRACTIONS)
+        yield from _gpu_points(spec, splits, max_buffer_bytes, skipped)
         if npu is not None:
-            yield from _npu_points(spec, npu, cuts, skipped)
+            yield from _npu_points(spec, npu, splits, skipped)
     if npu is not None:
         for spec in shape.blocks:
-            yield from _block_points(spec, npu, skipped)
+            yield from _ffn_points(spec, npu, skipped)
 
 
-def _cuts(spec: OpSpec, alignment: int, fractions: Mapping[float, Tier]) -> _Cuts:
-    """Return the distinct legal cuts of a group."""
+def _splits_of(spec: OpSpec, alignment: int, fractions: Mapping[float, Tier]) -> _Splits:
+    """Return the distinct legal splits of a group."""
     tiers: dict[tuple[int, ...], Tier] = {}
-    # The lowest tier first: it keeps a cut that several fractions come down to.
+    # The lowest tier first: it keeps a split that several fractions round to.
     for fraction, tier in sorted(fractions.items(), key=lambda item: item[1]):
         rows = split_rows(spec.member_rows, fraction, alignment)
         if any(rows) and rows != spec.member_rows:
             tiers.setdefault(rows, tier)
     possible = (max(spec.member_rows) - 1) // alignment
-    return _Cuts(dict(sorted(tiers.items())), len(fractions) - len(tiers), max(0, possible - len(tiers)))
+    return _Splits(dict(sorted(tiers.items())), len(fractions) - len(tiers), max(0, possible - len(tiers)))
 
 
-def _gpu_points(spec: OpSpec, cuts: _Cuts, max_buffer_bytes: int, skipped: Skipped) -> Iterator[WorkPoint]:
-    # Packed in blocks of 64 rows a member.
+def _gpu_points(
+    spec: OpSpec, splits: _Splits, max_buffer_bytes: int, skipped: SkippedPoints
+) -> Iterator[WorkPoint]:
+    # Members are packed in multiples of 64 rows.
     packed_rows = sum(round_up(rows, 64) for rows in spec.member_rows)
     fits = spec.weight.weight_bytes(packed_rows, spec.columns) <= max_buffer_bytes
     for tokens, tier in _gpu_tokens(spec).items():
         if not fits:
-            skipped.add("buffer", 1 + len(cuts.tiers))
+            skipped.add("buffer", 1 + len(splits.tiers))
             continue
         yield WorkPoint("gpu", LinearPoint.of(spec, tokens), tier, spec)
-        skipped.add("linear", cuts.between)
-        for npu_rows, cut_tier in cuts.tiers.items():
+        skipped.add("linear", splits.between)
+        for npu_rows, split_tier in splits.tiers.items():
             if tier == 2:
                 skipped.add("linear")
                 continue
             point = LinearPoint.of(spec, tokens, member_rows=rest_rows(spec.member_rows, npu_rows))
-            own_tier = max(tier, cut_tier) if tokens in CUT_TOKENS else 2
+            own_tier = max(tier, split_tier) if tokens in SPLIT_TOKENS else 2
             yield WorkPoint("gpu", point, own_tier, spec)
 
 
@@ -227,40 +229,42 @@ def _gpu_tokens(spec: OpSpec) -> Mapping[int, Tier]:
     return tiers | {1: 0, HEAD_TOKENS: 1}
 
 
-def _npu_points(spec: OpSpec, npu: NpuBackend, cuts: _Cuts, skipped: Skipped) -> Iterator[WorkPoint]:
+def _npu_points(
+    spec: OpSpec, npu: NpuBackend, splits: _Splits, skipped: SkippedPoints
+) -> Iterator[WorkPoint]:
     lengths = [length for length in npu.standard_lengths if spec.group != "head" or length <= HEAD_TOKENS]
     # Between whole stages of the NPU time is linear in rows.
-    between = cuts.between if npu.row_alignment % STAGE_ROWS == 0 else 0
+    between = splits.between if npu.row_alignment % STAGE_ROWS == 0 else 0
     for length in lengths:
         forms = npu.forms(
             spec.weight, columns=spec.columns, length=length, integer_inputs=spec.integer_inputs
         )
         if not forms:
-            skipped.add("unsupported", 1 + len(cuts.tiers))
+            skipped.add("unsupported", 1 + len(splits.tiers))
         for form in forms:
             tier: Tier = 0 if length in NPU_FIRST_LENGTHS else 1 if length <= LONGEST_DEFAULT else 2
-            # Plans can do without the other forms, and without most of their cuts.
+            # Plans can do without the other forms, and without most of their splits.
             tier = tier if form == forms[0] else max(tier, 1)
             yield WorkPoint("npu", LinearPoint.of(spec, length, form=form), tier, spec)
-            skipped.add("alignment", cuts.unaligned)
+            skipped.add("alignment", splits.unaligned)
             skipped.add("stage", between)
-            for npu_rows, cut_tier in cuts.tiers.items():
+            for npu_rows, split_tier in splits.tiers.items():
                 point = LinearPoint.of(spec, length, member_rows=npu_rows, form=form)
-                wanted = length in CUT_TOKENS and (form == forms[0] or cut_tier == 0)
-                yield WorkPoint("npu", point, max(tier, cut_tier) if wanted else 2, spec)
+                wanted = length in SPLIT_TOKENS and (form == forms[0] or split_tier == 0)
+                yield WorkPoint("npu", point, max(tier, split_tier) if wanted else 2, spec)
 
 
-def _block_points(spec: OpSpec, npu: NpuBackend, skipped: Skipped) -> Iterator[WorkPoint]:
-    """Yield a feed-forward block's widths on the NPU; the GPU's part of a cut is operators measured apart."""
+def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterator[WorkPoint]:
+    """Yield an ffn's widths on the NPU; the GPU's shard is several operators, each measured by itself."""
     alignment = ffn_alignment(spec.weight, npu.row_alignment)
-    cuts = _cuts(spec, alignment, BLOCK_FRACTIONS)
+    splits = _splits_of(spec, alignment, FFN_FRACTIONS)
     small = split_rows(spec.member_rows, FIRST_DECODE_FRACTION, alignment)
-    widths: dict[tuple[int, ...], Tier] = {spec.member_rows: 0, **cuts.tiers}
-    between = cuts.between if alignment % STAGE_ROWS == 0 else 0
+    widths: dict[tuple[int, ...], Tier] = {spec.member_rows: 0, **splits.tiers}
+    between = splits.between if alignment % STAGE_ROWS == 0 else 0
     for length in npu.standard_lengths:
         first = length in NPU_FIRST_LENGTHS
-        whole_tier: Tier = 0 if first else 1 if length <= LONGEST_DEFAULT_BLOCK else 2
-        for rows, cut_tier in widths.items():
+        whole_tier: Tier = 0 if first else 1 if length <= LONGEST_DEFAULT_FFN else 2
+        for rows, split_tier in widths.items():
             forms = npu.ffn_forms(
                 spec.weight,
                 width=rows[0],
@@ -272,11 +276,11 @@ def _block_points(spec: OpSpec, npu: NpuBackend, skipped: Skipped) -> Iterator[W
             if not forms:
                 skipped.add("unsupported")
             elif rows == spec.member_rows:
-                skipped.add("alignment", len(forms) * cuts.unaligned)
+                skipped.add("alignment", len(forms) * splits.unaligned)
                 skipped.add("stage", len(forms) * between)
             tier: Tier = whole_tier
             if rows != spec.member_rows:
-                tier = 2 if not first else 0 if length == 1 and rows == small else cut_tier
+                tier = 2 if not first else 0 if length == 1 and rows == small else split_tier
             for form in forms:
                 # Plans can do without the other forms.
                 if form != forms[0]:

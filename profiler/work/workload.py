@@ -21,13 +21,13 @@ imported without OpenCL."""
 def split_rows(member_rows: Sequence[int], fraction: float, alignment: int) -> tuple[int, ...]:
     """Return the leading rows of each member that the NPU takes at a fraction.
 
-    Members are cut at the same fraction, rounded to the nearest multiple of the alignment. A member shorter
-    than the alignment is not cut: it stays on the GPU unless the NPU takes all.
+    Members are split at the same fraction, rounded to the nearest multiple of the alignment. A member shorter
+    than the alignment is not split: it stays on the GPU unless the NPU takes all.
 
     Args:
         member_rows: Output rows of each member.
         fraction: Share of the NPU, 0 to 1.
-        alignment: Multiple that a cut must lie on.
+        alignment: Alignment of a split, in rows.
     """
     if fraction >= 1.0:
         return tuple(member_rows)
@@ -42,10 +42,10 @@ def rest_rows(member_rows: Sequence[int], npu_rows: Sequence[int]) -> tuple[int,
 
 
 def ffn_alignment(weight: WeightFormat, row_alignment: int) -> int:
-    """Return what the NPU's width of a feed-forward block must be a multiple of, unless it is all of it.
+    """Return the multiple for the NPU's width of an ffn, unless that is the whole width.
 
-    Rows of gate and up are cut on both parts' alignments, and columns of down between pairs of blocks: the
-    4-bit zero points of a pair share a byte.
+    Rows of gate and up are split on the alignments of both processors, and columns of down between pairs of
+    blocks: the 4-bit zero points of a pair share a byte.
 
     Args:
         weight: Number format of all three linears.

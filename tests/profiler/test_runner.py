@@ -19,7 +19,7 @@ from heterollm.profiler.records import (
     GraphKey,
     LinearKey,
     LinearPoint,
-    Part,
+    Processor,
     Profile,
     Record,
 )
@@ -229,12 +229,12 @@ def test_a_run_killed_at_random_moments_is_resumed_without_loss(tmp_path: Path) 
 
 
 class Slowing:
-    parts: tuple[Part, ...] = ("gpu",)
+    processors: tuple[Processor, ...] = ("gpu",)
 
     def __init__(self) -> None:
         self.time_us = 100.0
 
-    def measure(self, part: Part) -> tuple[float, ...]:
+    def measure(self, part: Processor) -> tuple[float, ...]:
         assert part == "gpu"
         self.time_us += 10.0
         return (self.time_us,)

@@ -11,7 +11,7 @@ from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device, session
 from heterollm.profiler.measure import Task
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
-from heterollm.profiler.work import Skipped
+from heterollm.profiler.work import SkippedPoints
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 
@@ -41,7 +41,7 @@ def only_linears(monkeypatch):
     for name in ("_link_tasks", "bandwidth_tasks", "layer_tasks", "power_tasks", "_copy_tasks"):
         monkeypatch.setattr(session, name, lambda *_, **__: [])
     tasks = []
-    monkeypatch.setattr(session, "linear_tasks", lambda *_, **__: (tasks, Skipped()))
+    monkeypatch.setattr(session, "linear_tasks", lambda *_, **__: (tasks, SkippedPoints()))
     return tasks
 
 
@@ -110,6 +110,6 @@ def test_a_profile_of_the_emulator_leaves_no_graphs(device, monkeypatch, tmp_pat
     npu.close()
     assert not [record.error for record in profile.failures()]
     graphs = [record for _, record in Profile.load(path).of_kind(GraphKey)]
-    assert any(record.key.point.is_block for record in graphs)
+    assert any(record.key.point.is_ffn for record in graphs)
     assert all(record.values["size_bytes"] > 0 and record.samples_us for record in graphs)
     assert list((cache / "graphs").iterdir()) == []

@@ -16,8 +16,8 @@ from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
     CopyKey,
+    FenceKey,
     GraphKey,
-    HandOverKey,
     LaunchKey,
     LayerKey,
     LinearKey,
@@ -68,7 +68,7 @@ def test_everything_is_measured_and_labelled(found):
     assert not profile.failures()
     for kind in (
         LaunchKey,
-        HandOverKey,
+        FenceKey,
         BandwidthKey,
         ContentionKey,
         LinearKey,
@@ -102,16 +102,16 @@ def test_slices_take_what_the_model_says(found):
     soc, checked = soc_of(device), set()
     for key, record in profile.of_kind(LinearKey):
         point = key.point
-        if point.is_block or point.group == "head":
+        if point.is_ffn or point.group == "head":
             continue
-        if key.part == "gpu":
+        if key.processor == "gpu":
             work = linear_work(point.rows, point.columns, point.tokens, block=point.block)
             truth_us = gpu_time(soc, work).alone_us
         else:
             work = NpuWork(point.rows, point.columns, point.tokens, 4, point.block, point.form)
             truth_us = npu_time(soc, work).alone_us
         assert record.median_us == pytest.approx(truth_us, rel=1e-3), key
-        checked.add((key.part, point.form))
+        checked.add((key.processor, point.form))
     assert checked >= {("gpu", ""), ("npu", "matmul_nbits"), ("npu", "k_chunked")}
 
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import OptionError, ProfileError
-from heterollm.profiler import Times, compare, held_out, summarize
+from heterollm.profiler import RecordTimes, compare, held_out, summarize
 from heterollm.profiler.comparison import describe
 from heterollm.profiler.records import (
     BandwidthKey,
@@ -25,10 +25,10 @@ from heterollm.profiler.records import (
 
 
 def test_times_are_quartiles_and_a_tail():
-    times = Times.of(Record(LaunchKey("idle"), tuple(float(n) for n in range(1, 12))))
+    times = RecordTimes.of(Record(LaunchKey("idle"), tuple(float(n) for n in range(1, 12))))
     assert (times.median_us, times.low_us, times.high_us, times.high_tail_us) == (6.0, 3.5, 8.5, 10.0)
     assert times.spread_fraction == pytest.approx(5 / 6)
-    assert Times.of(Record(LaunchKey("idle"), error="x")) is None
+    assert RecordTimes.of(Record(LaunchKey("idle"), error="x")) is None
 
 
 def test_a_summary_holds_every_kind_and_is_json(sample_profile):
@@ -42,7 +42,7 @@ def test_a_summary_holds_every_kind_and_is_json(sample_profile):
     assert data["failures"] == [{"kind": "linear", "error": "The graph is too large.", "count": 1}]
     assert data["runs"][0]["left"] == 3
     whole = LinearPoint("down", (512,), 1408, 64, 4, 32)
-    row = next(row for row in summary.linear if row.part == "gpu" and row.point == whole)
+    row = next(row for row in summary.linear if row.processor == "gpu" and row.point == whole)
     assert row.gflops == pytest.approx(whole.flops / row.times.median_us / 1e3)
 
 
@@ -54,27 +54,27 @@ def test_cuts_are_told_from_whole_groups(sample_profile):
 
 def test_of_two_versions_of_a_kernel_the_later_one_counts(sample_profile):
     profile = sample_profile()
-    key, record = next((key, record) for key, record in profile.of_kind(LinearKey) if key.part == "gpu")
+    key, record = next((key, record) for key, record in profile.of_kind(LinearKey) if key.processor == "gpu")
     count = len(summarize(profile, accuracy=False).linear)
     for code, taken_s, factor in (("newer", 2e9, 5.0), ("older", 1e8, 9.0)):
         samples = tuple(factor * sample for sample in record.samples_us)
         profile.add(Record(structs.replace(key, code=code), samples, taken_s=taken_s))
     found = summarize(profile, accuracy=False).linear
     assert len(found) == count
-    times = next(row.times for row in found if (row.part, row.point) == ("gpu", key.point))
+    times = next(row.times for row in found if (row.processor, row.point) == ("gpu", key.point))
     assert times.median_us == pytest.approx(5 * record.median_us)
 
 
 def test_accuracy_has_the_model_in_use_and_the_baselines(sample_profile):
     summary = summarize(sample_profile())
     for part in ("gpu", "npu"):
-        rows = [row for row in summary.accuracy if row.score.part == part]
+        rows = [row for row in summary.accuracy if row.score.processor == part]
         assert sum(row.used for row in rows) == 1
         assert {row.score.model for row in rows if row.baseline} == {"constant_rate"}
     points = held_out(summary)
-    assert {point.part for point in points} == {"gpu", "npu"}
+    assert {point.processor for point in points} == {"gpu", "npu"}
     assert all(point.predicted_us > 0 for point in points)
-    assert all(point.known for point in points if point.part == "gpu")
+    assert all(point.known for point in points if point.processor == "gpu")
 
 
 def test_a_shape_far_from_the_others_is_outside_of_what_is_known(sample_profile):
@@ -82,7 +82,7 @@ def test_a_shape_far_from_the_others_is_outside_of_what_is_known(sample_profile)
     far = LinearPoint("down", (64000,), 64000, 64, 4, 32)
     profile.add(Record(LinearKey("gpu", far, "kernels"), (1e6,) * 5, taken_s=1e9))
     points = held_out(summarize(profile))
-    assert [point.point for point in points if point.part == "gpu" and not point.known] == [far]
+    assert [point.point for point in points if point.processor == "gpu" and not point.known] == [far]
 
 
 def test_without_linear_layers_the_reason_is_said():

@@ -143,7 +143,7 @@ def test_a_block_decides_where_its_entry_does(made):
     [
         (FfnPlacement(128, (64,), "ffn"), None, "needs an NPU"),
         (FfnPlacement(128, (64,), "ffn"), FakeNpu((1, 32)), "no graphs of 64 tokens"),
-        (FfnPlacement(96, (64,), "ffn"), FakeNpu(row_alignment=32), "a cut after 96 of 512 rows"),
+        (FfnPlacement(96, (64,), "ffn"), FakeNpu(row_alignment=32), "a split after 96 of 512 rows"),
         (FfnPlacement(128, (64,), "pieces"), FakeNpu(), "in form 'pieces' at 64 tokens"),
         (FfnPlacement(128, (64,), "ffn"), FakeNpu(widest_plain=64), "Legal forms: pieces"),
         (FfnPlacement(512, (64,), "plain"), FakeNpu(), "Legal forms: ffn"),

@@ -47,7 +47,7 @@ def test_candidates_of_a_block_are_cuts_along_its_width_and_all_of_it(made):
     assert {item.kind(block, 40) for item in found} == {"block", "npu"}
     for item in found:
         item.check(block, 40)
-        assert "block" in describe(item, block, 40)
+        assert describe(item, block, 40).startswith(("block: ", "whole ffn: "))
     assert list(candidates(block, 40, None)) == []
 
 
@@ -91,8 +91,8 @@ def test_forms_are_those_of_the_slice(made):
         (RowsPlacement((64, 64), (32,)), "placed by its width"),
         (FfnPlacement(0, (32,)), "not within 1 to 512"),
         (FfnPlacement(576, (32,)), "not within 1 to 512"),
-        (FfnPlacement(64, (16,)), "a block must cover all tokens"),
-        (FfnPlacement(512, (16,)), "a block must cover all tokens"),
+        (FfnPlacement(64, (16,)), "an ffn must cover all tokens"),
+        (FfnPlacement(512, (16,)), "an ffn must cover all tokens"),
         (FfnPlacement(64, (32, 32)), "would have no token"),
     ],
 )

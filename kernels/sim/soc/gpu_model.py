@@ -26,12 +26,12 @@ FLOAT_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
-    """What work takes while nothing else runs, in a queue that is busy.
+    """The time of work in a busy queue while nothing else runs.
 
     Args:
         alone_us: Time, without the gap before it.
         dram_bytes: Bytes moved, those of unpacked weights included.
-        bound: What takes longest.
+        bound: The resource that takes longest.
     """
 
     alone_us: float

@@ -1,8 +1,8 @@
-"""How fast two parts go on while both use the same DRAM.
+"""Speeds of two processors that use the same DRAM at once.
 
-Each asks for the bandwidth that it would take alone. While the sum is within what the memory can move, each
-gets what it asks; beyond, the memory is shared fairly: nobody gets more than it asks, and what one leaves
-the other may take. With the published numbers a GPU that reads weights and an NPU that unpacks them stay
+Each processor demands the bandwidth that it takes alone. If the memory can move the sum, both get their
+demand. Otherwise they share the memory fairly: neither gets more than its demand, and the rest of one share
+goes to the other. With the published numbers a GPU that reads weights and an NPU that unpacks them stay
 within the limit, so that decode on both moves nearly all of it. (HeteroLLM, section 3.3;
 ``docs/soc-model.md``.)
 """
@@ -75,7 +75,7 @@ def shared_rates(
 
 
 def together_us(soc: SocParameters, gpu: GpuTime, npu: NpuTime) -> tuple[float, float]:
-    """Return when each of two jobs that start at once ends; what is left after the first runs alone.
+    """Return the end times of two jobs that start together; the longer one ends alone.
 
     The NPU's fixed cost is left out: who starts the jobs knows how much of it is hidden.
 

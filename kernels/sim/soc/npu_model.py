@@ -94,7 +94,7 @@ class NpuWork:
 
 @dataclass(frozen=True, slots=True)
 class NpuTime:
-    """What a run takes while nothing else runs. The parts overlap: they add up to more than the whole.
+    """The time of a run while nothing else runs. Its stages overlap, so that their sum exceeds the whole.
 
     Args:
         alone_us: The whole, as a caller sees it.
@@ -248,7 +248,7 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
 
 
 def _crossings(work: NpuWork, token_tiles: int) -> int:
-    """How often the size of an unpacked weight crosses the chip's edge for a spilled product.
+    """Return the DRAM traffic of a spilled product, in sizes of its unpacked weight.
 
     A streamed weight is written once unpacked, and read for every tile of tokens; one of floats lies in
     memory already and its first reading is no spill. Streamed activations are read for every tile of rows,

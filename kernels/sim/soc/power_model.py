@@ -17,7 +17,7 @@ __all__ = ["EnergyRange", "Usage", "build_us", "energy", "split_joules"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the parts did during some time.
+    """The activity of the processors during an interval.
 
     Args:
         elapsed_us: The time.

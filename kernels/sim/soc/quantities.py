@@ -131,7 +131,7 @@ class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HandOverParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """What it costs until one part may use what the other wrote."""
+    """Costs of a sync, until one processor may read the other's output."""
 
     finish_us: Annotated[
         float, quantity("us", "clFinish: until the host knows that the queue is empty", 0, 1e5)
@@ -172,7 +172,7 @@ class PowerSplit(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PowerParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """Three splits of power that the published numbers cannot tell apart: they bound what is reported."""
+    """Three splits of power that the published numbers cannot tell apart: they bound reported energy."""
 
     mostly_base: PowerSplit
     balanced: PowerSplit

@@ -10,9 +10,9 @@ from msgspec import structs
 
 from heterollm.base import HeteroLLMError
 from heterollm.benchmarks import Configuration
-from heterollm.benchmarks.assemble import Loaded, Run, State, make_row
+from heterollm.benchmarks.assemble import BenchRun, Loaded, State, make_row
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.child import Measurement
+from heterollm.benchmarks.child import TimedRun
 from heterollm.benchmarks.children import ChildDiedError
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.quality import Quality
@@ -57,7 +57,7 @@ class FakeWorker:
         pool.taken += 1
         if pool.taken in pool.after:
             raise pool.after[pool.taken]
-        return Measurement(pool.times.get(label, 1000.0) + pool.taken % 3, 0.0, pool.modelled_j)
+        return TimedRun(pool.times.get(label, 1000.0) + pool.taken % 3, 0.0, pool.modelled_j)
 
     def close(self):
         self.closed = True
@@ -131,7 +131,7 @@ def make_rows():
             model_filename="/a/model",
             versions={"numpy": "2"},
         )
-        run, load = Run(setup, 0, None), Loaded(1, 5, len(times_us), None)
+        run, load = BenchRun(setup, 0, None), Loaded(1, 5, len(times_us), None)
         return make_row(asked, case, state, run, load, facts=given, quality=quality)
 
     return make

@@ -12,7 +12,7 @@ from heterollm.base import OptionError, check_folder, save_file
 from heterollm.benchmarks import append_jsonl
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts
-from heterollm.benchmarks.rows import Operator
+from heterollm.benchmarks.rows import OperatorRow
 from heterollm.cli import main
 from heterollm.profiler import summarize
 from heterollm.report import bench_page, runs_of
@@ -105,7 +105,7 @@ def test_bars_are_as_long_as_their_rates(rows):
 def test_hostile_names_are_words(make_rows, changed, read_page):
     evil = make_rows([1.0, 2.0], fields=FIELDS, error=EVIL)
     evil = changed(evil, model_filename=EVIL, model_type=EVIL, device=EVIL, plan_level=EVIL)
-    operators = (Operator(part=EVIL, operator=EVIL, time_ms=1.0),)
+    operators = (OperatorRow(part=EVIL, operator=EVIL, time_ms=1.0),)
     evil = changed(
         evil, label=EVIL, test=EVIL, time_kind=EVIL, operators=operators, notes=(EVIL,), bound=None
     )

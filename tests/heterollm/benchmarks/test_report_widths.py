@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from heterollm.base import silent
 from heterollm.benchmarks import BenchResult, DemoResult
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.demo import Workload
+from heterollm.benchmarks.demo import DemoWorkload
 from heterollm.data import bundled_model
 from heterollm.doctor import Check, Diagnosis
 from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.sim import simulated_devices
-from heterollm.planning import LoadOptions, Profiling, solve_for
+from heterollm.planning import LoadOptions, ProfilingSession, solve_for
 from heterollm.profiler import SessionOptions, summarize
 from heterollm.report import bench_reports, console, demo_report, diagnosis_report, plan_report
 from heterollm.report import profile as report_profile
@@ -54,7 +54,7 @@ def rows(make_rows):
 @pytest.fixture(scope="module")
 def solved():
     """A plan for the bundled model on a simulated phone, which takes no device and no time to profile."""
-    with Profiling("sim:snapdragon-8gen3", models=(bundled_model(),)) as profiling:
+    with ProfilingSession("sim:snapdragon-8gen3", models=(bundled_model(),)) as profiling:
         profiling.run(SessionOptions.of(quick=True, tune=False), silent)
     return solve_for(bundled_model(), LoadOptions(device="sim:snapdragon-8gen3"))
 
@@ -62,7 +62,7 @@ def solved():
 @pytest.fixture
 def reports(rows, sample_profile, solved):
     bench = BenchResult(rows, ("All models fit.",))
-    workload = Workload("TinyLlama layer", bench, ("tensor is 1.5 times as fast as gpu.",))
+    workload = DemoWorkload("TinyLlama layer", bench, ("tensor is 1.5 times as fast as gpu.",))
     checks = (
         Check("GPU", "linear f32", "1 token", "pass", 2e-14, 1e-10),
         Check("NPU", "linear w4a8 of a sliding window", "1 token", "fail", 3e-2, 1e-10, "Wrong.", "Update."),

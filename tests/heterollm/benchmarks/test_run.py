@@ -9,8 +9,8 @@ import pytest
 from heterollm.base import OptionError
 from heterollm.benchmarks import BenchOptions, Configuration, TerminatedInterrupt, expand, run_bench
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.child import Measurement
-from heterollm.benchmarks.turns import EnergyMeter, Sampler, schedule
+from heterollm.benchmarks.child import TimedRun
+from heterollm.benchmarks.turns import EnergyMeter, UndisturbedSampler, schedule
 from heterollm.data import bundled_model
 
 CASES = (Case(16, 0), Case(0, 4))
@@ -22,7 +22,7 @@ def run(fake_pool, configurations=LEVELS, cases=CASES, repetitions=3, on_row=Non
     return run_bench(
         BenchOptions(bundled_model(), tuple(configurations), cases, repetitions=repetitions, **options),
         start=fake_pool.start,
-        sampler=Sampler(meter=EnergyMeter([])),
+        sampler=UndisturbedSampler(meter=EnergyMeter([])),
         on_row=on_row,
     )
 
@@ -232,9 +232,9 @@ def test_a_disturbed_sample_is_taken_again_while_patience_lasts(monkeypatch):
 
     def ask():
         asked.append(1)
-        return Measurement(float(len(asked)), 0.0)
+        return TimedRun(float(len(asked)), 0.0)
 
-    sample, _ = Sampler(60.0, EnergyMeter([])).take(ask)
+    sample, _ = UndisturbedSampler(60.0, EnergyMeter([])).take(ask)
     assert (sample.time_us, sample.disturbed) == (2.0, False)
 
 
@@ -243,7 +243,7 @@ def test_without_patience_a_disturbed_sample_is_kept_and_marked(monkeypatch):
 
     busy = iter([0.0, 5.0])
     monkeypatch.setattr(turns, "busy_s", lambda: next(busy))
-    sample, _ = Sampler(0.0, EnergyMeter([])).take(lambda: Measurement(1.0, 0.0))
+    sample, _ = UndisturbedSampler(0.0, EnergyMeter([])).take(lambda: TimedRun(1.0, 0.0))
     assert sample.disturbed is True
 
 
@@ -255,9 +255,9 @@ def test_energy_is_read_around_a_sample(tmp_path):
 
     def ask():
         (tmp_path / "energy_uj").write_text("500000")  # it ran over
-        return Measurement(1.0, 0.0)
+        return TimedRun(1.0, 0.0)
 
-    sample, _ = Sampler(0.0, EnergyMeter([RaplCounter(tmp_path)])).take(ask)
+    sample, _ = UndisturbedSampler(0.0, EnergyMeter([RaplCounter(tmp_path)])).take(ask)
     assert sample.energy_j == pytest.approx(2.5)
 
 

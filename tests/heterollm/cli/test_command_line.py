@@ -20,7 +20,7 @@ from heterollm.cli.command_line import app
 from heterollm.engine import Sync
 from heterollm.kernels.ops import Precision
 from heterollm.report import console
-from heterollm.simulate.request import LengthChoice
+from heterollm.simulate.request import SimulatedLengthPolicy
 from heterollm.text import GenerationResult, GenerationStep
 
 TEXT = "one two three"
@@ -525,7 +525,7 @@ def test_a_value_that_no_option_takes_is_wrong_usage(run, words):
         (["generate", "m", "p", "--sync", "x"], get_args(Sync)),
         (["generate", "m", "p", "--precision", "x"], get_args(Precision)),
         (["bench", "m", "--sync", "event,x"], get_args(Sync)),
-        (["simulate", "--length-policy", "x"], get_args(LengthChoice)),
+        (["simulate", "--length-policy", "x"], get_args(SimulatedLengthPolicy)),
         (["cache", "clear", "x"], KINDS),
     ],
 )

@@ -13,7 +13,7 @@ from heterollm.kernels.device import fingerprint_of
 from heterollm.profiler.measure import Task
 from heterollm.profiler.records import BandwidthKey, Profile, Record
 from heterollm.profiler.runner import run_tasks
-from heterollm.profiler.session import Essential
+from heterollm.profiler.session import EssentialWork
 
 
 class FakeDevice:
@@ -52,7 +52,7 @@ class FakeProfiler:
         self.interrupted_at = None
         self.calls = []
         self.opened = []
-        self.essential = Essential(30.0, 23, 20.0)
+        self.essential = EssentialWork(30.0, 23, 20.0)
 
     def open_device(self, name, **threads):
         self.opened.append((name, threads))
@@ -162,7 +162,7 @@ def test_a_quick_run_is_short_and_of_one_model(run, fake):
 
 def test_a_device_on_which_a_quick_run_takes_long_is_said_before(run, fake):
     assert "What plans need" not in run("--quick")[2]
-    fake.essential = Essential(150.0, 23, 100.0)
+    fake.essential = EssentialWork(150.0, 23, 100.0)
     err = " ".join(run("--quick")[2].split())
     assert (
         "What plans need takes about 2 min 30 s on this device; 1 min 40 s of it build 23 NPU graphs." in err

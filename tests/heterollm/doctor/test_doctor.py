@@ -9,7 +9,7 @@ from heterollm.base import DeviceError, KernelError, OptionError
 from heterollm.doctor import Diagnosis, diagnose
 from heterollm.doctor import flag as doctor_flag
 from heterollm.doctor import run as doctor
-from heterollm.doctor.case import Case, run_case
+from heterollm.doctor.case import DoctorCase, run_case
 from heterollm.doctor.checks import device_cases
 from heterollm.doctor.flag import FLAG
 from heterollm.doctor.linears import AGREEMENT
@@ -232,7 +232,7 @@ def test_an_operator_that_raises_is_a_failed_check(device, monkeypatch):
 
 def test_nan_fails_and_can_be_written_as_json():
     exact = np.ones((2, 3))
-    check = run_case(Case("GPU", "norm", "", lambda: (np.full((2, 3), np.nan), exact)), "fp32")
+    check = run_case(DoctorCase("GPU", "norm", "", lambda: (np.full((2, 3), np.nan), exact)), "fp32")
     assert (check.status, check.error) == ("fail", None)
     report = Diagnosis("host", (), (check,), (), ())
     assert not report.passed
@@ -240,7 +240,7 @@ def test_nan_fails_and_can_be_written_as_json():
 
 
 def test_what_a_part_does_not_offer_is_no_failure():
-    check = run_case(Case("NPU", "linear f32", "", None), "fp16")
+    check = run_case(DoctorCase("NPU", "linear f32", "", None), "fp16")
     assert check.status == "not offered"
     assert Diagnosis("host", (), (check,), (), ()).passed
 
@@ -278,7 +278,7 @@ def test_an_unknown_device_is_an_error():
 def test_the_command_exits_1_when_a_check_fails(monkeypatch, capsys):
     from heterollm.cli import main
 
-    check = run_case(Case("GPU", "norm", "", lambda: (np.zeros((2, 3)), np.ones((2, 3)))), "fp32")
+    check = run_case(DoctorCase("GPU", "norm", "", lambda: (np.zeros((2, 3)), np.ones((2, 3)))), "fp32")
     monkeypatch.setattr("heterollm.doctor.diagnose", lambda *_, **__: Diagnosis("host", (), (check,), (), ()))
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False

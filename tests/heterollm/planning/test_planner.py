@@ -24,7 +24,7 @@ from heterollm.planning import LoadOptions, ProfiledModel, Solved, solve_for
 from heterollm.planning.planner import solve_plan, solver_of
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.predict import fitted_predictor
-from heterollm.profiler.records import HandOverKey, LinearKey, LinearPoint, Profile, Record, profile_path
+from heterollm.profiler.records import FenceKey, LinearKey, LinearPoint, Profile, Record, profile_path
 from heterollm.profiler.work import enumerate_points
 from heterollm.report.plan import _reasons
 from heterollm.solver import NpuLimits, Plan, PlanRequest, Solver, predict_pass
@@ -60,7 +60,7 @@ def cache(folder, tmp_path_factory) -> Path:
         )
         made = Profile.of(device)
         for work in points:
-            key = LinearKey(work.part, work.point, code_of(work.part))
+            key = LinearKey(work.processor, work.point, code_of(work.processor))
             made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
         made.save(profile_path(device.name, device.fingerprint()))
         fitted_predictor(made)
@@ -141,7 +141,7 @@ def test_an_unfinished_first_profile_counts_as_none(held, folder, tmp_path, monk
     begun = Profile.of(device)
     begun.runs["1.000"] = {"started_s": 1.0, "since_s": 1.0, "finished": False}
     if held != "nothing":
-        begun.add(Record(HandOverKey("sleep_poll", 300), (41.0,)))
+        begun.add(Record(FenceKey("sleep_poll", 300), (41.0,)))
     if held == "a linear layer":
         point = LinearPoint("o", (256,), 256, 32, 4, 32, form="matmul_nbits")
         begun.add(Record(LinearKey("npu", point, "graph-1"), (100.0,)))
@@ -278,7 +278,9 @@ def without(profile: Profile, *, blocks: bool = False, npu: bool = False) -> Pro
     kept = {
         key: record
         for key, record in profile.records.items()
-        if not (isinstance(key, LinearKey) and key.part == "npu" and (npu or (blocks and key.point.is_block)))
+        if not (
+            isinstance(key, LinearKey) and key.processor == "npu" and (npu or (blocks and key.point.is_ffn))
+        )
     }
     return Profile(profile.description, kept)
 
@@ -287,7 +289,7 @@ def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
     made = solved(without(profile, blocks=True), folder, context=64)
     assert (made.plan.level, made.plan.has_ffn, made.plan.uses_npu) == ("tensor", False, True)
     assert not made.notes
-    with pytest.raises(ProfileError, match="no feed-forward blocks of its NPU at precision w4a16") as caught:
+    with pytest.raises(ProfileError, match="no feed-forward networks of its NPU at") as caught:
         _ = solved(without(profile, blocks=True), folder, context=64, level="block").plan
     assert "heterollm profile MODEL --device host --precision w4a16" in caught.value.fix
 

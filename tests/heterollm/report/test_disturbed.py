@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from heterollm.planning.profiling import Profiled
+from heterollm.planning.profiling import ProfilingResult
 from heterollm.profiler import RunSummary
 from heterollm.report import console
 from heterollm.report import profile as report_profile
@@ -22,7 +22,7 @@ def test_a_disturbed_profile_says_so(sample_profile, noise, drift, said):
     profile = sample_profile(noise=noise)
     summary = RunSummary(1.0, 1.0, measured=70, drift_fraction={"gpu": 0.02, "npu": drift}, finished=True)
     shown = console.render(
-        report_profile.run_report(Profiled(profile, summary, Path("profile.json"), ("a model",)))
+        report_profile.run_report(ProfilingResult(profile, summary, Path("profile.json"), ("a model",)))
     )
     shown = " ".join(shown.split())
     assert ("Disturbed:" in shown) == bool(said)

@@ -9,7 +9,7 @@ import pytest
 
 from heterollm.base import CheckpointError, OptionError, format_duration, format_moment, parse_duration
 from heterollm.model import default_shapes, model_shape, read_config
-from heterollm.planning import Kept
+from heterollm.planning import KeptRecords
 from heterollm.profiler import RunSummary, compare, summarize
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.report import console as report
@@ -97,7 +97,7 @@ def test_words_of_a_run():
     assert skipped_words({"stage": 3, "linear": 4}) == "7 points (stage 3, linear 4)"
     ran = RunSummary(1.0, 1.0, left=2, left_out={"o on the NPU": 3, "Copies": 1})
     assert left_words(ran) == "4 measurements (o on the NPU 3, Copies 1)"
-    kept = text_of(interrupted_note(Kept(Path("profile.json"), 4, 9)))
+    kept = text_of(interrupted_note(KeptRecords(Path("profile.json"), 4, 9)))
     assert "4 measurements of this run are kept in profile.json" in kept
 
 

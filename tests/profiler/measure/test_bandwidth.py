@@ -50,4 +50,4 @@ def test_a_device_without_an_npu_measures_its_gpu() -> None:
     device = open_device("host")
     device.npu = None
     [task] = bandwidth_tasks(SharedLoad(device))
-    assert {key.part for key in task.keys if isinstance(key, BandwidthKey)} == {"gpu"}
+    assert {key.processor for key in task.keys if isinstance(key, BandwidthKey)} == {"gpu"}

@@ -148,7 +148,7 @@ def test_both_parts_are_measured_under_the_keys_that_were_announced(device, prec
     found = {record.key for record in records if isinstance(record.key, LinearKey)}
     assert found <= set(announced)
     assert len(announced) - len(found) == skipped.counts["hopeless"] <= len(announced) // 4
-    assert {key.part for key in announced} == {"gpu", "npu"}
+    assert {key.processor for key in announced} == {"gpu", "npu"}
     # A packed group serves all its cuts; one more pack fills the caches with other things.
     assert len(packed) <= len(shape.specs) + 1
     made = Profile.of(device)
@@ -178,8 +178,8 @@ def test_a_finer_tier_adds_tasks_behind_the_essential_ones(fake):
 
 def test_estimates_count_the_graphs_that_are_built(fake, device):
     shapes = [SIZES.shape("tiny")]
-    npu = [task for task in linear_tasks(fake, shapes)[0] if task.keys[0].part == "npu"]
-    gpu = [task for task in linear_tasks(fake, shapes)[0] if task.keys[0].part == "gpu"]
+    npu = [task for task in linear_tasks(fake, shapes)[0] if task.keys[0].processor == "npu"]
+    gpu = [task for task in linear_tasks(fake, shapes)[0] if task.keys[0].processor == "gpu"]
     # Static graphs: one for each point.
     assert [task.graphs for task in npu] == [len(task.keys) for task in npu]
     assert all(task.build_s > 0 for task in npu)
@@ -266,7 +266,7 @@ def test_an_npu_that_fails_half_way_costs_its_points_only(fake, clock, monkeypat
     fake.npu.fails_at = 20
     profile = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
     tasks, _ = linear_tasks(fake, [SIZES.shape("tiny")], tier=0)
-    tasks = [task for task in tasks if task.keys[0].part == "npu"]
+    tasks = [task for task in tasks if task.keys[0].processor == "npu"]
     summary = run_tasks(profile, tasks, ProfileOptions(budget_s=None))
     [failure] = profile.failures()
     assert failure.error == "The processor went away."
@@ -347,7 +347,7 @@ def test_poor_forms_are_dropped_after_two_lengths_and_counted(fake, clock, monke
         1000 * (50 if (length, form) == (32, "activation_first") else costs[form])
     )
     tasks, skipped = linear_tasks(fake, [SIZES.shape("tiny")], tier=1)
-    tasks = [task for task in tasks if task.keys[0].part == "npu"]
+    tasks = [task for task in tasks if task.keys[0].processor == "npu"]
     records = [record for task in tasks for record in task.run()]
     points = [record.key.point for record in records if isinstance(record.key, LinearKey)]
     whole = [p for p in points if p.group == "down" and p.member_rows == (128,)]
@@ -362,7 +362,7 @@ def test_poor_forms_are_dropped_after_two_lengths_and_counted(fake, clock, monke
     again, left_out = linear_tasks(fake, [SIZES.shape("tiny")], tier=1, known=known)
     npu.prepared.clear()
     for task in again:
-        if task.keys[0].part == "npu":
+        if task.keys[0].processor == "npu":
             list(task.run())
     assert {form for _, form in npu.prepared} == {"weight_first", "activation_first"}
     assert left_out.counts["form"] > skipped.counts["form"]

@@ -17,12 +17,12 @@ from heterollm.kernels.sync import LateWriter, strategies_for
 from heterollm.profiler.measure import (
     DeviceClock,
     copy_costs,
-    hand_over_latencies,
+    fence_latencies,
     launch_costs,
     links,
     npu_return_costs,
 )
-from heterollm.profiler.records import CopyKey, HandOverKey, LaunchKey, Record
+from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Record
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_a_fed_queue_goes_on_sooner_after_the_npu(device):
 
 def test_every_strategy_is_measured_for_every_kernel(device):
     offered = strategies_for(device.gpu)
-    measured = hand_over_latencies(device.gpu, kernels_us=(200, 2000), repeats=6)
-    keys = [HandOverKey(strategy, kernel) for kernel in (200, 2000) for strategy in offered]
+    measured = fence_latencies(device.gpu, kernels_us=(200, 2000), repeats=6)
+    keys = [FenceKey(strategy, kernel) for kernel in (200, 2000) for strategy in offered]
     assert [found.key for found in measured] == keys
     for found in measured:
         values, uncertainty_us = found.values, found.values["clock_uncertainty_us"]
@@ -81,10 +81,10 @@ def test_every_strategy_is_measured_for_every_kernel(device):
 
 
 def test_chosen_strategies_only(device):
-    (found,) = hand_over_latencies(device.gpu, kernels_us=(50,), strategies=("poll",), repeats=2)
-    assert found.key == HandOverKey("poll", 50)
+    (found,) = fence_latencies(device.gpu, kernels_us=(50,), strategies=("poll",), repeats=2)
+    assert found.key == FenceKey("poll", 50)
     with pytest.raises(OptionError, match="guess"):
-        hand_over_latencies(device.gpu, kernels_us=(50,), strategies=("guess",), repeats=2)
+        fence_latencies(device.gpu, kernels_us=(50,), strategies=("guess",), repeats=2)
 
 
 @pytest.mark.parametrize("coherent", [True, False])

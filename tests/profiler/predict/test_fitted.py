@@ -64,7 +64,7 @@ def test_members_without_rows_are_read_back(profile: Profile, fits: list[Profile
 def test_rows_of_no_slice_are_refused(profile: Profile, rows: object) -> None:
     data = json.loads(fitted_predictor(profile).to_json())
     data["parts"]["gpu"]["measured"][0][0]["member_rows"] = rows
-    with pytest.raises(ProfileError, match=r"measured\[0\]\[0\]\.member_rows|member_rows of a slice"):
+    with pytest.raises(ProfileError, match=r"measured\[0\]\[0\]\.member_rows|member_rows of a shard"):
         Predictor.from_json(json.dumps(data))
 
 

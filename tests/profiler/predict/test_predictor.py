@@ -17,14 +17,22 @@ from heterollm.profiler.predict import Predictor, held_out_predictions, nonnegat
 from heterollm.profiler.predict.baselines import ConstantRate
 from heterollm.profiler.predict.curves import isotonic, rising, within_stages
 from heterollm.profiler.predict.features import FEATURES, RISING, features, step_end
-from heterollm.profiler.predict.file import StoredPart
+from heterollm.profiler.predict.file import StoredProcessor
 from heterollm.profiler.predict.interpolation import Interpolation
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import choices, score
-from heterollm.profiler.records import BandwidthKey, LayerKey, LinearKey, LinearPoint, Part, Profile, Record
+from heterollm.profiler.records import (
+    BandwidthKey,
+    LayerKey,
+    LinearKey,
+    LinearPoint,
+    Processor,
+    Profile,
+    Record,
+)
 
 SHAPES = [
     ("qkv", (1024, 256, 256), 1024),
@@ -62,7 +70,9 @@ def linear_point(group, rows, columns, tokens, form="") -> LinearPoint:
     return LinearPoint(group, tuple(rows), columns, tokens, bits, block, form=form)
 
 
-def linear_record(part: Part, point: LinearPoint, time_us: float, noise: float, rng: random.Random) -> Record:
+def linear_record(
+    part: Processor, point: LinearPoint, time_us: float, noise: float, rng: random.Random
+) -> Record:
     samples = tuple(round(time_us * (1 + noise * rng.uniform(-1, 1)), 3) for _ in range(5))
     return Record(LinearKey(part, point, "code"), samples, taken_s=1.0)
 
@@ -206,9 +216,9 @@ class TestModels:
     @pytest.mark.parametrize("name", ALL_MODELS)
     def test_json_brings_back_the_same_predictions_bit_for_bit(self, fitted, name):
         model = fitted[name]
-        text = msgspec.json.encode(StoredPart.of(model, (), {}))
-        again = read(json.loads(text), StoredPart).model
-        assert msgspec.json.encode(StoredPart.of(again, (), {})) == text
+        text = msgspec.json.encode(StoredProcessor.of(model, (), {}))
+        again = read(json.loads(text), StoredProcessor).model
+        assert msgspec.json.encode(StoredProcessor.of(again, (), {})) == text
         rng = random.Random(0)
         for _ in range(300):
             point = random_point(rng)
@@ -282,13 +292,13 @@ class TestModels:
 
     @pytest.mark.parametrize("name", ALL_MODELS)
     def test_damaged_json_is_refused(self, fitted, name):
-        sound = msgspec.to_builtins(StoredPart.of(fitted[name], (), {}))
+        sound = msgspec.to_builtins(StoredProcessor.of(fitted[name], (), {}))
         rng = random.Random(7)
         for _ in range(300):
             broken = json.loads(json.dumps(sound))
             damage(broken, rng)
             try:
-                again = read(broken, StoredPart).model
+                again = read(broken, StoredProcessor).model
             except ProfileError:
                 continue
             # What is believed must still answer.
@@ -335,7 +345,7 @@ class TestPredictor:
     def test_measured_times_win(self, predictor):
         made = profile()
         for key, record in made.of_kind(LinearKey):
-            found = predictor.predict_us(key.point, key.part)
+            found = predictor.predict_us(key.point, key.processor)
             assert (found.us, found.source, found.known) == (record.median_us, "measured", True)
             assert min(record.samples_us) <= found.low_us <= found.us <= found.high_us
             assert found.high_us <= max(record.samples_us)
@@ -350,7 +360,7 @@ class TestPredictor:
             for part, form, truth in (("npu", "matmul_nbits", staged_us), ("gpu", "", gpu_us)):
                 point = linear_point("o", (rows,), columns, tokens, form)
                 found = predictor.predict_us(point, part)
-                assert found.source in ("line", predictor.parts[part].model.name)
+                assert found.source in ("line", predictor.processors[part].model.name)
                 assert found.us == pytest.approx(truth(point), rel=0.1)
                 assert found.low_us <= found.us <= found.high_us
 
@@ -359,7 +369,7 @@ class TestPredictor:
             ("npu", {"tree", "stage_linear", "constant_rate"}),
             ("gpu", {"roofline", "interpolation", "constant_rate"}),
         ):
-            held = predictor.parts[part]
+            held = predictor.processors[part]
             scores = {entry.model: entry for entry in held.scores}
             assert set(scores) == names
             used = scores[held.model.name]
@@ -422,7 +432,7 @@ class TestPredictor:
         made = profile()
         gpu_only = Profile(made.description)
         for key, record in made.of_kind(LinearKey):
-            if key.part == "gpu":
+            if key.processor == "gpu":
                 gpu_only.add(record)
         found = Predictor.fit(gpu_only)
         with pytest.raises(ProfileError, match="on the npu"):

@@ -16,8 +16,8 @@ from heterollm.base import CacheError, ProfileError
 from heterollm.profiler.records import (
     BandwidthKey,
     DriftKey,
+    FenceKey,
     GraphKey,
-    HandOverKey,
     Key,
     LayerKey,
     LinearKey,
@@ -65,7 +65,7 @@ keys: st.SearchStrategy[Key] = st.one_of(
     st.builds(LinearKey, st.sampled_from(["gpu", "npu"]), points, st.text(max_size=8)),
     st.builds(LayerKey, st.text(max_size=8), *[counts] * 6, st.text(max_size=8)),
     st.builds(BandwidthKey, st.sampled_from(["gpu", "npu"]), counts, st.booleans()),
-    st.builds(HandOverKey, st.text(max_size=8), counts),
+    st.builds(FenceKey, st.text(max_size=8), counts),
     st.builds(GraphKey, points, st.text(max_size=8)),
 )
 records = st.one_of(

@@ -25,7 +25,7 @@ from heterollm.kernels.gpu.tuning import read_table
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.tune import default_jobs, tune
 from heterollm.profiler.tune.search import search
-from heterollm.profiler.tune.trial import Checker, TuningJob, Workload, wait
+from heterollm.profiler.tune.trial import Checker, TuningJob, TuningWorkload, wait
 from heterollm.profiler.tune.tuning import candidates_for
 
 INT4 = WeightFormat(4, 32)
@@ -345,7 +345,7 @@ def test_nothing_to_tune_is_refused(runtime):
 
 @pytest.mark.usefixtures("few_candidates")
 def test_a_candidate_that_fails_on_the_real_layer_is_quarantined(runtime, monkeypatch):
-    prepare = Workload.call
+    prepare = TuningWorkload.call
 
     def call(self, parameters):
         run = prepare(self, parameters)
@@ -360,7 +360,7 @@ def test_a_candidate_that_fails_on_the_real_layer_is_quarantined(runtime, monkey
 
         return broken if parameters == ONE_ITEM else run
 
-    monkeypatch.setattr(Workload, "call", call)
+    monkeypatch.setattr(TuningWorkload, "call", call)
     (outcome,) = tune(runtime, [JOB], budget_s=900.0).outcomes
     runtime.finish()
     (record,) = outcome.quarantined

@@ -23,13 +23,13 @@ from heterollm.profiler.comparison import describe
 from heterollm.profiler.measure import gpu_timer as timer_module
 from heterollm.profiler.measure import linear_tasks
 from heterollm.profiler.measure import linears as linear_bench
-from heterollm.profiler.measure.judge import Judge
+from heterollm.profiler.measure.point_filter import PointFilter
 from heterollm.profiler.predict import CANDIDATES, Kind, Predictor, held_out_predictions
 from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.validation import choices
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import WorkPoint, enumerate_points, ffn_alignment
-from heterollm.profiler.work.points import BLOCK_FRACTIONS
+from heterollm.profiler.work.points import FFN_FRACTIONS
 from heterollm.profiler.work.workload import GPU_ROW_ALIGNMENT
 from heterollm.profiler.worth import by_worth
 from heterollm.report.page_profile import profile_page
@@ -59,7 +59,7 @@ class BlockNpu:
 def block_points(shapes, npu) -> list[WorkPoint]:
     points, _ = enumerate_points(shapes, npu, cache_bytes=0, max_buffer_bytes=LARGE)
     assert [work.tier for work in points] == sorted(work.tier for work in points)
-    return [work for work in points if work.point.is_block]
+    return [work for work in points if work.point.is_ffn]
 
 
 def block_point(width: int, tokens: int, *, columns: int = 1024, form: str = "ffn", **changes: Any):
@@ -84,7 +84,7 @@ def test_a_block_counts_its_third_linear(precision):
         assert narrow.weight_bytes == 3 * spec.weight.weight_bytes(width, spec.columns)
         assert narrow.outputs == whole.outputs == spec.columns
     plain = LinearPoint("o", (512,), 256, 4, 4, 32)
-    assert (plain.outputs, plain.flops, plain.is_block) == (512, 2 * 4 * 512 * 256, False)
+    assert (plain.outputs, plain.flops, plain.is_ffn) == (512, 2 * 4 * 512 * 256, False)
 
 
 def test_a_record_of_a_block_is_kept_and_nonsense_is_not():
@@ -115,7 +115,7 @@ def test_both_parts_alignments_are_kept():
 def test_widths_are_those_that_a_cut_can_use(alignment, block):
     shapes = default_shapes(group_size=block)
     points = block_points(shapes, BlockNpu(alignment))
-    assert {work.part for work in points} == {"npu"}
+    assert {work.processor for work in points} == {"npu"}
     assert len({work.point for work in points}) == len(points)
     for work in points:
         width, same = work.point.member_rows
@@ -129,7 +129,7 @@ def test_widths_are_those_that_a_cut_can_use(alignment, block):
     for shape in shapes:
         [spec] = shape.blocks
         widths = {work.point.member_rows[0] for work in points if work.spec == spec}
-        assert len(widths) == 1 + len(BLOCK_FRACTIONS)
+        assert len(widths) == 1 + len(FFN_FRACTIONS)
 
 
 def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
@@ -165,7 +165,7 @@ def test_blocks_are_few_next_to_the_linears():
     for tier, share in ((0, 0.4), (1, 0.3)):
         work = [found for found in points if found.tier <= tier]
         flops = {
-            kind: sum(found.point.flops for found in work if found.point.is_block is kind)
+            kind: sum(found.point.flops for found in work if found.point.is_ffn is kind)
             for kind in (True, False)
         }
         assert flops[True] < share * flops[False]
@@ -177,12 +177,12 @@ def test_a_hopeless_npu_is_told_by_the_gpus_gate_and_up():
     gate_up = LinearPoint.of(shape.layer[2], 1)
     whole, half = (LinearPoint.of(spec, 1, member_rows=(width, width), form="ffn") for width in (384, 192))
 
-    def judge(npu_us: float) -> Judge:
+    def judge(npu_us: float) -> PointFilter:
         records = [
             Record(LinearKey("gpu", gate_up, "k"), (10.0,)),
             Record(LinearKey("npu", whole, "g"), (npu_us,)),
         ]
-        return Judge({record.key: record for record in records}, comparable=True)
+        return PointFilter({record.key: record for record in records}, comparable=True)
 
     work = WorkPoint("npu", half, 0, spec)
     assert judge(20 * 15.0 + 1).objection(work) == "hopeless"
@@ -212,7 +212,7 @@ def test_blocks_are_measured_under_the_keys_that_were_announced(device, precisio
     monkeypatch.setattr(linear_bench, "FfnShard", Noted)
     shape = TINY.shape("tiny", precision, float_bits=32)
     tasks, _ = linear_tasks(device, [shape], tier=0)
-    blocks = [task for task in tasks if task.keys[0].point.is_block]
+    blocks = [task for task in tasks if task.keys[0].point.is_ffn]
     assert blocks
     records = [record for task in blocks for record in task.run()]
     measured = {record.key for record in records if isinstance(record.key, LinearKey)}
@@ -269,7 +269,9 @@ def mixed_profile(*, blocks: bool = True, linears: bool = True) -> Profile:
 
 
 def times_of(profile: Profile, part: str) -> dict[LinearPoint, float]:
-    return {key.point: record.median_us for key, record in profile.of_kind(LinearKey) if key.part == part}
+    return {
+        key.point: record.median_us for key, record in profile.of_kind(LinearKey) if key.processor == part
+    }
 
 
 @pytest.fixture(scope="module")
@@ -283,30 +285,30 @@ def test_linears_are_predicted_as_if_there_were_no_blocks(predictor):
         fitted = []
         for profile in (mixed_profile(), mixed_profile(blocks=False)):
             times = times_of(profile, "npu")
-            plain = {point: time_us for point, time_us in times.items() if not point.is_block}
+            plain = {point: time_us for point, time_us in times.items() if not point.is_ffn}
             assert plain
             fitted.append(TimeModel(model).fit(list(times), list(times.values())))
         both, alone = fitted
-        plain_kinds = [kind for kind in both.kinds if not kind.is_block]
+        plain_kinds = [kind for kind in both.kinds if not kind.is_ffn]
         assert plain_kinds == list(alone.kinds)
         for rows in (512, 3000, 9000):
             point = LinearPoint("o", (rows,), 1024, 64, 4, 32, form="matmul_nbits")
             # Samples are drawn in another order, which moves them by a few percent.
             assert both.predict(point).us == pytest.approx(alone.predict(point).us, rel=0.05)
-    assert without.parts["npu"].scores
+    assert without.processors["npu"].scores
 
 
 def test_neither_is_predicted_from_the_other():
     plain = LinearPoint("o", (512,), 1024, 64, 4, 32, form="matmul_nbits")
-    with pytest.raises(ProfileError, match="feed-forward block"):
+    with pytest.raises(ProfileError, match="feed-forward network"):
         Predictor.fit(mixed_profile(blocks=False)).predict_us(block_point(512, 64), "npu")
     fitted = Predictor.fit(mixed_profile())
-    with pytest.raises(ProfileError, match="feed-forward block"):
+    with pytest.raises(ProfileError, match="feed-forward network"):
         fitted.predict_us(block_point(512, 64), "gpu")
     # A kind of block that was not measured is like the other blocks, and said to be unknown.
     other = structs.replace(block_point(512, 64, form="ffn_int8"), integer_inputs=True)
     assert not fitted.predict_us(other, "npu").known
-    assert Kind.of(other).is_block
+    assert Kind.of(other).is_ffn
     only = Predictor.fit(mixed_profile(linears=False))
     with pytest.raises(ProfileError, match="linear layer"):
         only.predict_us(plain, "npu")
@@ -333,10 +335,10 @@ def test_between_measured_widths_time_rises_with_width(model, form):
 
 
 def test_scores_and_regret_hold_with_blocks_among_the_linears(predictor):
-    scores = {entry.model: entry for entry in predictor.parts["npu"].scores}
+    scores = {entry.model: entry for entry in predictor.processors["npu"].scores}
     assert {"stage_linear", "tree", "constant_rate"} == set(scores)
     npu, gpu = times_of(mixed_profile(), "npu"), times_of(mixed_profile(), "gpu")
-    decisions = [found for found in choices("npu", npu, gpu) if any(p and p.is_block for p, _ in found)]
+    decisions = [found for found in choices("npu", npu, gpu) if any(p and p.is_ffn for p, _ in found)]
     # One for each width and length: which form.
     assert len(decisions) == 3 * 3 * 3
     assert all({point.form for point, _ in found} == {"ffn", "ffn_k_chunked"} for found in decisions)
@@ -351,7 +353,7 @@ def test_a_lone_block_shape_is_left_out_of_the_cross_validation():
     times = times_of(profile, "npu")
     for model in CANDIDATES["npu"]:
         assert set(held_out_predictions(model, times)) == set(times) - {lone}
-    scores = Predictor.fit(profile).parts["npu"].scores
+    scores = Predictor.fit(profile).processors["npu"].scores
     assert {entry.samples for entry in scores} == {len(times) - 1}
 
 
@@ -361,7 +363,7 @@ def test_a_kept_predictor_knows_its_blocks(predictor):
         assert again.predict_us(point, "npu") == predictor.predict_us(point, "npu")
     data = json.loads(predictor.to_json())
     assert "ffn" in {point["group"] for point, _ in data["parts"]["npu"]["measured"]}
-    data["parts"]["npu"]["kinds"][0]["kind"]["is_block"] = 1
+    data["parts"]["npu"]["kinds"][0]["kind"]["is_ffn"] = 1
     with pytest.raises(ProfileError, match="damaged"):
         Predictor.from_json(json.dumps(data))
 
@@ -414,7 +416,7 @@ def test_pictures_of_linears_leave_blocks_out():
         Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0}),
     )
     for key, record in both.of_kind(LinearKey):
-        if not key.point.is_block:
+        if not key.point.is_ffn:
             plain.add(record)
     for name in ("stages", "order", "gpu"):
         assert drawn(both, name) == drawn(plain, name)
@@ -427,4 +429,4 @@ def test_a_block_is_described_by_its_width():
 
 def test_held_out_points_include_blocks():
     points = held_out(summarize(mixed_profile()))
-    assert {found.point.is_block for found in points if found.part == "npu"} == {True, False}
+    assert {found.point.is_ffn for found in points if found.processor == "npu"} == {True, False}

@@ -13,8 +13,15 @@ from heterollm.kernels.ops import GROUPS, WeightFormat
 from heterollm.model import ModelShape, default_shapes
 from heterollm.model.known import ModelSize
 from heterollm.profiler.records import LinearPoint
-from heterollm.profiler.work import HEAD_TOKENS, Skipped, WorkPoint, enumerate_points, rest_rows, split_rows
-from heterollm.profiler.work.points import CUT_TOKENS, GPU_TOKENS, NPU_FRACTIONS
+from heterollm.profiler.work import (
+    HEAD_TOKENS,
+    SkippedPoints,
+    WorkPoint,
+    enumerate_points,
+    rest_rows,
+    split_rows,
+)
+from heterollm.profiler.work.points import GPU_TOKENS, NPU_FRACTIONS, SPLIT_TOKENS
 
 LARGE = 1 << 40
 TINY = ModelSize(128, 384, 2, 4, 2, 512, True, 32, 2048)
@@ -39,7 +46,7 @@ class StatedNpu:
         return ()
 
 
-def points_of(shapes, npu, cache_bytes=0, max_buffer_bytes=LARGE) -> tuple[list[WorkPoint], Skipped]:
+def points_of(shapes, npu, cache_bytes=0, max_buffer_bytes=LARGE) -> tuple[list[WorkPoint], SkippedPoints]:
     return enumerate_points(shapes, npu, cache_bytes=cache_bytes, max_buffer_bytes=max_buffer_bytes)
 
 
@@ -66,25 +73,25 @@ def test_cuts_lie_on_the_alignment_and_keep_members_together(seed):
 def test_every_point_is_one_that_a_plan_can_use(alignment, precision):
     shapes = default_shapes(precision)
     points, _ = points_of(shapes, StatedNpu(alignment, ("weight_first", "conv_1x1")))
-    assert len({(work.part, work.point) for work in points}) == len(points)
+    assert len({(work.processor, work.point) for work in points}) == len(points)
     cuts: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
     for work in points:
         point, spec = work.point, work.spec
         assert (point.group, point.columns, point.weight) == (spec.group, spec.columns, spec.weight)
         assert point.integer_inputs == (precision == "w4a8")
         assert point.tokens <= HEAD_TOKENS or point.group != "head"
-        own = point.member_rows if work.part == "npu" else rest_rows(spec.member_rows, point.member_rows)
+        own = point.member_rows if work.processor == "npu" else rest_rows(spec.member_rows, point.member_rows)
         whole = zip(own, spec.member_rows, strict=True)
         assert all(rows % alignment == 0 or rows == of for rows, of in whole)
         assert any(point.member_rows)
-        if work.part == "npu":
+        if work.processor == "npu":
             assert point.tokens in STANDARD_LENGTHS
             assert point.form
         else:
             assert point.tokens in GPU_TOKENS
             assert not point.form
         if point.member_rows != spec.member_rows:
-            cuts.setdefault((spec, work.part), set()).add(own)
+            cuts.setdefault((spec, work.processor), set()).add(own)
     for (spec, part), found in cuts.items():
         assert found == cuts[spec, "npu" if part == "gpu" else "gpu"], "the parts' rows must fit together"
 
@@ -95,16 +102,16 @@ def test_the_coarse_points_come_first_and_cover_every_shape():
     assert tiers == sorted(tiers)
     assert set(tiers) == {0, 1, 2}
     essential = [work for work in points if work.tier == 0]
-    covered = {(work.part, work.spec) for work in essential}
+    covered = {(work.processor, work.spec) for work in essential}
     assert covered == {
         (part, spec) for shape in default_shapes() for spec in shape.specs for part in ("gpu", "npu")
     }
     assert {work.point.form for work in essential} == {"", "matmul_nbits"}
     # Five sizes and more of each group, where linearity is looked for.
-    default = [work for work in points if work.tier <= 1 and work.part == "gpu"]
+    default = [work for work in points if work.tier <= 1 and work.processor == "gpu"]
     for shape in default_shapes():
         for spec in shape.specs:
-            for tokens in CUT_TOKENS:
+            for tokens in SPLIT_TOKENS:
                 sizes = {w.point.rows for w in default if w.spec == spec and w.point.tokens == tokens}
                 assert len(sizes) >= 5 or (spec.group == "head" and tokens > 1)
 
@@ -130,7 +137,7 @@ def test_what_is_left_out_is_counted_by_reason():
     assert unsupported.counts["unsupported"] == missing
 
     points, small = points_of([shape], StatedNpu(256), max_buffer_bytes=1000)
-    assert {work.part for work in points} == {"npu"}
+    assert {work.processor for work in points} == {"npu"}
     tokens = len(GPU_TOKENS)
     head_tokens = sum(count <= HEAD_TOKENS for count in GPU_TOKENS)
     assert small.counts["buffer"] == tokens * sum(1 + count for count in cuts.values()) + head_tokens * 4
@@ -138,7 +145,7 @@ def test_what_is_left_out_is_counted_by_reason():
 
 def test_a_device_without_an_npu_has_whole_groups_on_its_gpu():
     points, skipped = points_of([TINY.shape("tiny")], None)
-    assert {work.part for work in points} == {"gpu"}
+    assert {work.processor for work in points} == {"gpu"}
     assert all(work.point.member_rows == work.spec.member_rows for work in points)
     assert skipped.total == 0
 

@@ -7,45 +7,46 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from heterollm.profiler.records import Key, LinearKey, LinearPoint, Part, Record
+from heterollm.profiler.records import Key, LinearKey, LinearPoint, Processor, Record
 from heterollm.profiler.work import SkipReason, WorkPoint
 
-__all__ = ["Judge"]
+__all__ = ["PointFilter"]
 
 POOR_FACTOR: Final = 2.0
 POOR_LENGTHS: Final = 2
 HOPELESS_FACTOR: Final = 20.0
-"""At it the best cut saves a twentieth of the GPU's time, at most."""
+"""At this factor the best split saves at most a twentieth of the GPU's time."""
 
 
-class Judge:
+class PointFilter:
     """Skips points of the NPU that timings of whole groups rule out.
 
-    A form is poor that is slower than twice the best at two lengths. A cut is hopeless where the whole group
-    takes the NPU so many times the GPU's time that its share could not save what a hand-over costs.
+    A form is poor if it takes more than twice the time of the best form at two lengths. A split is hopeless
+    if the NPU takes so many times the GPU's time for the whole group that its shard cannot save the cost of a
+    sync.
 
     Args:
-        known: What was measured before.
-        comparable: Whether the times of both parts are real.
+        known: Earlier measurements.
+        comparable: Whether the times of both processors are real.
     """
 
     def __init__(self, known: Mapping[Key, Record], *, comparable: bool) -> None:
         self._comparable = comparable
-        self._times_us: dict[tuple[Part, LinearPoint], dict[int, dict[str, float]]] = {}
+        self._times_us: dict[tuple[Processor, LinearPoint], dict[int, dict[str, float]]] = {}
         for record in known.values():
             self.learn(record)
 
     def learn(self, record: Record) -> None:
-        """Take note of a measurement; failed ones say nothing."""
+        """Take note of a measurement; failed ones are ignored."""
         key = record.key
         if isinstance(key, LinearKey) and not record.failed:
-            lengths = self._times_us.setdefault((key.part, replace(key.point, tokens=0, form="")), {})
+            lengths = self._times_us.setdefault((key.processor, replace(key.point, tokens=0, form="")), {})
             time_us = record.values.get("cycles", record.median_us)
             lengths.setdefault(key.point.tokens, {})[key.point.form] = time_us
 
     def objection(self, work: WorkPoint) -> SkipReason | None:
-        """Return why a point is left out; None where it is to be measured."""
-        if work.part == "gpu":
+        """Return the reason to skip a point; None to measure it."""
+        if work.processor == "gpu":
             return None
         form, tokens = work.point.form, work.point.tokens
         whole = replace(work.point, member_rows=work.spec.member_rows, tokens=0, form="")
@@ -63,7 +64,7 @@ class Judge:
         return None
 
     def _gpu_us(self, whole: LinearPoint, tokens: int) -> float | None:
-        """Return the GPU's time; of a block, that of gate and up for as many weights."""
-        plain = replace(whole, group="gate_up") if whole.is_block else whole
+        """Return the GPU's time; for an ffn, that of gate and up scaled to as many weights."""
+        plain = replace(whole, group="gate_up") if whole.is_ffn else whole
         time_us = self._times_us.get(("gpu", plain), {}).get(tokens, {}).get("")
         return None if time_us is None else time_us * whole.weight_bytes / plain.weight_bytes
