@@ -183,6 +183,7 @@ PLAIN_ROOMS = (
     "solver",
     "heterollm/planning",
     *(f"profiler/{room}" for room in ("measure", "records", "tune", "work")),
+    *(f"heterollm/{room}" for room in ("benchmarks", "cli", "doctor", "report", "simulate")),
 )
 """Rooms whose docstrings follow the section "English" of CONTRIBUTING.md; the list grows by room."""
 

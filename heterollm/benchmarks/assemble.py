@@ -40,11 +40,11 @@ class State:
     """Results so far of a test with a configuration.
 
     Args:
-        samples: In the order of the rounds.
+        samples: Samples in the order of the rounds.
         fields: Fields of the row from the engine.
-        traced: Fields of the row from its trace.
         error: Why there are no more samples.
-        test_time: When the first was taken.
+        test_time: Time of the first sample.
+        traced: Fields of the row from its trace.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -65,13 +65,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Loads of the model behind a test, and the samples that were asked for.
+    """Loads of the model of a test, and the requested samples.
 
     Args:
         loads: Number of times that the model was loaded.
         memory_bytes: Memory of the model.
-        repetitions: Samples that were asked for.
-        interrupted: Why there are fewer.
+        repetitions: Requested samples.
+        interrupted: Why there are fewer samples.
     """
 
     loads: int
@@ -85,7 +85,7 @@ def run_of(model: str, seed: int) -> Run:
 
     Args:
         model: Name of the checkpoint; published rows do not show its folder.
-        seed: Of the token ids.
+        seed: Seed of the token ids.
     """
     setup = Setup(
         build_commit=commit_of(Path(__file__).resolve().parent),
@@ -111,11 +111,11 @@ def make_row(
     """Return the row of a test with a configuration.
 
     Args:
-        configuration: How it ran.
+        configuration: The configuration.
         case: The test.
         state: Its results.
         run: Common fields of all rows.
-        load: Loads of the model, and the samples that were asked for.
+        load: Loads of the model, and the requested samples.
         facts: The engine's facts; None if it never loaded.
         quality: Distance of its logits from the reference's.
     """
@@ -186,7 +186,7 @@ def _rates(given: FoundFields, samples: Sequence[Sample]) -> Rates | None:
 
 
 def _reasons(given: FoundFields, facts: Facts | None, quality: Quality | None) -> dict[str, str]:
-    """Return why fields are missing."""
+    """Return reasons for missing fields."""
     reasons = dict(given.get("reasons", {}))
     if given.get("traced_ms") is None:
         reasons |= dict.fromkeys(TRACED, "Not traced.")

@@ -1,8 +1,8 @@
-"""Finds engines other than heterollm itself.
+"""Finds and opens engines.
 
 A plug-in is an entry point of the group ``heterollm.engines``: a callable that takes a ``Job`` and returns a
-``BenchEngine``, both of :mod:`heterollm.benchmarks.engine`. Those of a checkout's ``bench/engines`` are found
-without being installed, by the entry points in its ``pyproject.toml``.
+``BenchEngine``, both of :mod:`heterollm.benchmarks.engine`. The plug-ins of a checkout's ``bench/engines``
+need no installation: the entry points in its ``pyproject.toml`` name them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.base import DeviceError, OptionError
 
-__all__ = ["check_engine", "load_plugin"]
+if TYPE_CHECKING:
+    from heterollm.benchmarks.engine import BenchEngine, Job
+
+__all__ = ["check_engine", "load_plugin", "open_engine"]
 
 GROUP: Final = "heterollm.engines"
 CHECKOUT: Final = Path(__file__).resolve().parents[2] / "bench" / "engines"
@@ -32,10 +35,24 @@ def check_engine(name: str) -> None:
     names = ("self", *_plugins())
     if name not in names:
         raise OptionError(
-            f"There is no engine {name!r:.80} here; there is {', '.join(names)}.",
+            f"There is no engine {name!r:.80} here; known engines: {', '.join(names)}.",
             fix="llama.cpp and transformers are in the project's repository: run "
             "`pip install ./bench/engines` in a clone of it.",
         )
+
+
+def open_engine(job: Job) -> BenchEngine:
+    """Load a model with the engine of a job.
+
+    Raises:
+        HeteroLLMError: There is no such engine, or it cannot load the model.
+    """
+    if job.configuration.engine == "self":
+        from heterollm.benchmarks.engine_self import SelfEngine
+
+        return SelfEngine(job)
+    engine: BenchEngine = load_plugin(job.configuration.engine)(job)
+    return engine
 
 
 def load_plugin(name: str) -> Callable[..., Any]:

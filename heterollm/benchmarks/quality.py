@@ -1,4 +1,4 @@
-"""Compares logits with those of a reference, so that no engine is fast by computing wrong results."""
+"""Compares logits with a reference, so that no engine is fast by wrong results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECODED_TOKENS: Final = 8
 EXACT_DB: Final = 90.0
 HALF_DB: Final = 45.0
 ROUNDED_DB: Final = 28.0
-"""The gates of this project for logits: float32, half, inputs rounded to int8."""
+"""Gates for logits: float32, half, inputs rounded to int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Quality:
         reference: Label of the reference.
         logits_sqnr_db: Signal to noise in decibels; infinite for equal ones.
         gate_db: Least ratio that passes.
-        top_1_agreement: Fraction of the positions at which both take the same token.
+        top_1_agreement: Fraction of positions with the same likeliest token.
     """
 
     reference: str
@@ -43,7 +43,7 @@ class Quality:
 
     @property
     def passed(self) -> bool:
-        """Whether the gate is reached."""
+        """Whether the logits reach the gate."""
         return self.logits_sqnr_db >= self.gate_db
 
     def check(self) -> LogitsCheck:
@@ -59,7 +59,7 @@ class Quality:
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
-    """Return the signal to noise ratio against a reference, in decibels; 0 where some are not finite."""
+    """Return the signal to noise ratio against a reference, in decibels; 0 if some values are not finite."""
     exact = reference.astype(np.float64)
     noise = float(np.sum((values.astype(np.float64) - exact) ** 2))
     if not math.isfinite(noise):
@@ -72,12 +72,12 @@ def judge(
 ) -> dict[Configuration, Quality]:
     """Compare the logits of configurations that compute with the same weights.
 
-    The reference of each set of weights is an exact engine if one takes part, else the first ``gpu`` without
-    rounded inputs, else the first level without, else the first.
+    The reference for each set of weights is an exact engine if there is one, else the first ``gpu`` without
+    rounded inputs, else the first such level, else the first configuration.
 
     Args:
-        logits: ``[positions, vocab]`` of each.
-        facts: The engine's facts of each.
+        logits: Logits ``[positions, vocab]`` of each.
+        facts: Facts of each one's engine.
     """
     found: dict[Configuration, Quality] = {}
     for weights in dict.fromkeys(map(_weights, logits)):

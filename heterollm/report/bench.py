@@ -1,4 +1,4 @@
-"""Benches on the terminal: rows, bars, what bounds each phase, and a verdict."""
+"""Benches on the terminal: rows, bars, the bound of each phase, and a verdict."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bench_report(result: BenchResult) -> RenderableType:
 
 
 def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
-    """Return the reports of some runs, which did not share rounds."""
+    """Return the reports of several runs; their samples did not take turns."""
     parts: list[RenderableType] = []
     for place, result in enumerate(results):
         if len(results) > 1:
@@ -74,7 +74,7 @@ def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
 
 
 def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
-    """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
+    """Return the rows of one test, with their ratios to ``gpu`` on all cores if the run has that row."""
     made = section_table(rates_section(rows, title))
     for place, row in enumerate(rows):
         if row.times.median_ts is None or row.quality.quality_passed is False:

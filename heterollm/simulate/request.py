@@ -24,8 +24,8 @@ PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
 
 LengthChoice: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 LENGTH_CHOICES: Final[tuple[LengthChoice, ...]] = get_args(LengthChoice)
-"""How ``npu`` and ``layer`` run lengths without a graph; ``online`` builds the exact one in the prompt's
-time."""
+"""Policies of ``npu`` and ``layer`` for lengths without a graph; ``online`` builds the exact graph in the
+prompt's time."""
 
 SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
 SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {

@@ -5,9 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from heterollm.base import silent
 from heterollm.benchmarks import BenchResult, DemoResult
@@ -47,7 +47,10 @@ def rows(make_rows):
     prefill = [make_rows([1e5, 1e5, 1.1e5], plan_level=level, fields=FIELDS) for level in levels]
     prefill.append(make_rows([5e4] * 3, plan_level="gpu", threads=(2, 0), baseline=True))
     decode = [make_rows([1e4] * 3, Case(0, 8), plan_level=level, fields=FIELDS) for level in levels]
-    return tuple(replace(row, samples_disturbed=(True, False, None)) for row in (*prefill, *decode))
+    marks = (True, False, None)
+    return tuple(
+        replace(row, times=replace(row.times, samples_disturbed=marks)) for row in (*prefill, *decode)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,9 @@ def test_what_the_model_gets_wrong_is_said(committed):
     }
     off = {name for name, how in wrong.items() if how.startswith("off")}
     assert "online-prepare over tensor level, 525 tokens, 8B" in off
-    assert {f"fast over driver's hand-overs, decode, {name}" for name in ("7B", "3B", "InternLM-1.8B")} <= off
+    assert {
+        f"fast over driver's synchronisation, decode, {name}" for name in ("7B", "3B", "InternLM-1.8B")
+    } <= off
     assert len(wrong) == 11
     page = PAGE.read_text("utf-8")
     assert all(f"| {how} |" in page for how in wrong.values())
