@@ -16,7 +16,6 @@ import heterollm
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.conditions import commit_of, processor_name, versions
 from heterollm.benchmarks.engine import Facts, FoundFields
-from heterollm.benchmarks.quality import Quality
 from heterollm.benchmarks.rows import (
     Account,
     BenchRow,
@@ -106,7 +105,7 @@ def make_row(
     load: Loaded,
     *,
     facts: Facts | None,
-    quality: Quality | None,
+    quality: LogitsCheck | None,
 ) -> BenchRow:
     """Return the row of a test with a configuration.
 
@@ -138,7 +137,7 @@ def make_row(
         times=times_of(state.samples, case.tokens),
         account=_account(given, state.samples, load, facts),
         trace=msgspec.convert(traced, TraceTimes),
-        quality=LogitsCheck() if quality is None else quality.check(),
+        quality=quality or LogitsCheck(),
         error=state.error,
         interrupted=load.interrupted,
         notes=notes,
@@ -185,13 +184,13 @@ def _rates(given: FoundFields, samples: Sequence[Sample]) -> Rates | None:
     return achieved(Work(given["read_bytes"], given["flops"]), middle_us, ceilings)
 
 
-def _reasons(given: FoundFields, facts: Facts | None, quality: Quality | None) -> dict[str, str]:
+def _reasons(given: FoundFields, facts: Facts | None, quality: LogitsCheck | None) -> dict[str, str]:
     """Return reasons for missing fields."""
     reasons = dict(given.get("reasons", {}))
     if given.get("traced_ms") is None:
         reasons |= dict.fromkeys(TRACED, "Not traced.")
     if facts is not None and not facts.computes:
         reasons["logits_sqnr_db"] = "This simulated device computes no values."
-    if quality is not None and quality.check().logits_sqnr_db is None:
+    if quality is not None and quality.logits_sqnr_db is None:
         reasons["logits_sqnr_db"] = "The logits equal the reference's to the last bit."
     return reasons

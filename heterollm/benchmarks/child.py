@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import BenchEngine, Facts, FoundFields, Ids, Job
-from heterollm.benchmarks.plugins import open_engine
+from heterollm.benchmarks.engines import open_engine
 
 __all__ = ["Measurement", "Model", "random_ids"]
 

@@ -1,4 +1,4 @@
-"""Finds and opens engines.
+"""Finds engines other than heterollm itself.
 
 A plug-in is an entry point of the group ``heterollm.engines``: a callable that takes a ``Job`` and returns a
 ``BenchEngine``, both of :mod:`heterollm.benchmarks.engine`. The plug-ins of a checkout's ``bench/engines``
@@ -12,14 +12,11 @@ import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from heterollm.base import DeviceError, OptionError
 
-if TYPE_CHECKING:
-    from heterollm.benchmarks.engine import BenchEngine, Job
-
-__all__ = ["check_engine", "load_plugin", "open_engine"]
+__all__ = ["check_engine", "load_plugin"]
 
 GROUP: Final = "heterollm.engines"
 CHECKOUT: Final = Path(__file__).resolve().parents[2] / "bench" / "engines"
@@ -39,20 +36,6 @@ def check_engine(name: str) -> None:
             fix="llama.cpp and transformers are in the project's repository: run "
             "`pip install ./bench/engines` in a clone of it.",
         )
-
-
-def open_engine(job: Job) -> BenchEngine:
-    """Load a model with the engine of a job.
-
-    Raises:
-        HeteroLLMError: There is no such engine, or it cannot load the model.
-    """
-    if job.configuration.engine == "self":
-        from heterollm.benchmarks.engine_self import SelfEngine
-
-        return SelfEngine(job)
-    engine: BenchEngine = load_plugin(job.configuration.engine)(job)
-    return engine
 
 
 def load_plugin(name: str) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +13,7 @@ from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.rows import LogitsCheck
 
-__all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "Quality", "judge", "sqnr_db"]
+__all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "judge", "sqnr_db"]
 
 PROMPT_TOKENS: Final = 64
 DECODED_TOKENS: Final = 8
@@ -23,39 +22,6 @@ EXACT_DB: Final = 90.0
 HALF_DB: Final = 45.0
 ROUNDED_DB: Final = 28.0
 """Gates for logits: float32, half, inputs rounded to int8."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Distance of a configuration's logits from the reference's.
-
-    Args:
-        reference: Label of the reference.
-        logits_sqnr_db: Signal to noise in decibels; infinite for equal ones.
-        gate_db: Least ratio that passes.
-        top_1_agreement: Fraction of positions with the same likeliest token.
-    """
-
-    reference: str
-    logits_sqnr_db: float
-    gate_db: float
-    top_1_agreement: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the logits reach the gate."""
-        return self.logits_sqnr_db >= self.gate_db
-
-    def check(self) -> LogitsCheck:
-        """Return the record of a row."""
-        finite = math.isfinite(self.logits_sqnr_db)
-        return LogitsCheck(
-            quality_reference=self.reference,
-            logits_sqnr_db=self.logits_sqnr_db if finite else None,
-            quality_gate_db=self.gate_db,
-            top_1_agreement=self.top_1_agreement,
-            quality_passed=self.passed,
-        )
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
@@ -69,7 +35,7 @@ def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
 
 def judge(
     logits: Mapping[Configuration, NDArray[Any]], facts: Mapping[Configuration, Facts]
-) -> dict[Configuration, Quality]:
+) -> dict[Configuration, LogitsCheck]:
     """Compare the logits of configurations that compute with the same weights.
 
     The reference for each set of weights is an exact engine if there is one, else the first ``gpu`` without
@@ -79,16 +45,21 @@ def judge(
         logits: Logits ``[positions, vocab]`` of each.
         facts: Facts of each one's engine.
     """
-    found: dict[Configuration, Quality] = {}
+    found: dict[Configuration, LogitsCheck] = {}
     for weights in dict.fromkeys(map(_weights, logits)):
         alike = [one for one in logits if _weights(one) == weights]
         reference = min(alike, key=lambda one: (_rank(one, facts[one]), alike.index(one)))
         exact = logits[reference]
         for one in alike:
             values = logits[one]
-            same = float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1)))
-            gate = _gate_db(one, facts[one])
-            found[one] = Quality(reference.label, sqnr_db(exact, values), gate, same)
+            ratio_db, gate_db = sqnr_db(exact, values), _gate_db(one, facts[one])
+            found[one] = LogitsCheck(
+                quality_reference=reference.label,
+                logits_sqnr_db=ratio_db if math.isfinite(ratio_db) else None,
+                quality_gate_db=gate_db,
+                top_1_agreement=float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1))),
+                quality_passed=ratio_db >= gate_db,
+            )
     return found
 
 

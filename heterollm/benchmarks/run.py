@@ -19,8 +19,8 @@ from heterollm.benchmarks.child import Measurement, random_ids
 from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
-from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
-from heterollm.benchmarks.rows import BenchRow
+from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, judge
+from heterollm.benchmarks.rows import BenchRow, LogitsCheck
 from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import Sampler, schedule
 from heterollm.benchmarks.worker_pool import WorkerPool
@@ -80,7 +80,7 @@ class _Bench:
             for configuration in options.configurations
             if (configuration, case) not in options.left_out
         }
-        self.quality: dict[Configuration, Quality] = {}
+        self.quality: dict[Configuration, LogitsCheck] = {}
         self.loads: dict[Configuration, int] = dict.fromkeys(options.configurations, 0)
         self.stop: Stop | None = None
         self._warm: set[Test] = set()
@@ -335,7 +335,7 @@ def _notes(options: BenchOptions, bench: _Bench, pool: WorkerPool, folder: Path)
         f"their models take {held / GIB:.1f} GiB of {pool.memory_bytes / GIB:.1f} GiB allowed."
     ]
     if pool.in_turns:
-        notes.append("Not all models fit into this memory at once, so they were loaded in turns.")
+        notes.append("Not all models fit into this memory at once, so they were loaded again in turns.")
     for configuration in options.configurations:
         errors = [state.error or "" for (one, _), state in bench.states.items() if one == configuration]
         if any(PROFILE_COMMAND in error for error in errors):

@@ -48,16 +48,14 @@ def bench_report(result: BenchResult) -> RenderableType:
     if traced:
         parts += [Text(), section_table(traces_section(traced))]
         parts += [section_table(operators_section(row)) for row in most_telling(traced)]
-    bound = list(bounds(rows))
-    if bound:
-        parts += [Text(), Text("What bounds each phase", "bold")]
-        parts += [Text(f"• {line}") for line in bound]
-    parts += [Text(), Text("Verdict", "bold")]
-    parts += [Text(f"• {line}") for line in verdicts(rows)]
-    failed = {f"{row.label}: {row.error}": None for row in rows if row.error}
-    if failed:
-        parts += [Text(), Text("Failed", "bold red")]
-        parts += [Text(f"• {line}") for line in failed]
+    failed = dict.fromkeys(f"{row.label}: {row.error}" for row in rows if row.error)
+    for title, style, lines in (
+        ("What bounds each phase", "bold", list(bounds(rows))),
+        ("Verdict", "bold", verdicts(rows)),
+        ("Failed", "bold red", list(failed)),
+    ):
+        if lines:
+            parts += [Text(), Text(title, style), *(Text(f"• {line}") for line in lines)]
     remarks = (LEGEND, energy_words(rows), *lacking_words(rows))
     parts += [Text()] + [note(text) for text in dict.fromkeys([*result.notes, *remarks])]
     return Group(*parts)

@@ -101,7 +101,8 @@ class SimulatedRow:
             error: Why it failed.
         """
         load = request.load
-        found = {} if result is None else result.to_dict()
+        found: dict[str, Any] = {} if result is None else result.to_dict()
+        results: dict[str, Any] = {name: found.get(name) for name in RESULTS}
         return cls(
             model=request.model,
             soc=request.soc,
@@ -118,7 +119,7 @@ class SimulatedRow:
             decode_tokens=request.decode,
             error=error,
             cuts={} if result is None else result.splits,
-            **{name: found.get(name) for name in RESULTS},
+            **results,
         )
 
     def to_dict(self) -> dict[str, Any]:

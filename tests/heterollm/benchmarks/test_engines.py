@@ -12,7 +12,7 @@ from heterollm.benchmarks import Configuration, plugins
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import random_ids
 from heterollm.benchmarks.engine import Job
-from heterollm.benchmarks.plugins import open_engine
+from heterollm.benchmarks.engines import open_engine
 from heterollm.benchmarks.quality import sqnr_db
 
 ENGINES = Path(__file__).resolve().parents[3] / "bench" / "engines"

@@ -184,7 +184,7 @@ def test_frames_beside_a_game_are_told_by_phase():
         "slowdown": {"prefill": 1.05, "decode": 1.2},
     }
     row = SimulatedRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
-    table = next(table for table in paper_tables(PaperRows([row])) if "beside a game" in table.title)
+    table = next(table for table in paper_tables(PaperRows([row])) if "with a game" in table.title)
     assert [line[2:5] for line in table.rows[:2]] == [("prefill", "5.0 %", "25 %"), ("decode", "20.0 %", "")]
 
 
