@@ -398,7 +398,7 @@ def chunk_gain(limit: int) -> str:
 
 
 def driver_gains() -> str:
-    """Return the least and the most of what fast hand-overs gain in decode of the other three models."""
+    """Return the range of the gain of fast synchronisation in decode of the other three models."""
     gains = []
     for model in ("llama-2-7b", "llama-3.2-3b", "internlm2-1.8b"):
         fast, driver = (
@@ -630,7 +630,7 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
         ),
     )
     yield PAPER_MAP, f"2.2 times of the other models come out as {driver_gains()} |"
-    yield "docs/soc-model.md", f"fast hand-overs, and simulated as {driver_gains()} times."
+    yield "docs/soc-model.md", f"fast synchronisation, and simulated as {driver_gains()} times."
     most = emulated("activation_first", 32) / emulated("weight_first", 32)
     yield PAPER_MAP, f"reproduced in the emulator at `fp16` ({most:.0f} times at 32 tokens)"
 

@@ -1,12 +1,12 @@
-"""Simulates HeteroLLM's evaluation, with published numbers beside it: no time it prints was measured.
+"""Simulates HeteroLLM's evaluation and compares it with published numbers: no printed time was measured.
 
     python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
     python bench/paper.py --model llama-3-8b --jobs 2
     python bench/paper.py --from bench/results/simulated_paper.jsonl    # show the rows of a file
 
-All of it takes minutes: prefill at every level, odd lengths, decode, synchronisation, a game beside it,
-energy, what this project adds, and the plans that were chosen. File names get the word simulated where they
-lack it: rows.jsonl is written as rows.simulated.jsonl. The exit code is 1 where a case failed.
+The evaluation takes minutes: prefill at every level, odd lengths, decode, synchronisation, a game at the same
+time, energy, the additions of this project, and the chosen plans. File names get the word simulated if they
+lack it: rows.jsonl becomes rows.simulated.jsonl. The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from heterollm.simulate import SimulatedRow, run_sweep
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options; files are checked before the work."""
+    """Return the options, after a check of the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=",".join(PAPER_MODELS), help="models, with commas between them")
     parser.add_argument("--soc", default="snapdragon-8gen3", help="a simulated SoC, or the path of its YAML")
-    parser.add_argument("--jobs", type=int, default=len(allowed_cores()), help="processes; one a core")
+    parser.add_argument(
+        "--jobs", type=int, default=len(allowed_cores()), help="processes; by default one for each core"
+    )
     parser.add_argument("--cluster", choices=("dask", "ray"), help="run on a cluster instead")
     parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="show its rows")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON lines")
@@ -58,7 +60,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def simulated(
     models: Sequence[str], soc: str, jobs: int, cluster: Literal["dask", "ray"] | None = None
 ) -> list[SimulatedRow]:
-    """Simulate the evaluation, once every name is known to be one."""
+    """Simulate the evaluation, after a check of all names."""
     for name in models:
         find_model(name)
     load_soc(soc)

@@ -16,7 +16,7 @@ LENGTHS: Final = (64, 256, 1024)
 ODD_LENGTHS: Final = (135, 300, 525, 600, 1000)
 DECODE_AFTER: Final = 256
 DECODED: Final = 16
-"""Tokens whose rate is that of decoding; virtual time repeats itself, so few are enough."""
+"""Decoded tokens; virtual time repeats itself, so few are enough."""
 
 LOADS: Final = (GpuLoad(60.0, 1000.0), GpuLoad(60.0, 3000.0), GpuLoad(60.0, 6000.0))
 """Games of 60 frames a second; the paper does not state its game's GPU time a frame."""
@@ -27,13 +27,13 @@ class Way:
     """A way to run a model.
 
     Args:
-        name: What tables call it.
-        level: Of the plan.
-        every_form: Whether graphs may be of forms that the paper has not: FFN-down in pieces of its inputs.
+        name: Name in tables.
+        level: Level of the plan.
+        every_form: Whether graphs may have forms that the paper lacks, such as a k-split of FFN-down.
         length_policy: How lengths without a graph run.
-        sync: How the parts wait for each other.
+        sync: How the processors wait for each other.
         resolve: Whether the plan is solved for ``sync``.
-        left_out: Forms that the plan cannot take.
+        left_out: Graph forms that the plan cannot take.
     """
 
     name: str
@@ -73,7 +73,7 @@ PIECES: Final = Way("tensor, k-chunked", "tensor", every_form=True)
 BLOCK: Final = Way("block", "block", every_form=True, left_out=("k_chunked", "ffn_k_chunked"))
 BOTH: Final = Way("block, k-chunked", "block", every_form=True)
 OWN_WAYS: Final = (PIECES, BLOCK, BOTH)
-"""What this project adds: long rows in pieces, the feed-forward network cut as one, and both."""
+"""Additions of this project: a k-split of long rows, the feed-forward network split as a whole, and both."""
 
 ONLINE: Final = Way("online-prepare", "layer", length_policy="online")
 PIPE: Final = Way("pipe", "layer", length_policy="pipe")
@@ -112,10 +112,10 @@ def _cases_of(model: str, soc: str) -> Iterator[SimulationRequest]:
 
 
 class PaperRows:
-    """Rows by what they are of.
+    """The rows of a sweep by case.
 
     Args:
-        rows: What a sweep over :func:`paper_cases` found.
+        rows: Rows of a sweep over :func:`paper_cases`.
     """
 
     def __init__(self, rows: Sequence[SimulatedRow]) -> None:
@@ -124,7 +124,7 @@ class PaperRows:
         self._found: dict[tuple[object, ...], SimulatedRow] = {_key_of(row): row for row in rows}
 
     def get(self, model: str, prompt: int, way: Way, load: GpuLoad | None = None) -> SimulatedRow | None:
-        """Return a row; None where it is missing or failed."""
+        """Return a row; None if it is missing or failed."""
         text = None if load is None else load_text(load.frames_per_s, load.frame_us)
         key = model, prompt, way.level, way.every_form, way.left_out, way.length_policy, way.sync
         row = self._found.get((*key, way.resolve, text))
@@ -159,5 +159,5 @@ def _key_of(row: SimulatedRow) -> tuple[object, ...]:
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """Return one number over another; None where one is missing."""
+    """Return one number over another; None if one is missing."""
     return None if one is None or other is None or other == 0 else one / other

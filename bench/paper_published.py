@@ -1,7 +1,7 @@
-"""Published numbers beside the simulated ones: where each is from, and what the model made of it.
+"""Published numbers with the simulated ones: the source of each, and its use in the model.
 
 The numbers are HeteroLLM's (arXiv 2501.14794): all of section 5, and two of section 1. Its GPU-only engine is
-PPL-OpenCL, beside which the simulated level ``gpu`` stands.
+PPL-OpenCL; the simulated level ``gpu`` is compared with it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from paper_cases import (
 )
 
 Use: TypeAlias = Literal["fitted", "input", "chose a parameter", "power only", "predicted", "not simulated"]
-"""What the model made of a number: its parameters were fitted to it (``fitted``), it is a parameter
-(``input``), an assumption was chosen by it, the splits of power were made to meet it, or nothing."""
+"""Use of a number in the model: its parameters were fitted to it (``fitted``), it is a parameter (``input``),
+it chose an assumption, the power splits were made to meet it, or none."""
 
 OFF: Final = 0.15
-"""A simulated number further than this from the published one is called wrong."""
+"""A simulated number further than this from the published one counts as wrong."""
 
 Simulated: TypeAlias = Callable[[PaperRows], float | None]
 """Finds the simulated number among the rows."""
@@ -49,16 +49,16 @@ GAME: Final = LOADS[1]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published number and what stands for it among the rows.
+    """A published number and its counterpart among the rows.
 
     Args:
-        name: What it is.
-        value: As published.
-        unit: Of the value.
-        source: Where it was published.
-        use: What the model made of it.
-        simulated: Returns the same of the rows; None where they lack it.
-        remark: What to know about the comparison.
+        name: Name of the quantity.
+        value: Published value.
+        unit: Unit of the value.
+        source: Section that publishes it.
+        use: Use of the number in the model.
+        simulated: Returns the simulated number; None if the rows lack it.
+        remark: Remark on the comparison.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A published number beside the simulated one.
+    """A published number with the simulated one.
 
     Args:
-        published: The number.
-        simulated: What the model says; None where it was not simulated.
+        published: The published number.
+        simulated: The simulated number; None if it was not simulated.
     """
 
     published: Published
@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def wrong(self) -> str:
-        """What the model gets wrong: an order that is reversed, or a number off by more than 15 %."""
+        """The model's error: a reversed order, or a number off by more than 15 %; else empty."""
         if self.simulated is None:
             return ""
         if self.published.unit == "x" and (self.published.value - 1) * (self.simulated - 1) < 0:
@@ -190,7 +190,7 @@ def _decode_gbps(way: Way) -> Simulated:
 
 
 def _kept(way: Way) -> Simulated:
-    """Speed of a prompt beside a game over its speed alone."""
+    """Speed of a prompt with a game over its speed alone."""
 
     def found(rows: PaperRows) -> float | None:
         row = rows.get(LLAMA_8B, DECODE_AFTER, way, GAME)
@@ -211,7 +211,7 @@ def _game_over_layer(rows: PaperRows) -> float | None:
 
 
 def _frames(way: Way) -> Simulated:
-    """Frames of the game that are drawn in time, of those that are due, beside a prompt, in percent."""
+    """Frames of the game that are drawn in time during a prompt, in percent of those that are due."""
 
     def found(rows: PaperRows) -> float | None:
         row = rows.get(LLAMA_8B, DECODE_AFTER, way, GAME)
@@ -360,7 +360,7 @@ PUBLISHED: Final = (
         ),
         ("GPU alone in decode, 8B", 43.3, "GB/s", _decode_gbps(GPU), ""),
         (
-            "both parts in decode, 8B",
+            "both processors in decode, 8B",
             59.1,
             "GB/s",
             _decode_gbps(TENSOR),
@@ -394,7 +394,7 @@ PUBLISHED: Final = (
             "",
         ),
         (
-            "prefill 256, tensor level, 8B, driver's hand-overs",
+            "prefill 256, tensor level, 8B, driver's synchronisation",
             196.44,
             "tok/s",
             lambda rows: rows.prefill(LLAMA_8B, 256, DRIVER),
@@ -405,7 +405,7 @@ PUBLISHED: Final = (
         "5.4",
         "chose a parameter",
         (
-            "fast over driver's hand-overs, decode, 8B",
+            "fast over driver's synchronisation, decode, 8B",
             4.01,
             "x",
             _decodes(LLAMA_8B, TENSOR, DRIVER),
@@ -416,21 +416,21 @@ PUBLISHED: Final = (
         "5.4",
         "predicted",
         (
-            "fast over driver's hand-overs, prefill, 8B, mean",
+            "fast over driver's synchronisation, prefill, 8B, mean",
             1.243,
             "x",
             _mean_faster(LLAMA_8B, TENSOR, DRIVER),
             "of 64, 256 and 1024 tokens; the fit has the one of 256",
         ),
         (
-            "fast over driver's hand-overs, prefill, 7B, mean",
+            "fast over driver's synchronisation, prefill, 7B, mean",
             1.49,
             "x",
             _mean_faster(LLAMA_7B, TENSOR, DRIVER),
             "",
         ),
         (
-            "fast over driver's hand-overs, prefill, InternLM-1.8B, mean",
+            "fast over driver's synchronisation, prefill, InternLM-1.8B, mean",
             1.345,
             "x",
             _mean_faster(INTERN, TENSOR, DRIVER),
@@ -438,7 +438,7 @@ PUBLISHED: Final = (
         ),
         *(
             (
-                f"fast over driver's hand-overs, decode, {name}",
+                f"fast over driver's synchronisation, decode, {name}",
                 2.2,
                 "x",
                 _decodes(model, TENSOR, DRIVER),
@@ -458,13 +458,13 @@ PUBLISHED: Final = (
         "5.5",
         "predicted",
         (
-            "prefill 256 beside a game over alone, layer level",
+            "prefill 256 with a game over alone, layer level",
             1 - 0.0957,
             "",
             _kept(LAYER),
             "a game of 3 ms a frame here",
         ),
-        ("prefill 256 beside a game over alone, tensor level", 1 - 0.0726, "", _kept(TENSOR), "the same"),
+        ("prefill 256 with a game over alone, tensor level", 1 - 0.0726, "", _kept(TENSOR), "the same"),
         (
             "the second over the first",
             (1 - 0.0726) / (1 - 0.0957),
@@ -472,7 +472,7 @@ PUBLISHED: Final = (
             _kept_over_layer,
             "so at 1 and 6 ms a frame, too",
         ),
-        ("tensor level beside a game over layer level alone", 1.153, "x", _game_over_layer, ""),
+        ("tensor level with a game over layer level alone", 1.153, "x", _game_over_layer, ""),
         ("frames in time, layer level", 100, "%", _frames(LAYER), "published as a steady 60 a second"),
         ("frames in time, tensor level", 100, "%", _frames(TENSOR), "published as a steady 60 a second"),
         ("frames in time, GPU", 0, "%", _frames(GPU), "published as dropping to zero"),

@@ -41,44 +41,41 @@ Written by `bench/paper.py`; the rows are in `bench/results/simulated_paper.json
 python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
 ```
 
-**Nothing here was measured.** Every number but those called published comes from the model of a SoC that
-[soc-model.md](soc-model.md) describes, on a virtual clock. [simulation.md](simulation.md) says what is
-approximated. Weights are W4A16 in blocks of 128, head included, as in the paper. Each case has a plan that
-is solved for exactly its prompt, from a profile without noise.
+**Nothing here was measured.** Except for the published numbers, every number comes from the model of a SoC
+that [soc-model.md](soc-model.md) describes, on a virtual clock. [simulation.md](simulation.md) lists the
+approximations. Weights are W4A16 in blocks of 128, head included, as in the paper. The plan of each case is
+solved for exactly its prompt, from a profile without noise.
 """
 
-CUT_NOTE: Final = (
-    "G is the GPU, N the NPU. Cuts are NPU:GPU, `r` of output rows and `b` of a block's width in percent, "
-    "`s` of "
-    "tokens in numbers; `@` names the lengths of the NPU's graphs where they are not the prompt's; b100 "
-    "is a "
-    "whole block on the NPU. In brackets stands the form of the graphs where it is not the plain one."
+SPLIT_NOTE: Final = (
+    "G is the GPU, N the NPU. Splits are NPU:GPU: `r` of output rows and `b` of an ffn's width in percent, "
+    "`s` of tokens in numbers; `@` gives the lengths of the NPU's graphs if they differ from the prompt's; "
+    "b100 is a whole ffn on the NPU. Brackets give the graph form unless it is the plain one."
 )
 
 
 PUBLISHED_NOTES: Final = (
-    "Every number of HeteroLLM's section 5. Its GPU-only engine is PPL-OpenCL, beside which stands level "
-    "`gpu`. Fitted: the parameters were fitted to it, so that its ratio proves little; the fit runs a "
-    "chain of operators (`bench/soc_chain.py`), these rows the whole engine, which waits and submits as "
-    "well. Input: it is a parameter. Chose a parameter: it is in no fit, but an assumption was made so "
-    "that it comes out. Power only: the three splits of power were made to meet it. Predicted: the model "
-    "had not seen it. Not simulated: of another engine, or of a case that these rows lack.",
-    "Wrong: off by more than 15 %, or on the other side of 1. The reasons, as far as they are known:",
-    "- **Hand-overs by the driver, decode, and prefill of InternLM-1.8B.** The modelled cost, 1.75 ms a "
-    "cut, is what the 8B model's prefill needs (196.44 tokens a second). Operators of the other models "
-    "take less time, so they lose more here than the paper says: a cost that is the same for every cut is "
-    "refuted.",
-    "- **Online-prepare at 525 tokens.** Building is a line through the two published times. With the "
-    "simulated time of tensor level 2.24 would take more building at 525 tokens than the 2050 ms "
-    "published for 1000, so something else slows the paper's graphs of odd lengths, and the model lacks "
-    "it.",
+    "Every number of HeteroLLM's section 5. Its GPU-only engine is PPL-OpenCL; level `gpu` is compared with "
+    "it. Fitted: the parameters were fitted to this number, so its ratio proves little; the fit runs a "
+    "chain of operators (`bench/soc_chain.py`), these rows run the whole engine with its waits and "
+    "submissions. Input: the number is a parameter. Chose a parameter: the number is in no fit, but an "
+    "assumption was chosen to meet it. Power only: the three power splits were made to meet it. Predicted: "
+    "the model did not use the number. Not simulated: another engine, or a case without a row.",
+    "Wrong: off by more than 15 %, or on the other side of 1. The known reasons:",
+    "- **Synchronisation by the driver: decode, and prefill of InternLM-1.8B.** The 8B model's prefill "
+    "(196.44 tokens a second) needs the modelled cost of 1.75 ms for each split. Operators of the other "
+    "models take less time, so they lose more here than in the paper: these numbers refute an equal cost "
+    "for every split.",
+    "- **Online-prepare at 525 tokens.** The modelled build time is a line through the two published times. "
+    "With the simulated time of tensor level, 2.24 would need a longer build at 525 tokens than the 2050 ms "
+    "published for 1000. Another effect slows the paper's graphs of odd lengths, and the model lacks it.",
     "- **Power and energy.** No sum of a base, a GPU and an NPU meets the three published watts with the "
     "modelled shares of time "
-    "([soc-model.md](soc-model.md#what-is-assumed-and-what-the-model-cannot-say)).",
-    "- **Beside a game.** Layer level loses more than tensor level in the paper, and less here; frames "
-    "beside the GPU alone come in time here where none does in the paper. The game's GPU time a frame is "
-    "not published. Like power, this says that the modelled tensor level keeps the GPU too busy (54 % of "
-    "the time), and that a driver lets a frame wait for longer than one kernel.",
+    "([soc-model.md](soc-model.md#assumptions-and-limits)).",
+    "- **With a game.** Layer level loses more than tensor level in the paper, and less here; with the GPU "
+    "alone some frames are in time here, and none in the paper. The paper does not publish the game's GPU "
+    "time for each frame. Like power, this indicates that the modelled tensor level keeps the GPU too busy "
+    "(54 % of the time), and that in a driver a frame waits for more than one kernel.",
 )
 
 
@@ -150,10 +147,10 @@ def _prefill(rows: PaperRows) -> Section:
         (
             *("model", ">tokens"),
             *(f">{way.name}" for way in ways),
-            *(">tensor over gpu", ">tensor over layer", ">all of ours over tensor"),
+            *(">tensor over gpu", ">tensor over layer", ">all additions over tensor"),
         ),
         tuple(lines),
-        ("The paper's levels come first, then what this project adds to the last of them.",),
+        ("The first four levels are the paper's; the others are this project's additions to tensor level.",),
     )
 
 
@@ -181,10 +178,8 @@ def _odd(rows: PaperRows) -> Section:
         tuple(lines),
         (
             "Layer level with the graph of the exact length built while the user waits (online-prepare), "
-            "padded "
-            "to the next standard length, or in consecutive standard lengths (pipe); tensor level; and "
-            "all of "
-            "ours.",
+            "padded to the next standard length, or in consecutive standard lengths (pipe); tensor level; "
+            "all additions.",
         ),
     )
 
@@ -204,7 +199,7 @@ def _decode(rows: PaperRows) -> Section:
         )
     return Section(
         f"Simulated decode after {DECODE_AFTER} tokens, tokens a second",
-        ("model", *(f">{way.name}" for way in ways), ">tensor over gpu", ">all of ours over tensor"),
+        ("model", *(f">{way.name}" for way in ways), ">tensor over gpu", ">all additions over tensor"),
         tuple(lines),
         (f"The mean of {DECODED} tokens.",),
     )
@@ -231,10 +226,7 @@ def _sync(rows: PaperRows) -> Section:
             ">driver, solved for it",
         ),
         tuple(lines),
-        (
-            "The plan is that of fast synchronisation; in the last column it is solved for what waiting "
-            "costs.",
-        ),
+        ("The plan is solved for fast synchronisation; in the last column for the driver's waits.",),
     )
 
 
@@ -248,21 +240,21 @@ def _game(rows: PaperRows) -> Section:
                 lines.append((model, load_text(load.frames_per_s, load.frame_us), phase, *cells))
     columns = [f">{way.name}: {what}" for way in GAME_WAYS for what in ("slower", "frames in time")]
     return Section(
-        "Simulated beside a game: slowdown, and frames in time",
+        "Simulated with a game: slowdown, and frames in time",
         ("model", "game", "phase", *columns),
         tuple(lines),
         (
-            "Assumed: the GPU leaves no kernel half done. A frame waits for the kernel that runs and goes "
-            "before those that are queued; a late one is dropped once the next is due as well. In time, of "
-            "the frames that were due, are those drawn within a period. Section 5.5 "
-            "does not state the GPU's time a frame, with which slowdowns grow; the first table compares its "
-            "numbers with the game of 3 ms.",
+            "Assumptions: the GPU finishes a kernel before the next job. A frame waits for the running "
+            "kernel and precedes the queued ones; the game drops a late frame when the next is due. Frames "
+            "in time are drawn within one period, as a fraction of the frames that were due. Section 5.5 "
+            "does not state the GPU time for each frame, with which slowdowns grow; the first table "
+            "compares its numbers with the game of 3 ms.",
         ),
     )
 
 
 def _beside(row: SimulatedRow | None, phase: Literal["prefill", "decode"]) -> tuple[str, str]:
-    """Return by how much a phase was slower beside a game, and which part of the frames was in time."""
+    """Return the slowdown of a phase by a game, and the fraction of frames in time."""
     slower = None if row is None or row.slowdown is None else row.slowdown.get(phase)
     if row is None or slower is None:
         return "", ""
@@ -294,8 +286,8 @@ def _energy(rows: PaperRows) -> Section:
         ),
         tuple(lines),
         (
-            "Middle and range of three assumptions that all meet two published numbers about power, and none "
-            "the third. They are no error bars.",
+            "Middle and range of three assumptions. All meet two published numbers about power, and none "
+            "meets the third. The range is no error bar.",
         ),
     )
 
@@ -325,17 +317,14 @@ def _levers(rows: PaperRows) -> Section:
             gains = [times(speeds[way], speeds[TENSOR]) for way in OWN_WAYS]
             lines.append((model, name, *gains))
     return Section(
-        "Simulated: what each of our additions brings over tensor level",
+        "Simulated: gain of each addition over tensor level",
         ("model", "phase", *(f">{way.name}" for way in OWN_WAYS)),
         tuple(lines),
         (
-            "k-chunked: FFN-down's long rows go to the NPU in pieces of at most 4096 inputs that are "
-            "summed in "
-            "the graph. Block: the feed-forward network may be cut along its intermediate width, with one "
-            "join. "
-            "Both gain what they do because of where the model lets rows spill, which no emulator "
-            "confirms: "
-            "see [soc-model.md](soc-model.md).",
+            "k-chunked: a k-split of FFN-down's long rows, a sum over ranges of at most 4096 inputs in the "
+            "graph. Block: the feed-forward network may be split along its intermediate width, with one "
+            "join. Both gains depend on the length at which the model lets rows spill; the emulator does not "
+            "confirm it: see [soc-model.md](soc-model.md).",
         ),
     )
 
@@ -347,22 +336,22 @@ def _plans(rows: PaperRows, lengths: Sequence[int], phase: str) -> Section:
         for length in lengths:
             for way in (LAYER, TENSOR, *OWN_WAYS) if length in LENGTHS else (PADDING, *ODD_WAYS[2:]):
                 row = rows.get(model, length, way)
-                cuts = {} if row is None else row.cuts.get(phase, {})
+                splits = {} if row is None else row.cuts.get(phase, {})
                 speed = None if row is None else row.prefill_tokens_per_second
                 if phase == "decode":
                     speed = None if row is None else row.decode_tokens_per_second
-                cells = (cuts.get(group, "") for group in groups)
+                cells = (splits.get(group, "") for group in groups)
                 lines.append((model, str(length), way.name, *cells, number(speed, 1)))
     odd = "" if phase == "decode" or lengths == LENGTHS else " at odd lengths"
     return Section(
-        f"Simulated {phase}{odd}: the plans that were chosen",
+        f"Simulated {phase}{odd}: the chosen plans",
         ("model", ">tokens", "way", *groups, ">tokens a second"),
         tuple(lines),
-        (CUT_NOTE,),
+        (SPLIT_NOTE,),
     )
 
 
 def times(one: float | None, other: float | None) -> str:
-    """Return how many times as much one number is, in words for a table."""
+    """Return one number over another as text for a table."""
     found = ratio(one, other)
     return "" if found is None else f"{found:.2f}"

@@ -66,8 +66,8 @@ class LinearCase:
     seed: int = 0
 
     def __str__(self) -> str:
-        cuts = (", cut" if self.kept else "") + (", range of inputs" if self.inputs else "")
-        return f"{self.tokens} token{'s' * (self.tokens > 1)}{cuts}"
+        form = (", split" if self.kept else "") + (", range of inputs" if self.inputs else "")
+        return f"{self.tokens} token{'s' * (self.tokens > 1)}{form}"
 
     def data(self, dtype: DTypeLike) -> tuple[list[LinearWeight], NDArray[Any]]:
         """Return the weights of the members, and the activations of a type."""
@@ -138,7 +138,7 @@ class LinearCase:
 
 
 def _linears() -> tuple[LinearCase, ...]:
-    """Return every format for one token and many, whole and cut; then those whose inputs are rounded."""
+    """Return every format for one token and many, whole and split; then those with rounded inputs."""
     found = []
     for number_format in FORMATS:
         one = LinearCase(number_format, (192, 100), 256, 1)

@@ -16,7 +16,6 @@ import heterollm
 from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.conditions import commit_of, processor_name, versions
 from heterollm.benchmarks.engine import Facts, FoundFields
-from heterollm.benchmarks.quality import Quality
 from heterollm.benchmarks.rows import (
     Account,
     BenchRow,
@@ -40,11 +39,11 @@ class State:
     """Results so far of a test with a configuration.
 
     Args:
-        samples: In the order of the rounds.
+        samples: Samples in the order of the rounds.
         fields: Fields of the row from the engine.
-        traced: Fields of the row from its trace.
         error: Why there are no more samples.
-        test_time: When the first was taken.
+        test_time: Time of the first sample.
+        traced: Fields of the row from its trace.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -65,13 +64,13 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Loads of the model behind a test, and the samples that were asked for.
+    """Loads of the model of a test, and the requested samples.
 
     Args:
         loads: Number of times that the model was loaded.
         memory_bytes: Memory of the model.
-        repetitions: Samples that were asked for.
-        interrupted: Why there are fewer.
+        repetitions: Requested samples.
+        interrupted: Why there are fewer samples.
     """
 
     loads: int
@@ -85,7 +84,7 @@ def run_of(model: str, seed: int) -> BenchRun:
 
     Args:
         model: Name of the checkpoint; published rows do not show its folder.
-        seed: Of the token ids.
+        seed: Seed of the token ids.
     """
     setup = Setup(
         build_commit=commit_of(Path(__file__).resolve().parent),
@@ -106,16 +105,16 @@ def make_row(
     load: Loaded,
     *,
     facts: Facts | None,
-    quality: Quality | None,
+    quality: LogitsCheck | None,
 ) -> BenchRow:
     """Return the row of a test with a configuration.
 
     Args:
-        configuration: How it ran.
+        configuration: The configuration.
         case: The test.
         state: Its results.
         run: Common fields of all rows.
-        load: Loads of the model, and the samples that were asked for.
+        load: Loads of the model, and the requested samples.
         facts: The engine's facts; None if it never loaded.
         quality: Distance of its logits from the reference's.
     """
@@ -138,7 +137,7 @@ def make_row(
         times=times_of(state.samples, case.tokens),
         account=_account(given, state.samples, load, facts),
         trace=msgspec.convert(traced, TraceTimes),
-        quality=LogitsCheck() if quality is None else quality.check(),
+        quality=quality or LogitsCheck(),
         error=state.error,
         interrupted=load.interrupted,
         notes=notes,
@@ -185,13 +184,13 @@ def _rates(given: FoundFields, samples: Sequence[Sample]) -> Rates | None:
     return achieved(Work(given["read_bytes"], given["flops"]), middle_us, ceilings)
 
 
-def _reasons(given: FoundFields, facts: Facts | None, quality: Quality | None) -> dict[str, str]:
-    """Return why fields are missing."""
+def _reasons(given: FoundFields, facts: Facts | None, quality: LogitsCheck | None) -> dict[str, str]:
+    """Return reasons for missing fields."""
     reasons = dict(given.get("reasons", {}))
     if given.get("traced_ms") is None:
         reasons |= dict.fromkeys(TRACED, "Not traced.")
     if facts is not None and not facts.computes:
         reasons["logits_sqnr_db"] = "This simulated device computes no values."
-    if quality is not None and quality.check().logits_sqnr_db is None:
+    if quality is not None and quality.logits_sqnr_db is None:
         reasons["logits_sqnr_db"] = "The logits equal the reference's to the last bit."
     return reasons

@@ -1,7 +1,7 @@
 """Tests of a bench, in llama-bench's words, and configurations that run them.
 
 The words are those of llama-bench (https://github.com/ggml-org/llama.cpp/tree/master/tools/llama-bench):
-``pp`` is a prompt, ``tg`` tokens one by one, ``pg`` a prompt and tokens behind it, all behind ``d`` others.
+``pp`` is a prompt, ``tg`` single tokens, ``pg`` a prompt and tokens after it, all at depth ``d``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
 
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
-"""Levels at which the NPU computes whole groups, so that a length policy means something."""
+"""Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 
 Threads: TypeAlias = tuple[int, int]
-"""Threads of the GPU part and of the NPU part."""
+"""Threads of the GPU and of the NPU."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,7 +46,7 @@ class Case:
     Args:
         n_prompt: Tokens of the prompt, in one call.
         n_gen: Tokens after it, one at a time.
-        n_depth: Tokens that the session has seen before.
+        n_depth: Tokens in the KV cache before.
     """
 
     n_prompt: int
@@ -77,17 +77,14 @@ class Configuration:
 
     Args:
         engine: ``self`` or the name of a plug-in.
-        plan_level: Of heterollm: a level, ``auto``, or the file of a plan; empty for others.
-        precision: Of weights and activations; engines with one way to compute have ``w4a16`` for both
-            that have 4 bits.
-        length_policy: Of levels ``npu`` and ``layer``: how lengths without a graph run; ``auto`` elsewhere,
-            where the solver chooses or nothing is to be chosen.
-        sync: Of heterollm: how the parts wait for each other; empty for others.
-        threads: Threads of each part; other engines have as many as both together. None leaves it to the
-            device.
+        plan_level: A level, ``auto``, or the file of a plan; empty for other engines.
+        precision: Precision of weights and activations; other engines have ``w4a16`` for all 4-bit weights.
+        length_policy: How levels ``npu`` and ``layer`` run lengths without a graph; ``auto`` at other levels.
+        sync: How the processors wait for each other; empty for other engines.
+        threads: Threads of GPU and NPU; other engines get the sum. None leaves them to the device.
         device: Name of the device; empty for other engines.
         group_size: Weights that share a scale.
-        baseline: Whether the bench added it for comparison.
+        baseline: Whether the bench added the configuration for comparison.
     """
 
     engine: str = "self"
@@ -102,12 +99,12 @@ class Configuration:
 
     @property
     def n_threads(self) -> int | None:
-        """Threads of both parts together."""
+        """Threads of GPU and NPU together."""
         return None if self.threads is None else sum(self.threads)
 
     @property
     def label(self) -> str:
-        """Short name for people."""
+        """Short name for reports."""
         if self.engine != "self":
             weights = "4-bit" if self.precision == "w4a16" else self.precision
             threads = "" if self.threads is None else f", {self.n_threads} threads"
@@ -130,7 +127,7 @@ def cases_of(
     """Return the tests of a grid: prompts, tokens and pairs of both, each at every depth, in that order.
 
     Raises:
-        OptionError: There is none.
+        OptionError: The grid is empty.
     """
     shapes = [(prompt, 0) for prompt in prompts if prompt] + [(0, gen) for gen in gens if gen]
     shapes += [pair for pair in pairs if any(pair)]
@@ -141,10 +138,10 @@ def cases_of(
 
 
 def parse_threads(text: str) -> list[Threads]:
-    """Return splits of the cores, from a text such as ``1+1,2+0``: GPU part first.
+    """Return splits of the cores, from a text such as ``1+1,2+0``: GPU first.
 
     Raises:
-        OptionError: It is something else, or the cores do not suffice.
+        OptionError: The text has another form, or the cores do not suffice.
     """
     found: list[Threads] = []
     for part in text.split(","):
@@ -171,12 +168,12 @@ def expand(
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
-    Options that do not apply to a configuration stay at their default, so that no two are equal: length
-    policies count for ``npu`` and ``layer`` only, ways to wait for levels that use the NPU (and ``operator``
-    for all), and other engines have neither. Levels that need an NPU leave out splits without one.
+    Options that do not apply to a configuration stay at their defaults, so that no two are equal: length
+    policies apply to ``npu`` and ``layer`` only, syncs to levels that use the NPU (``operator`` to all), and
+    neither to other engines. Levels that need an NPU skip splits without one.
 
     Raises:
-        OptionError: A value is not legal, or nothing is left.
+        OptionError: A value is not legal, or no configuration is left.
     """
     for engine in engines:
         check_engine(engine)
@@ -212,9 +209,9 @@ def expand(
 
 
 def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Return the configurations with ``gpu`` on all cores for each precision, where some of them split cores.
+    """Add ``gpu`` on all cores for each precision if some configurations split the cores.
 
-    On ``host`` both parts are the same processor: a split of it is only worth something if it beats that row.
+    On ``host`` one CPU is GPU and NPU: splitting it pays only if it beats that row.
     """
     added: list[Configuration] = []
     for one in configurations:
@@ -254,8 +251,7 @@ def _own(
 
 
 def _foreign(base: Configuration) -> Configuration:
-    # Which part the threads belong to means nothing to others, so that equal totals are one row; and rounded
-    # inputs are ours, of the same weights.
+    # Other engines do not split threads, so equal totals are one row; w4a8 has the weights of w4a16.
     threads = None if base.threads is None else (sum(base.threads), 0)
     precision: Precision = "w4a16" if base.precision == "w4a8" else base.precision
     return replace(

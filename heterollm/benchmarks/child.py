@@ -23,7 +23,7 @@ class TimedRun(NamedTuple):
 
     Args:
         time_us: Duration.
-        processor_s: Processor time of the process meanwhile.
+        processor_s: Processor time of the process during the run.
         modelled_j: Energy by the model of a simulated device.
     """
 
@@ -33,7 +33,7 @@ class TimedRun(NamedTuple):
 
 
 def random_ids(seed: int, vocabulary: int, count: int) -> Ids:
-    """Return the token of every position: the same ones for every engine and every test of a run."""
+    """Return the token of every position, equal for all engines and tests of a run."""
     return np.random.default_rng(seed).integers(0, vocabulary, count).astype(np.int32)
 
 
@@ -44,7 +44,7 @@ class Model:
     _ids: Ids
 
     def load(self, job: Job, ids: Ids) -> tuple[Facts, int]:
-        """Load it; return the engine's facts and the bytes of private memory that loading took."""
+        """Load the model; return the engine's facts and the private memory of loading, in bytes."""
         before = _private_bytes()
         self._engine, self._ids = open_engine(job), ids
         return self._engine.facts, max(0, _private_bytes() - before)
@@ -56,7 +56,7 @@ class Model:
         return TimedRun(time_us, time.process_time() - begin_s, self._engine.modelled_j)
 
     def logits(self, prompt: int, decoded: int) -> NDArray[np.float32]:
-        """Return logits behind a prompt and behind each decoded token."""
+        """Return logits after a prompt and after each decoded token."""
         return self._engine.logits(self._ids[: prompt + decoded], decoded)
 
     def account(self, case: Case) -> FoundFields:
@@ -66,7 +66,7 @@ class Model:
     def trace(
         self, job: Job, ids: Ids, cases: Sequence[Case], files: Sequence[Path | None]
     ) -> list[FoundFields]:
-        """Run tests with one more model, which is loaded to be traced; write traces into files, if any."""
+        """Load one more model with tracing and run tests; write traces into files, if any."""
         engine = open_engine(job)
         try:
             return [engine.trace(case, ids, file) for case, file in zip(cases, files, strict=True)]
@@ -80,6 +80,6 @@ class Model:
 
 
 def _private_bytes() -> int:
-    """Return memory that only swapping could take back; the system can drop mapped files at any time."""
+    """Return the memory that only swapping could free; the system can drop mapped files at any time."""
     found = psutil.Process().memory_info()
     return int(getattr(found, "private", found.rss - getattr(found, "shared", 0)))

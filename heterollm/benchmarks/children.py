@@ -1,4 +1,4 @@
-"""Child processes: fresh interpreters that end with this one, and models in them that answer requests."""
+"""Child processes: fresh interpreters that end with this one and serve a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ORPHANED: Final = 1
 def start(function: Callable[..., object], *arguments: object) -> SpawnProcess:
     """Call a function in a fresh interpreter, which ends when this process ends, even by a signal.
 
-    The child does not inherit numbers of OpenCL threads that a device of this process set in the environment,
+    The child does not inherit the OpenCL thread counts that a device of this process set in the environment,
     and does not import the main module, which may be a script without a guard.
     """
     process = CONTEXT.Process(target=_call, args=(function, arguments), daemon=True)
@@ -111,7 +111,7 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """End the process: at once in the middle of a request, else in order. May be called twice."""
+        """End the process: during a request at once, else in order. May be called twice."""
         self._pipe.close()
         if not self._busy:
             self._process.join(GRACE_S)
@@ -127,7 +127,7 @@ class Child:
 
 
 def _end_of(code: int | None) -> tuple[str, str]:
-    """Return how a process ended, and an advice."""
+    """Return the end of a process in words, and an advice."""
     if code is None or code >= 0:
         return f"ended with exit code {code}", ""
     name = f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""

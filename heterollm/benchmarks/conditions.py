@@ -1,4 +1,4 @@
-"""Facts about the machine of a bench, and the load of other processes."""
+"""Facts about the machine of a bench, and the load by other processes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CORES: Final = psutil.cpu_count() or 1
 TICK_S: Final = 0.01
 """Resolution of the processors' times on Linux; other systems are finer."""
 BUSY: Final = ("user", "nice", "system", "irq", "softirq", "steal")
-"""Processor times of :mod:`psutil` that count as busy, of those that the system has."""
+"""Processor times of :mod:`psutil` that count as busy; a system may lack some."""
 OTHERS_FRACTION: Final = 0.04
-"""Part of all cores that other processes may use during an undisturbed sample."""
+"""Fraction of all cores that other processes may use during an undisturbed sample."""
 IDLE_S: Final = 0.1
 CPUINFO: Final = Path("/proc/cpuinfo")
 LIBRARIES: Final = (
@@ -51,7 +51,7 @@ def busy_s() -> float:
 
 
 def wait_until_idle(give_up_s: float) -> None:
-    """Wait for a moment in which no process computes, at most until ``give_up_s`` of the monotonic clock."""
+    """Wait until no process computes, at most until ``give_up_s`` of the monotonic clock."""
     while time.monotonic() < give_up_s:
         before_s = busy_s()
         time.sleep(IDLE_S)
@@ -76,7 +76,7 @@ def processor_name() -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of a checkout, with ``-dirty`` where files differ; empty outside of one."""
+    """Return the commit of a checkout, with ``-dirty`` for changed files; empty outside of a checkout."""
     git = shutil.which("git")
     if git is None:
         return ""

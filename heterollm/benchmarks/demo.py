@@ -1,4 +1,4 @@
-"""The demonstration: text from the bundled model, a profile, plans, and rates of each plan level."""
+"""The demonstration: text from the bundled model, a profile, plans, and the rate of each plan level."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["DemoResult", "DemoWorkload", "run_demo", "write_layer_checkpoint"]
 
 PROMPT: Final = "import os\n\ndef read_lines(path):\n"
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
-"""For the text that is shown: greedy text of so small a model goes in circles."""
+"""Sampling of the shown text: greedy text of a small model repeats itself."""
 PREFILL_TOKENS: Final = 256
 DECODE_TOKENS: Final = 32
 CONTEXT: Final = 512
@@ -55,16 +55,16 @@ LAYER_CONFIG: Final[dict[str, Any]] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
-    # So few words that the head, which a single layer of a real model has not, hardly counts.
+    # A small vocabulary: the head, which a single layer of a real model lacks, takes little time.
     "vocab_size": 256,
 }
 """One layer of TinyLlama-1.1B (https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0)."""
 
 LEGEND: Final = (
-    "gpu: all on the GPU part. npu: every linear on the NPU part. layer: the linears of prefill on the NPU "
-    "part. tensor: every linear on one part, or cut between both, which then work at once: what the profile "
-    "predicts to be fastest. block: the same, where whole feed-forward networks may be cut too. Each part "
-    "has cores of its own; the last row is the GPU part with the cores of both."
+    "gpu: everything on the GPU. npu: every linear on the NPU. layer: the linears of prefill on the NPU. "
+    "tensor: every linear on one processor, or split between both, which then work at once, as the profile "
+    "predicts the least time. block: as tensor, and whole feed-forward networks may be split, too. GPU and "
+    "NPU have different cores; the last row is the GPU with the cores of both."
 )
 
 
@@ -95,8 +95,8 @@ class DemoResult:
     Args:
         prompt: Prompt of the bundled model.
         text: Its answer.
-        levels_agree: Whether all levels wrote the same when each took its likeliest tokens.
-        device: The device as it describes itself.
+        levels_agree: Whether all levels wrote the same text from the likeliest tokens.
+        device: Description of the device.
         time: Kind of its times.
         workloads: Rates of the plan levels; empty if the times are not real.
         notes: Remarks on the numbers.
@@ -136,8 +136,8 @@ def run_demo(
     Args:
         device: Name of the device, or ``auto``.
         max_new_tokens: Length of the text.
-        sync: How the parts wait for each other; see :meth:`heterollm.LLM.load`.
-        on_text: Receives the text of level ``gpu`` as it is made.
+        sync: How the processors wait for each other; see :meth:`heterollm.LLM.load`.
+        on_text: Receives the text of level ``gpu`` piece by piece.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
@@ -191,13 +191,15 @@ def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
 
 
 def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> None:
-    """Measure what plans for the models need, unless an earlier run has."""
+    """Measure the points that plans for the models need, unless an earlier run has."""
     from heterollm.planning import ProfilingSession
     from heterollm.profiler import SessionOptions
 
     options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
     with ProfilingSession(device, models=models) as profiling:
-        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
+        profiling.run(
+            options, lambda _stage, done, total: progress("ProfilingSession the device", done, total)
+        )
 
 
 def _measured(

@@ -18,9 +18,9 @@ Ids = NDArray[np.int32]
 
 
 class FoundFields(TypedDict, total=False):
-    """Fields of a row from an engine and from its trace; unknown fields are left out.
+    """Fields of a row from an engine and from its trace; an unknown field is missing.
 
-    ``read_bytes`` and ``flops`` are no fields of a row: the rates follow from them.
+    ``read_bytes`` and ``flops`` are not fields of a row: the rates follow from them.
     """
 
     gpu_share: float
@@ -50,7 +50,7 @@ class Job:
         model: Folder of the checkpoint.
         configuration: Its options.
         context: Positions that its session needs.
-        trace: Whether every pass is recorded, which costs time.
+        trace: Whether to record every pass, which costs time.
     """
 
     model: Path
@@ -68,14 +68,14 @@ class Facts:
         plan_level: Level of the plan that runs.
         device: Name of the device.
         time_kind: ``real``, ``emulated`` or ``simulated``.
-        fingerprint: Of the device, as profiles have it; empty for other engines.
+        fingerprint: Fingerprint of the device; empty for other engines.
         model_type: Kind and number format of the model.
-        model_size: Bytes of its weights as this engine holds them, without copies.
+        model_size: Bytes of the engine's weights, without copies.
         model_n_params: Weights of its linear layers and embeddings.
-        computes: Whether logits mean anything: a simulated device may know shapes and times only.
-        exact: Whether it computes in float32 by independent code, and so is the reference of all others.
-        gate_db: Least signal to noise of its logits; by default that of its precision.
-        description: The device, or how the engine was built.
+        computes: Whether the engine computes logits; a simulated device may know shapes and times only.
+        exact: Whether independent code computes in float32: the reference of all other engines.
+        gate_db: Least signal to noise of its logits; by default the gate of its precision.
+        description: The device, or the build of the engine.
         notes: Remarks on its numbers.
     """
 
@@ -95,10 +95,10 @@ class Facts:
 
 
 class BenchEngine(Protocol):
-    """A loaded model that runs tests. All of it happens in the child process.
+    """A loaded model that runs tests, in the child process.
 
     Attributes:
-        modelled_j: Energy of the latest sample by the model of a simulated device; None of real ones.
+        modelled_j: Modelled energy of the latest sample on a simulated device; None on a real one.
     """
 
     modelled_j: float | None
@@ -112,29 +112,29 @@ class BenchEngine(Protocol):
         """Run a test once.
 
         Args:
-            case: The test; what comes before it need not be timed.
+            case: The test; filling the cache to its depth is not timed.
             ids: The token at every position, at least ``case.end``.
 
         Returns:
-            Microseconds of the prompt and the tokens behind it.
+            Microseconds of the prompt and the tokens after it.
         """
         ...
 
     def logits(self, ids: Ids, decoded: int) -> NDArray[np.float32]:
-        """Return the logits ``[1 + decoded, vocab]`` behind a prompt and behind each of the last tokens.
+        """Return the logits ``[1 + decoded, vocab]`` after a prompt and after each of the last tokens.
 
         Args:
             ids: Prompt and tokens.
-            decoded: How many of them come one at a time.
+            decoded: Number of last tokens that are decoded one at a time.
         """
         ...
 
     def account(self, case: Case) -> FoundFields:
-        """Return fields of a row that describe a sample; ``reasons`` says why some are missing."""
+        """Return fields of a row that describe a sample; ``reasons`` explains missing ones."""
         ...
 
     def trace(self, case: Case, ids: Ids, file: Path | None = None) -> FoundFields:
-        """Run a test once; return fields of a row from its trace, which goes into a file if one is given."""
+        """Run a test once; return fields of a row from its trace, and write the trace to the file, if any."""
         ...
 
     def close(self) -> None:

@@ -26,10 +26,10 @@ from heterollm.trace import save_trace, summarise
 __all__ = ["SelfEngine"]
 
 FILL_TOKENS: Final = 512
-"""Passes in which a session is brought to a depth."""
+"""Tokens of each pass that fills a session to a depth."""
 
 OPERATORS: Final = 12
-"""Of the operators of a trace, those that take longest."""
+"""Operators of a trace in a row, those with most time."""
 
 
 class SelfEngine:
@@ -132,7 +132,7 @@ class SelfEngine:
         found: FoundFields = {
             "gpu_share": shares.gpu_share,
             "padded_tokens": shares.padded_tokens,
-            "cut_groups": list(shares.cut_groups),
+            "cut_groups": list(shares.split_groups),
             "read_bytes": work.read_bytes,
             "flops": work.flops,
             "reasons": reasons,
@@ -149,9 +149,11 @@ class SelfEngine:
             found["predicted_ms"] = predicted / 1e3
             if model.missing:
                 reasons["predicted_ms"] = (
-                    f"Left out, as the profile lacks them: {', '.join(sorted(model.missing))}."
+                    f"The prediction lacks what the profile lacks: {', '.join(sorted(model.missing))}."
                 )
-        ceilings = ceilings_of(model.profile, shares.parts, integer_inputs=self._asked.precision == "w4a8")
+        ceilings = ceilings_of(
+            model.profile, shares.processors, integer_inputs=self._asked.precision == "w4a8"
+        )
         if ceilings is None:
             reasons["ceilings"] = "The profile lacks bandwidths or long linear layers at this precision."
         else:
@@ -159,7 +161,7 @@ class SelfEngine:
         return found
 
     def trace(self, case: Case, ids: Ids, file: Path | None = None) -> FoundFields:
-        """Run a test once; see :class:`heterollm.benchmarks.engine.BenchEngine`. Loaded to be traced."""
+        """Run a test once, in a model loaded for tracing; see BenchEngine."""
         self.sample_us(case, ids)  # compiles
         self._llm.take_trace()
         self.sample_us(case, ids)

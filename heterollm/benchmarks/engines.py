@@ -1,4 +1,4 @@
-"""Opens the engine that a bench names; each is imported only when it is asked for."""
+"""Opens the engine of a configuration, and imports no other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["open_engine"]
 
 
 def open_engine(job: Job) -> BenchEngine:
-    """Load a model with the engine that a job names.
+    """Load a model with the engine of a job.
 
     Raises:
         HeteroLLMError: There is no such engine, or it cannot load the model.

@@ -1,4 +1,4 @@
-"""Rows as text for machines and for documents: Markdown as llama-bench writes it, CSV, JSON, JSON lines."""
+"""Rows as text: Markdown as llama-bench writes it, CSV, JSON, JSON lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Row(Protocol):
 
 
 def to_markdown(rows: Sequence[BenchRow]) -> str:
-    """Return a table like llama-bench's, of medians; columns that hold defaults alone are left out."""
+    """Return a table like llama-bench's, of medians, without columns that have only defaults."""
     cells = [_cells(row) for row in rows]
     columns = [
         name
@@ -55,7 +55,7 @@ def to_markdown(rows: Sequence[BenchRow]) -> str:
 
 
 def to_csv(rows: Sequence[Row], names: Sequence[str] = FIELD_NAMES) -> str:
-    """Return one header and one line a row; a list or a table in a field is JSON in its cell.
+    """Return a header and a line for each row; lists and tables are JSON in their cells.
 
     Args:
         rows: The rows.
@@ -86,7 +86,7 @@ FORMATS: Final[dict[str, Callable[[Sequence[BenchRow]], str]]] = {
     "json": to_json,
     "jsonl": to_jsonl,
 }
-"""Writers of rows, by the names of ``--format``."""
+"""Writers of rows by the value of ``--format``."""
 
 
 def append_jsonl(path: Path, rows: Sequence[Row]) -> None:
@@ -119,10 +119,10 @@ def read_rows(path: Path) -> list[BenchRow]:
 
 
 def read_json_items(path: Path) -> list[object]:
-    """Read a file of JSON lines, or of one JSON list; at least one.
+    """Return the items of a file of JSON lines, or of one JSON list.
 
     Raises:
-        InputError: It cannot be read, or has nothing.
+        InputError: The file cannot be read, or is empty.
     """
     try:
         text = path.read_text("utf-8")
@@ -168,7 +168,7 @@ def _cells(row: BenchRow) -> dict[str, str]:
     }
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a row holds
+def _plain(value: Any) -> Any:  # noqa: ANN401 - any value of a row
     if value is None:
         return ""
     return json.dumps(value) if isinstance(value, list | dict) else value

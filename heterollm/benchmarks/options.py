@@ -21,16 +21,16 @@ class BenchOptions:
         configurations: Configurations that run each test.
         cases: The tests.
         repetitions: Samples of each.
-        seed: Of the token ids.
-        patience_s: Longest time to wait for idle before each sample, and to take it again.
-        memory_gib: Limit of all models together; by default 0.8 of the available memory.
-        trace: Whether to run every test once more in a traced model, for overlap and hand-overs.
-        traces: Folder into which the trace of each of these runs is written, for ``heterollm trace``.
-        light: Tests of which one sample without a trace is enough; taken in the last round.
-        left_out: Pairs of a configuration and a test that are not run.
-        warm_up_s: Tests that are expected to take longer are not warmed up, if their model has run another:
-            the extra time of a first run, which compiles a list of calls, is then negligible.
-        time_limit_s: After so many seconds no further sample is taken, and the rows so far are the result.
+        seed: Seed of the token ids.
+        patience_s: Longest time to wait for an idle machine before each sample, and to take it again.
+        memory_gib: Limit for all models together; by default 0.8 of the available memory.
+        trace: Whether to run every test once more with tracing, for overlap and synchronisation.
+        traces: Folder for the traces of these runs, for ``heterollm trace``.
+        light: Tests with one sample and no trace, in the last round.
+        left_out: Pairs of a configuration and a test that do not run.
+        warm_up_s: Tests that are expected to take longer get no warm-up, if their model has run another
+            test: the extra time of a first run, which compiles a list of calls, is then negligible.
+        time_limit_s: Time after which no further sample is taken; the rows so far are the result.
     """
 
     model: str | Path
@@ -62,5 +62,5 @@ class BenchOptions:
             raise OptionError(f"Nothing runs in {self.time_limit_s} s.", fix="Raise --time-limit.")
 
     def wanted(self, case: Case) -> int:
-        """Return how many samples a test gets."""
+        """Return the number of samples of a test."""
         return 1 if case in self.light else self.repetitions

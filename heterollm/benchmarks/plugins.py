@@ -44,7 +44,7 @@ def check_engine(name: str) -> None:
     names = ("self", *_plugins())
     if name not in names:
         raise OptionError(
-            f"There is no engine {name!r:.80} here; there is {', '.join(names)}.",
+            f"There is no engine {name!r:.80} here; known engines: {', '.join(names)}.",
             fix="llama.cpp and transformers are in the project's repository: run "
             "`pip install ./bench/engines` in a clone of it.",
         )

@@ -22,12 +22,12 @@ __all__ = ["profile_command", "profile_splits"]
 def profile_command(
     model: str | Path, configuration: Configuration, *, budget_s: float | None = None
 ) -> list[str]:
-    """Return the arguments of the command that makes the profile which a configuration needs.
+    """Return the arguments of the command that measures the profile of a configuration.
 
     Args:
         model: Folder of the checkpoint.
         configuration: The configuration.
-        budget_s: Time to measure everything again; by default a quick run measures what the profile lacks.
+        budget_s: Time to measure everything again; by default a quick run adds missing points.
     """
     how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
     arguments = ["profile", str(model), *how, "--device", configuration.device]
@@ -43,15 +43,15 @@ def profile_splits(
 ) -> Iterator[str]:
     """Run the commands one after the other, and yield each before it runs.
 
-    Without a budget, records that a profile already has are not measured again.
+    Without a budget, each run measures only the points that the profile lacks.
 
     Args:
         model: A folder or a hub name.
         configurations: All configurations.
-        budget_s: Time to spend on each.
+        budget_s: Time of each run.
 
     Raises:
-        ProfileError: One failed.
+        ProfileError: A command failed.
     """
     folder = checkpoint_folder(model)
     commands = dict.fromkeys(
@@ -79,7 +79,7 @@ def profile_splits(
 
 
 def _run_command(*arguments: str) -> None:
-    """Run a command of heterollm without its result; it keeps its progress bar."""
+    """Run a command of heterollm without its output; its progress bar stays."""
     with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 1)
     sys.argv = ["heterollm", *arguments]

@@ -1,10 +1,9 @@
-"""Compares logits with those of a reference, so that no engine is fast by computing wrong results."""
+"""Compares logits with a reference, so that no engine is fast by wrong results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +13,7 @@ from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.rows import LogitsCheck
 
-__all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "Quality", "judge", "sqnr_db"]
+__all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "judge", "sqnr_db"]
 
 PROMPT_TOKENS: Final = 64
 DECODED_TOKENS: Final = 8
@@ -22,44 +21,11 @@ DECODED_TOKENS: Final = 8
 EXACT_DB: Final = 90.0
 HALF_DB: Final = 45.0
 ROUNDED_DB: Final = 28.0
-"""The gates of this project for logits: float32, half, inputs rounded to int8."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Distance of a configuration's logits from the reference's.
-
-    Args:
-        reference: Label of the reference.
-        logits_sqnr_db: Signal to noise in decibels; infinite for equal ones.
-        gate_db: Least ratio that passes.
-        top_1_agreement: Fraction of the positions at which both take the same token.
-    """
-
-    reference: str
-    logits_sqnr_db: float
-    gate_db: float
-    top_1_agreement: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the gate is reached."""
-        return self.logits_sqnr_db >= self.gate_db
-
-    def check(self) -> LogitsCheck:
-        """Return the record of a row."""
-        finite = math.isfinite(self.logits_sqnr_db)
-        return LogitsCheck(
-            quality_reference=self.reference,
-            logits_sqnr_db=self.logits_sqnr_db if finite else None,
-            quality_gate_db=self.gate_db,
-            top_1_agreement=self.top_1_agreement,
-            quality_passed=self.passed,
-        )
+"""Gates for logits: float32, half, inputs rounded to int8."""
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
-    """Return the signal to noise ratio against a reference, in decibels; 0 where some are not finite."""
+    """Return the signal to noise ratio against a reference, in decibels; 0 if some values are not finite."""
     exact = reference.astype(np.float64)
     noise = float(np.sum((values.astype(np.float64) - exact) ** 2))
     if not math.isfinite(noise):
@@ -69,26 +35,31 @@ def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
 
 def judge(
     logits: Mapping[Configuration, NDArray[Any]], facts: Mapping[Configuration, Facts]
-) -> dict[Configuration, Quality]:
+) -> dict[Configuration, LogitsCheck]:
     """Compare the logits of configurations that compute with the same weights.
 
-    The reference of each set of weights is an exact engine if one takes part, else the first ``gpu`` without
-    rounded inputs, else the first level without, else the first.
+    The reference for each set of weights is an exact engine if there is one, else the first ``gpu`` without
+    rounded inputs, else the first such level, else the first configuration.
 
     Args:
-        logits: ``[positions, vocab]`` of each.
-        facts: The engine's facts of each.
+        logits: Logits ``[positions, vocab]`` of each.
+        facts: Facts of each one's engine.
     """
-    found: dict[Configuration, Quality] = {}
+    found: dict[Configuration, LogitsCheck] = {}
     for weights in dict.fromkeys(map(_weights, logits)):
         alike = [one for one in logits if _weights(one) == weights]
         reference = min(alike, key=lambda one: (_rank(one, facts[one]), alike.index(one)))
         exact = logits[reference]
         for one in alike:
             values = logits[one]
-            same = float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1)))
-            gate = _gate_db(one, facts[one])
-            found[one] = Quality(reference.label, sqnr_db(exact, values), gate, same)
+            ratio_db, gate_db = sqnr_db(exact, values), _gate_db(one, facts[one])
+            found[one] = LogitsCheck(
+                quality_reference=reference.label,
+                logits_sqnr_db=ratio_db if math.isfinite(ratio_db) else None,
+                quality_gate_db=gate_db,
+                top_1_agreement=float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1))),
+                quality_passed=ratio_db >= gate_db,
+            )
     return found
 
 

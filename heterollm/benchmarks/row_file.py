@@ -20,14 +20,14 @@ class RowFile:
     """Appends rows to a file of JSON lines; a failed write leaves no part of a row.
 
     Args:
-        path: The file; made if missing.
-        replace: Whether the rows that it has are dropped, once the first new one is there.
+        path: The file; created if missing.
+        replace: Whether the first new row replaces the file's old rows.
 
     Attributes:
         error: Why some rows are not in the file; None if all are.
 
     Raises:
-        CacheError: It cannot be written at all; raised before anything is measured.
+        CacheError: The file cannot be written; raised before a measurement.
     """
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
@@ -42,7 +42,7 @@ class RowFile:
             raise _error(path, error) from error
 
     def add(self, row: BenchRow) -> None:
-        """Append a row; the first failure is logged, and the bench continues without a file."""
+        """Append a row; log the first failure and continue without the file."""
         try:
             self._append(to_jsonl([row]).encode("utf-8"))
         except OSError as error:
@@ -58,7 +58,7 @@ class RowFile:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(-1, os.SEEK_END)
-                # Somebody's last line may have no end.
+                # The last line of an edited file may lack a line end.
                 line = line if file.read(1) == b"\n" else b"\n" + line
             try:
                 if file.write(line) != len(line):

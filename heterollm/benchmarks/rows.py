@@ -1,4 +1,4 @@
-"""A row of results: nested records, whose JSON is a line of a file, with llama-bench's names of fields."""
+"""A row of results: nested records, a line of JSON in a file, with llama-bench's names of fields."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Sample:
 
     Args:
         time_us: Duration.
-        disturbed: Whether other processes computed meanwhile; None of simulated devices.
-        energy_j: Energy of the whole package meanwhile; None without a readable counter.
+        disturbed: Whether other processes computed during it; None on simulated devices.
+        energy_j: Energy of the whole package during it; None without a readable counter.
     """
 
     time_us: float
@@ -69,7 +69,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def threads(self) -> str:
-        """Threads of both parts, such as ``1+1``, or those of another engine; empty if unknown."""
+        """Threads of GPU and NPU, such as ``1+1``, or of another engine; empty if unknown."""
         if self.gpu_threads is not None:
             return f"{self.gpu_threads}+{self.npu_threads}"
         return "" if self.n_threads is None else str(self.n_threads)
@@ -138,7 +138,7 @@ class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         rates = (self.achieved_gbps, self.ceiling_gbps, self.achieved_gflops, self.ceiling_gflops)
         if self.bound is not None and None in rates:
-            raise ValueError(f"there are no rates behind the bound {self.bound!r}")
+            raise ValueError(f"the bound {self.bound!r} has no rates")
 
 
 class OperatorRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,7 +153,7 @@ class OperatorRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TraceTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One more run of the test, traced; all None without a trace."""
+    """One more run of the test, with tracing; all None without a trace."""
 
     traced_ms: Amount | None = None
     gpu_busy_ms: Amount | None = None
@@ -184,12 +184,12 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Args:
         label: Short name of the configuration.
-        test: Name of the test, as llama-bench has it.
+        test: Name of the test in llama-bench's form.
         engine: ``self`` or another engine.
         plan_level: Level of the plan that ran.
-        precision: Of weights and activations.
+        precision: Precision of weights and activations.
         time_kind: ``real``, ``emulated`` or ``simulated``; None if the engine never loaded.
-        run: Name of the run; rows of one run took samples in the same rounds.
+        run: Name of the run; the rows of one run took samples in the same rounds.
         asked: The test and the options.
         setup: Machine, libraries, engine and model.
         times: The samples.
@@ -197,7 +197,7 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         trace: Times of one traced run.
         quality: Distance of the logits from the reference's.
         error: Why there are no more samples.
-        interrupted: Why samples are missing, if not by an error.
+        interrupted: Why samples are missing, if no error is the cause.
         notes: Remarks on the numbers.
         reasons: Why fields are None, by their names.
     """
@@ -238,7 +238,7 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def usable(self) -> bool:
-        """Whether its speed may be compared: it has samples, no error, and correct logits."""
+        """Whether reports may compare its speed: it has samples, no error, and correct logits."""
         return bool(self.times.samples_ns) and self.error is None and self.quality.quality_passed is not False
 
     def to_dict(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def from_dict(cls, data: object, *, source: str = "A line") -> BenchRow:
         """Read a row of a result file.
 
-        Rates and means are computed again from the samples.
+        Rates and means are recomputed from the samples.
 
         Args:
             data: A line of the file.
@@ -276,7 +276,7 @@ FIELD_NAMES: Final = tuple(
     for name in BenchRow.__struct_fields__
     for leaf in (GROUPS[name].__struct_fields__ if name in GROUPS else (name,))
 )
-"""Names of all fields, without those of the records that they are in; each is there once."""
+"""Names of all fields, without the names of their records; all are different."""
 
 
 def flat(row: BenchRow) -> dict[str, Any]:
@@ -291,8 +291,8 @@ def times_of(samples: Sequence[Sample], tokens: int) -> Times:
     """Return samples with their statistics.
 
     Args:
-        samples: In the order in which they were taken.
-        tokens: Of each sample.
+        samples: Samples in the order of the rounds.
+        tokens: Tokens of each sample.
     """
     if not samples:
         return Times(samples_ns=())

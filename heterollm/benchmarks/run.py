@@ -1,4 +1,4 @@
-"""Runs a bench: loads models, compares logits, warms up, takes samples in round-robin rounds, makes rows."""
+"""Runs a bench: loads models, compares logits, warms up, takes samples in round-robin rounds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from heterollm.benchmarks.child import TimedRun, random_ids
 from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.options import BenchOptions
 from heterollm.benchmarks.profile_first import profile_command
-from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, Quality, judge
-from heterollm.benchmarks.rows import BenchRow
+from heterollm.benchmarks.quality import DECODED_TOKENS, PROMPT_TOKENS, judge
+from heterollm.benchmarks.rows import BenchRow, LogitsCheck
 from heterollm.benchmarks.stopping import Stop, TimeUpError
 from heterollm.benchmarks.turns import UndisturbedSampler, schedule
 from heterollm.benchmarks.worker_pool import WorkerPool
@@ -35,12 +35,12 @@ OnRow: TypeAlias = Callable[[BenchRow], None]
 logger = logging.getLogger(__name__)
 
 MEMORY_FRACTION: Final = 0.8
-"""Limit of all models together by default, as part of the available memory."""
+"""Default limit for all models together, as a fraction of the available memory."""
 UNKNOWN_MEMORY: Final = 8 * GIB
 CONTEXT_STEP: Final = 64
 LONGEST_NAME: Final = 120
 DEATHS_ALLOWED: Final = 1
-"""Deaths of a configuration's process that cost one test each; the next one costs all of its tests."""
+"""Deaths of a configuration's process that fail one test each; the next one fails all of its tests."""
 
 PROFILE_COMMAND: Final = "heterollm profile"
 """Part of the error of a configuration that needs a profile."""
@@ -54,7 +54,7 @@ class BenchResult:
         rows: One for each test and configuration, tests first; after an early stop only those with a sample
             or an error.
         notes: Remarks on all of them.
-        stop: Why it ended before all samples were taken.
+        stop: Reason of an early end; None if all samples were taken.
     """
 
     rows: tuple[BenchRow, ...]
@@ -85,7 +85,7 @@ class _Bench:
             for configuration in options.configurations
             if (configuration, case) not in options.left_out
         }
-        self.quality: dict[Configuration, Quality] = {}
+        self.quality: dict[Configuration, LogitsCheck] = {}
         self.loads: dict[Configuration, int] = dict.fromkeys(options.configurations, 0)
         self.stop: Stop | None = None
         self._warm: set[Test] = set()
@@ -95,7 +95,7 @@ class _Bench:
         self._deadline = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def run(self) -> None:
-        """Run all stages; an early stop is noted, and the samples so far stay."""
+        """Run all stages; after an early stop the samples so far stay."""
         try:
             self._check_quality()
             for turn in range(self._options.repetitions):
@@ -169,7 +169,7 @@ class _Bench:
         )
 
     def _trace(self) -> None:
-        """Run each test of heterollm's own configurations once more, in a model loaded to be traced."""
+        """Run each test of heterollm's own configurations once more, in a model loaded for tracing."""
         own = [one for one in self._options.configurations if one.engine == "self" and self._alive(one)]
         for done, configuration in enumerate(own):
             self._progress("Tracing", done, len(own))
@@ -240,7 +240,7 @@ class _Bench:
             self._warm = {test for test in self._warm if test[0] != configuration}
 
     def _expected_s(self, configuration: Configuration, case: Case) -> float:
-        """Return how long a sample will take, by the tokens of the same kind of test; 0 if none has run."""
+        """Return the expected time of a sample, from earlier tests of the same kind; 0 if none has run."""
         alike = [
             (other, state.samples[-1].time_us)
             for (one, other), state in self.states.items()
@@ -290,18 +290,19 @@ def run_bench(
 ) -> BenchResult:
     """Run every test with every configuration, in round-robin rounds.
 
-    A configuration that fails has its error in its rows; the others go on. Ctrl-C, a time limit, or a signal
-    under :func:`heterollm.benchmarks.signals_interrupt` ends the run; the rows with samples are the result.
+    A configuration that fails has its error in its rows; the others continue. Ctrl-C, a time limit, or a
+    signal under :func:`heterollm.benchmarks.signals_interrupt` ends the run; the rows with samples are the
+    result.
 
     Args:
         options: Model, configurations and tests.
         progress: Called with a stage's name, steps done and steps in all.
         start: Makes the process of a configuration; by default a child of this one.
         sampler: Takes samples; by default one with the options' patience.
-        on_row: Called with each row as soon as it is whole, and with the others that have samples at the end.
+        on_row: Called with each row as soon as it is whole, and at the end with the others that have samples.
 
     Raises:
-        HeteroLLMError: The model or an option is not usable at all.
+        HeteroLLMError: The model or an option is not usable.
     """
     folder = checkpoint_folder(options.model)
     config = ModelConfig.from_folder(folder)
@@ -309,7 +310,7 @@ def run_bench(
     context = min(config.max_positions, round_up(longest, CONTEXT_STEP))
     if longest > config.max_positions:
         raise OptionError(
-            f"A test needs {longest} positions, and the model was made for {config.max_positions}.",
+            f"A test needs {longest} positions, and the model has only {config.max_positions}.",
             fix="Lower -p, -n or -d.",
         )
     limit = options.memory_gib
@@ -339,7 +340,7 @@ def _notes(options: BenchOptions, bench: _Bench, pool: WorkerPool, folder: Path)
         f"their models take {held / GIB:.1f} GiB of {pool.memory_bytes / GIB:.1f} GiB allowed."
     ]
     if pool.in_turns:
-        notes.append("Not all models fit into it at once, so they were loaded again in turns.")
+        notes.append("Not all models fit into this memory at once, so they were loaded again in turns.")
     for configuration in options.configurations:
         errors = [state.error or "" for (one, _), state in bench.states.items() if one == configuration]
         if any(PROFILE_COMMAND in error for error in errors):
@@ -353,7 +354,7 @@ def _notes(options: BenchOptions, bench: _Bench, pool: WorkerPool, folder: Path)
     ]
     if bench.stop is not None:
         whole = sum(len(state.samples) for state in bench.states.values())
-        notes.append(f"Interrupted by {bench.stop.reason} after {whole} samples; what lacks some is marked.")
+        notes.append(f"Interrupted by {bench.stop.reason} after {whole} samples; incomplete rows are marked.")
     if any(fractions):
         notes.append(
             f"Other processes computed during {sum(fractions)} of {len(fractions)} samples; they are marked."

@@ -23,17 +23,16 @@ class Shares:
     """Work of a plan in one sample of a test.
 
     Args:
-        gpu_share: Fraction of the arithmetic of linear layers that the GPU part does, padding left out.
-        padded_tokens: Rows past the end of its passes that the NPU's graphs compute, in the group that has
-            most of them.
-        parts: The parts that compute linear layers at the same time: both only where something is cut.
-        cut_groups: Groups that are cut.
+        gpu_share: Fraction of the linear layers' arithmetic on the GPU, without padding.
+        padded_tokens: Padded rows of the NPU's graphs, in the group with most of them.
+        processors: The processors that compute linear layers at the same time: both only with a split.
+        split_groups: Groups that are split.
     """
 
     gpu_share: float
     padded_tokens: int
-    parts: tuple[Processor, ...]
-    cut_groups: tuple[str, ...]
+    processors: tuple[Processor, ...]
+    split_groups: tuple[str, ...]
 
 
 def shares_of(plan: Plan, specs: Sequence[OpSpec], case: Case, *, chunk: int) -> Shares:
@@ -47,7 +46,7 @@ def shares_of(plan: Plan, specs: Sequence[OpSpec], case: Case, *, chunk: int) ->
     """
     total = on_gpu = 0.0
     padded = 0
-    cut: dict[str, None] = {}
+    split: dict[str, None] = {}
     for (phase, tokens, logits), times in _counted(case, chunk).items():
         most = 0
         for spec, rows, placement in _placements(plan, specs, phase, tokens, logits):
@@ -59,17 +58,17 @@ def shares_of(plan: Plan, specs: Sequence[OpSpec], case: Case, *, chunk: int) ->
             if placement.npu_lengths:
                 most = max(most, sum(placement.npu_lengths) - rows)
             if 0.0 < npu < 1.0:
-                cut[spec.group] = None
+                split[spec.group] = None
         padded += times * most
     share = on_gpu / total
-    parts: tuple[Processor, ...] = ("gpu", "npu") if cut else ("gpu",) if share > 0.5 else ("npu",)
-    return Shares(share, padded, parts, tuple(cut))
+    processors: tuple[Processor, ...] = ("gpu", "npu") if split else ("gpu",) if share > 0.5 else ("npu",)
+    return Shares(share, padded, processors, tuple(split))
 
 
 def predicted_us(model: ProfiledModel, plan: Plan, case: Case, *, chunk: int) -> float | None:
-    """Return the time that the profile predicts for a sample; None where it lacks something.
+    """Return the time that the profile predicts for a sample; None if it lacks an operator.
 
-    Every pass is priced where it begins, as attention depends on that; the tokens behind a prompt at their
+    Attention depends on the position: each pass of the prompt counts at its first, decoded tokens at their
     mean position.
 
     Args:
@@ -95,7 +94,7 @@ def predicted_us(model: ProfiledModel, plan: Plan, case: Case, *, chunk: int) ->
 
 
 def _counted(case: Case, chunk: int) -> dict[tuple[Phase, int, bool], int]:
-    """Return the kinds of passes of a test and how often each comes."""
+    """Return the kinds of passes of a test and the number of each."""
     counts: dict[tuple[Phase, int, bool], int] = {}
     for index, (tokens, _, logits) in enumerate(passes_of(case, chunk)):
         phase: Phase = "prefill" if index < -(-case.n_prompt // chunk) else "decode"

@@ -1,12 +1,12 @@
-"""Tells a change between two sets of times from noise.
+"""Distinguishes a change between two sets of times from noise.
 
-The rule, everywhere in this project: the ratio of two sets of times is that of their medians, which tables
-print. Its 95 % interval comes from the logarithms of the times. Samples of one run that took turns are
-compared round by round (a paired t interval), so that a drift of the machine meets both; samples of different
-runs as two groups (Welch's t interval). This interval is one of means: where it leaves out the ratio of the
-medians, it is widened to hold it. A difference counts as a change if the interval leaves 1 out and the ratio
-is at least :data:`SMALLEST_CHANGE` away from it; else it is noise. With fewer than :data:`FEWEST_SAMPLES`
-samples on either side nothing is said.
+The rule, everywhere in this project: the ratio of two sets of times is the ratio of their medians, which
+tables print. Its 95 % interval comes from the logarithms of the times: for samples of one run that took
+turns, round by round (a paired t interval), so that the machine's drift affects both; for different runs as
+two groups (Welch's t interval). This is an interval of means: it is widened if the ratio of the medians lies
+outside. A difference counts as a change if the interval excludes 1 and the ratio differs from 1 by at least
+:data:`SMALLEST_CHANGE`; else it is noise. Fewer than :data:`FEWEST_SAMPLES` samples on a side give no
+verdict.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Change:
     """Speed of the second set relative to the first.
 
     Args:
-        ratio: Of the medians; above 1 the second is faster.
-        low: Lower end of the 95 % interval; equal to the ratio where there are too few samples.
-        high: Its upper end.
+        ratio: Ratio of the medians; above 1 the second is faster.
+        low: Lower end of the 95 % interval; equal to the ratio if there are too few samples.
+        high: Upper end of the interval.
         verdict: The verdict.
     """
 
@@ -71,9 +71,9 @@ def compare_times(before: Sequence[float], after: Sequence[float], *, paired: bo
     """Compare two sets of times of the same work.
 
     Args:
-        before: Times, all positive.
-        after: Times that they are compared with.
-        paired: Whether the samples at one place were taken in one round.
+        before: The first times, all positive.
+        after: The second times.
+        paired: Whether samples with the same index are of one round.
     """
     if paired:
         count = min(len(before), len(after))
@@ -85,7 +85,7 @@ def compare_times(before: Sequence[float], after: Sequence[float], *, paired: bo
     if min(len(first), len(second)) < FEWEST_SAMPLES:
         return Change(ratio, ratio, ratio, "too few samples")
     if paired:
-        gains = [one - other for one, other in zip(first, second, strict=True)]
+        gains = [old - new for old, new in zip(first, second, strict=True)]
         error, freedom = math.sqrt(statistics.variance(gains) / len(gains)), len(gains) - 1.0
     else:
         error, freedom = _welch(first, second)

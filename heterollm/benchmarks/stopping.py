@@ -1,4 +1,4 @@
-"""Early ends of a bench: Ctrl-C, a signal, or a time limit. Its rows stay."""
+"""Early ends of a bench, which keep its rows: Ctrl-C, a signal, or a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TerminatedInterrupt(KeyboardInterrupt):
 
 
 class TimeUpError(Exception):
-    """The time limit of a bench is over; never leaves the package."""
+    """The time limit of a bench is over; internal to the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Stop:
 
     @classmethod
     def of(cls, error: BaseException) -> Stop:
-        """Return the stop that an exception means."""
+        """Return the stop of an exception."""
         if isinstance(error, TimeUpError):
             return cls(str(error), 0)
         if isinstance(error, TerminatedInterrupt):
@@ -53,7 +53,7 @@ class Stop:
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP interrupt the block as Ctrl-C does, in the main thread alone."""
+    """Let SIGTERM and SIGHUP interrupt the ``with`` body as Ctrl-C does, in the main thread only."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         raise TerminatedInterrupt(number)

@@ -1,4 +1,4 @@
-"""The order in which samples are taken, and one sample with other processes' load and energy meanwhile."""
+"""The order of samples, and a sample with its energy and the load by other processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def schedule(
     """Yield the configurations and tests of one round-robin round.
 
     If all models are loaded, each test runs on all configurations before the next test, so that compared
-    samples are close in time. Otherwise each configuration runs all tests while it is loaded. Every other
-    round reverses the order of configurations: drift within a round cancels, and the model that was loaded
-    last runs first.
+    samples are close in time. Otherwise each configuration runs all tests while it is loaded. Every second
+    round reverses the order of configurations: drift within a round cancels, and the last loaded model runs
+    first.
 
     Args:
-        configurations: Those that still run.
+        configurations: Configurations that still run.
         cases: The tests.
         turn: The round, counted from 0.
         all_loaded: Whether all models are loaded.
@@ -40,10 +40,10 @@ def schedule(
 
 
 class EnergyMeter:
-    """The energy counters of the processor, if the system lets its user read them.
+    """The energy counters of the processor, if the user may read them.
 
     Args:
-        counters: The counters; by default those of this machine.
+        counters: The counters; by default this machine's.
     """
 
     def __init__(self, counters: Sequence[RaplCounter] | None = None) -> None:
@@ -56,7 +56,7 @@ class EnergyMeter:
         return [counter.energy_uj() for counter in self._counters]
 
     def joules_since(self, begin: Sequence[float]) -> float | None:
-        """Return the energy since; None without a readable counter."""
+        """Return the energy since ``start``; None without a readable counter."""
         if not self._counters:
             return None
         try:

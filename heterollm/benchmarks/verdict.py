@@ -1,7 +1,7 @@
 """Verdicts in words: the fastest configuration, its lead, and whether splitting operators pays.
 
-A split of ``host`` is never called faster unless it beats ``gpu`` on all cores: both of its parts are the
-same processor, so that winning against one core of two is no gain.
+On ``host`` splitting pays only if it beats ``gpu`` on all cores: GPU and NPU are cores of one CPU, so that
+beating half of the cores is no gain.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COMPARED: Final = ("real", "simulated")
 
 
 def is_split(row: BenchRow) -> bool:
-    """Whether a row's level may cut operators."""
+    """Whether a row's level may split operators."""
     return (
         row.engine == "self" and row.plan_level not in ("gpu", "npu", "layer") and row.asked.npu_threads != 0
     )
 
 
 def compare_rows(before: BenchRow, after: BenchRow) -> Change:
-    """Compare the times for each token of two rows: round by round where they took turns in one run."""
+    """Compare the times per token of two rows: round by round if they took turns in one run."""
     paired = before.run == after.run and len(before.times.samples_ns) == len(after.times.samples_ns)
     times = [[time_us / row.tokens for time_us in row.times_us] for row in (before, after)]
     return compare_times(*times, paired=paired)
@@ -40,7 +40,7 @@ def best_of(rows: Sequence[BenchRow]) -> BenchRow | None:
 
 
 def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
-    """Return the row of ``gpu`` with all the threads that a row's parts have together."""
+    """Return the row of ``gpu`` with all threads of another row's GPU and NPU."""
     alike = (
         other
         for other in rows
@@ -54,7 +54,7 @@ def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
 
 
 def groups_of(rows: Sequence[BenchRow]) -> dict[tuple[str, str], list[BenchRow]]:
-    """Return the rows by test and precision, in order; other engines stand beside each precision."""
+    """Return the rows by test and precision, in order; other engines are in each precision's group."""
     found: dict[tuple[str, str], list[BenchRow]] = {}
     for row in rows:
         if row.engine == "self":
@@ -71,7 +71,7 @@ def verdicts(rows: Sequence[BenchRow]) -> list[str]:
     """Return verdicts on rows: a few sentences for each test and precision."""
     said: list[str] = []
     for (test, precision), group in groups_of(rows).items():
-        # Measured and modelled times never meet in one sentence.
+        # No sentence compares measured with modelled times.
         kinds = dict.fromkeys(row.time_kind for row in group if row.usable)
         for kind in kinds:
             usable = [row for row in group if row.usable and row.time_kind == kind]
@@ -85,7 +85,7 @@ def verdicts(rows: Sequence[BenchRow]) -> list[str]:
         if found.quality_passed is False:
             said.append(
                 f"{row.label} is left out: its logits agree with {found.quality_reference} to "
-                f"{found.logits_sqnr_db or 0.0:.0f} dB, and {found.quality_gate_db:.0f} are needed."
+                f"{found.logits_sqnr_db or 0.0:.0f} dB, and it takes {found.quality_gate_db:.0f} dB."
             )
     return list(dict.fromkeys(said))
 
@@ -111,7 +111,7 @@ def _of_group(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Say whether splitting pays, for the best split of each division of the threads."""
+    """Yield sentences on whether splitting pays, for the best split of each division of the threads."""
     threads = dict.fromkeys((row.asked.gpu_threads, row.asked.npu_threads) for row in rows if is_split(row))
     for own in threads:
         alike = [
@@ -125,22 +125,22 @@ def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
         whole = whole_device(rows, split)
         names = split.label, "" if whole is None else f"{whole.label}, all cores,"
         if split.account.cut_groups == ():
-            yield f"The solver cuts nothing at {split.label}."
+            yield f"The solver splits no operator at {split.label}."
             continue
-        beside = "" if single is None else _beside(single, split)
+        against = "" if single is None else _against(single, split)
         if whole is not None:
             change = compare_rows(whole, split)
             if change.verdict == "faster":
-                yield f"Splitting pays: {names[0]} is {change} as fast as {names[1].rstrip(',')}.{beside}"
+                yield f"Splitting pays: {names[0]} is {change} as fast as {names[1].rstrip(',')}.{against}"
             elif change.verdict == "slower":
                 back = compare_rows(split, whole)
-                yield f"Splitting does not pay here: {names[1]} is {back} as fast as {names[0]}.{beside}"
+                yield f"Splitting does not pay here: {names[1]} is {back} as fast as {names[0]}.{against}"
             elif change.verdict == "too few samples":
-                yield f"{names[0]} is {change} as fast as {names[1].rstrip(',')}.{beside}"
+                yield f"{names[0]} is {change} as fast as {names[1].rstrip(',')}.{against}"
             else:
-                yield f"{names[0]} and {names[1]} do not differ beyond the noise, {change}.{beside}"
+                yield f"{names[0]} and {names[1]} do not differ beyond the noise, {change}.{against}"
         elif shares_cores(split.setup.device or ""):
-            yield f"Whether splitting pays is open: gpu on all cores was not measured.{beside}"
+            yield f"Whether splitting pays is open: gpu on all cores was not measured.{against}"
         elif single is not None:
             change = compare_rows(single, split)
             words = {"faster": "pays", "slower": "does not pay"}.get(
@@ -149,6 +149,6 @@ def _of_splits(rows: Sequence[BenchRow]) -> Iterator[str]:
             yield f"Splitting {words}: {split.label} against {single.label}, {change}."
 
 
-def _beside(single: BenchRow, split: BenchRow) -> str:
+def _against(single: BenchRow, split: BenchRow) -> str:
     change = compare_rows(single, split)
-    return f" Beside {single.label}, the best without a cut on the same threads: {change}."
+    return f" Against {single.label}, the best without a split on the same threads: {change}."

@@ -1,4 +1,4 @@
-"""Bytes and operations of a test, and the rates of a measured time beside the device's ceilings."""
+"""Bytes and operations of a test, and the rates of a measured time with the device's ceilings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Ceilings", "Rates", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
 
 Rates: TypeAlias = dict[str, float | str]
-"""Rates that a time comes to, and what bounds it, by the names of an account's fields."""
+"""Rates of a time, and its bound, by the names of an account's fields."""
 
 Bound: TypeAlias = Literal["memory", "compute", "overhead"]
 
 BOUND_FRACTION: Final = 0.5
-"""A test that stays below this fraction of both ceilings is bound by neither, but by waits and launches."""
+"""A test below this fraction of both ceilings is bound by waits and launches."""
 
 MANY_TOKENS: Final = 64
-"""From so many tokens on a linear layer shows a part's rate of arithmetic."""
+"""Least tokens at which a linear layer shows a processor's rate of arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Work:
 
     Args:
         read_bytes: Weights, once for each pass, and the KV cache, once for each pass.
-        flops: Multiply-adds of linear layers and attention, counted as two each, padding left out.
+        flops: Operations of linear layers and attention, two for a multiply-add, without padding.
     """
 
     read_bytes: float
@@ -46,8 +46,8 @@ class Ceilings:
     """Highest rates of a configuration's processors in the device's profile.
 
     Args:
-        gbps: Reading memory, 10⁹ bytes a second.
-        gflops: The fastest linear layer, 10⁹ operations a second.
+        gbps: Rate of reading memory, 10⁹ bytes a second.
+        gflops: Rate of the fastest linear layer, 10⁹ operations a second.
     """
 
     gbps: float
@@ -55,7 +55,7 @@ class Ceilings:
 
 
 def passes_of(case: Case, chunk: int) -> list[tuple[int, int, bool]]:
-    """Return the passes of a test: tokens, position of the first, and whether logits are wanted."""
+    """Return the passes of a test: tokens, position of the first, and whether the pass computes logits."""
     firsts = range(0, case.n_prompt, chunk)
     found = [
         (
@@ -86,7 +86,7 @@ def work_of(
         case: The test.
         chunk: Longest pass of the engine.
         cache_itemsize: Bytes of a number in the KV cache.
-        weight_itemsize: Bytes of a weight, where the engine has another format than the specs.
+        weight_itemsize: Bytes of a weight if the engine has another format than the specs.
     """
     layers = [spec for spec in specs if spec.group != "head"]
     head = next(spec for spec in specs if spec.group == "head")
@@ -108,15 +108,17 @@ def work_of(
     return Work(read_bytes, flops)
 
 
-def ceilings_of(profile: Profile, parts: Sequence[Processor], *, integer_inputs: bool) -> Ceilings | None:
-    """Return the highest rates of some parts together in a profile; None if it lacks some.
+def ceilings_of(
+    profile: Profile, processors: Sequence[Processor], *, integer_inputs: bool
+) -> Ceilings | None:
+    """Return the highest total rates of processors in a profile; None if it lacks one.
 
     Args:
         profile: The profile.
-        parts: The parts that compute at the same time.
+        processors: The processors that compute at the same time.
         integer_inputs: Whether inputs of linear layers are rounded to int8.
     """
-    together = len(parts) > 1
+    together = len(processors) > 1
     gbps = {
         key.processor: record.values.get("gbps", 0.0)
         for key, record in profile.of_kind(BandwidthKey)
@@ -128,13 +130,13 @@ def ceilings_of(profile: Profile, parts: Sequence[Processor], *, integer_inputs:
         if point.tokens >= MANY_TOKENS and point.integer_inputs == integer_inputs:
             rate = point.flops / record.median_us / 1e3
             gflops[key.processor] = max(gflops.get(key.processor, 0.0), rate)
-    if not all(gbps.get(part) and gflops.get(part) for part in parts):
+    if not all(gbps.get(name) and gflops.get(name) for name in processors):
         return None
-    return Ceilings(sum(gbps[part] for part in parts), sum(gflops[part] for part in parts))
+    return Ceilings(sum(gbps[name] for name in processors), sum(gflops[name] for name in processors))
 
 
 def achieved(work: Work, time_us: float, ceilings: Ceilings | None) -> Rates:
-    """Return the rates of a measured time, and what bounds it: fields of a row."""
+    """Return the rates of a measured time, and its bound: fields of a row."""
     gbps, gflops = work.read_bytes / time_us / 1e3, work.flops / time_us / 1e3
     if ceilings is None:
         return {"achieved_gbps": gbps, "achieved_gflops": gflops}

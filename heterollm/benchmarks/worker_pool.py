@@ -1,4 +1,4 @@
-"""The loaded models of a bench, each in a process of its own."""
+"""The loaded models of a bench, each in its own process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["WorkerPool"]
 class WorkerPool:
     """One process for each loaded configuration.
 
-    Models stay loaded. Before the pool loads another, it closes all of them if one more, as large as the
-    largest so far, would not fit into the limit; a closed model is loaded again when it is used again.
+    Models stay loaded. Before the pool loads another, it closes all of them if one more of the largest size
+    so far would exceed the limit; the next use of a closed model loads it again.
 
     Args:
         start: Makes the process of a configuration.
         model: Folder of the checkpoint.
         ids: The token at every position of a session.
-        memory_bytes: Limit of all models together.
+        memory_bytes: Limit for all models together.
 
     Attributes:
         facts: The engine's facts of each configuration.
         need_bytes: Memory of each configuration's model.
-        in_turns: Whether models did not fit together.
+        in_turns: Whether the models did not fit into the limit.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class WorkerPool:
         self.in_turns = False
 
     def use(self, configuration: Configuration) -> bool:
-        """Load a model unless it is loaded already; return whether it was.
+        """Load a model unless it is loaded; return whether it was.
 
         Raises:
             ChildDiedError: Its process ended.
-            HeteroLLMError: It cannot be loaded.
+            HeteroLLMError: The model cannot be loaded.
         """
         if configuration in self._workers:
             return True
@@ -66,7 +66,7 @@ class WorkerPool:
         return False
 
     def ask(self, configuration: Configuration, method: str, *arguments: object) -> Any:  # noqa: ANN401
-        """Ask the process of a loaded model.
+        """Call a method in the process of a loaded model.
 
         Raises:
             ChildDiedError: The process ended.
@@ -81,16 +81,16 @@ class WorkerPool:
     def trace(
         self, configuration: Configuration, cases: Sequence[Case], files: Sequence[Path | None]
     ) -> list[FoundFields]:
-        """Return fields of traced runs, from one more model that is loaded for them alone.
+        """Load one more model with tracing, and return fields of traced runs.
 
         Args:
             configuration: Its configuration.
             cases: The tests.
-            files: Where to write the trace of each, if anywhere.
+            files: File for the trace of each test, if any.
 
         Raises:
             ChildDiedError: Its process ended.
-            HeteroLLMError: It cannot be loaded.
+            HeteroLLMError: The model cannot be loaded.
         """
         self._make_room()
         job = Job(self._model, configuration, len(self._ids), trace=True)
@@ -108,7 +108,7 @@ class WorkerPool:
             self._workers.popitem()[1].close()
 
     def _make_room(self) -> bool:
-        """Close all models if one more would not fit; return whether that was so."""
+        """Close all models if one more would not fit; return whether they were closed."""
         held = sum(self.need_bytes[one] for one in self._workers)
         full = bool(self._workers) and held + max(self.need_bytes.values()) > self.memory_bytes
         if full:

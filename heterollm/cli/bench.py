@@ -40,14 +40,14 @@ commands = command_group()
 ENGINES = ("self", "llama.cpp", "transformers")
 POLICIES = ("padding", "pipe", "auto")
 OF_SAVED = ("saved", "form", "as_json", "picture", "html")
-"""Parameters that say how rows are shown."""
+"""Parameters of the output, which ``--from`` allows."""
 
 
 def parse_pair(text: str) -> tuple[int, int]:
     """Return the prompt length and the number of decoded tokens of a text such as ``256,64``.
 
     Raises:
-        BadParameter: It is something else.
+        BadParameter: The text has another form.
     """
     found = [whole_number(part.strip()) for part in text.split(",")]
     if len(found) != 2:
@@ -83,13 +83,13 @@ class ConfigurationOptions:
         Names,
         several(help="padding, pipe, auto: how npu and layer run lengths without a graph.", names=POLICIES),
     ] = ("padding",)
-    sync: Annotated[Names, several(help="How to wait for the GPU, as of generate.", names=get_args(Sync))] = (
-        "auto",
-    )
+    sync: Annotated[
+        Names, several(help="How to wait for the GPU, as for generate.", names=get_args(Sync))
+    ] = ("auto",)
     precision: Annotated[Names, several(help="w4a16, w4a8, fp16.", names=PRECISIONS)] = ("w4a16",)
-    threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU part first: 1+1,2+0.")] = None
-    gpu_threads: Annotated[IntegerList | None, numbers(help="Threads of the GPU part.")] = None
-    npu_threads: Annotated[IntegerList | None, numbers(help="Threads of the NPU part.")] = None
+    threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU first: 1+1,2+0.")] = None
+    gpu_threads: Annotated[IntegerList | None, numbers(help="Threads of the GPU.")] = None
+    npu_threads: Annotated[IntegerList | None, numbers(help="Threads of the NPU.")] = None
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
 
@@ -98,18 +98,16 @@ class ConfigurationOptions:
 class SampleOptions:
     """Options of the samples."""
 
-    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the token ids.")] = 0
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for an idle machine before a sample, and to take it again.")
     ] = 0.0
     memory_gib: Annotated[
-        float | None, typer.Option(help="What all models may take together; others are loaded in turns.")
+        float | None, typer.Option(help="Memory of all loaded models; if they need more, they take turns.")
     ] = None
     no_trace: Annotated[
         bool,
-        typer.Option(
-            "--no-trace", help="Do not run every test once more, traced, for overlap and hand-overs."
-        ),
+        typer.Option("--no-trace", help="Skip the traced run of every test (overlap and synchronisation)."),
     ] = False
     traces: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write these traces there, for `heterollm trace`.")
@@ -124,7 +122,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
-    """Options of the format of rows, and of their file."""
+    """Format and files of the output."""
 
     form: FormatOption = "table"
     as_json: JsonOption = False
@@ -149,14 +147,13 @@ def bench(
     shown: ResultOptions,
     saved: Annotated[
         Path | None,
-        typer.Option("--from", metavar="ROWS", help="Show what -o wrote, and measure nothing."),
+        typer.Option("--from", metavar="ROWS", help="Show rows that -o wrote, and measure nothing."),
     ] = None,
 ) -> None:
-    """Measure prefill and decode as llama-bench does, at any plan level and beside other engines.
+    """Measure prefill and decode as llama-bench does, at any plan level, and compare other engines.
 
-    Options that take lists make a grid. On host a row of gpu on all cores is always added: splitting one
-    processor in two is only worth something if it beats that. Ctrl-C ends the run
-    and keeps what was measured.
+    Options that take lists make a grid. On host the bench always adds a row of gpu on all cores: splitting
+    a CPU into two processors pays only if it beats that row. Ctrl-C ends the run and keeps its rows.
     """
     from heterollm.base import labelled
     from heterollm.benchmarks import RowFile
@@ -231,7 +228,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
 
 
 def _measured(options: BenchOptions, file: RowFile | None, *, profile_first: bool) -> BenchResult:
-    """Measure, and append each row to a file as soon as it is there."""
+    """Measure, and append each row to a file as soon as it is complete."""
     from heterollm.benchmarks import Stop, TerminatedInterrupt, profile_splits, run_bench, signals_interrupt
     from heterollm.report import console as report
 
@@ -242,7 +239,7 @@ def _measured(options: BenchOptions, file: RowFile | None, *, profile_first: boo
                     report.show(report.note(text))
             with report.progress_bars() as progress:
                 return run_bench(options, progress=progress, on_row=None if file is None else file.add)
-    except TerminatedInterrupt as error:  # before there was anything to keep
+    except TerminatedInterrupt as error:  # before the first row
         raise typer.Exit(Stop.of(error).exit_code) from None
 
 
@@ -266,7 +263,7 @@ def _check_traces(folder: Path, no_trace: bool) -> None:
 
 
 def _refuse_others(context: typer.Context) -> None:
-    """Refuse options of a measurement beside ``--from``, which would ignore them."""
+    """Refuse options of a measurement together with ``--from``, which would ignore them."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if param.name not in OF_SAVED and source is not None and source.name == "COMMANDLINE":
@@ -322,10 +319,12 @@ def _splits(threads: str | None, gpu: IntegerList | None, npu: IntegerList | Non
     if threads is not None:
         if gpu is not None or npu is not None:
             raise OptionError(
-                "--threads already names both parts.", fix="Leave out --gpu-threads and --npu-threads."
+                "--threads already names GPU and NPU.", fix="Leave out --gpu-threads and --npu-threads."
             )
         return parse_threads(threads)
     if gpu is None and npu is None:
         return []
-    splits = [split_threads(one, other) for one in gpu or (None,) for other in npu or (None,)]
+    splits = [
+        split_threads(gpu_count, npu_count) for gpu_count in gpu or (None,) for npu_count in npu or (None,)
+    ]
     return [(len(split.gpu_cores), len(split.npu_cores)) for split in splits]

@@ -18,7 +18,7 @@ commands = command_group("cache", "Look at and clear the cache.")
 
 @commands.command("list")
 def cache_list(as_json: JsonOption = False) -> None:
-    """Show what the cache holds and how much room it takes."""
+    """Show the kinds of cached files and their sizes."""
     from heterollm.base import list_cache
     from heterollm.report import console as report
 
@@ -55,7 +55,7 @@ def cache_clear(
 
 @commands.command("path")
 def cache_path() -> None:
-    """Print where the cache is."""
+    """Print the path of the cache folder."""
     from heterollm.base import cache_root, write
 
     write(f"{os.fspath(cache_root())}\n")

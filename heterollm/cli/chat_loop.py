@@ -91,7 +91,7 @@ class ChatLoop:
                 stream.close()
             result = stream.result
         except HeteroLLMError as error:
-            # A dialogue that got too long is no reason to lose the program.
+            # A dialogue that became too long must not end the program.
             report.show(report.error_panel(error))
             report.show(report.note(HELP))
             self._take_back(before)

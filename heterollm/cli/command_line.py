@@ -1,8 +1,7 @@
 """The command line: options in, one call, a result on stdout and everything else on stderr.
 
-The commands are in the modules ``cli_<name>.py``, each with its group ``commands``; a new one is named twice
-here, where it is imported and where it stands in the help. Heavy modules are imported inside the commands,
-so that help comes at once.
+Each module of this room has one group ``commands``; a new one is added twice here, to the imports and to the
+order of the help. Commands import heavy modules when they run, so that the help appears at once.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ __all__ = ["app", "main"]
 
 
 UsageError: Final[Any] = typer.BadParameter.__bases__[0]
-"""Typer's error of wrong usage, which it does not export."""
+"""Typer's error of wrong usage, which Typer does not export."""
 
 
 class Commands(TyperGroup):
-    """The commands; Ctrl-C, a closed pipe and wrong usage end each of them alike."""
+    """The commands; all end in the same way after Ctrl-C, a closed pipe and wrong usage."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of typer's own click
         """Read the options before the command; ``--help`` writes here."""
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code, one of :data:`heterollm.base.EXIT_CODES`.
 
     Args:
-        arguments: The words after the program's name; by default those of the process.
+        arguments: Words after the program's name; by default the process's.
     """
     from heterollm.base import discard_output, hold_descriptors, private_stdout
 
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = list(itertools.takewhile(lambda argument: argument != "--", given))
     debug = "--debug" in options
-    # The option means the same before and after the command, so it is taken out here.
+    # The option has the same effect before and after the command, so it is removed here.
     rest = [argument for argument in options if argument != "--debug"] + given[len(options) :]
     try:
         with private_stdout():
@@ -158,7 +157,7 @@ def _note(text: str) -> None:
 @app.callback(invoke_without_command=True)
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[  # noqa: ARG001 - main() has taken it; declared for the help
+    debug: Annotated[  # noqa: ARG001 - main() reads it; declared for the help
         bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")
     ] = False,
 ) -> None:

@@ -37,7 +37,7 @@ def compile_graphs(
     context: Context = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64; they are then copied to the device."""
+    """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64, to copy them to the device."""
     from heterollm.planning import precompile
     from heterollm.report import console as report
 

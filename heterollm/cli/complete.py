@@ -1,4 +1,4 @@
-"""The values that the shell offers for options and arguments that are no fixed choice."""
+"""Shell completion of options and arguments that have no fixed choices."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
 WORD_BREAKS = ":="
-"""Characters at which bash cuts words: it passes ``sim:sn`` as three, and completes the last alone."""
+"""Characters at which bash breaks words: it passes ``sim:sn`` as three, and completes only the last."""
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return names of devices, simulated ones too."""
+    """Return names of devices, simulated ones included."""
     from heterollm.kernels.sim import soc_names
 
     simulated = (f"sim:{name}" for name in soc_names())
@@ -40,14 +40,14 @@ def plans(incomplete: str) -> list[str]:
 
 
 def socs(incomplete: str) -> list[str]:
-    """Return the SoCs that can be simulated by name."""
+    """Return the names of the known SoCs."""
     from heterollm.kernels.sim import soc_names
 
     return beginning(incomplete, soc_names())
 
 
 def known_models(incomplete: str) -> list[str]:
-    """Return the models whose sizes are known, and folders."""
+    """Return the known models, and folders."""
     from heterollm.model import KNOWN_MODELS
 
     return [*beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
@@ -77,9 +77,9 @@ def profiles(incomplete: str) -> list[str]:
 
 @contextlib.contextmanager
 def whole_words() -> Iterator[None]:
-    """Join the words that bash has cut at a colon, and offer it only the part after the cut.
+    """Join the words that bash broke at a colon, and offer only the text after the break.
 
-    Other shells keep words whole, and so does bash where its ``COMP_WORDBREAKS`` has no colon.
+    Other shells do not break words, nor does bash if its ``COMP_WORDBREAKS`` has no colon.
     """
     begun = _join_words() if os.environ.get("_HETEROLLM_COMPLETE") == "complete_bash" else ""
     if not begun:
@@ -95,7 +95,7 @@ def whole_words() -> Iterator[None]:
 
 
 def _join_words() -> str:
-    """Join the words that bash has cut, in its own variables; return the part of the last that it keeps."""
+    """Join broken words in bash's own variables; return the beginning of the last, which bash keeps."""
     try:
         place = int(os.environ["COMP_CWORD"])
     except (KeyError, ValueError):
@@ -106,14 +106,14 @@ def _join_words() -> str:
         return ""
     joined: list[str] = []
     begun = ""
-    cut = False
+    broken = False
     for word in words:
         is_break = bool(word) and not word.strip(WORD_BREAKS)
-        begun = joined.pop() if joined and (cut or is_break) else ""
+        begun = joined.pop() if joined and (broken or is_break) else ""
         joined.append(begun + word)
         if is_break:
             begun += word
-        cut = is_break
+        broken = is_break
     os.environ["COMP_WORDS"] = "\n".join(joined)
     os.environ["COMP_CWORD"] = str(len(joined) - 1)
     # Of `--device=sim:sn` only the value is completed.

@@ -15,7 +15,7 @@ commands = command_group()
 
 @commands.command()
 def devices(as_json: JsonOption = False) -> None:
-    """List all devices; for an unusable one, give the reason and the package to install."""
+    """List all devices, with the reason and the package to install for an unusable one."""
     import dataclasses
 
     from heterollm.base import cache_root
@@ -33,7 +33,7 @@ def devices(as_json: JsonOption = False) -> None:
 @commands.command()
 @takes_records
 def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
-    """Run every operator on every part of a device against float64; exit code 1 if something fails."""
+    """Run every operator on GPU and NPU and compare with float64; exit code 1 if one fails."""
     from heterollm.doctor import diagnose
     from heterollm.report import console as report
     from heterollm.report import diagnosis_report

@@ -43,7 +43,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     run: RunOptions,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Record what both parts do, for `heterollm trace`.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Record the work of GPU and NPU, for `heterollm trace`."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,14 +72,14 @@ def generate(
                 write(step.text)
             write("\n")
         finally:
-            # Without it, closing the model would wait for the rest of the answer.
+            # Else closing the model would wait for the rest of the answer.
             stream.close()
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))
         failures = llm.failures
     for failure in failures:
         report.show(report.note(failure))
-    _show_statistics(llm, stream.result)
+    report.show(report.statistics_lines(stream.result, llm.device, llm.plan))
 
 
 def _check_answer(choice: TokenOptions, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
@@ -106,21 +107,6 @@ def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, ob
         **result.to_dict(),
         "notes": list(llm.notes),
     }
-
-
-def _show_statistics(llm: LLM, result: GenerationResult) -> None:
-    from heterollm.report import console as report
-
-    device, plan = llm.device, llm.plan
-    report.show(
-        report.statistics_lines(
-            result,
-            device=device.name,
-            time_kind=device.time_kind,
-            plan=plan.level,
-            precision=plan.precision,
-        )
-    )
 
 
 def _trace_file(path: Path | None, device: str) -> Path | None:
@@ -187,11 +173,11 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
         from heterollm.model import ModelConfig
         from heterollm.text import check_tokenizer
 
-        # Before weights are read: a model that cannot take text would be loaded in vain.
+        # Before weights are read: loading a model that cannot take text would be wasted.
         ModelConfig.from_folder(Path(model))
         check_tokenizer(Path(model))
     with report.progress_bars() as progress:
-        # The imports alone take a moment, and the bar says what is going on.
+        # The imports alone take a moment, and the bar shows it.
         progress("Loading", 0, 1)
         from heterollm.llm import LLM
 

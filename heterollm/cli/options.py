@@ -1,7 +1,7 @@
 """Options that several commands share, the records that hold them, and groups of commands.
 
-A new family of commands is a module of this room with ``commands = command_group()`` and functions under
-``@commands.command()``, and joins the others in :mod:`heterollm.cli.command_line`.
+A new group of commands is a module of this room with ``commands = command_group()`` and functions under
+``@commands.command()``; :mod:`heterollm.cli.command_line` lists it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def whole_number(text: str) -> int:
     """Return a number as an option states it.
 
     Raises:
-        BadParameter: It is something else.
+        BadParameter: The text is not a whole number.
     """
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise typer.BadParameter(f"{text!r:.80} is not a whole number.")
@@ -123,7 +123,7 @@ PrecisionOption = Annotated[Precision, typer.Option(help="Bits of weights and ac
 GroupSize = Annotated[Literal[32, 64, 128], typer.Option(help="Weights that share a scale.")]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
 SyncOption = Annotated[
-    Sync, typer.Option(help="How to wait for the GPU; operator waits after every operator.")
+    Sync, typer.Option(help="How to wait for the GPU; `operator` waits after each operator.")
 ]
 Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
 FormatOption = Annotated[Format, typer.Option("--format", help="Format of the output.")]
@@ -135,19 +135,15 @@ RowsOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ThreadOptions:
-    """Threads of the two parts, which share the cores of one processor."""
+    """Threads of GPU and NPU on devices where both run on the cores of one CPU."""
 
-    gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU part on host and emulator.")] = (
-        None
-    )
-    npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU part on host; 0: no NPU.")] = (
-        None
-    )
+    gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU on host and emulator.")] = None
+    npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU on host; 0: no NPU.")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """A device and the threads of its parts."""
+    """A device and the threads of its processors."""
 
     device: DeviceOption = "auto"
     threads: ThreadOptions = ThreadOptions()
@@ -180,11 +176,11 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of running a loaded model on both processors."""
+    """Options of running a loaded model."""
 
     threads: ThreadOptions = ThreadOptions()
     allow_slow: Annotated[
-        bool, typer.Option("--allow-slow", help="Emulate models that take seconds for each pass.")
+        bool, typer.Option("--allow-slow", help="Emulate a model even if a pass takes seconds.")
     ] = False
     sync: SyncOption = "auto"
     allow_fallback: Annotated[
@@ -194,7 +190,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenOptions:
-    """Options of choosing the tokens of an answer."""
+    """The choice of an answer's tokens."""
 
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 0
@@ -207,7 +203,7 @@ class TokenOptions:
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeated tokens less likely.")] = (
         1.0
     )
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None
 
 
 def command_group(
@@ -227,7 +223,7 @@ def chosen_format(form: Format, *, as_json: bool) -> Format:
     """Return the format that ``--format`` and ``--json`` name together.
 
     Raises:
-        BadParameter: They name two.
+        BadParameter: They name two formats.
     """
     if not as_json:
         return form

@@ -45,7 +45,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """The level of the plan, and how it is shown."""
+    """The level of the plan and its output."""
 
     plan: Annotated[
         Literal["auto", "tensor", "block"],
@@ -66,32 +66,30 @@ class AnswerOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """The objective of a plan and the limits that it keeps to."""
+    """The objective of a plan and its limits."""
 
-    gpu_share: Annotated[float, typer.Option(help="Most of an operator's time that the GPU may compute.")] = (
-        1.0
-    )
-    energy_weight: Annotated[float, typer.Option(help="0 counts time alone, 1 energy alone.")] = 0.0
+    gpu_share: Annotated[float, typer.Option(help="Largest fraction of an operator's time on the GPU.")] = 1.0
+    energy_weight: Annotated[float, typer.Option(help="0 minimises time alone, 1 energy alone.")] = 0.0
     forbid: Annotated[
         Names,
         several(
-            help="gpu or npu: it computes no linear layer; row, sequence, hybrid or block: no such split.",
+            help="gpu, npu: no linear layer there; row, sequence, hybrid, block: no such split.",
             names=FORBIDDEN,
         ),
     ] = ()
-    npu_gib: Annotated[float | None, typer.Option(help="Most that the NPU's slices may take.")] = None
+    npu_gib: Annotated[float | None, typer.Option(help="Largest memory of the NPU's slices.")] = None
     histogram: Annotated[
         str | None,
         typer.Option(
-            help="How often prompts of a length come, 64:10,256:3 (decoded tokens count under 1), or a file "
-            "of such pairs."
+            help="Prompt lengths with frequencies, 64:10,256:3 (1 stands for decoded tokens), or a file of "
+            "such pairs."
         ),
     ] = None
     build_budget: Annotated[
         str | None,
         typer.Option(
-            help="Longest that building the NPU's graphs may take, such as 30s: chooses the standard lengths "
-            "for --histogram."
+            help="Limit for building the NPU's graphs, such as 30s: chooses the standard lengths for "
+            "--histogram."
         ),
     ] = None
 
@@ -173,7 +171,7 @@ def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None
 
 
 def _histogram(text: str) -> dict[int, float]:
-    """Return the counts of pairs, or of a file that holds such, separated by commas or white space."""
+    """Return weights by length from pairs, or from a file of pairs, separated by commas or white space."""
     from heterollm.base import OptionError
 
     fix = "Give lengths with weights, 64:10,256:3, or a file of such pairs."

@@ -24,12 +24,12 @@ __all__ = ["commands"]
 
 
 class ProfileGroup(TyperGroup):
-    """Takes models where its first word is no command."""
+    """Takes models unless its first word is a command."""
 
     allow_interspersed_args = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - of typer's own click
-        """Read options and models, or leave a command and all after it for itself."""
+        """Read options and models; leave a command and the words after it alone."""
         if not args or args[0] not in self.commands:
             return super().parse_args(ctx, args)
         super().parse_args(ctx, [])
@@ -53,7 +53,7 @@ ProfileName = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """The weight shapes that are measured, and how they are stored."""
+    """The measured weight shapes and their formats."""
 
     models: Annotated[
         list[str] | None,
@@ -77,13 +77,14 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class EffortOptions:
-    """Options of the extent of measurements."""
+    """The effort of a measurement."""
 
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s or 5m; none for the full grid.")] = (
         "4m"
     )
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only the needs of one model's plan, in about a minute.")
+        bool,
+        typer.Option("--quick", help="Measure only the points that one model's plan needs, in a minute."),
     ] = False
     update: Annotated[
         bool, typer.Option("--update", help="Measure only the points that the profile lacks.")
@@ -91,7 +92,7 @@ class EffortOptions:
     characterise: Annotated[
         bool,
         typer.Option(
-            "--characterise", help="Measure stages, order of operands and the effect of k on the NPU, too."
+            "--characterise", help="Also measure the NPU's stages, order of operands and effect of k."
         ),
     ] = False
     no_tune: Annotated[bool, typer.Option("--no-tune", help="Do not tune the GPU kernels first.")] = False
@@ -146,7 +147,7 @@ def profile(
 
 
 def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
-    """Refuse the name of a command after an option, which the command would not get, and a mistyped one."""
+    """Refuse a command's name after an option, which the command would not get, and a mistyped name."""
     named = [name for name in models if name in context.command.commands]  # type: ignore[attr-defined]
     if named:
         raise typer.BadParameter(
@@ -164,7 +165,7 @@ def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:
 
 @commands.command("list")
 def profile_list(as_json: JsonOption = False) -> None:
-    """List the profiles in the cache, damaged ones too."""
+    """List the profiles in the cache, damaged ones included."""
     from heterollm.profiler.records import list_profiles
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
@@ -176,7 +177,7 @@ def profile_list(as_json: JsonOption = False) -> None:
 @commands.command("show")
 def profile_show(
     name: ProfileName = None,
-    everything: Annotated[bool, typer.Option("--all", help="List cuts of groups too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also list splits of groups.")] = False,
     plots: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Draw plots into this folder, as PNG files.")
     ] = None,
@@ -215,11 +216,13 @@ def profile_compare(
     ],
     second: Annotated[
         str,
-        typer.Argument(metavar="B", help="The one compared with it.", autocompletion=cli_complete.profiles),
+        typer.Argument(
+            metavar="B", help="The profile to compare with A.", autocompletion=cli_complete.profiles
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two profiles: what became faster or slower beyond the noise."""
+    """Compare two profiles and list changes beyond the noise."""
     from heterollm.profiler import compare
     from heterollm.profiler.records import find_profile
     from heterollm.report import console as report
@@ -231,7 +234,7 @@ def profile_compare(
 
 @commands.command("export")
 def profile_export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; it must not be there.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; it must not exist.")],
     name: ProfileName = None,
 ) -> None:
     """Copy a profile out of the cache."""

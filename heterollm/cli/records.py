@@ -5,8 +5,8 @@ instead, and shares them with other commands; typer sees their fields, in their 
 
     @dataclass(frozen=True, slots=True)
     class ThreadOptions:
-        gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU part.")] = None
-        npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU part.")] = None
+        gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU.")] = None
+        npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU.")] = None
 
 
     @commands.command()
@@ -50,7 +50,7 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(name: str, hint: object, default: object) -> Iterator[inspect.Parameter]:
-    """Yield the parameters that one parameter or field stands for."""
+    """Yield the parameters behind one parameter or field."""
     if not (isinstance(hint, type) and is_dataclass(hint)):
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         return
@@ -61,7 +61,7 @@ def _options(name: str, hint: object, default: object) -> Iterator[inspect.Param
 
 
 def _value(name: str, hint: object, values: Mapping[str, object]) -> object:
-    """Return the value of a parameter or field: its own, or the record of its fields' values."""
+    """Return the value of a parameter or field; for a record, the record of its fields' values."""
     if not (isinstance(hint, type) and is_dataclass(hint)):
         return values[name]
     hints = get_type_hints(hint, include_extras=True)

@@ -41,10 +41,10 @@ Waits: TypeAlias = Literal["finish", "poll", "predict"]
 
 
 def parse_load(text: str) -> GpuLoad:
-    """Return the game that ``60fps:5ms`` describes.
+    """Return the game of a text such as ``60fps:5ms``.
 
     Raises:
-        BadParameter: It describes none, or one that leaves the GPU no time.
+        BadParameter: The text has another form, or the game leaves the GPU no time.
     """
     from heterollm.kernels.sim import GpuLoad
 
@@ -55,7 +55,7 @@ def parse_load(text: str) -> GpuLoad:
         return GpuLoad(float(rate.removesuffix("fps")), 1e3 * float(time.removesuffix("ms")))
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r:.80} is no frame rate with GPU time a frame, such as 60fps:5ms."
+            f"{text!r:.80} is no frame rate with GPU time for each frame, such as 60fps:5ms."
         ) from None
 
 
@@ -109,17 +109,19 @@ class CaseOptions:
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
     ] = ("predict",)
     resolve: Annotated[
-        bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the hand-over changes.")
+        bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the waits change.")
     ] = False
     gpu_load: Annotated[
         Sequence[Any] | None,
-        several(help="A game: its frame rate and GPU time a frame.", metavar="60fps:5ms", item=parse_load),
+        several(
+            help="A game: its frame rate and GPU time for each frame.", metavar="60fps:5ms", item=parse_load
+        ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModellingOptions:
-    """Options of modelling a case."""
+    """Options of the model."""
 
     what_if: Annotated[
         list[Any] | None,
@@ -133,10 +135,10 @@ class ModellingOptions:
         Literal[4, 8] | None, typer.Option(help="Bits of head and embedding; the papers have 4.")
     ] = None
     every_form: Annotated[
-        bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM does not have.")
+        bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM lacks.")
     ] = False
     numerics: Annotated[
-        bool, typer.Option("--numerics", help="Compute everything as well, of a checkpoint with weights.")
+        bool, typer.Option("--numerics", help="Compute values, too, from a checkpoint with weights.")
     ] = False
 
 
@@ -147,10 +149,10 @@ def simulate_model(
     modelling: ModellingOptions,
     timeline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and a picture beside it."),
+        typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and its picture."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Processes of a sweep; by default one a core.")
+        int | None, typer.Option(min=1, max=1024, help="Processes of a sweep; by default one for each core.")
     ] = None,
     cluster: Annotated[
         ClusterOption | None, typer.Option(help="Run a sweep on a cluster instead: see docs/simulation.md.")
@@ -159,11 +161,11 @@ def simulate_model(
     output: RowsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a model's shapes on a simulated SoC, on a virtual clock: no time it prints was measured.
+    """Run a model's shapes on a simulated SoC, on a virtual clock: no printed time was measured.
 
     Lists with commas between their values (models, SoCs, prompts, decode, plans, length policies,
-    syncs, game loads) make a grid, which runs in parallel; a case that fails is a row that says why.
-    Names of files get the word simulated where they lack it: game.json is written as game.simulated.json.
+    syncs, game loads) make a grid, which runs in parallel; the row of a failed case has the reason.
+    File names get the word simulated if they lack it: game.json becomes game.simulated.json.
     """
     from heterollm.base import check_target, labelled
 
@@ -216,12 +218,10 @@ def _requests(
 
 
 def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the checked files of a timeline and of its picture.
-
-    Without matplotlib there is no picture, and a note says so.
+    """Return the checked files of a timeline and of its picture; without matplotlib no picture.
 
     Raises:
-        OptionError: One of them cannot be written.
+        OptionError: A file cannot be written.
     """
     if path is None:
         return None, None

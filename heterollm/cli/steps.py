@@ -1,4 +1,4 @@
-"""Shows the steps of passes, compiled as the engine does: ``heterollm plan --steps``."""
+"""Shows the compiled steps of passes: ``heterollm plan --steps``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def show_steps(
 ) -> None:
     """Compile the passes of prompts and of a decoded token, and print their steps.
 
-    A simulated device needs no weights; on another the model is loaded.
+    A simulated device needs no weights; for a real one the model is loaded.
 
     Args:
-        model: As the user names it.
+        model: The model argument of the command.
         solved: The plan.
         prompts: Lengths of prompts; long ones run in several passes.
-        options: With which the plan was solved.
-        decode: Whether a token is decoded.
+        options: Options that the plan was solved with.
+        decode: Whether to show a decoded token.
         as_json: Whether to print every step of every layer as JSON.
 
     Raises:
-        HeteroLLMError: The device or the weights are not there.
+        HeteroLLMError: The device or the weights are missing.
     """
     from heterollm.base import write_json
     from heterollm.kernels.sim import is_simulated

@@ -16,11 +16,11 @@ commands = command_group()
 
 @commands.command("trace")
 def show_trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `generate --trace FILE` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of `generate --trace FILE`.")],
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Draw the timeline into this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say where the time of a recorded run went; the file itself opens in ui.perfetto.dev."""
+    """Show where the time of a recorded run went; the file also opens in ui.perfetto.dev."""
     from heterollm.base import write_json
     from heterollm.report import console as report
     from heterollm.report import trace as report_trace

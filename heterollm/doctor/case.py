@@ -15,7 +15,7 @@ from heterollm.kernels.gpu import OpenClError
 
 __all__ = ["SEED", "Check", "DoctorCase", "Seen", "run_case"]
 
-Part = Literal["GPU", "NPU"]
+Processor = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "not offered"]
 SEED: Final = 20260101
 
@@ -27,7 +27,7 @@ class Seen:
     Args:
         passed: Whether the case succeeded.
         message: The observation.
-        fix: What to do if the case failed.
+        fix: Next step for the user if the case failed.
     """
 
     passed: bool
@@ -42,17 +42,17 @@ class Check:
     Args:
         part: ``GPU`` or ``NPU``.
         operator: The operator and its number format.
-        case: Lengths, form and cut.
-        status: Whether the error is within the gate; ``not offered`` where the part does not claim it.
+        case: Lengths, form and split.
+        status: Whether the error is within the gate; ``not offered`` if the processor lacks the operator.
         error: NMSE, the larger of the whole's and a tenth of the worst row's or token's; None if it raised or
             there are no numbers.
         gate: Largest error that passes.
-        message: Why the case failed; the observation, where there are no numbers; or why the part does not
-            offer the operator.
-        fix: What to do about it.
+        message: Why the case failed; the observation, where there are no numbers; or why the processor does
+            not offer the operator.
+        fix: Next step for the user.
     """
 
-    part: Part
+    part: Processor
     operator: str
     case: str
     status: Status
@@ -64,9 +64,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class DoctorCase:
-    """One check to run; where ``run`` is None the part does not offer the operator, for ``reason``."""
+    """One check to run; where ``run`` is None the processor lacks the operator, for ``reason``."""
 
-    part: Part
+    part: Processor
     operator: str
     case: str
     run: Callable[[], Numbers | Seen] | None
@@ -105,7 +105,7 @@ def run_case(case: DoctorCase, compute: ComputeType) -> Check:
     return check("fail", worst if np.isfinite(worst) else None, message, advice)
 
 
-def _advice(part: Part) -> str:
-    if part == "GPU":
+def _advice(processor: Processor) -> str:
+    if processor == "GPU":
         return "Update the OpenCL driver, or use another OpenCL runtime."
     return "Use plan level gpu, and update onnxruntime, onnxruntime-qnn and the NPU driver."

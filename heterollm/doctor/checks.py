@@ -1,19 +1,51 @@
-"""Every operator of every part of a device, run on small random data against the float64 oracle."""
+"""All checks of the doctor: every operator of a device on small random data, and the flag of the host."""
 
 from __future__ import annotations
 
-from heterollm.doctor.case import DoctorCase
-from heterollm.doctor.flag import flag_cases
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
 from heterollm.kernels.device import Device
+from heterollm.kernels.sync import LITMUS_ROUNDS, flag_litmus, refused_strategies
 
-__all__ = ["device_cases"]
+__all__ = ["FLAG", "device_cases"]
+
+FLAG: Final = "flag seen by the host"
+LIMIT_S: Final = 20.0
+"""Limit for all rounds; a slower device runs fewer."""
+
+FIX: Final = "Use `--sync sleep_poll`, and update the OpenCL driver."
 
 
 def device_cases(device: Device) -> list[DoctorCase]:
-    """Return every check of a device: those of the GPU, of the NPU, and of the flag."""
+    """Return every check of a device: GPU, NPU and flag."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
         cases += npu_cases(device, device.npu)
     return [*cases, *flag_cases(device)]
+
+
+def flag_cases(device: Device) -> Iterator[DoctorCase]:
+    """Yield the litmus test of the flag that a kernel raises for the host, or why the device needs none.
+
+    Opening a device runs a few hundred rounds; the doctor runs all that the design asks for.
+    """
+    refused = refused_strategies(device.gpu)
+    if "flag" in refused:
+        yield DoctorCase("GPU", FLAG, "", None, f"not offered: {refused['flag']}")
+    else:
+        yield DoctorCase("GPU", FLAG, f"{LITMUS_ROUNDS} rounds", lambda: _litmus(device))
+
+
+def _litmus(device: Device) -> Seen:
+    begin_s = time.perf_counter()
+    found = flag_litmus(device.gpu, LITMUS_ROUNDS, limit_s=LIMIT_S)
+    took_s = time.perf_counter() - begin_s
+    message = f"{found.stale_bytes} stale bytes in {found.rounds} rounds, {took_s:.1f} s"
+    if found.stale:
+        message += f"; {found.stale} rounds were stale or lost the flag"
+    return Seen(found.stale == 0, message, FIX)

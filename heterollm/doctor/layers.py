@@ -19,23 +19,23 @@ CAPPED: Final = Scores(SHAPE.head_dim**-0.5, soft_cap=0.5)
 
 
 def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
-    """Yield every operator, with cut inputs where it reads a linear layer's output."""
+    """Yield every operator, with split inputs where it reads a linear layer's output."""
     layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
 
     def made() -> LayerCases:
         generator = np.random.default_rng(SEED)
         return LayerCases(device.gpu, layers, device.activation_dtype, device.cache_dtype, generator)
 
-    yield DoctorCase("GPU", "norm with residual", "5 tokens, cut", lambda: made().norm(5, 192, 64)[0])
+    yield DoctorCase("GPU", "norm with residual", "5 tokens, split", lambda: made().norm(5, 192, 64)[0])
     yield DoctorCase(
         "GPU", "norm with residual", "normed delta", lambda: made().norm(5, 192, 64, post=True)[0]
     )
     yield DoctorCase(
-        "GPU", "final norm", "3 of 5 tokens, cut", lambda: made().final_norm(5, 192, 64, head_row=2)[0]
+        "GPU", "final norm", "3 of 5 tokens, split", lambda: made().final_norm(5, 192, 64, head_row=2)[0]
     )
     for member, name in enumerate(("queries", "keys", "values")):
         yield DoctorCase(
-            "GPU", "RoPE and KV write", f"7 tokens at 11, cut, {name}", _turned(made, member, False)
+            "GPU", "RoPE and KV write", f"7 tokens at 11, split, {name}", _turned(made, member, False)
         )
     for member, name in enumerate(("queries", "keys")):
         yield DoctorCase("GPU", "RoPE and KV write", f"normed heads, {name}", _turned(made, member, True))
@@ -45,13 +45,13 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
         *("GPU", "attention, decode", "1 token at 70, capped"),
         lambda: made().attention(1, 70, SHAPE, scores=CAPPED),
     )
-    yield DoctorCase("GPU", "gated activation", "5 tokens, cut", lambda: made().gated(5, 160, (64, 64)))
+    yield DoctorCase("GPU", "gated activation", "5 tokens, split", lambda: made().gated(5, 160, (64, 64)))
     yield DoctorCase(
         *("GPU", "gated activation", "5 tokens, GELU"),
         lambda: made().gated(5, 160, (64, 64), activation="gelu_tanh"),
     )
     yield DoctorCase("GPU", "soft cap of the logits", "1 row", lambda: made().soft_cap(1, 300, 30.0))
-    yield DoctorCase("GPU", "join of the logits", "3 tokens, cut", lambda: made().join(3, 300, 256))
+    yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().join(3, 300, 256))
 
 
 def _turned(made: Callable[[], LayerCases], member: int, normed: bool) -> Callable[[], Numbers]:

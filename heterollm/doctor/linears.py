@@ -1,4 +1,4 @@
-"""The doctor's checks of the linear layers and the embedding, on either part and of one against the other."""
+"""The doctor's checks of linear layers and embedding, on each processor and of one against the other."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["AGREEMENT", "gpu_linear_cases", "npu_cases"]
 
-AGREEMENT: Final = "w4a8, both parts agree"
+AGREEMENT: Final = "w4a8, GPU and NPU agree"
 LENGTHS: Final = (1, 32, 256)
-"""Standard lengths that are checked: each is a graph of its own."""
+"""Standard lengths to check; each has its own graph."""
 
 PADDING: Final = 5
-"""Rows of a graph that hold no token."""
+"""Padded rows of a graph."""
 
 
 def gpu_linear_cases(device: Device) -> Iterator[DoctorCase]:
-    """Yield every number format, for one token and many, whole and cut; then the embeddings."""
+    """Yield every number format, for one token and many, whole and split; then the embeddings."""
     for case in LINEARS:
         run = partial(case.on_gpu, device.gpu, device.activation_dtype)
         yield DoctorCase("GPU", _operator(case), str(case), run)
@@ -49,9 +49,9 @@ def _embedding(device: Device, number_format: WeightFormat) -> Numbers:
 
 
 def npu_cases(device: Device, npu: NpuBackend) -> Iterator[DoctorCase]:
-    """Yield every number format in every form that is legal, and at ``w4a8`` the NPU against the GPU.
+    """Yield every number format in every legal form, and at ``w4a8`` the NPU against the GPU.
 
-    A device whose NPU rounds no inputs refuses ``w4a8`` whatever the plan, and its rows say so.
+    A device whose NPU does not round inputs refuses ``w4a8`` for every plan, and its rows say so.
     """
     for case in {(case.weight, case.integer_inputs): case for case in LINEARS}.values():
         yield from _npu_linear(device, npu, replace(case, rows=(256,), kept=None, inputs=None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -40,9 +39,9 @@ class Diagnosis:
     """Result of an examination.
 
     Args:
-        device: Name of the device that was examined.
+        device: Name of the device.
         facts: Hardware and software in use, as pairs of name and value.
-        checks: Every operator on every part.
+        checks: Every operator on each processor.
         problems: Reasons why the device cannot be used.
         warnings: Problems that do not prevent its use.
     """
@@ -77,14 +76,14 @@ def diagnose(
     npu_threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Open a device and run every operator on each of its parts against the float64 oracle.
+    """Open a device and run every operator on each of its processors against the float64 oracle.
 
-    A device that cannot be opened is reported as a problem and raises no error.
+    A device that does not open is reported as a problem and raises no error.
 
     Args:
         name: Name of the device, or ``auto``.
-        gpu_threads: Threads of the OpenCL part on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU part on ``host``.
+        gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
+        npu_threads: Threads of the NPU on ``host``.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
@@ -102,7 +101,7 @@ def diagnose(
             f"{device.name} is simulated: it computes nothing, so there are no numbers to check.",
             fix="Check the kernels on this machine: `heterollm doctor --device host`.",
         )
-    # Imported only now: without an OpenCL binding, opening the device has said what to install.
+    # Imported here: without an OpenCL binding, opening the device says what to install.
     from heterollm.doctor.case import run_case
     from heterollm.doctor.checks import device_cases
 
@@ -117,17 +116,17 @@ def diagnose(
         report("Checking operators", len(cases), len(cases))
     finally:
         device.close()
-    passed_over = tuple(
+    variants = tuple(
         Problem(note, f"Update the OpenCL driver. {see('a-part-computes-wrong-numbers')}")
         for note in device.gpu.variants.notes
     )
-    return Diagnosis(device.name, facts, tuple(checks), (), (*passed_over, *_vendor_warnings()))
+    return Diagnosis(device.name, facts, tuple(checks), (), (*variants, *_vendor_warnings()))
 
 
 def unlisted_vendors(vendors: Path = VENDORS, mapped: Path = MAPPED) -> tuple[str, ...]:
     """Return the OpenCL libraries that the system's loader knows and this process did not load.
 
-    pyopencl's wheels bring a loader of their own, which may pass over a vendor's library
+    pyopencl's wheels bring their own loader, which may miss a vendor's library
     (https://github.com/inducer/pyopencl/issues/906). Empty where the system has no such folder.
     """
     try:
@@ -136,7 +135,7 @@ def unlisted_vendors(vendors: Path = VENDORS, mapped: Path = MAPPED) -> tuple[st
         named = [line.strip() for entry in entries for line in entry.read_text().splitlines()]
     except OSError:
         return ()
-    # A library is loaded under the name that its symbolic link leads to: only the stem is sure to stay.
+    # A library is loaded under the name of its link's target: only the stem is the same.
     stems = {name.partition(".so")[0] for name in loaded}
     return tuple(name for name in named if name and Path(name).name.partition(".so")[0] not in stems)
 
@@ -154,9 +153,9 @@ def _vendor_warnings() -> tuple[Problem, ...]:
 
 
 def _explain(name: str, error: DeviceError) -> tuple[Problem, tuple[Problem, ...]]:
-    """Return why a device did not open, and for ``auto`` why the others cannot be used either.
+    """Return why a device did not open, and for ``auto`` why the others did not.
 
-    Opening stops at the first part that is missing; `heterollm devices` knows of all.
+    Opening stops at the first missing component; `heterollm devices` checks all.
     """
     unusable = {status.name: status for status in list_devices() if not status.usable}
     if name in unusable:
@@ -190,41 +189,37 @@ def _version(package: str) -> str:
 
 def _device_facts(device: Device) -> tuple[tuple[str, str], ...]:
     traits, npu = device.gpu.traits, device.npu
-    hand_over = "coherent: both parts see each other's writes when the queue is done"
+    sync = "coherent: each processor sees the other's writes when the queue is done"
     if not traits.coherent:
-        hand_over = "not coherent: memory is mapped and unmapped at every hand-over"
+        sync = "not coherent: memory is mapped and unmapped at every synchronisation"
     facts = [
         ("device", f"{device.name} ({device.reason})" if device.reason else device.name),
         ("time", device.time_kind),
-        ("thread split", str(device.split) if device.split.gpu_cores else "the parts have their own"),
+        ("thread split", str(device.split) if device.split.gpu_cores else "each processor has its own"),
         ("activations", f"{device.activation_dtype.name}, KV cache {device.cache_dtype.name}"),
-        ("GPU part", traits.name),
+        ("GPU", traits.name),
         ("OpenCL platform", f"{traits.platform}, {traits.version}"),
         ("OpenCL driver", traits.driver),
-        ("compiled for", device.gpu.target or "what the driver detects"),
+        ("compiled for", device.gpu.target or "the processor that the driver detects"),
         ("compute units", f"{traits.compute_units}, work-groups up to {traits.max_work_group}"),
         ("largest buffer", format_bytes(traits.max_buffer_bytes)),
         ("GPU memory", f"{format_bytes(traits.global_bytes)}, local {format_bytes(traits.local_bytes)}"),
         ("half arithmetic", _yes(traits.has_half)),
         ("subgroups", _yes(traits.has_subgroups)),
         ("integer dot product", _yes(traits.has_integer_dot)),
-        ("hand-over", hand_over),
+        ("synchronisation", sync),
         ("OpenCL extensions", " ".join(traits.extensions)),
     ]
     if npu is None:
-        return (*facts, ("NPU part", "none"))
+        return (*facts, ("NPU", "none"))
     versions = ", ".join(f"{name} {version}" for name, version in npu.versions().items())
     return (
         *facts,
-        ("NPU part", npu.name),
+        ("NPU", npu.name),
         ("NPU software", versions),
-        ("standard lengths", _join(npu.standard_lengths)),
+        ("standard lengths", ", ".join(map(str, npu.standard_lengths))),
         ("row alignment", str(npu.row_alignment)),
     )
-
-
-def _join(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _yes(value: bool) -> str:

@@ -1,4 +1,4 @@
-"""Benches on the terminal: rows, bars, what bounds each phase, and a verdict."""
+"""Benches on the terminal: rows, bars, the bound of each phase, and a verdict."""
 
 from __future__ import annotations
 
@@ -48,23 +48,21 @@ def bench_report(result: BenchResult) -> RenderableType:
     if traced:
         parts += [Text(), section_table(traces_section(traced))]
         parts += [section_table(operators_section(row)) for row in most_telling(traced)]
-    bound = list(bounds(rows))
-    if bound:
-        parts += [Text(), Text("What bounds each phase", "bold")]
-        parts += [Text(f"• {line}") for line in bound]
-    parts += [Text(), Text("Verdict", "bold")]
-    parts += [Text(f"• {line}") for line in verdicts(rows)]
-    failed = {f"{row.label}: {row.error}": None for row in rows if row.error}
-    if failed:
-        parts += [Text(), Text("Failed", "bold red")]
-        parts += [Text(f"• {line}") for line in failed]
+    failed = dict.fromkeys(f"{row.label}: {row.error}" for row in rows if row.error)
+    for title, style, lines in (
+        ("What bounds each phase", "bold", list(bounds(rows))),
+        ("Verdict", "bold", verdicts(rows)),
+        ("Failed", "bold red", list(failed)),
+    ):
+        if lines:
+            parts += [Text(), Text(title, style), *(Text(f"• {line}") for line in lines)]
     remarks = (LEGEND, energy_words(rows), *lacking_words(rows))
     parts += [Text()] + [note(text) for text in dict.fromkeys([*result.notes, *remarks])]
     return Group(*parts)
 
 
 def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
-    """Return the reports of some runs, which did not share rounds."""
+    """Return the reports of several runs; their samples did not take turns."""
     parts: list[RenderableType] = []
     for place, result in enumerate(results):
         if len(results) > 1:
@@ -74,7 +72,7 @@ def bench_reports(results: Sequence[BenchResult]) -> RenderableType:
 
 
 def rows_table(rows: Sequence[BenchRow], *, title: str = "") -> Table:
-    """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
+    """Return the rows of one test, with their ratios to ``gpu`` on all cores if the run has that row."""
     made = section_table(rates_section(rows, title))
     for place, row in enumerate(rows):
         if row.times.median_ts is None or row.quality.quality_passed is False:

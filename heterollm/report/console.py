@@ -25,8 +25,9 @@ from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, writ
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
-    from heterollm.kernels.device import DeviceStatus
+    from heterollm.kernels.device import Device, DeviceStatus
     from heterollm.planning import Precompiled
+    from heterollm.solver import Plan
     from heterollm.text import GenerationResult
 
 __all__ = [
@@ -53,11 +54,11 @@ PIPE_WIDTH: Final = 110
 """Columns of a pipe or a file."""
 
 FOLDED_WIDTH: Final = 24
-"""A longer word, such as a path, may go on in the next line of its cell."""
+"""A longer word, such as a path, may wrap in its cell."""
 
 
 class SafeConsole(Console):
-    """A console that reads no markup in texts, and shows control characters instead of obeying them."""
+    """A console that ignores markup in texts, and shows control characters instead of obeying them."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of rich's Console
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -81,7 +82,7 @@ class SafeConsole(Console):
 
 @functools.cache
 def stderr_console() -> Console:
-    """Return the console on stderr, which writes messages above the progress bars."""
+    """Return the console on stderr; it writes messages above the progress bars."""
     console = SafeConsole(stderr=True)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -89,7 +90,7 @@ def stderr_console() -> Console:
 
 
 def show(renderable: RenderableType) -> None:
-    """Show something beside the result, on stderr."""
+    """Show a message on stderr, apart from the result."""
     console = stderr_console()
     # A log keeps a line of text whole; on a terminal it wraps between words.
     console.print(renderable, soft_wrap=isinstance(renderable, Text) and not console.is_terminal)
@@ -116,12 +117,12 @@ def render(renderable: RenderableType, *, like: TextIO | None = None, width: int
 
 
 def present(renderable: RenderableType) -> None:
-    """Write a result to stdout, with the colours and the width that suit it."""
+    """Write a result to stdout, with its colours and width."""
     write(render(renderable, like=sys.stdout), styled=True)
 
 
 def bars_with(last: ProgressColumn) -> RichProgress:
-    """Return progress bars on stderr, where it is a terminal.
+    """Return progress bars on stderr; they appear on a terminal only.
 
     Args:
         last: Column after the percentage.
@@ -150,9 +151,9 @@ def answer(shown: RenderableType, data: object, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show one bar for each stage that is reported, on a terminal only.
+    """Show one bar for each reported stage, on a terminal only.
 
-    A bar vanishes when its stage is done, so that a result can be written between two stages.
+    A bar vanishes with its stage, so that a result can be written between two stages.
     """
     bars = bars_with(TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
@@ -197,9 +198,7 @@ def note(text: str) -> Text:
     return Text(text, "dim")
 
 
-def statistics_lines(
-    result: GenerationResult, *, device: str, time_kind: str, plan: str, precision: str
-) -> Text:
+def statistics_lines(result: GenerationResult, device: Device, plan: Plan) -> Text:
     """Return tokens, times and rates of an answer, and the device, plan and precision."""
     parts = [f"{result.prompt_tokens} prompt tokens", f"{result.generated_tokens} new tokens"]
     if result.ttft_s is not None:
@@ -209,7 +208,7 @@ def statistics_lines(
     if result.decode_tokens_per_s is not None:
         parts.append(f"decode {result.decode_tokens_per_s:.1f} tokens/s")
     parts.append(f"ended by {result.stop_reason}")
-    where = f"device {device} ({time_kind} time), plan {plan}, {precision}"
+    where = f"device {device.name} ({device.time_kind} time), plan {plan.level}, {plan.precision}"
     return note(f"{', '.join(parts)}\n{where}")
 
 
@@ -217,7 +216,7 @@ def statistics_lines(
 
 
 class _FittingTable(Table):
-    """A table that breaks no word and no number; on a narrow terminal it puts the cells of a row on lines.
+    """A table that breaks no word and no number; on a narrow terminal each cell of a row gets a line.
 
     Args:
         heading: Text above the table.
@@ -236,7 +235,7 @@ class _FittingTable(Table):
             column.width = 1
             sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
             widths.append(max(size.maximum for size in sizes))
-            number = column.justify == "right"  # it stays with its unit; a column of words may fold paths
+            number = column.justify == "right"  # a number stays with its unit; words may fold paths
             cells = [size.maximum if number else min(size.minimum, FOLDED_WIDTH) for size in sizes[1:]]
             least.append(max(sizes[0].minimum, *cells, 1))
         room = options.max_width - (super().__rich_measure__(console, options).minimum - len(widths))
@@ -289,7 +288,7 @@ def section_table(section: Section) -> Table:
 
 
 def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return names with their values, without a head."""
+    """Return names with their values, without column heads."""
     made = Table(box=box.SIMPLE, show_header=False)
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
@@ -300,7 +299,7 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 def devices_table(statuses: Sequence[DeviceStatus]) -> Group:
     """Return the table of devices, and the reason and the fix of each unusable one."""
-    made = table("device", "usable", "GPU part", "NPU part")
+    made = table("device", "usable", "GPU", "NPU")
     lines: list[Text] = []
     for status in statuses:
         yes = "yes" if status.time == "real" else status.time
@@ -345,8 +344,8 @@ def precompile_report(result: Precompiled) -> Group:
     return Group(
         Text(f"{result.chip} (SoC {result.soc}), plan {result.plan}, {result.precision}"),
         made,
-        Text(f"Copy the files in {result.folder} into the same folder of the device's cache,"),
-        Text("which `heterollm cache path` names there, and load the same checkpoint with the same options."),
+        Text(f"Copy the files in {result.folder} into the same folder of the device's cache"),
+        Text("(`heterollm cache path` there), and load the same checkpoint with the same options."),
         note(
             f"The device needs onnxruntime-qnn {versions['onnxruntime-qnn']} (QAIRT {versions['qairt']}), or "
             "it compiles again. Not verified on hardware."

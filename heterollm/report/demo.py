@@ -23,8 +23,8 @@ def demo_report(result: DemoResult) -> Group:
     """Return the tables of the plan levels, the verdicts and the notes."""
     device = result.device
     parts: list[RenderableType] = [
-        Text(f"GPU part: {device['gpu']} ({device['gpu_driver']}){_threads(device['gpu_threads'])}"),
-        Text(f"NPU part: {device['npu']}{_threads(device['npu_threads'])}"),
+        Text(f"GPU: {device['gpu']} ({device['gpu_driver']}){_threads(device['gpu_threads'])}"),
+        Text(f"NPU: {device['npu']}{_threads(device['npu_threads'])}"),
         Text(f"Device {device['device']}, {result.time} time"),
         Text(),
     ]
@@ -38,7 +38,7 @@ def demo_report(result: DemoResult) -> Group:
 
 
 def _threads(count: object) -> str:
-    """Return how many threads a part has; a modelled one has none."""
+    """Return the threads of a processor in words; a modelled one has none."""
     return f", {count} thread(s)" if count else ""
 
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnosis_report"]
 
-PARTS: Final = ("GPU", "NPU")
+PROCESSORS: Final = ("GPU", "NPU")
 
 
 def diagnosis_report(diagnosis: Diagnosis) -> Group:
-    """Return the facts, the support table, and every failure with its fix."""
+    """Return the facts, the table of checks, and every failure with its fix."""
     parts: list[RenderableType] = [pairs_table(diagnosis.facts)]
     if diagnosis.checks:
         parts.append(_support_table(diagnosis.checks))
@@ -41,11 +41,11 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
 
 
 def _support_table(checks: Sequence[Check]) -> Table:
-    made = table("operator", *PARTS)
+    made = table("operator", *PROCESSORS)
     for operator in dict.fromkeys(check.operator for check in checks):
         cells = [
-            _cell([check for check in checks if check.operator == operator and check.part == part])
-            for part in PARTS
+            _cell([check for check in checks if check.operator == operator and check.part == processor])
+            for processor in PROCESSORS
         ]
         made.add_row(operator, *cells)
     return made

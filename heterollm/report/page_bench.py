@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["bench_page"]
 
 LEVELS: Final = {"gpu": "gpu", "npu": "npu", "layer": "npu", "tensor": "both", "block": "both"}
-"""Processor that computes the linear layers of a level, for the colour of its bar."""
+"""Style of a level's bar: the processor that computes its linear layers."""
 
 LEVEL_KEYS: Final = (
     ("gpu", "on the GPU"),
     ("npu", "npu and layer: on the NPU"),
-    ("both", "tensor and block: cut between both"),
+    ("both", "tensor and block: split between GPU and NPU"),
     ("other", "others"),
 )
 TRACE_KEYS: Final = (
@@ -52,7 +52,7 @@ TRACE_KEYS: Final = (
     ("npu", "only the NPU works"),
     ("other", "neither"),
 )
-PART_KEYS: Final = (("gpu", "GPU"), ("npu", "NPU"), ("other", "engine thread"))
+TRACK_KEYS: Final = (("gpu", "GPU"), ("npu", "NPU"), ("other", "engine thread"))
 
 
 def bench_page(runs: Sequence[Sequence[BenchRow]], notes: Sequence[str] = ()) -> str:
@@ -142,7 +142,7 @@ def _colour(row: BenchRow) -> str:
 
 
 def _traces_chart(rows: Sequence[BenchRow], kind: str) -> Iterator[Markup]:
-    """Yield a chart for each test: time in which one processor worked, both, or neither."""
+    """Yield a chart for each test: time in which one processor, both, or neither worked."""
     for test in dict.fromkeys(row.test for row in rows):
         drawn = []
         for row in rows:
@@ -159,19 +159,19 @@ def _operators(row: BenchRow, kind: str, level: int) -> Iterator[Markup]:
     if not section.rows:
         return
     yield title_html(f"{section.title}: {kind}", level)
-    styles = {style: style for style, _ in PART_KEYS}
+    styles = {style: style for style, _ in TRACK_KEYS}
     drawn = []
     for item in row.trace.operators or ():
         pieces = ((item.time_ms, styles.get(item.part, "other")),)
         drawn.append(Bar(item.operator, pieces, f"{item.time_ms:.2f} ms"))
     used = {style for bar in drawn for _, style in bar.pieces}
-    keys = [(style, words) for style, words in PART_KEYS if style in used]
+    keys = [(style, words) for style, words in TRACK_KEYS if style in used]
     yield bars_html(drawn, f"Milliseconds of one traced run, {kind}", keys)
     yield section_html(Section("", section.columns, section.rows), kind)
 
 
 def _conditions(rows: Sequence[BenchRow]) -> Section:
-    """Return machine, libraries, model and devices of the rows; differing values stand side by side."""
+    """Return machine, libraries, model and devices of the rows; different values are listed."""
     first = telling_row(rows)
     own = [row for row in rows if row.engine == "self"] or rows
     description = first.setup.description
@@ -189,9 +189,9 @@ def _conditions(rows: Sequence[BenchRow]) -> Section:
             "device",
             _several(f"{row.setup.device}, {kind_word(row.time_kind)}" for row in own if row.setup.device),
         ),
-        ("GPU part", description.get("gpu")),
+        ("GPU", description.get("gpu")),
         ("GPU driver", description.get("gpu_driver")),
-        ("NPU part", description.get("npu")),
+        ("NPU", description.get("npu")),
         ("fingerprint", _several(row.setup.fingerprint for row in own)),
         ("threads, GPU + NPU", _several(row.asked.threads for row in own)),
         ("machine", first.setup.cpu_info),

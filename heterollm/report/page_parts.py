@@ -30,10 +30,10 @@ KINDS: Final = {"real": "measured"}
 """Words for kinds of times; another kind keeps its name."""
 
 LONG_CELL: Final = 40
-"""Characters from which on a cell may wrap."""
+"""A cell with so many characters may wrap."""
 
 LONG_NAME: Final = 12
-"""The same for the name of a row, which leaves room for numbers on a phone."""
+"""The same for the name of a row: on a phone numbers need the room."""
 
 CODE: Final = re.compile(r"`([^`]+)`")
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|[\ud800-\udfff]")
@@ -59,7 +59,7 @@ class Bar:
 
 
 def kind_word(time_kind: str | None) -> str:
-    """Return how times of a kind came about: measured, emulated or simulated."""
+    """Return the word for a kind of times: measured, emulated or simulated."""
     return KINDS.get(time_kind or "", time_kind or "not run")
 
 
@@ -83,7 +83,7 @@ def section_html(section: Section, kind: str, *, level: int = 2) -> Markup:
 
     Args:
         section: Its content.
-        kind: How its numbers were obtained; the caption of the table.
+        kind: Kind of its numbers; the caption of the table.
         level: Of the heading; a section without title has none.
     """
     return _part("section", section, kind, level, LONG_CELL, LONG_NAME)
@@ -100,7 +100,7 @@ def sentences_html(lines: Sequence[str]) -> Markup:
 
 
 def bars_html(bars: Sequence[Bar], caption: str, keys: Sequence[tuple[str, str]] = ()) -> Markup:
-    """Return a chart of bars, drawn to the longest of them.
+    """Return a chart of bars, scaled to the longest.
 
     Args:
         bars: From the top.
@@ -160,5 +160,5 @@ def _legal(value: object) -> object:
 
 
 def _sentence(words: str) -> Markup:
-    """Return a sentence with the commands that stand between its backticks as code."""
+    """Return a sentence with the text between backticks as code."""
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(_legal(words)))))  # noqa: S704 - escaped before

@@ -1,4 +1,4 @@
-"""Reports of the terminal as SVG pictures, whose text is text and which load no other file."""
+"""Terminal reports as SVG pictures with selectable text, without external files."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ FORMAT: Final = """\
 </g>
 </svg>
 """
-"""Rich's own loads its fonts from the net, which GitHub does not allow, and draws a window's buttons."""
+"""Rich's own template loads fonts from the net, which GitHub forbids, and draws a window's buttons."""
 
 HEAD_ROOM: Final = 46
-"""Of rich's picture above the text, for the title of a window that is not drawn here."""
+"""Height above the text in rich's picture, for a window title that this template lacks."""
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be written, before anything is measured for it.
+    """Check that a picture can be written; called before a measurement.
 
     Raises:
         OptionError: The name does not end in ``.svg``, or there is no such folder.
@@ -93,7 +93,7 @@ def write_picture(path: Path, renderable: RenderableType, *, title: str, width: 
 
 
 def picture_svg(renderable: RenderableType, *, title: str, width: int = PICTURE_WIDTH) -> str:
-    """Return a report as one SVG that loads no other file.
+    """Return a report as one SVG without external files.
 
     Args:
         renderable: The report.

@@ -26,8 +26,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
 
     Args:
         solved: The plan.
-        prompts: Lengths of the prompts that were asked for; long ones run in several passes.
-        decode: Tokens that are decoded after each.
+        prompts: Lengths of the prompts to show; long ones run in several passes.
+        decode: Tokens decoded after each.
         explain: Whether to show rejected placements.
     """
     model, plan = solved.model, solved.plan
@@ -48,33 +48,31 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
     parts.append(
         Text(
             f"\nTimes of groups are of one of {model.config.layers} layers; those of passes count all "
-            "layers and what runs between the groups, in an empty session: attention takes longer later."
+            "layers and the glue operators, in an empty session: attention takes longer later."
         )
     )
     parts += [Text(chunked(plan, prompt)) for prompt in prompts if prompt > plan.chunk_length]
     held = plan.npu_bytes(model.specs, copies_by_length=model.copies_by_length)
     words = ""
     if model.copies_by_length:
-        words = ", each once for every length that it runs at; --npu-gib bounds them"
+        words = ", with a copy for each length; --npu-gib bounds them"
     parts.append(Text(f"The NPU holds slices of {format_bytes(held)} in all layers{words}."))
     if not solved.notes:
         parts.append(Text(verdict(passes)))
     if solved.length_choice is not None:
         parts += [Text(), lengths_table(solved.length_choice)]
         if not solved.length_choice.chosen.lengths:
-            parts.append(Text("No graph that pays can be built in that time: the GPU computes everything."))
+            parts.append(Text("No useful graph can be built in that time: the GPU computes everything."))
     parts += [Text(note) for note in solved.notes]
     if model.missing:
-        parts.append(
-            Text(f"Not in the profile, and left out of the times: {', '.join(sorted(model.missing))}.")
-        )
+        parts.append(Text(f"Missing in the profile and in the times: {', '.join(sorted(model.missing))}."))
     return Group(*parts)
 
 
 def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:
-    """Return the predicted times of prompts with the tokens after them."""
+    """Return the predicted times of prompts and of the tokens after them."""
     model, plan = solved.model, solved.plan
-    title = f"Prompt and {decode} decoded tokens, predicted; attention counted at the middle of each part"
+    title = f"Prompt and {decode} decoded tokens, predicted; attention at the middle of each phase"
     made = table(">prompt", ">prefill ms", ">decode ms", ">all ms", title=title)
     for prompt in prompts:
         chunks = [
@@ -98,7 +96,7 @@ def chunked(plan: Plan, prompt: int) -> str:
 
 
 def lengths_table(choice: LengthChoice) -> Table:
-    """Return the chosen standard lengths beside all lengths of the device."""
+    """Return the chosen standard lengths and, for comparison, all lengths of the device."""
     columns = ["standard lengths", "lengths", ">graphs", ">to build", ">mean pass ms", ">padding on the NPU"]
     title = f"Standard lengths within {format_duration(choice.budget_us / 1e6)} of building, by the histogram"
     result = table(*columns, title=title)
@@ -115,14 +113,14 @@ def lengths_table(choice: LengthChoice) -> Table:
 
 
 def verdict(passes: Sequence[PredictedPass]) -> str:
-    """Say in words where splitting pays, by the numbers of the passes."""
+    """Return a sentence about the passes in which splitting pays."""
     split = [found for found in passes if any(item.option.is_split for item in found.operators)]
     if not split:
-        return "No operator is split: either part alone is as fast as both, by the profile."
+        return "No operator is split: by the profile one processor alone is as fast as both."
     words = f"Operators are split in: {_named(split)}."
-    blocks = [found for found in passes if any(item.spec.then for item in found.operators)]
-    if blocks:
-        words += f" The feed-forward network is placed as one block in: {_named(blocks)}."
+    ffns = [found for found in passes if any(item.spec.then for item in found.operators)]
+    if ffns:
+        words += f" The feed-forward network is placed as one operator in: {_named(ffns)}."
     return words
 
 
@@ -133,13 +131,13 @@ def _named(passes: Sequence[PredictedPass]) -> str:
 
 
 def pass_table(found: PredictedPass, *, explain: bool) -> Table:
-    """Return the placements of one pass, with the runners-up if asked for."""
+    """Return the placements of one pass, with the rejected ones if ``explain`` is set."""
     title = (
         f"{found.phase}, {found.tokens} token{'s' if found.tokens > 1 else ''}: "
         f"{found.time_us / 1e3:.2f} ms, {found.tokens_per_s:.1f} tokens/s predicted"
     )
     columns = ["group", "placement", ">NPU share", ">GPU us", ">NPU us", ">time us"]
-    result = table(*columns, *(["why the others lost"] if explain else []), title=title)
+    result = table(*columns, *(["rejected"] if explain else []), title=title)
     for item in found.operators:
         option = item.option
         row = [
@@ -157,7 +155,7 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
 
 
 def _reasons(item: PredictedOperator, ffn_us: float) -> list[str]:
-    """Return what other placements would have cost, by the plan."""
+    """Return the costs of rejected placements, by the plan."""
     placement = item.option.placement
     chosen_us = item.option.time_us if placement.predicted_us is None else placement.predicted_us
     return [
@@ -167,7 +165,7 @@ def _reasons(item: PredictedOperator, ffn_us: float) -> list[str]:
 
 
 def _reason(other: str, other_us: float, chosen_us: float) -> str:
-    """Return how much slower another placement would be, or why a faster one is not chosen."""
+    """Return the cost of a rejected placement against the chosen one, or why a cheaper one is rejected."""
     slower = other_us / chosen_us - 1.0 if chosen_us else 0.0
-    reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a cut must gain"
+    reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a split must gain"
     return f"{other}: {other_us:.0f} us ({reason})"

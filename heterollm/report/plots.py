@@ -1,7 +1,7 @@
-"""Pictures of a profile, one function each; a figure that has nothing to show is None.
+"""Pictures of a profile, one function each; a picture without data is None.
 
-They are made for a narrow screen: one column, few lines, colours that colour-blind people can tell apart
-(Okabe and Ito) and a marker of its own for each. Titles say whose times they are and of which kind.
+They suit a narrow screen: one column, few lines, colours that colour-blind people can distinguish (Okabe and
+Ito), and different markers. Titles name the device and the kind of its times.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STAGE_TOKENS: Final = 32
 LONGEST_LINEAR_AXIS: Final = 300
 MOST_CURVES: Final = 6
 FEW_CURVES: Final = 3
-"""Most curves whose names have room beside them."""
+"""Largest number of curves whose names fit into the axes."""
 
 LEGEND_ROW_IN: Final = 0.17
 WIDE_RANGE: Final = 30.0
@@ -80,7 +80,7 @@ def save_png(figure: Figure, target: object) -> None:
 
 
 def stage_plot(summary: ProfileSummary) -> Figure | None:
-    """Return the NPU's time against tokens for the weight shape that was measured most, a line a form."""
+    """Return the NPU's time against tokens for the weight shape with most points, a line for each form."""
     if summary.sweeps:
         return _stages_of_sweeps(summary)
     groups: dict[LinearPoint, list[LinearRow]] = defaultdict(list)
@@ -109,7 +109,7 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
 
 
 def _stages_of_sweeps(summary: ProfileSummary) -> Figure | None:
-    """Return the same at lengths on and off the standard ones, where these were measured."""
+    """Return the same for the lengths of ``--characterise``, on and off the standard ones."""
     curves = stage_curves(summary)
     if not curves:
         return None
@@ -124,12 +124,12 @@ def _npu_unit(summary: ProfileSummary) -> str:
 
 
 def columns_plot(summary: ProfileSummary) -> Figure | None:
-    """Return the NPU's cost of a weight against the inputs ``k``, at matrices of one size."""
+    """Return the NPU's cost of a weight against the inputs ``k``, for matrices of one size."""
     curves = column_curves(summary)
     if not curves:
         return None
     panels: dict[str, dict[str, Mapping[int, float]]] = defaultdict(dict)
-    for name, curve in curves.items():  # tokens lie far apart: a panel each
+    for name, curve in curves.items():  # costs differ much between tokens: a panel for each
         panels[name.partition(",")[0]][name] = curve
     figure, axes = _figure(summary, "NPU: effect of k", "4-bit weights of one size", panels=len(panels))
     unit = "cycles a weight" if is_counted(summary) else "ns for 1000 weights"
@@ -142,7 +142,7 @@ def columns_plot(summary: ProfileSummary) -> Figure | None:
 
 
 def order_plot(summary: ProfileSummary) -> Figure | None:
-    """Return how the order of operands and the shape of the weight move the NPU's time, at float weights."""
+    """Return the effect of operand order and weight shape on the NPU's time, for float weights."""
     swept = order_ratios(summary)
     if swept:
         figure, axes = _figure(summary, "NPU: order of operands", "float weights")
@@ -182,7 +182,7 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
 
 
 def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
-    """Return the GPU's time against tokens and, where cuts were measured, against rows."""
+    """Return the GPU's time against tokens and, where splits were measured, against rows."""
     whole: dict[str, dict[int, float]] = defaultdict(dict)
     rows: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in summary.linear:
@@ -196,19 +196,21 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
     curves = {name: curve for name, curve in whole.items() if len(curve) > 1}
     if not curves:
         return None
-    cut = {
+    by_rows = {
         tokens: {name: curve for name, curve in found.items() if len(curve) > 2}
         for tokens, found in rows.items()
     }
     tokens = max(
-        (count for count, found in cut.items() if found), key=lambda count: len(cut[count]), default=0
+        (count for count, found in by_rows.items() if found),
+        key=lambda count: len(by_rows[count]),
+        default=0,
     )
     panels = 2 if tokens else 1
     figure, axes = _figure(summary, "GPU: linear layers", "", panels=panels)
     step_curves(axes[0], _few(curves), f"{summary.time_kind} time, ms", logarithmic=True)
     if tokens:
         step_curves(
-            axes[1], _few(cut[tokens]), f"ms at {tokens} token{'s' if tokens > 1 else ''}", xlabel="rows"
+            axes[1], _few(by_rows[tokens]), f"ms at {tokens} token{'s' if tokens > 1 else ''}", xlabel="rows"
         )
         if axes[1].get_yscale() == "log":
             axes[1].set_xscale("log")
@@ -221,19 +223,19 @@ def gpu_linearity_plot(summary: ProfileSummary) -> Figure | None:
 
 
 def bandwidth_plot(summary: ProfileSummary) -> Figure | None:
-    """Return the memory bandwidth of each part, alone and beside the other."""
+    """Return the memory bandwidth of GPU and NPU, alone and both at once."""
     rates = {(row.processor, row.together): row.gbps for row in summary.bandwidth}
     if not rates:
         return None
     bars: list[tuple[str, float, str]] = []
-    for together, how in ((False, "alone"), (True, "beside the other")):
-        for part, colour in (("gpu", COLOURS[0]), ("npu", COLOURS[1])):
-            rate = next((found for key, found in rates.items() if key == (part, together)), None)
+    for together, how in ((False, "alone"), (True, "with the other")):
+        for processor, colour in (("gpu", COLOURS[0]), ("npu", COLOURS[1])):
+            rate = next((found for key, found in rates.items() if key == (processor, together)), None)
             if rate is not None:
-                bars.append((f"{part.upper()} {how}", rate, colour))
+                bars.append((f"{processor.upper()} {how}", rate, colour))
     both = [rate for (_, together), rate in rates.items() if together]
     if len(both) == 2:
-        bars.append(("both together", sum(both), COLOURS[2]))
+        bars.append(("both at once", sum(both), COLOURS[2]))
     figure, axes = _figure(summary, "Memory bandwidth", "", height_in=1.1 + 0.36 * len(bars))
     names, values, colours = zip(*reversed(bars), strict=True)
     drawn = axes[0].barh(names, values, color=colours)
@@ -245,16 +247,16 @@ def bandwidth_plot(summary: ProfileSummary) -> Figure | None:
 
 
 def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure | None:
-    """Return predicted against measured times of weight shapes that the fit had not seen."""
+    """Return predicted against measured times of weight shapes left out of the fit."""
     if not points:
         return None
     figure, axes = _figure(
-        summary, "Predicted against measured", "weight shapes kept out of the fit", height_in=4.1
+        summary, "Predicted against measured", "weight shapes left out of the fit", height_in=4.1
     )
     plot = axes[0]
-    for part, colour, marker in (("gpu", COLOURS[0], "o"), ("npu", COLOURS[1], "s")):
+    for processor, colour, marker in (("gpu", COLOURS[0], "o"), ("npu", COLOURS[1], "s")):
         for known in (True, False):
-            chosen = [point for point in points if (point.processor, point.known) == (part, known)]
+            chosen = [point for point in points if (point.processor, point.known) == (processor, known)]
             if chosen:
                 plot.scatter(
                     [point.measured_us / 1e3 for point in chosen],
@@ -264,7 +266,7 @@ def accuracy_plot(summary: ProfileSummary, points: Sequence[HeldOut]) -> Figure 
                     facecolors=colour if known else "none",
                     edgecolors=colour,
                     alpha=0.8,
-                    label=part.upper() + ("" if known else ", outside the known"),
+                    label=processor.upper() + ("" if known else ", extrapolated"),
                 )
     times = [time_us / 1e3 for point in points for time_us in (point.measured_us, point.predicted_us)]
     low, high = min(times) / 1.5, max(times) * 1.5
@@ -287,7 +289,7 @@ PLOTS: Final[Mapping[str, tuple[str, Callable[[ProfileSummary], Figure | None]]]
     "stages": ("the NPU's stages", stage_plot),
     "order": ("order and shape at float weights", order_plot),
     "columns": ("the effect of k on the NPU", columns_plot),
-    "gpu": ("how linear the GPU is", gpu_linearity_plot),
+    "gpu": ("the GPU's time against tokens and rows", gpu_linearity_plot),
     "bandwidth": ("memory bandwidth", bandwidth_plot),
     "accuracy": (
         "predicted against measured",
@@ -326,15 +328,15 @@ def step_curves(
     logarithmic: bool | None = None,
     legend: bool = True,
 ) -> None:
-    """Draw values against tokens, a line each, with the NPU's stages as faint lines behind them.
+    """Draw values against tokens, a line for each curve, with the NPU's stages as faint lines behind.
 
     Args:
-        axes: Where.
+        axes: The axes to draw on.
         curves: The values.
         ylabel: Quantity and unit of the values.
-        xlabel: Quantity of the places.
-        logarithmic: Whether both axes are; by default each where its values are far apart.
-        legend: Whether the lines are named.
+        xlabel: Quantity of the horizontal axis.
+        logarithmic: Whether both axes are logarithmic; by default each whose values are far apart.
+        legend: Whether to name the lines.
     """
     for (name, curve), colour, marker in zip(
         curves.items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS), strict=False
@@ -363,7 +365,7 @@ def step_curves(
 
 
 def _name_curves(axes: Axes, count: int) -> None:
-    """Add the legend: of many curves above the axes, where it hides none, on a higher figure."""
+    """Add the legend; for many curves above the axes, in a taller figure."""
     from matplotlib.figure import Figure
 
     if count <= FEW_CURVES:
@@ -378,7 +380,7 @@ def _name_curves(axes: Axes, count: int) -> None:
 
 
 def _logarithmic(axes: Axes, values: Sequence[float]) -> None:
-    """Make the upright axis logarithmic, with at least three plain numbers beside it."""
+    """Make the vertical axis logarithmic, with at least three plain numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
@@ -415,7 +417,7 @@ def new_figure(title: str, *, panels: int = 1, height_in: float = HEIGHT_IN) -> 
 
 
 def _few(curves: Curves) -> Curves:
-    """Return the curves with the most points, in their order."""
+    """Return the curves with most points, in their order."""
     chosen = sorted(curves, key=lambda name: -len(curves[name]))[:MOST_CURVES]
     return {name: curve for name, curve in curves.items() if name in chosen}
 

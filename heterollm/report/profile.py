@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.progress import TextColumn
 from rich.text import Text
 
-from heterollm.base import Progress, Section, format_bytes, format_duration, format_moment
+from heterollm.base import Progress, format_bytes, format_duration, format_moment
 from heterollm.report.console import bars_with, note, pairs_table, section_table, table
 from heterollm.report.tables_profile import sections
 
@@ -34,28 +34,25 @@ __all__ = [
 LISTED_CHANGES: Final = 40
 
 DRIFT_FRACTION: Final = 0.25
-"""A reference operator that moved by more says that other work had the processor."""
+"""A larger drift of the reference operator shows that other work disturbed the processor."""
 
 WIDE_FRACTION: Final = 0.5
 WIDE_SHARE: Final = 0.1
-"""So many measurements whose samples lie so far apart say the same, where the reference met quiet moments."""
+"""So many measurements with samples so far apart show the same, even if the reference met quiet moments."""
 
 TRUSTED_FRACTION: Final = 0.02
-"""Of the work, before the time left is judged by how fast it went."""
+"""Fraction of the work after which its pace predicts the time left."""
 
 OVER_S: Final = 1.0
-"""So far beyond the budget is worth a word."""
+"""The report mentions a budget that was exceeded by so much."""
 
 SKIPPED_FRACTION: Final = 0.1
-"""Work that took less than this share of its estimate was not done but skipped."""
+"""Work that took less than this fraction of its estimate was skipped."""
 
 
 @contextlib.contextmanager
 def time_bar() -> Iterator[Progress]:
-    """Show one bar with the time left, on a terminal only.
-
-    Steps are milliseconds of estimated work, which give the time left from the start.
-    """
+    """Show one bar with the time left, on a terminal only. Steps are milliseconds of estimated work."""
     bars = bars_with(TextColumn("{task.fields[left]}", markup=False))
     task = bars.add_task("Profiling", total=None, left="")
     pace = Pace()
@@ -72,7 +69,7 @@ def time_bar() -> Iterator[Progress]:
 
 
 class Pace:
-    """Predicts the time left from estimates and from the time that earlier work took."""
+    """Predicts the time left from the estimates and from the pace of earlier work."""
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
@@ -82,13 +79,13 @@ class Pace:
         """Return the seconds that are left.
 
         Args:
-            done_ms: Estimated milliseconds of the work that is done.
-            total_ms: Of all work.
-            now_s: Any clock.
+            done_ms: Estimated milliseconds of finished work.
+            total_ms: Estimated milliseconds of all work.
+            now_s: Time of any clock.
         """
         if self._last is not None:
             estimated_s, taken_s = (done_ms - self._last[0]) / 1e3, now_s - self._last[1]
-            # Known points take no time, and a smaller count is other work: both say nothing of the pace.
+            # Known points take no time, and a smaller count is other work: neither shows the pace.
             if 0 < estimated_s * SKIPPED_FRACTION <= taken_s:
                 self._estimated_s += estimated_s
                 self._taken_s += taken_s
@@ -135,7 +132,7 @@ def run_report(result: ProfilingResult) -> Group:
 
 
 def left_words(summary: RunSummary) -> str:
-    """Return the measurements that the budget left out, by group and part."""
+    """Return the measurements that the budget left out, by group and processor."""
     if not summary.left:
         return "nothing"
     names = ", ".join(f"{name} {count}" for name, count in summary.left_out.items())
@@ -152,20 +149,20 @@ def skipped_words(skipped: object) -> str:
 
 
 def drift_words(drift: object) -> str:
-    """Return how far the speed of each part drifted during a run."""
+    """Return the drift of each processor's speed during a run."""
     fractions = dict(drift) if isinstance(drift, dict) else {}
     if not fractions:
         return "not measured"
-    parts = ", ".join(f"{part} {fraction:.0%}" for part, fraction in fractions.items())
-    return f"{parts}: the slowest run of the reference operator above the fastest"
+    words = ", ".join(f"{processor} {fraction:.0%}" for processor, fraction in fractions.items())
+    return f"{words}: the slowest run of the reference operator over the fastest"
 
 
 def disturbed_words(drift: Mapping[str, float], spreads: Sequence[float]) -> str:
-    """Return the advice to take a profile again that other load disturbed; empty where none did.
+    """Return the advice to repeat a profile that other load disturbed; empty if none did.
 
     Args:
-        drift: How far each part's reference operator moved, as a fraction.
-        spreads: Of each measurement, how far its samples lie apart as a fraction of their median.
+        drift: Drift of each processor's reference operator, as a fraction.
+        spreads: Spread of each measurement's samples, as a fraction of their median.
     """
     worst = max(drift.values(), default=0.0)
     wide = sum(spread > WIDE_FRACTION for spread in spreads)
@@ -183,7 +180,7 @@ def disturbed_words(drift: Mapping[str, float], spreads: Sequence[float]) -> str
 
 
 def _spreads(result: ProfilingResult) -> list[float]:
-    """Return the spread of each measurement of a run: of the middle half of its samples, over the median."""
+    """Return the spread of each measurement of a run: interquartile range over median."""
     spreads = []
     for record in result.profile.records.values():
         if len(record.samples_us) >= 3 and record.taken_s >= result.summary.since_s:
@@ -198,7 +195,7 @@ def interrupted_note(kept: KeptRecords) -> Text:
         return note("Stopped before anything was measured.")
     return note(
         f"Stopped. {kept.measured} measurements of this run are kept in {kept.path}.\n"
-        "The same command goes on where this one stopped."
+        "The same command continues there."
     )
 
 
@@ -230,22 +227,17 @@ def profile_report(summary: ProfileSummary, *, everything: bool = False) -> Grou
 
     Args:
         summary: The profile.
-        everything: Whether cuts of groups and single graphs of them are listed too.
+        everything: Whether to list splits of groups and their graphs, too.
     """
     parts: list[RenderableType] = []
     for section in sections(summary, everything=everything):
-        parts += _section(section)
+        parts.append(Text(f"\n{section.title}", "bold"))
+        if section.rows and section.columns:
+            parts.append(section_table(replace(section, title="")))
+        elif section.rows:
+            parts.append(pairs_table((name, value) for name, value in section.rows))
+        parts += map(note, section.notes)
     return Group(*parts)
-
-
-def _section(section: Section) -> Iterator[RenderableType]:
-    yield Text(f"\n{section.title}", "bold")
-    if section.rows and section.columns:
-        yield section_table(replace(section, title=""))
-    elif section.rows:
-        yield pairs_table((name, value) for name, value in section.rows)
-    for line in section.notes:
-        yield note(line)
 
 
 # -- two profiles ------------------------------------------------------------------------------------
@@ -265,13 +257,13 @@ def comparison_report(comparison: ProfileComparison) -> Group:
     changed = [pair for pair in comparison.pairs if pair.verdict in ("faster", "slower") and pair.ratio]
     changed.sort(key=lambda pair: -max(pair.ratio or 1.0, 1 / (pair.ratio or 1.0)))
     if changed:
-        details = table("what", ">A us", ">B us", ">B / A", "B is")
+        details = table("point", ">A us", ">B us", ">B / A", "B is")
         for pair in changed[:LISTED_CHANGES]:
             times = [f"{pair.first_us:.1f}", f"{pair.second_us:.1f}", f"{pair.ratio:.2f}"]
             details.add_row(f"{pair.kind}: {pair.label}", *times, pair.verdict)
         parts.append(details)
     if len(changed) > LISTED_CHANGES:
-        parts.append(note(f"{len(changed) - LISTED_CHANGES} more changed less; --json lists all."))
+        parts.append(note(f"{len(changed) - LISTED_CHANGES} smaller changes are left out; --json lists all."))
     same = sum(pair.verdict == "no change" for pair in comparison.pairs)
     parts.append(note(f"{same} did not change: their quartiles overlap. B / A is the geometric mean."))
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""Writes a profile as pictures and as a page."""
+"""A profile as pictures and as one HTML page."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["write_outputs"]
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
     """Write plots and page, and return notes about written files and plots without data.
 
-    Without matplotlib the page has tables alone, and a note says so. Files with simulated times have the word
+    Without matplotlib the page has tables only, and a note says so. Files with simulated times have the word
     simulated in their names.
 
     Args:
         summary: The profile.
-        folder: Where PNG files go; None for nowhere.
-        page: The file of the page; None for none.
+        folder: Folder of the PNG files; None draws none.
+        page: File of the page; None writes none.
 
     Raises:
-        OptionError: Plots are asked for and matplotlib is not installed, or a file cannot be written.
+        OptionError: A folder is given and matplotlib is missing, or a file cannot be written.
     """
     try:
         drawn = list(draw(summary))
     except OptionError as error:
         if folder is not None:
             raise
-        drawn, said = [], [f"The page has no pictures. {error}"]
+        drawn, notes = [], [f"The page has no pictures. {error}"]
     else:
-        said = [f"Nothing to draw of {title}." for _, title, png in drawn if png is None]
+        notes = [f"No data for the picture of {title}." for _, title, png in drawn if png is None]
     simulated = summary.time_kind == "simulated"
     if folder is not None:
         count = 0
@@ -44,10 +44,10 @@ def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | 
             if png is not None:
                 save_file(labelled(folder / f"{name}.png", simulated=simulated), png)
                 count += 1
-        said.append(f"Wrote {count} plots into {folder}.")
+        notes.append(f"Wrote {count} plots into {folder}.")
     if page is not None:
         page = labelled(page, simulated=simulated)
         pictures = [(title, png) for _, title, png in drawn if png is not None]
         save_file(page, profile_page(summary, pictures).encode())
-        said.append(f"Wrote {page}.")
-    return said
+        notes.append(f"Wrote {page}.")
+    return notes

@@ -24,7 +24,7 @@ def sweep_report(rows: Sequence[SimulatedRow]) -> RenderableType:
 
 
 def sections_report(sections: Sequence[Section]) -> RenderableType:
-    """Return tables with their notes, one after the other."""
+    """Return tables with their notes."""
     parts: list[RenderableType] = []
     for section in sections:
         parts += [section_table(section), *(Text(note) for note in section.notes), Text()]
@@ -54,7 +54,7 @@ def simulation_report(result: SimulationResult) -> RenderableType:
         *_cells(phases, lambda use: f"{use.dram_gbps:.1f} ({use.peak_gbps:.1f})"),
     )
     rates.add_row(
-        "lost to hand-overs",
+        "lost to synchronisation",
         *_cells(phases, lambda use: f"{sum(use.lost_us.values()) / 1e3:.1f} ms"),
     )
     rates.add_row("NPU time on padding", *_cells(phases, lambda use: f"{use.padding_us / 1e3:.1f} ms"))
@@ -64,8 +64,8 @@ def simulation_report(result: SimulationResult) -> RenderableType:
     slower = result.slowdown()
     if slower is not None:
         words = ", ".join(f"{phase} {factor:.2f} times" for phase, factor in slower.items())
-        parts.append(Text(f"Beside the game it takes longer: {words}."))
-    parts.append(Text("Energy is a range between assumptions: two numbers about power were published."))
+        parts.append(Text(f"With the game it takes longer: {words}."))
+    parts.append(Text("Energy is a range between assumptions: only two numbers about power are published."))
     return Group(*parts)
 
 
@@ -74,7 +74,7 @@ def _cells(phases: Sequence[PhaseUse | None], text: Callable[[PhaseUse], str]) -
 
 
 def _busy(use: PhaseUse) -> str:
-    return ", ".join(f"{use.busy_fraction[part]:.0%}" for part in ("gpu", "npu", "host"))
+    return ", ".join(f"{use.busy_fraction[name]:.0%}" for name in ("gpu", "npu", "host"))
 
 
 def _energy(use: PhaseUse) -> str:

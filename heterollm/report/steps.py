@@ -18,10 +18,10 @@ from heterollm.report.console import table
 __all__ = ["PassSteps", "steps_json", "steps_report"]
 
 COLUMNS: Final = ("layer", "on", "step", "shard", "reads", "writes")
-_Block: TypeAlias = "tuple[int | None, list[_Line]]"
+_LayerLines: TypeAlias = "tuple[int | None, list[_Line]]"
 
 MOST_DIFFERENCES: Final = 2
-"""Layers that differ in more steps from the one that is shown are shown as well."""
+"""A layer that differs from the last shown one in more steps is shown as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class PassSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A step as a line of the table; of a merged launch every part has one, and ``launch`` joins them."""
+    """A step as a line of the table; each kernel of a merged launch has one, and ``launch`` brackets them."""
 
     step: Step
     launch: str
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The columns behind that of the layer."""
+        """The columns after the layer's."""
         step = self.step
         if step.processor == "host":
             what = step.action.replace("_", " ")
@@ -55,7 +55,7 @@ class _Line:
 
 
 def steps_report(passes: Sequence[PassSteps], heading: str) -> RenderableType:
-    """Return a table of each pass, in which layers that are alike are shown once.
+    """Return a table of each pass, which shows equal layers once.
 
     Args:
         passes: The passes.
@@ -97,7 +97,7 @@ def _pass_table(one: PassSteps) -> RenderableType:
     made = table(*COLUMNS, title=f"{one.phase} of {one.tokens} token{'s' if one.tokens > 1 else ''}")
     shown: list[_Line] = []
     name = ""
-    for layers, lines in _runs(_blocks(one.steps)):
+    for layers, lines in _runs(_layers(one.steps)):
         differences = _differences(lines, shown) if layers[0] is not None else None
         if differences is None:
             behind = "head" if shown else ""
@@ -116,14 +116,14 @@ def _add(made: Table, layer: str, lines: Sequence[_Line]) -> None:
         made.add_row("" if place else layer, *line.cells)
 
 
-def _runs(blocks: Sequence[_Block]) -> Iterator[tuple[list[int | None], list[_Line]]]:
-    """Yield the layers of blocks that follow one another and are alike, with the lines of the first."""
-    for _, run in itertools.groupby(blocks, key=lambda block: [line.cells for line in block[1]]):
+def _runs(found: Sequence[_LayerLines]) -> Iterator[tuple[list[int | None], list[_Line]]]:
+    """Yield runs of consecutive equal layers, with the lines of the first."""
+    for _, run in itertools.groupby(found, key=lambda item: [line.cells for line in item[1]]):
         first, *others = run
         yield [first[0], *(layer for layer, _ in others)], first[1]
 
 
-def _blocks(steps: Iterable[Step]) -> list[_Block]:
+def _layers(steps: Iterable[Step]) -> list[_LayerLines]:
     """Return each layer with its lines; steps before and after the layers are under None."""
     lines = itertools.groupby(_lines(steps), key=lambda line: line.step.layer)
     return [(layer, list(own)) for layer, own in lines]
@@ -138,7 +138,7 @@ def _lines(steps: Iterable[Step]) -> Iterable[_Line]:
 
 
 def _differences(lines: Sequence[_Line], shown: Sequence[_Line]) -> list[_Line] | None:
-    """Return in which lines a layer differs from the one that is shown; None where it must be shown too."""
+    """Return the lines in which a layer differs from the shown one; None if it must be shown as a whole."""
     if len(lines) != len(shown):
         return None
     found = [line for line, other in zip(lines, shown, strict=True) if line.cells != other.cells]

@@ -1,4 +1,4 @@
-"""Tables and sentences about the rows of a bench, for the terminal and for the page."""
+"""Tables and sentences about the rows of a bench, for terminal and page."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ BOUNDS: Final = {
     "overhead": "bound by neither memory nor arithmetic: launches, waits, small operators",
 }
 LEGEND: Final = (
-    "x all: times the rate of gpu on all cores. GPU: its share of linear layers' arithmetic. pad: rows "
-    "past the end that the NPU computes. predicted: ms, and how far from the measured. GB/s, GFLOP/s: "
-    "reached, and of what these parts reached in the profile. dist.: samples while other processes computed."
+    "x all: rate over that of gpu on all cores. GPU: its share of linear layers' arithmetic. pad: padded "
+    "tokens on the NPU. predicted: ms, and deviation from the measured. GB/s, GFLOP/s: reached, and fraction "
+    "of these processors' rates in the profile. dist.: samples while other processes computed."
 )
 
 
 def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
-    """Return the rows of a file run by run: those of one model, machine and commit whose tests do not repeat.
+    """Return the rows of a file run by run: one model, machine and commit, and no test twice.
 
-    Rows of different runs did not take turns, so that a machine's drift is among their differences.
+    Rows of different runs did not take turns, so their differences include the machine's drift.
     """
     runs: list[tuple[tuple[object, ...], set[tuple[object, ...]], list[BenchRow]]] = []
     for row in rows:
@@ -65,26 +65,26 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
 
 
 def heading(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Yield the lines over a report: model, parts, device and commit."""
+    """Yield the first lines of a report: model, processors, device and commit."""
     first = telling_row(rows)
     description = first.setup.description
     yield f"{first.setup.model_filename}: {first.setup.model_type or 'not loaded'}"
     if "gpu" in description:
-        yield f"GPU part: {description['gpu']} ({description.get('gpu_driver', '')})"
-        yield f"NPU part: {description.get('npu') or 'none'}"
+        yield f"GPU: {description['gpu']} ({description.get('gpu_driver', '')})"
+        yield f"NPU: {description.get('npu') or 'none'}"
     commit = first.setup.build_commit or "unknown"
     machine = "" if first.time_kind == "simulated" else f"; {first.setup.cpu_info}"
     yield f"Device {first.setup.device}, {first.time_kind} time{machine}; commit {commit}"
 
 
 def telling_row(rows: Sequence[BenchRow]) -> BenchRow:
-    """Return the row with the most facts about the device: one of heterollm's own, with both parts."""
+    """Return the row with the most facts about the device: one of heterollm's own, with an NPU."""
     own = [row for row in rows if row.engine == "self" and row.setup.device]
     return next((row for row in own if row.setup.description.get("npu")), (own or rows)[0])
 
 
 def rates_section(rows: Sequence[BenchRow], title: str = "") -> Section:
-    """Return the rows of one test, with the ratio to ``gpu`` on all cores where it was measured."""
+    """Return the rows of one test, with their ratios to ``gpu`` on all cores if the run has that row."""
     baseline = next(
         (row for row in rows if row.usable and (row.asked.baseline or _is_whole(rows, row))), None
     )
@@ -117,9 +117,9 @@ def _rates(row: BenchRow, baseline: BenchRow | None, columns: int) -> tuple[str,
 
 
 def traces_section(rows: Sequence[BenchRow]) -> Section:
-    """Return the traced runs: busy times of each part, overlap, and hand-overs."""
+    """Return the traced runs: busy times of each processor, overlap, and synchronisations."""
     columns = (
-        "test", "configuration", ">wall ms", ">GPU", ">NPU", ">both", ">overlap", ">hand-overs", ">ms",
+        "test", "configuration", ">wall ms", ">GPU", ">NPU", ">both", ">overlap", ">syncs", ">ms",
     )  # fmt: skip
     cells = (
         (
@@ -140,7 +140,7 @@ def traces_section(rows: Sequence[BenchRow]) -> Section:
 
 def operators_section(row: BenchRow) -> Section:
     """Return the operators of a traced run by time."""
-    columns = ("part", "operator", ">runs", ">ms", ">GB/s", ">GFLOP/s")
+    columns = ("on", "operator", ">runs", ">ms", ">GB/s", ">GFLOP/s")
     cells = []
     for item in row.trace.operators or ():
         rates = ("" if rate is None else f"{rate:.1f}" for rate in (item.gbps, item.gflops))
@@ -150,7 +150,7 @@ def operators_section(row: BenchRow) -> Section:
 
 
 def short_label(row: BenchRow) -> str:
-    """Return a row's label without the precision, which stands over the table."""
+    """Return a row's label without the precision, which is in the table's title."""
     return row.label.replace(f" {row.precision}", "", 1).removesuffix(" threads")
 
 
@@ -180,7 +180,7 @@ def bounds(rows: Sequence[BenchRow]) -> Iterator[str]:
         yield (
             f"{PHASES[best.phase]} ({test} {precision}, {best.label}): {BOUNDS[best.account.bound]}; "
             f"{rates.achieved_gbps:.1f} of {rates.ceiling_gbps:.1f} GB/s, "
-            f"{rates.achieved_gflops:.0f} of {rates.ceiling_gflops:.0f} GFLOP/s that these parts reached."
+            f"{rates.achieved_gflops:.0f} of {rates.ceiling_gflops:.0f} GFLOP/s in these processors' profile."
         )
 
 
@@ -189,7 +189,7 @@ def energy_words(rows: Sequence[BenchRow]) -> str:
     words = {
         "absent": "absent, as this system has no readable counter",
         "measured": "measured, of the whole processor package",
-        "modelled": "modelled, the middle of the range that the SoC's parameters allow for",
+        "modelled": "modelled, the middle of the range that the SoC's parameters allow",
     }
     kinds = dict.fromkeys(row.account.energy for row in rows if row.times.samples_ns) or {"absent": None}
     return f"Energy: {'; '.join(words.get(kind, kind) for kind in kinds)}."

@@ -20,13 +20,13 @@ Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 STAGE_TOKENS: Final = 32
 ORDERS: Final = ("weight_first", "activation_first")
 RISE: Final = 1.25
-"""Cost of a weight over the least, from which on it counts as risen."""
+"""Ratio of a weight's cost to the least that counts as a rise."""
 
 
 def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
-    """Yield the tables of ``profile --characterise``, or one that says that nothing was measured."""
+    """Yield the tables of ``profile --characterise``, or one note if nothing was measured."""
     if not summary.sweeps:
-        note = "Not measured; `heterollm profile --update --characterise` does."
+        note = "Not measured; `heterollm profile --update --characterise` measures them."
         yield Section("NPU: stages, order of operands and effect of k", notes=(note,))
         return
     unit = "Mcycles" if is_counted(summary) else f"ms, {summary.time_kind} time"
@@ -37,9 +37,9 @@ def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
     yield _table("NPU: order of operands", "tokens", ratios, [*notes, *_missing(summary)])
     columns = column_curves(summary)
     unit = "cycles a weight" if is_counted(summary) else f"ns for 1000 weights, {summary.time_kind} time"
-    knees = [_knee(name, curve) for name, curve in columns.items() if "in pieces" not in name]
+    knees = [_knee(name, curve) for name, curve in columns.items() if "k-split" not in name]
     if summary.time_kind == "simulated":
-        knees.append("A simulated NPU has its limit as a parameter, so that this checks the model alone.")
+        knees.append("A simulated NPU has this limit as a parameter: the table only checks the model.")
     yield _table(f"NPU: effect of k at weights of one size, {unit}", "inputs k", columns, knees)
 
 
@@ -71,7 +71,7 @@ def column_curves(summary: ProfileSummary) -> Curves:
         point = row.point
         if point.rows != point.columns:
             scale = 1.0 if is_counted(summary) else 1e6
-            form = ", k in pieces" if point.form == "k_chunked" else ""
+            form = ", k-split" if point.form == "k_chunked" else ""
             name = f"{point.tokens} token{'s' if point.tokens > 1 else ''}{form}"
             curves[name][point.columns] = row.cost * scale / (point.rows * point.columns)
     return dict(sorted(curves.items()))
@@ -107,7 +107,7 @@ def _steps(name: str, curve: Mapping[int, float]) -> str:
 
 
 def _missing(summary: ProfileSummary) -> list[str]:
-    """Name the formats that were measured in fewer than both orders."""
+    """Return notes about the formats that were measured in one order only."""
     forms: dict[str, set[str]] = defaultdict(set)
     for row in _square(summary):
         forms[str(row.point.weight)].add(row.point.form)
@@ -120,23 +120,23 @@ def _missing(summary: ProfileSummary) -> list[str]:
 
 
 def _knee(name: str, curve: Mapping[int, float]) -> str:
-    """Return where the cost of a weight rises, beside the prior of the forms with ``k`` in pieces."""
+    """Return a sentence on where the cost of a weight rises, and on the k-split's prior."""
     least, places = min(curve.values()), sorted(curve)
     risen = len(places)
     while risen and curve[places[risen - 1]] > RISE * least:
         risen -= 1
-    prior = f"the pieces of {K_SPLIT_COLUMNS} inputs, a prior from the paper,"
+    prior = f"the k-split's {K_SPLIT_COLUMNS} inputs, a prior from the paper,"
     if risen == len(places):
         return (
-            f"At {name} no lasting rise by a quarter up to {places[-1]} inputs: nothing here asks for "
-            f"{prior} nor speaks for another length."
+            f"At {name} no lasting rise by a quarter up to {places[-1]} inputs: the measurement supports "
+            f"neither {prior} nor another length."
         )
     last, first = places[risen - 1], places[risen]
     verdict = "agree with it"
     if first <= K_SPLIT_COLUMNS:
-        verdict = "are longer than it allows"
+        verdict = "are more than it allows"
     elif last > K_SPLIT_COLUMNS:
-        verdict = "are shorter than it asks for"
+        verdict = "are fewer than it needs"
     return (
         f"At {name} a weight costs more from between {last} and {first} inputs on, "
         f"{curve[first] / least:.1f} times the least at {first}: {prior} {verdict}."

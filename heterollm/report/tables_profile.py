@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, get_args
 
 from msgspec import structs
@@ -19,13 +19,13 @@ __all__ = ["format_us", "sections"]
 MOST_TOKEN_COLUMNS: Final = 8
 TOKEN_COLUMNS: Final = (1, 8, 32, 64, 128, 256, 512, 1024)
 LISTED_FAILURES: Final = 20
-PARTS: Final = {"gpu": "GPU", "npu": "NPU"}
+PROCESSORS: Final = {"gpu": "GPU", "npu": "NPU"}
 ORDER: Final[tuple[Group, ...]] = get_args(Group)
 
 FACTS: Final = {
-    "gpu": "GPU part",
+    "gpu": "GPU",
     "gpu_driver": "GPU driver",
-    "npu": "NPU part",
+    "npu": "NPU",
     "npu_versions": "NPU versions",
     "gpu_threads": "GPU threads",
     "npu_threads": "NPU threads",
@@ -38,7 +38,7 @@ def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[S
 
     Args:
         summary: The profile.
-        everything: Whether cuts of groups are listed too.
+        everything: Whether to list splits of groups, too.
     """
     yield _device(summary)
     yield _runs(summary.runs)
@@ -48,7 +48,7 @@ def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[S
     yield _bandwidth(summary)
     yield _contention(summary)
     yield _launches(summary)
-    yield _hand_overs(summary)
+    yield _syncs(summary)
     yield _copies(summary)
     yield _graphs(summary, everything=everything)
     yield _power(summary)
@@ -78,11 +78,11 @@ def _device(summary: ProfileSummary) -> Section:
         value = summary.description.get(name)
         if isinstance(value, dict):
             value = ", ".join(f"{key} {version}" for key, version in value.items())
-        if value not in (None, "", 0):  # a modelled part has no threads
+        if value not in (None, "", 0):  # a modelled processor has no threads
             rows.append((title, str(value)))
     notes: tuple[str, ...] = ()
     if summary.time_kind != "real":
-        how = "they come from a model" if summary.time_kind == "simulated" else "what they cost here"
+        how = "they come from a model" if summary.time_kind == "simulated" else "the emulator's own duration"
         notes = (f"Times are {summary.time_kind}: {how}, and no claim about a real device.",)
     return Section("Device", rows=tuple(rows), notes=notes)
 
@@ -90,7 +90,7 @@ def _device(summary: ProfileSummary) -> Section:
 def _runs(runs: Sequence[RunRow]) -> Section:
     rows = []
     for run in runs:
-        drift = ", ".join(f"{part} {fraction:.0%}" for part, fraction in run.drift_fraction.items())
+        drift = ", ".join(f"{name} {fraction:.0%}" for name, fraction in run.drift_fraction.items())
         ended = "" if run.finished else ", stopped"
         counts = (run.measured, run.failed, run.known, run.left, sum(run.skipped.values()))
         took = f"{format_duration(run.seconds)}{ended}"
@@ -100,7 +100,7 @@ def _runs(runs: Sequence[RunRow]) -> Section:
         "Runs",
         columns,
         tuple(rows),
-        ("Drift: the slowest run of a part's reference operator above the fastest.",),
+        ("Drift: the slowest run of a processor's reference operator over the fastest.",),
     )
 
 
@@ -109,28 +109,25 @@ def _runs(runs: Sequence[RunRow]) -> Section:
 
 def _linear(summary: ProfileSummary, *, everything: bool) -> Iterator[Section]:
     by_table: dict[str, list[LinearRow]] = defaultdict(list)
-    cuts: Counter[str] = Counter()
+    splits: Counter[str] = Counter()
     for row in summary.linear:
         point = row.point
         inputs = ", int8 inputs" if point.integer_inputs else ""
         where = "memory" if point.streamed else "a cache"
-        what = "Feed-forward blocks" if point.is_ffn else "Linear layers"
-        title = f"{what}, {PARTS[row.processor]}, {point.weight}{inputs}, weights from {where}"
-        cuts[title] += not row.whole
+        what = "Feed-forward networks" if point.is_ffn else "Linear layers"
+        title = f"{what}, {PROCESSORS[row.processor]}, {point.weight}{inputs}, weights from {where}"
+        splits[title] += not row.whole
         if row.whole or everything:
             by_table[title].append(row)
     if not by_table:
         yield Section("Linear layers", notes=("None was measured.",))
     for title, rows in by_table.items():
-        yield _matrix(title, rows, 0 if everything else cuts[title])
+        yield _matrix(title, rows, 0 if everything else splits[title])
 
 
-def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
-    """Return shapes by tokens."""
-    measured = sorted({row.point.tokens for row in rows})
-    tokens = measured
-    if len(measured) > MOST_TOKEN_COLUMNS:
-        tokens = [count for count in measured if count in TOKEN_COLUMNS][:MOST_TOKEN_COLUMNS]
+def _matrix(title: str, rows: Sequence[LinearRow], splits: int) -> Section:
+    """Return the times of shapes by tokens."""
+    measured, tokens = _token_columns(row.point.tokens for row in rows)
     lines: dict[tuple[int, LinearPoint], dict[int, str]] = defaultdict(dict)
     for row in rows:
         point = row.point
@@ -138,7 +135,7 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
             row.times
         )
     forms = any(point.form for _, point in lines)
-    blocks = any(point.is_ffn for _, point in lines)
+    ffns = any(point.is_ffn for _, point in lines)
     made = [
         (
             point.group,
@@ -148,23 +145,29 @@ def _matrix(title: str, rows: Sequence[LinearRow], cuts: int) -> Section:
         )
         for (_, point), cells in sorted(lines.items())
     ]
-    shape = "outputs x width x inputs" if blocks else "rows x inputs"
+    shape = "outputs x width x inputs" if ffns else "rows x inputs"
     heads = ("group", shape, *(("form",) if forms else ()), *(f">{count}" for count in tokens))
     notes = ["Columns are tokens; ± is half the distance between the quartiles."]
-    if blocks:
-        notes.append("One graph each: gate, up, the activation, and down from as many of its inputs.")
+    if ffns:
+        notes.append("One graph each: gate, up, the activation, and down with as many inputs as the width.")
     if len(tokens) < len(measured):
         others = ", ".join(str(count) for count in measured if count not in tokens)
         notes.append(f"Also measured at {others} tokens; `heterollm profile show --json` has them.")
-    if cuts:
-        notes.append(f"Points of cuts that are left out: {cuts}. `heterollm profile show --all` lists them.")
+    if splits:
+        notes.append(f"{splits} points of splits are left out; `heterollm profile show --all` lists them.")
     return Section(title, heads, tuple(made), tuple(notes))
 
 
+def _token_columns(counts: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Return all numbers of tokens, and those that the table shows."""
+    measured = sorted(set(counts))
+    if len(measured) <= MOST_TOKEN_COLUMNS:
+        return measured, measured
+    return measured, [count for count in measured if count in TOKEN_COLUMNS][:MOST_TOKEN_COLUMNS]
+
+
 def _layers(summary: ProfileSummary) -> Section:
-    tokens = sorted({row.tokens for row in summary.layers})
-    if len(tokens) > MOST_TOKEN_COLUMNS:
-        tokens = [count for count in tokens if count in TOKEN_COLUMNS][:MOST_TOKEN_COLUMNS]
+    _, tokens = _token_columns(row.tokens for row in summary.layers)
     lines: dict[tuple[str, str, int], dict[int, str]] = defaultdict(dict)
     for row in summary.layers:
         heads = f"{row.heads}/{row.kv_heads} heads of {row.head_dim}" if row.heads else ""
@@ -185,8 +188,8 @@ def _layers(summary: ProfileSummary) -> Section:
 def _bandwidth(summary: ProfileSummary) -> Section:
     rows = tuple(
         (
-            PARTS[row.processor],
-            "beside the other part" if row.together else "alone",
+            PROCESSORS[row.processor],
+            "both at once" if row.together else "alone",
             format_bytes(row.size_bytes),
             f"{row.gbps:.3g} GB/s",
             "" if row.times is None else f"±{row.times.spread_fraction / 2:.0%}",
@@ -197,17 +200,17 @@ def _bandwidth(summary: ProfileSummary) -> Section:
     for together in (False, True):
         rates = [row.gbps for row in summary.bandwidth if row.together is together]
         if together and len(rates) > 1:
-            notes.append(f"Both at once read {sum(rates):.3g} GB/s together.")
-    return Section("Memory bandwidth", ("part", "how", ">read", ">rate", ">spread"), rows, tuple(notes))
+            notes.append(f"Both at once read {sum(rates):.3g} GB/s in total.")
+    return Section("Memory bandwidth", ("on", "how", ">read", ">rate", ">spread"), rows, tuple(notes))
 
 
 def _contention(summary: ProfileSummary) -> Section:
     rows = tuple(
-        (PARTS[row.processor], f"{row.bound}-bound", f"{row.beside}-bound", f"{row.slowdown:.2f} x")
+        (PROCESSORS[row.processor], f"{row.bound}-bound", f"{row.beside}-bound", f"{row.slowdown:.2f} x")
         for row in summary.contention
     )
-    notes = () if rows else ("It was not measured: it takes both parts.",)
-    heads = ("part", "its job", "the other part's job", ">time against alone")
+    notes = () if rows else ("It was not measured: it needs GPU and NPU.",)
+    heads = ("on", "its job", "the other processor's job", ">time over alone")
     return Section("Contention", heads, rows, notes)
 
 
@@ -219,10 +222,10 @@ def _spread_cells(times: RecordTimes) -> tuple[str, str, str]:
 def _launches(summary: ProfileSummary) -> Section:
     rows = tuple((row.measure.replace("_", " "), *_spread_cells(row.times)) for row in summary.launches)
     notes = () if rows else ("They were not measured.",)
-    return Section("Launches", ("what", ">median", ">quartiles", ">9 in 10 below"), rows, notes)
+    return Section("Launches", ("time of", ">median", ">quartiles", ">9 in 10 below"), rows, notes)
 
 
-def _hand_overs(summary: ProfileSummary) -> Section:
+def _syncs(summary: ProfileSummary) -> Section:
     rows = tuple(
         (
             row.strategy.replace("_", " "),
@@ -232,9 +235,10 @@ def _hand_overs(summary: ProfileSummary) -> Section:
         )
         for row in summary.hand_overs
     )
-    heads = ("strategy", ">kernel", ">latency", ">quartiles", ">9 in 10 below", ">processor")
-    notes = ("Processor: share of the wait that the waiting thread was computing.",)
-    return Section("Hand-overs, GPU to host", heads, rows, notes if rows else ("They were not measured.",))
+    heads = ("strategy", ">kernel", ">latency", ">quartiles", ">9 in 10 below", ">core")
+    notes = ("Core: fraction of the wait in which the waiting thread kept its core busy.",)
+    title = "Synchronisation, GPU to host"
+    return Section(title, heads, rows, notes if rows else ("It was not measured.",))
 
 
 def _copies(summary: ProfileSummary) -> Section:
@@ -254,9 +258,9 @@ def _graphs(summary: ProfileSummary, *, everything: bool) -> Section:
         notes.append("None was built or loaded.")
     elif len(shown) < len(summary.graphs):
         left = len(summary.graphs) - len(shown)
-        notes.append(f"Graphs of cuts that are left out: {left}. `heterollm profile show --all` lists them.")
+        notes.append(f"{left} graphs of splits are left out; `heterollm profile show --all` lists them.")
     if any(row.point.is_ffn for row in shown):
-        notes.append("Of a feed-forward block (ffn) the shape is outputs x width x inputs.")
+        notes.append("The shape of a feed-forward network (ffn) is outputs x width x inputs.")
     heads = ("group", "rows x inputs", "weights", "form", ">tokens", ">build", ">load", ">size")
     return Section("NPU graphs", heads, rows, tuple(notes))
 
@@ -274,7 +278,7 @@ def _power(summary: ProfileSummary) -> Section:
     return Section("Power", ("source", "load", ">average"), rows, notes)
 
 
-# -- how far it can be trusted -----------------------------------------------------------------------
+# -- accuracy ----------------------------------------------------------------------------------------
 
 
 def _accuracy(summary: ProfileSummary) -> Section:
@@ -284,10 +288,10 @@ def _accuracy(summary: ProfileSummary) -> Section:
         role = "in use" if row.used else "baseline" if row.baseline else ""
         regret = "" if score.regret is None else f"{score.regret:.1%} of {score.choices}"
         errors = (f"{score.median_error:.1%}", f"{score.high_error:.1%}")
-        rows.append((PARTS[score.processor], score.model, role, *errors, regret, str(score.samples)))
-    heads = ("part", "model", "", ">median error", ">9 in 10 below", ">regret of choices", ">points")
+        rows.append((PROCESSORS[score.processor], score.model, role, *errors, regret, str(score.samples)))
+    heads = ("on", "model", "", ">median error", ">9 in 10 below", ">regret of choices", ">points")
     notes: tuple[str, ...] = (
-        "On weight shapes kept out of the fit. Regret: time lost by choosing by predictions.",
+        "On weight shapes left out of the fit. Regret: time lost by choosing from predictions.",
     )
     if summary.accuracy_reason:
         notes = (f"Not judged: {summary.accuracy_reason}.".replace("..", "."),)

@@ -1,4 +1,4 @@
-"""Rows of a sweep as a table and as text for machines; every one says that it is simulated."""
+"""Rows of a sweep as a table and in other formats, all labelled as simulated."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = [
 ]
 
 CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
-"""Columns that are left out where nothing differs."""
+"""Columns that the table omits if all rows have the same value."""
 
 
 def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
-    """Return the rows as one table; columns in which all are alike are named in the title instead."""
+    """Return the rows as one table; values that all rows share are in the title."""
     cells = [_cells(row) for row in rows]
     names = list(cells[0]) if cells else []
-    alike = [name for name in CHOICES if len({line[name] for line in cells}) == 1]
-    columns = [name for name in names if name not in alike]
-    said = ", ".join(f"{name} {cells[0][name]}" for name in alike if cells[0][name])
+    shared = [name for name in CHOICES if len({line[name] for line in cells}) == 1]
+    columns = [name for name in names if name not in shared]
+    words = ", ".join(f"{name} {cells[0][name]}" for name in shared if cells[0][name])
     right = {"prompt", "decode", "ttft ms", "prefill t/s", "decode t/s", "prefill J", "J a token", "W"}
     return Section(
-        f"Simulated, nothing here was measured{f': {said}' if said else ''}",
+        f"Simulated, nothing here was measured{f': {words}' if words else ''}",
         tuple(f">{name}" if name in right else name for name in columns),
         tuple(tuple(line[name] for name in columns) for line in cells),
         (

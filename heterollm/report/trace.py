@@ -15,7 +15,7 @@ from heterollm.trace import OperatorTime, Trace, TraceSummary, summarise_phases
 __all__ = ["summary_text", "trace_report"]
 
 OPERATORS: Final = 14
-"""Rows of the table of operators; the others take little time."""
+"""Rows of the table of operators; the other operators take little time."""
 
 
 def trace_report(trace: Trace) -> RenderableType:
@@ -30,8 +30,16 @@ def trace_report(trace: Trace) -> RenderableType:
     else:
         parts += [
             _phase_table(phases, kind),
-            _share_table(f"Engine thread, {kind}: adds up to the wall", _engine(phases), "what it did"),
-            _share_table(f"Critical path, {kind}: adds up to the passes", _critical(phases), "waiting for"),
+            _share_table(
+                f"Engine thread, {kind}: adds up to the wall",
+                {name: (one.engine_us, one.wall_us) for name, one in phases.items()},
+                "activity",
+            ),
+            _share_table(
+                f"Critical path, {kind}: adds up to the passes",
+                {name: (one.critical_us, one.passes_us) for name, one in phases.items()},
+                "waiting for",
+            ),
         ]
         parts += [_operator_table(name, summary, kind) for name, summary in phases.items()]
         parts += [Text(f"• {name}: {summary_text(summary)}") for name, summary in phases.items()]
@@ -43,16 +51,16 @@ def trace_report(trace: Trace) -> RenderableType:
 
 
 def summary_text(summary: TraceSummary) -> str:
-    """Return the overlap of the parts and the cost of hand-overs, in words."""
+    """Return the overlap of GPU and NPU and the cost of synchronisation, in words."""
     if not summary.npu_busy_us:
         return "the GPU computed alone."
-    overlap = f"{summary.overlap_fraction:.0%} of the time of the part that worked less"
+    overlap = f"{summary.overlap_fraction:.0%} of the shorter busy time"
     if not summary.overlap_us:
-        together = "the parts never worked at once"
+        together = "GPU and NPU never worked at once"
     else:
-        together = f"both parts worked at once for {summary.overlap_us / 1e3:.2f} ms, {overlap}"
+        together = f"GPU and NPU worked at once for {summary.overlap_us / 1e3:.2f} ms, {overlap}"
     share = summary.hand_over_us / summary.passes_us if summary.passes_us else 0.0
-    changes = f"{summary.hand_overs} hand-overs cost {summary.hand_over_us / 1e3:.2f} ms"
+    changes = f"{summary.hand_overs} synchronisations cost {summary.hand_over_us / 1e3:.2f} ms"
     return f"{together}; {changes}, {share:.0%} of the passes."
 
 
@@ -77,20 +85,12 @@ def _phase_table(phases: Mapping[str, TraceSummary], kind: str) -> Table:
     add_time("NPU idle", lambda one: one.npu_idle_us)
     add_time("both busy", lambda one: one.overlap_us)
     add_time("both idle", lambda one: one.both_idle_us)
-    add_time("hand-overs on the critical path", lambda one: one.hand_over_us)
+    add_time("synchronisation, critical path", lambda one: one.hand_over_us)
     return made
 
 
-def _engine(phases: Mapping[str, TraceSummary]) -> dict[str, tuple[Mapping[str, float], float]]:
-    return {name: (summary.engine_us, summary.wall_us) for name, summary in phases.items()}
-
-
-def _critical(phases: Mapping[str, TraceSummary]) -> dict[str, tuple[Mapping[str, float], float]]:
-    return {name: (summary.critical_us, summary.passes_us) for name, summary in phases.items()}
-
-
 def _share_table(title: str, found: Mapping[str, tuple[Mapping[str, float], float]], what: str) -> Table:
-    """Return a table of times by name, two columns a phase, the longest first."""
+    """Return a table of times by name, a column for each phase, the longest first."""
     made = table(what, *(f">{name} ms" for name in found), title=title)
     totals: dict[str, float] = {}
     for times, whole_us in found.values():
@@ -109,7 +109,7 @@ def _share_table(title: str, found: Mapping[str, tuple[Mapping[str, float], floa
 
 def _operator_table(name: str, summary: TraceSummary, kind: str) -> Table:
     title = f"Operators of {name}, {kind}"
-    made = table("part", "operator", "kind", ">runs", ">ms", ">us a run", ">GB/s", ">GFLOP/s", title=title)
+    made = table("on", "operator", "kind", ">runs", ">ms", ">us a run", ">GB/s", ">GFLOP/s", title=title)
     for row in summary.operators[:OPERATORS]:
         made.add_row(*_operator_cells(row))
     left = summary.operators[OPERATORS:]

@@ -1,4 +1,4 @@
-"""The picture of a trace: a row of bars each for the GPU's queue, the NPU and the engine thread."""
+"""The picture of a trace: rows of bars for the GPU's queue, the NPU and the engine thread."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ COLOURS: Final[Mapping[Category, str]] = {
     "call": "#777777",
     "tracing": "#000000",
 }
-"""Okabe and Ito's as far as they go, and shades beside them."""
+"""Colours of Okabe and Ito, and shades for the other categories."""
 
 ROWS: Final[Mapping[Track, int]] = {"gpu": 2, "npu": 1, "engine": 0}
 NAMES: Final[Mapping[Track, str]] = {"gpu": "GPU queue", "npu": "NPU", "engine": "engine\nthread"}
 HALF: Final = 0.4
 LEAST_LABEL_FRACTION: Final = 0.012
-"""Of the panel's width for each letter: narrower bars have no name in them."""
+"""Fraction of the panel's width for each letter; narrower bars have no name."""
 
 BEHIND: Final = frozenset({"pass", "bind", "wait"})
-"""Engine spans that others lie in."""
+"""Engine spans that contain others."""
 
 MOST_PASSES: Final = 12
-"""In the picture of all passes: the first ones are shown."""
+"""The picture of all passes shows the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def trace_png(trace: Trace) -> bytes:
 
 
 def trace_figure(trace: Trace) -> Figure:
-    """Return a picture: the first passes as they are, then a layer of a prefill and one of a decoded token.
+    """Return a picture: the first passes, then a layer of prefill and a layer of decode.
 
     Raises:
         OptionError: matplotlib is not installed, or the trace has no pass.
@@ -88,7 +88,7 @@ def trace_figure(trace: Trace) -> Figure:
 
     windows = list(_windows(trace))
     if not windows:
-        raise OptionError("The trace has no pass to draw.", fix="Record one that generates something.")
+        raise OptionError("The trace has no pass to draw.", fix="Record a run that generates tokens.")
     size = (WIDTH_IN, 0.9 + PANEL_IN * len(windows))
     figure = Figure(figsize=size, layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(windows), 1, squeeze=False)[:, 0])
@@ -144,7 +144,7 @@ def _counted(passes: Sequence[Pass]) -> str:
 
 
 def _typical(passes: Sequence[Pass]) -> Pass:
-    """Return the longest passes' one of median time."""
+    """Return the pass of median time among the longest passes."""
     longest = max(one.tokens for one in passes)
     found = sorted(
         (one for one in passes if one.tokens == longest), key=lambda one: one.end_ns - one.begin_ns
@@ -153,11 +153,11 @@ def _typical(passes: Sequence[Pass]) -> Pass:
 
 
 def _zoom(trace: Trace, one: Pass, summary: TraceSummary) -> _Window:
-    """Return a layer in the middle of a pass, or all of it where its kernels are merged over layers."""
+    """Return the window of a layer in the middle of a pass, or of the pass if kernels span layers."""
     spans = [span for span in trace.spans if span.number == one.number]
     layers = sorted({span.layer for span in spans if span.layer is not None and span.track != "engine"})
     what = f"{one.phase} of {one.tokens} token{'s' if one.tokens > 1 else ''}"
-    both = f"; both parts at once for {summary.overlap_fraction:.0%} of the shorter one's time"
+    both = f"; GPU and NPU at once for {summary.overlap_fraction:.0%} of the shorter busy time"
     if not (summary.gpu_busy_us and summary.npu_busy_us):
         both = f"; the {'GPU' if summary.gpu_busy_us else 'NPU'} alone"
     of_layer: list[Span] = []
@@ -166,7 +166,7 @@ def _zoom(trace: Trace, one: Pass, summary: TraceSummary) -> _Window:
             span for span in spans if span.layer == layers[len(layers) // 2] and span.track != "engine"
         ]
     lengths = [span.end_ns - span.begin_ns for span in spans if span.track != "engine"]
-    # Kernels that are merged over layers have none, and the picture of a layer would be an empty one.
+    # Kernels that are merged over layers have no layer, and the picture of a layer would be empty.
     if len(of_layer) < 3 or statistics.median(lengths) > (one.end_ns - one.begin_ns) / 10:
         return _Window(f"{what}{both}", one.begin_ns, one.end_ns, True)
     begin = min(span.begin_ns for span in of_layer)
@@ -191,7 +191,7 @@ def _draw(axes: Axes, spans: Sequence[Span], window: _Window) -> dict[str, str]:
             name, colour = _style(span)
             shown[name] = colour
             bar = ((begin - window.begin_ns) / 1e6, (end - begin) / 1e6)
-            # A span that holds others is drawn first, so that they lie on it.
+            # A span that contains others is drawn first, so that they lie on it.
             bars.setdefault(f"{span.category not in BEHIND:d}{colour}", []).append(bar)
             label = span.operator if span.layer is None or not span.merged else span.name
             fits = (end - begin) / width_ns > LEAST_LABEL_FRACTION * len(label)
@@ -200,7 +200,7 @@ def _draw(axes: Axes, spans: Sequence[Span], window: _Window) -> dict[str, str]:
                 axes.text(middle, ROWS[track], label, ha="center", va="center", fontsize=7, color="white")
         for key in sorted(bars):
             low = ROWS[track] - HALF
-            # Edges would hide bars that are narrower than they.
+            # Edges would hide narrow bars.
             axes.broken_barh(bars[key], (low, 2 * HALF), facecolors=key[1:], linewidth=0)
     axes.set_xlim(0, width_ns / 1e6)
     axes.set_ylim(-0.55, 2.55)

@@ -1,4 +1,4 @@
-"""The plan of a simulation: that of a level, or the solver's, from a profile of the simulated device."""
+"""The plan of a simulation: a fixed level, or the solver's from a profile of the simulated device."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def planned(
     """Return the plan of a simulation.
 
     Args:
-        device: A simulated device to profile, without a game; the plan is solved for it.
+        device: A simulated device to profile, without a game.
         model: Name of the model.
-        config: The model.
-        specs: Every group of it.
-        request: The simulation.
+        config: Its configuration.
+        specs: All its groups.
+        request: The simulated case.
         progress: Called with a stage's name, steps done and steps in all.
-        strategy: How the parts wait for each other.
+        strategy: How the processors wait for each other.
     """
 
     def profiled() -> ProfiledModel:
@@ -63,7 +63,7 @@ def planned(
         return ProfiledModel(profile, config, tuple(specs), "w4a16")
 
     if request.level in SOLVED_LEVELS:
-        # What comes is known here: this prompt once, and then so many tokens.
+        # The lengths are known: this prompt once, then single tokens.
         prompt = min(request.prompt, max(device.standard_lengths))
         histogram = {1: float(max(1, request.decode)), prompt: 1.0}
         asked = PlanRequest(config.max_positions, level=request.level, histogram=histogram)
@@ -89,20 +89,20 @@ def planned(
 def profile_of(
     device: Device, model: str, config: ModelConfig, specs: Sequence[OpSpec], progress: Progress
 ) -> Profile:
-    """Return the profile of a simulated device with a model's shapes in it; made where it is not kept.
+    """Return the profile of a simulated device with a model's shapes; measure it unless the cache has it.
 
     Args:
         device: The device.
         model: Name of the model.
-        config: The model.
-        specs: Every group of it.
+        config: Its configuration.
+        specs: All its groups.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
         CacheError: The profile cannot be written.
     """
     shape = shape_of_specs(config, specs, model)
-    # A file for each model: predictors are fitted to all that is in one.
+    # A file for each model: predictors are fitted to all records of a file.
     key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
     words = f"{model} {LABEL} {device.name.removeprefix(SIMULATED)}"
     path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
@@ -114,14 +114,14 @@ def profile_of(
 
 
 def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> Profile:
-    """Return a profile as it would be if the parts could wait for each other in one way only.
+    """Return a profile as if the processors could wait for each other by one strategy only.
 
-    The driver's way costs its wait and its copy on the way back as well, whatever the GPU does meanwhile.
+    The driver's wait and copy cost the same on the way back, whether or not the GPU is busy.
 
     Args:
         profile: The profile.
         device: The device.
-        strategy: The way.
+        strategy: The strategy.
     """
     from heterollm.kernels.sim import clock_of
 

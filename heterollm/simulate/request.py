@@ -1,4 +1,4 @@
-"""A simulation as a user asks for it."""
+"""The request of a simulation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
 
 SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 LENGTH_CHOICES: Final[tuple[SimulatedLengthPolicy, ...]] = get_args(SimulatedLengthPolicy)
-"""Policies of ``npu`` and ``layer`` for lengths without a graph; ``online`` builds the exact one at its first
-use, and counts the build."""
+"""Policies of ``npu`` and ``layer`` for lengths without a graph; ``online`` builds the exact graph in the
+prompt's time."""
 
 SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
 SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
@@ -33,36 +33,36 @@ SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
     "poll": "poll",
     "predict": "sleep_poll",
 }
-"""The driver's waits and copies, as without fast synchronisation; polling; sleeping for the predicted time
-first."""
+"""The driver's waits and copies, without fast synchronisation; polling; sleeping for the predicted time,
+then polling."""
 
 LONGEST_RUN: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """Options of a simulation.
+    """A simulated case.
 
     Args:
         model: A known model, a folder or a ``config.json``.
-        soc: A SoC that is known by name, or a YAML file.
+        soc: Name of a known SoC, or a YAML file.
         prompt: Tokens of the prompt.
-        decode: Tokens made after the first.
-        level: Of the plan.
+        decode: Tokens decoded after the first.
+        level: Level of the plan.
         length_policy: How lengths without a graph run; the solver's levels need none.
-        sync: How the parts wait for each other.
-        resolve: Whether the plan is solved for ``sync``; otherwise it is that of the fastest.
-        load: A game beside the model.
+        sync: How the processors wait for each other.
+        resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
+        load: A game that uses the GPU at the same time.
         overrides: Parameters of the SoC by dotted name.
         head_bits: Bits of the head and the embedding.
-        every_form: Whether the NPU's graphs may be of forms that HeteroLLM does not have; None lets ``block``
-            have them.
-        numerics: Whether everything is computed as well, of a checkpoint with weights; its head has 8 bits.
+        every_form: Whether the NPU's graphs may have forms that HeteroLLM lacks; None allows them at
+            ``block`` only.
+        numerics: Whether values are computed, too, from a checkpoint with weights; its head has 8 bits.
         trace: Whether every pass is recorded.
-        left_out: Forms of graphs that the NPU does not offer, to see what they bring.
+        left_out: Graph forms that the NPU does not offer, to measure their gain.
 
     Raises:
-        OptionError: One of them is not legal.
+        OptionError: A value is not legal.
     """
 
     model: str
@@ -96,7 +96,7 @@ class SimulationRequest:
                 )
         if self.numerics and self.head_bits != 8:
             raise OptionError(
-                "With numerics the head has 8 bits, as weights are quantised.", fix="Give 8 head bits."
+                "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
             )
         if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
             raise OptionError(
@@ -106,5 +106,5 @@ class SimulationRequest:
 
     @property
     def forms(self) -> bool:
-        """Whether every form of graphs is offered."""
+        """Whether the NPU offers every graph form."""
         return self.level == "block" if self.every_form is None else self.every_form

@@ -1,4 +1,4 @@
-"""Results of a simulation, labelled as simulated everywhere."""
+"""The result of a simulation, labelled as simulated everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from heterollm.base import Amount, Count
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import EnergyRange, SimulatedSpan, SimulatedTotals, energy
@@ -13,7 +14,7 @@ from heterollm.profiler.measure import usage_between
 from heterollm.solver import Placement, Plan, notation
 from heterollm.trace import Trace
 
-__all__ = ["Frames", "PhaseUse", "SimulationResult", "cuts_of", "padding_us", "used"]
+__all__ = ["Frames", "PhaseUse", "SimulationResult", "padding_us", "splits_of", "used"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,34 +22,38 @@ class Frames:
     """A game's frames during a phase.
 
     Args:
-        due: How many were drawn or dropped; they count in the phase in which the drawn one ended.
-        drawn: How many were drawn. The others fell due while one waited for a kernel, or was drawn.
-        in_time: How many were drawn within a period of when they were due.
-        slowest_ms: The longest that a drawn one took from when it was due.
+        due: Frames drawn or dropped; they count in the phase in which the drawn one ended.
+        drawn: Frames drawn. The others were due while a frame waited for a kernel, or was being drawn.
+        in_time: Frames drawn within one period after they were due.
+        slowest_ms: Longest time of a drawn frame since it was due.
     """
 
-    due: int
-    drawn: int
-    in_time: int
-    slowest_ms: float
+    due: Count
+    drawn: Count
+    in_time: Count
+    slowest_ms: Amount
+
+    def __post_init__(self) -> None:
+        if not self.in_time <= self.drawn <= self.due:
+            raise ValueError(f"{self.in_time} of {self.drawn} drawn frames in time, {self.due} due")
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseUse:
-    """Time, energy and traffic of a phase.
+    """Time and resources of a phase.
 
     Args:
         phase: Prefill or decode.
-        tokens: Tokens of the prompt, or made.
+        tokens: Tokens of the prompt, or decoded tokens.
         elapsed_us: Virtual time.
-        energy: In joules, as a range.
-        busy_fraction: Part of the time that each part worked: ``gpu``, ``npu``, ``host``, ``game``.
-        dram_gbps: Traffic on average.
-        peak_gbps: Highest traffic.
-        lost_us: Time spent on handing over, by what it was: ``poll``, ``driver``, ``copy``, ``refill``.
-        padding_us: NPU time spent on padded rows.
-        spans: What each part did.
-        frames: Of a game beside it, if there is one.
+        energy: Energy in joules, as a range.
+        busy_fraction: Busy fraction of the time of ``gpu``, ``npu``, ``host`` and ``game``.
+        dram_gbps: Average memory traffic.
+        peak_gbps: Highest memory traffic.
+        lost_us: Time of synchronisation by cause: ``poll``, ``driver``, ``copy``, ``refill``.
+        padding_us: NPU time on padded rows.
+        spans: The work of each processor.
+        frames: Frames of a game that runs at the same time; None without one.
     """
 
     phase: Phase
@@ -65,7 +70,7 @@ class PhaseUse:
 
     @property
     def tokens_per_second(self) -> float:
-        """Rate."""
+        """Rate of the phase."""
         return self.tokens / self.elapsed_us * 1e6
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,19 +96,19 @@ class SimulationResult:
 
     Args:
         device: Name of the simulated device.
-        fingerprint: Of the device, its parameters included.
+        fingerprint: Fingerprint of the device, its parameters included.
         model: Name of the model.
-        note: Approximations of the model, in words.
+        note: Approximations of the model.
         plan: The plan that ran.
-        sync: How the parts waited for each other.
+        sync: How the processors waited for each other.
         length_policy: How lengths without a graph ran.
         prefill: The prompt.
-        decode: The tokens after the first; None where none were asked for.
+        decode: The tokens after the first; None for a simulation of the prompt alone.
         ttft_us: Time to the first token.
         tokens: Likeliest tokens, where they were computed.
-        alone: Prefill and decode without the game that ran beside these, if one did.
+        alone: Prefill and decode without the game; None if no game ran.
         trace: Every pass, where it was recorded.
-        cuts: By phase and group who computed it, as :func:`heterollm.solver.notation` writes it.
+        splits: The split of each group by phase, as :func:`heterollm.solver.notation` writes it.
     """
 
     device: str
@@ -119,23 +124,23 @@ class SimulationResult:
     tokens: tuple[int, ...] = ()
     alone: tuple[PhaseUse, PhaseUse | None] | None = None
     trace: Trace | None = None
-    cuts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    splits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def average_watts(self) -> float:
-        """Power of both phases."""
+        """Mean power of both phases."""
         phases = [self.prefill, *([self.decode] if self.decode else [])]
         joules = sum(phase.energy.middle_joules for phase in phases)
         return joules / sum(phase.elapsed_us for phase in phases) * 1e6
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Rate of the tokens after the first; None without any."""
+        """Rate of decode; None without decode."""
         return None if self.decode is None else self.decode.tokens_per_second
 
     @property
     def decode_joules_per_token(self) -> float | None:
-        """Energy of a token after the first, the middle of its range; None without any."""
+        """Energy of a decoded token, the middle of its range; None without decode."""
         return None if self.decode is None else self.decode.energy.middle_joules / self.decode.tokens
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +172,7 @@ class SimulationResult:
         }
 
     def slowdown(self) -> dict[str, float] | None:
-        """Return how many times longer each phase took beside the game; None without one."""
+        """Return the time of each phase with the game over its time without; None if no game ran."""
         if self.alone is None:
             return None
         found = {"prefill": self.prefill.elapsed_us / self.alone[0].elapsed_us}
@@ -185,15 +190,15 @@ def used(
     spans: Sequence[SimulatedSpan],
     padding: float,
 ) -> PhaseUse:
-    """Return what a phase used that has just ended.
+    """Return the time and resources of a phase that has just ended.
 
     Args:
         device: The simulated device.
         phase: The phase.
         tokens: Its tokens.
-        before: What was used when it began.
-        begin_us: When it began.
-        spans: What each part did in it.
+        before: The clock's totals at its begin.
+        begin_us: Its begin.
+        spans: The work of each processor in it.
         padding: NPU time on padded rows, in microseconds.
     """
     from heterollm.kernels.sim import clock_of, soc_of
@@ -208,7 +213,7 @@ def used(
         due = after.frames_due - before.frames_due
         frames = Frames(due, len(frames_us), in_time, max(frames_us, default=0.0) / 1e3)
     busy: dict[str, float] = {
-        part: (after.busy_us[part] - before.busy_us[part]) / elapsed_us for part in after.busy_us
+        name: (after.busy_us[name] - before.busy_us[name]) / elapsed_us for name in after.busy_us
     }
     return PhaseUse(
         phase=phase,
@@ -230,14 +235,14 @@ def used(
 def padding_us(
     spans: Sequence[SimulatedSpan], plan: Plan, specs: Sequence[OpSpec], phase: Phase, passes: Sequence[int]
 ) -> float:
-    """Return the NPU's time on rows that stand for no token.
+    """Return the NPU's time on padded rows.
 
     Args:
-        spans: What the parts did.
+        spans: The work of the processors.
         plan: The plan that ran.
-        specs: Every group of the model.
+        specs: All groups of the model.
         phase: The phase.
-        passes: Tokens of its passes, which took the NPU in order.
+        passes: Tokens of its passes.
     """
     wasted: dict[str, list[float]] = {}
     for tokens in passes:
@@ -252,12 +257,12 @@ def padding_us(
     )
 
 
-def cuts_of(plan: Plan, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:
-    """Return who computes each group of a layer, and the head, by phase.
+def splits_of(plan: Plan, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:
+    """Return the split of each group of a layer, and of the head, by phase.
 
     Args:
         plan: The plan.
-        specs: Every group of the model.
+        specs: All groups of the model.
         prompt: Tokens of the prefill pass; the head sees one of them.
     """
     passes: tuple[tuple[Phase, int], ...] = (("prefill", prompt), ("decode", 1))

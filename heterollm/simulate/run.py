@@ -1,7 +1,6 @@
-"""Simulates a model's shapes on a SoC through the whole stack, for ``heterollm simulate``.
+"""Simulates a model's shapes on a modelled SoC: profile, fit, solve, compile and run as on a real device.
 
-Profile, fit, solve, compile and run are those of a real device; only the processors behind them are modelled,
-and the clock is virtual. Every result is labelled simulated.
+Only the processors are modelled, and the clock is virtual. Every result is labelled as simulated.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simu
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
 from heterollm.simulate.plan import planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
-from heterollm.simulate.result import PhaseUse, SimulationResult, cuts_of, padding_us, used
+from heterollm.simulate.result import PhaseUse, SimulationResult, padding_us, splits_of, used
 from heterollm.solver import SOLVED_LEVELS, Plan
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -35,11 +34,11 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     """Simulate a prompt and the tokens after it.
 
     Args:
-        request: What to simulate.
+        request: The case.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
-        OptionError: There is no such model or SoC, or it cannot run the request.
+        OptionError: There is no such model or SoC, or it cannot run the case.
         HeteroLLMError: The plan cannot be made.
     """
     found = find_model(request.model, closest=not request.numerics)
@@ -50,7 +49,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
             fix="Simulate a shorter prompt or fewer tokens.",
         )
     if request.numerics:
-        Checkpoint(request.model)  # what has no weights is refused before the work
+        Checkpoint(request.model)  # refuses a model without weights before the work
     specs = _specs(found.config, request.head_bits)
     report, alone = progress or silent, replace(request, load=None)
     strategy = SYNC_CHOICES[request.sync]
@@ -65,7 +64,6 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         quiet = replace(request, load=None, trace=False)
         without = _Run(_open(alone), found.config, specs, plan, quiet).measured(report)
     first = next(length for _, length in plan.chunks(request.prompt))
-    cuts = cuts_of(plan, specs, first)
     prefill, decode = phases
     return SimulationResult(
         device=device.name,
@@ -81,15 +79,15 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         tokens=tuple(run.tokens) if request.numerics else (),
         alone=without,
         trace=run.trace,
-        cuts=cuts,
+        splits=splits_of(plan, specs, first),
     )
 
 
 def profile_ahead(request: SimulationRequest) -> None:
-    """Make the profile that the plan of a request is solved from, where it needs one and none is kept.
+    """Measure the profile that the solver needs for a request, unless the cache has it.
 
     Raises:
-        HeteroLLMError: The request cannot be simulated.
+        HeteroLLMError: The case cannot be simulated.
     """
     if not needs_profile(request):
         return
@@ -99,7 +97,7 @@ def profile_ahead(request: SimulationRequest) -> None:
 
 
 def needs_profile(request: SimulationRequest) -> bool:
-    """Return whether the plan of a request follows from a profile, and from no rule alone."""
+    """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
     return request.level in SOLVED_LEVELS or by_time
 
@@ -114,7 +112,7 @@ def _open(request: SimulationRequest) -> Device:
 
 
 def _specs(config: ModelConfig, head_bits: int) -> tuple[OpSpec, ...]:
-    """Return the groups at W4A16 in blocks of 128, as the papers have them."""
+    """Return the groups at W4A16 in blocks of 128, as in the papers."""
     specs = op_specs(config, "w4a16", GROUP_SIZE, True)
     if head_bits == 8:
         return specs
@@ -126,8 +124,8 @@ class _Run:
     """One engine on one simulated device.
 
     Attributes:
-        tokens: What was chosen, the first after the prompt; with numerics the likeliest.
-        trace: What was recorded, if anything was.
+        tokens: The chosen tokens, the first after the prompt; with numerics the likeliest.
+        trace: The recorded passes; None without recording.
     """
 
     def __init__(
@@ -147,12 +145,12 @@ class _Run:
         self.trace: Trace | None = None
 
     def measured(self, progress: Progress) -> tuple[PhaseUse, PhaseUse | None]:
-        """Return what prefill and decode took and used."""
+        """Return time and resources of prefill and decode."""
         request, clock = self.request, clock_of(self.device)
         engine = self._engine(progress)
         cache = engine.new_cache()
         lengths = tuple(dict.fromkeys(length for _, length in self.plan.chunks(request.prompt)))
-        # Graphs are there beforehand, except those that are built online.
+        # Graphs are built ahead, except with the policy online.
         online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
         engine.compile_ahead(cache, () if online else lengths, progress)
         if request.trace:
@@ -185,11 +183,11 @@ class _Run:
         return Engine(self.device, weights, self.plan, context, progress, observer=observer)
 
     def _choose(self, engine: Engine) -> None:
-        """Take the likeliest token; without numerics every token is as likely as any."""
+        """Take the likeliest token; without numerics token 0, since no token has a value."""
         self.tokens.append(int(engine.last_logits.argmax()) if self.request.numerics else 0)
 
     def _phase(self, clock: SimulatedClock, phase: Phase, tokens: int, work: Callable[[], None]) -> PhaseUse:
-        # What the devices did while graphs were built, a game's frames, is no part of the phase.
+        # A game's frames during the build of graphs do not belong to the phase.
         clock.last_job()
         clock.spans.clear()
         clock.recording = True

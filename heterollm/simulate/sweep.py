@@ -30,7 +30,7 @@ CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
 
 LARGEST_SWEEP: Final = 100_000
 COVERED: Final = ("npu", "layer")
-"""Levels at which the NPU computes whole groups, so that a length policy means something."""
+"""Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 
 Result = TypeVar("Result")
 
@@ -52,19 +52,19 @@ def expand(
 ) -> tuple[SimulationRequest, ...]:
     """Return the cases of a grid, each once, models first.
 
-    Of several length policies only the first is kept for levels that have none, and of several ways to wait
-    only the first for ``gpu``, which waits for nobody.
+    Levels that ignore the length policy get the first of several; ``gpu``, which never waits, gets the first
+    of several syncs.
 
     Args:
-        base: What the lists leave open.
+        base: Values of the fields whose list is empty.
         models: Known models, folders or files.
-        socs: SoCs that are known by name, or YAML files.
+        socs: Names of known SoCs, or YAML files.
         prompts: Tokens of the prompt.
-        decodes: Tokens made after the first.
-        levels: Of the plan.
+        decodes: Tokens decoded after the first.
+        levels: Levels of the plan.
         policies: How lengths without a graph run.
-        syncs: How the parts wait for each other.
-        loads: Games beside the model.
+        syncs: How the processors wait for each other.
+        loads: Games that use the GPU at the same time.
 
     Raises:
         OptionError: A value is not legal, or there are too many cases.
@@ -99,7 +99,7 @@ def expand(
 def _ways(
     levels: Sequence[str], policies: Sequence[SimulatedLengthPolicy], syncs: Sequence[SimulatedSync]
 ) -> list[tuple[str, SimulatedLengthPolicy, SimulatedSync]]:
-    """Return each way to run once: where a choice means nothing, the first value stands for all."""
+    """Return each combination once: the first value stands for all where a level ignores the choice."""
     found = (
         (level, policy if level in COVERED else policies[0], sync if level != "gpu" else syncs[0])
         for level, policy, sync in itertools.product(levels, policies, syncs)
@@ -134,11 +134,11 @@ def run_sweep(
         cluster: Run the cases on this cluster instead. Its address is in ``DASK_SCHEDULER_ADDRESS`` or
             ``RAY_ADDRESS``; without an address both start workers on this machine.
         progress: Called with a stage's name, steps done and steps in all.
-        keep: Called with each row as soon as it and all before it are there, so that an interrupted sweep
-            leaves them.
+        keep: Called with each row, in order, as soon as it is known, so that an interrupted sweep keeps its
+            rows.
 
     Raises:
-        OptionError: The number of processes is not legal, a case is to be traced, or a package is missing.
+        OptionError: The number of processes is not legal, a case asks for a trace, or a package is missing.
         HeteroLLMError: A process of the sweep died.
     """
     if type(jobs) is not int or jobs < 1:
@@ -146,7 +146,7 @@ def run_sweep(
     if any(request.trace for request in requests):
         raise OptionError("A sweep keeps no timelines.", fix="Simulate one case for a timeline.")
     report = progress or silent
-    # Profiles come first: parallel cases that lack the same profile would each make it.
+    # Profiles come first: parallel cases that lack the same profile would each measure it.
     first = _profiled_first(requests)
     with _workers(jobs, cluster) as hand_out:
         _collect(hand_out(_profiled, first), len(first), "profiling", report)
@@ -166,7 +166,7 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
 
 
 def _profiled(request: SimulationRequest) -> None:
-    """Make a profile; if that fails, the cases that need it say why."""
+    """Measure a profile; if that fails, the cases that need it say why."""
     try:
         profile_ahead(request)
     except Exception:  # noqa: BLE001, S110 - each case fails on its own, with its reason in its row
@@ -182,7 +182,7 @@ def _workers(jobs: int, cluster: Cluster | None) -> Iterator[_Map]:
     elif jobs == 1:
         yield map
     else:
-        # A spawned process inherits no open device, and with this signal handler dies of Ctrl-C in silence.
+        # A spawned process inherits no open device, and this signal handler ends it silently on Ctrl-C.
         pool = ProcessPoolExecutor(
             jobs,
             multiprocessing.get_context("spawn"),
@@ -240,7 +240,7 @@ def _collect(
     report: Progress,
     keep: Callable[[Result], object] | None = None,
 ) -> list[Result]:
-    """Return the results, each reported and kept as it comes."""
+    """Return the results; report each and pass it to ``keep``."""
     results: list[Result] = []
     if count:
         report(stage, 0, count)

@@ -15,8 +15,7 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.child import TimedRun
 from heterollm.benchmarks.children import ChildDiedError
 from heterollm.benchmarks.engine import Facts
-from heterollm.benchmarks.quality import Quality
-from heterollm.benchmarks.rows import GROUPS, Sample, Setup
+from heterollm.benchmarks.rows import GROUPS, LogitsCheck, Sample, Setup
 
 FACTS = Facts("1.0", "gpu", "host", "real", "f00d", "Llama int4", 1000, 2000, {"activation_dtype": "float32"})
 
@@ -123,7 +122,13 @@ def make_rows():
         )
         given = facts or replace(FACTS, plan_level=asked.plan_level)
         state = State([Sample(time, False) for time in times_us], dict(fields or {}), error, "now")
-        quality = Quality("gpu", 100.0 if passed else 3.0, 90.0, 1.0)
+        quality = LogitsCheck(
+            quality_reference="gpu",
+            logits_sqnr_db=100.0 if passed else 3.0,
+            quality_gate_db=90.0,
+            top_1_agreement=1.0,
+            quality_passed=passed,
+        )
         setup = Setup(
             build_commit="abc",
             heterollm_version="1",

@@ -81,10 +81,10 @@ def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
     [
         (["-p", "0", "-n", "0"], "nothing to measure"),
         (["--threads", "1"], "--threads is '1'"),
-        (["--threads", "1+0", "--gpu-threads", "1"], "already names both parts"),
+        (["--threads", "1+0", "--gpu-threads", "1"], "already names GPU and NPU"),
         (["--plan", "fast"], "neither a plan level nor a plan file"),
         (["--engine", "self,vllm"], "no engine 'vllm'"),
-        (["-p", "99999"], "was made for"),
+        (["-p", "99999"], "the model has only"),
         (["-r", "0"], "Repeat at least once"),
     ],
 )

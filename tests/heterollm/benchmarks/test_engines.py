@@ -79,7 +79,9 @@ def test_without_the_checkout_an_engine_is_refused_with_the_way_to_it(
     only_the_checkout, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(plugins, "CHECKOUT", tmp_path)
-    with pytest.raises(OptionError, match=r"There is no engine 'llama\.cpp' here; there is self\.") as found:
+    with pytest.raises(
+        OptionError, match=r"There is no engine 'llama\.cpp' here; known engines: self\."
+    ) as found:
         plugins.check_engine("llama.cpp")
     assert "pip install ./bench/engines" in found.value.fix
 

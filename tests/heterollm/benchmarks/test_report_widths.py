@@ -47,8 +47,10 @@ def rows(make_rows):
     prefill = [make_rows([1e5, 1e5, 1.1e5], plan_level=level, fields=FIELDS) for level in levels]
     prefill.append(make_rows([5e4] * 3, plan_level="gpu", threads=(2, 0), baseline=True))
     decode = [make_rows([1e4] * 3, Case(0, 8), plan_level=level, fields=FIELDS) for level in levels]
-    times = (replace(row.times, samples_disturbed=(True, False, None)) for row in (*prefill, *decode))
-    return tuple(replace(row, times=own) for row, own in zip((*prefill, *decode), times, strict=True))
+    marks = (True, False, None)
+    return tuple(
+        replace(row, times=replace(row.times, samples_disturbed=marks)) for row in (*prefill, *decode)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_fields_of_other_types_are_refused_by_name(make_rows, name):
         ("asked", "n_prompt", -1, "asked.n_prompt: "),
         ("asked", "n_prompt", 0, "asked: a test has no tokens"),
         ("account", "bound", "luck", "account.bound: "),
-        ("account", "bound", "memory", "account: there are no rates behind the bound"),
+        ("account", "bound", "memory", "account: the bound "),
         ("quality", "quality_gate_db", None, "quality: quality_passed is false without quality_gate_db"),
         ("trace", "operators", [{"part": "gpu", "operator": "norm"}], "trace.operators[0]: "),
         ("setup", "remark", "mine", "setup: "),

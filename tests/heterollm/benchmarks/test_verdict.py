@@ -41,7 +41,7 @@ def test_a_split_that_loses_to_all_cores_is_never_called_faster(levels):
     assert "pays" not in said
     assert "tensor w4a16, 1+1 is fastest" not in said
     # What it gains against one core is told as what it is.
-    assert "Beside gpu w4a16, 1+1, the best without a cut on the same threads: 1.67 x" in said
+    assert "Against gpu w4a16, 1+1, the best without a split on the same threads: 1.67 x" in said
 
 
 def test_a_split_that_beats_all_cores_pays(levels):
@@ -82,7 +82,7 @@ def test_without_the_row_of_all_cores_nothing_is_claimed(levels):
 
 def test_a_solver_that_cuts_nothing_is_said_so(levels):
     (said,) = verdicts(levels(gpu=100, npu=110, tensor=100, both=50, cut={"cut_groups": []}))
-    assert "The solver cuts nothing at tensor w4a16, 1+1." in said
+    assert "The solver splits no operator at tensor w4a16, 1+1." in said
     assert "Splitting" not in said
 
 

@@ -64,7 +64,7 @@ def test_a_prompt_in_pieces_computes_the_same_and_reads_the_weights_again():
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "case", "share", "padded", "parts"),
+    ("name", "policy", "case", "share", "padded", "processors"),
     [
         ("gpu", "padding", Case(300, 4), 1.0, 0, ("gpu",)),
         ("npu", "padding", Case(300, 4), 0.0, 212, ("npu",)),
@@ -73,13 +73,13 @@ def test_a_prompt_in_pieces_computes_the_same_and_reads_the_weights_again():
         ("layer", "padding", Case(0, 4), 1.0, 0, ("gpu",)),
     ],
 )
-def test_levels_share_the_work_as_their_rules_say(name, policy, case, share, padded, parts):
+def test_levels_share_the_work_as_their_rules_say(name, policy, case, share, padded, processors):
     plan = level(name, policy)
     found = shares_of(plan, SPECS, case, chunk=plan.chunk_length)
     assert found.gpu_share == pytest.approx(share)
     assert found.padded_tokens == padded
-    assert found.parts == parts
-    assert found.cut_groups == ()
+    assert found.processors == processors
+    assert found.split_groups == ()
 
 
 def test_at_layer_level_the_gpu_has_the_head_of_a_prompt():
@@ -104,8 +104,8 @@ def test_cuts_count_by_rows_and_tokens():
     on_npu = sum(spec.flops(64) / 2 for spec in LAYERS if spec.group in ("qkv", "o"))
     total = sum(spec.flops(64) for spec in LAYERS) + HEAD.flops(1)
     assert found.gpu_share == pytest.approx(1 - on_npu / total)
-    assert found.cut_groups == ("qkv", "o")
-    assert found.parts == ("gpu", "npu")
+    assert found.split_groups == ("qkv", "o")
+    assert found.processors == ("gpu", "npu")
 
 
 def test_a_block_counts_for_the_groups_that_it_stands_for():
@@ -118,7 +118,7 @@ def test_a_block_counts_for_the_groups_that_it_stands_for():
     blocks = sum(spec.flops(64) for spec in LAYERS if spec.group in ("gate_up", "down"))
     total = sum(spec.flops(64) for spec in LAYERS) + HEAD.flops(1)
     assert found.gpu_share == pytest.approx(1 - blocks / 4 / total)
-    assert found.cut_groups == ("ffn",)
+    assert found.split_groups == ("ffn",)
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_ctrl_c_says_what_is_kept_and_the_next_run_goes_on(run, fake, cache):
     code, out, err = run()
     assert (code, out) == (130, "")
     assert "3 measurements of this run are kept" in err
-    assert "The same command goes on" in err
+    assert "The same command continues" in err
     assert "Error" not in err
     assert fake.device.closed
     fake.interrupted_at = None
@@ -379,7 +379,7 @@ def test_what_cannot_be_drawn_is_said(run, cache, tmp_path):
     profile.save(tmp_path / "profile.json")
     code, _, err = run("show", tmp_path / "profile.json", "--plots", tmp_path / "plots")
     assert code == 0
-    assert err.count("Nothing to draw") == 5
+    assert err.count("No data for the picture") == 5
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["bandwidth.png"]
 
 

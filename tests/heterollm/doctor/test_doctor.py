@@ -7,11 +7,10 @@ import pytest
 
 from heterollm.base import DeviceError, KernelError, OptionError
 from heterollm.doctor import Diagnosis, diagnose
-from heterollm.doctor import flag as doctor_flag
+from heterollm.doctor import checks as doctor_checks
 from heterollm.doctor import run as doctor
 from heterollm.doctor.case import DoctorCase, run_case
-from heterollm.doctor.checks import device_cases
-from heterollm.doctor.flag import FLAG
+from heterollm.doctor.checks import FLAG, device_cases
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.kernels.device import DeviceStatus
@@ -26,7 +25,7 @@ from heterollm.report import diagnosis_report
 @pytest.fixture(scope="module")
 def diagnosis():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_flag, "LITMUS_ROUNDS", 300)
+        patch.setattr(doctor_checks, "LITMUS_ROUNDS", 300)
         return diagnose("host")
 
 
@@ -96,9 +95,9 @@ def test_the_flags_litmus_test_is_run_in_full(diagnosis, device, monkeypatch):
     [case] = cases_of(device, FLAG)
     assert case.case == "100000 rounds"
 
-    monkeypatch.setattr(doctor_flag, "LIMIT_S", 0.0)
+    monkeypatch.setattr(doctor_checks, "LIMIT_S", 0.0)
     assert run_case(case, "fp32").message.startswith("0 stale bytes in 0 rounds")
-    monkeypatch.setattr(doctor_flag, "flag_litmus", lambda *_, **named: Litmus(5000, 2, 64))
+    monkeypatch.setattr(doctor_checks, "flag_litmus", lambda *_, **named: Litmus(5000, 2, 64))
     check = run_case(case, "fp32")
     assert check.status == "fail"
     assert "64 stale bytes in 5000 rounds" in check.message
@@ -107,18 +106,18 @@ def test_the_flags_litmus_test_is_run_in_full(diagnosis, device, monkeypatch):
 
 
 def test_a_device_without_a_flag_says_so(device, monkeypatch):
-    monkeypatch.setattr(doctor_flag, "refused_strategies", lambda _: {"flag": "memory must be mapped"})
+    monkeypatch.setattr(doctor_checks, "refused_strategies", lambda _: {"flag": "memory must be mapped"})
     [case] = cases_of(device, FLAG)
     check = run_case(case, "fp32")
     assert (check.status, check.message) == ("not offered", "not offered: memory must be mapped")
 
 
-def test_facts_name_software_limits_and_hand_over(diagnosis):
+def test_facts_name_software_limits_and_synchronisation(diagnosis):
     facts = dict(diagnosis.facts)
     for name in ("python", "numpy", "pyopencl", "onnxruntime", "OpenCL driver", "OpenCL extensions"):
         assert facts[name] not in ("", "not installed")
     assert "iB" in facts["largest buffer"]
-    assert facts["hand-over"].startswith("coherent")
+    assert facts["synchronisation"].startswith("coherent")
     assert facts["standard lengths"].startswith("1, 32, 64")
     data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert data["passed"] is True
@@ -169,7 +168,7 @@ def test_one_wrong_number_in_a_hundred_thousandth_is_seen(device, monkeypatch, o
         assert check.fix
     # What RoPE does not turn, the values, has no part in this.
     assert [check.case for check in checks if check.status == "pass"] == (
-        ["7 tokens at 11, cut, values"] if operator == "RoPE and KV write" else []
+        ["7 tokens at 11, split, values"] if operator == "RoPE and KV write" else []
     )
 
 

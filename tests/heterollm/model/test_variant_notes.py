@@ -2,8 +2,8 @@
 
 import pytest
 
+from heterollm.doctor import checks as doctor_checks
 from heterollm.doctor import diagnose
-from heterollm.doctor import flag as doctor_flag
 from heterollm.kernels.gpu import OpenClRuntime
 from heterollm.llm import LLM
 from heterollm.report import console as report
@@ -39,7 +39,7 @@ def test_the_answer_is_the_same_and_the_model_says_why_it_is_slower(bundled_mode
 
 
 def test_the_doctor_says_so(no_vector_attention, monkeypatch):
-    monkeypatch.setattr(doctor_flag, "LITMUS_ROUNDS", 100)
+    monkeypatch.setattr(doctor_checks, "LITMUS_ROUNDS", 100)
     diagnosis = diagnose("host")
     assert diagnosis.passed
     assert any(

@@ -1,5 +1,6 @@
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,9 +108,10 @@ def test_the_cache_is_summed_up():
 
 
 def test_statistics_leave_out_what_was_not_measured():
-    where = {"device": "host", "time_kind": "emulated", "plan": "npu", "precision": "w4a16"}
+    device = SimpleNamespace(name="host", time_kind="emulated")
+    plan = SimpleNamespace(level="npu", precision="w4a16")
     result = GenerationResult("", (), 4, 0, "cancelled", None, None, None)
-    words = words_of(report.statistics_lines(result, **where))
+    words = words_of(report.statistics_lines(result, device, plan))
     assert words == (
         "4 prompt tokens, 0 new tokens, ended by cancelled device host (emulated time), plan npu, w4a16"
     )

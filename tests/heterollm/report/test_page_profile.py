@@ -56,13 +56,13 @@ def test_every_section_says_something(sample_profile):
 def test_numbers_of_a_profile_are_in_its_tables(sample_profile):
     made = {section.title: section for section in sections(summarize(sample_profile()))}
     assert ("GPU", "alone", "256.0 MiB", "20 GB/s", "±1%") in made["Memory bandwidth"].rows
-    assert "Both at once read 35 GB/s together." in made["Memory bandwidth"].notes
+    assert "Both at once read 35 GB/s in total." in made["Memory bandwidth"].notes
     assert made["Contention"].rows[0] == ("GPU", "memory-bound", "compute-bound", "1.25 x")
-    [hand_over] = made["Hand-overs, GPU to host"].rows
+    [hand_over] = made["Synchronisation, GPU to host"].rows
     assert hand_over == ("sleep poll", "300 us", "41 us", "40.6 us to 41.4 us", "41.7 us", "25%")
     [run] = made["Runs"].rows
     assert run[1:8] == ("2 min 5 s", "70", "1", "2", "3", "42", "gpu 5%, npu 2%")
-    assert "cuts that are left out: 12." in " ".join(
+    assert "12 points of splits are left out;" in " ".join(
         made["Linear layers, GPU, int4 block 32, weights from memory"].notes
     )
 
@@ -87,9 +87,9 @@ def test_a_comparison_lists_the_largest_changes(sample_profile):
     text = text_of(comparison_report(compare(sample_profile(), sample_profile(0.5))))
     assert "0.50" in text
     assert "faster" in text
-    assert "more changed less" in text
+    assert "smaller changes are left out" in text
     calm = text_of(comparison_report(compare(sample_profile(), sample_profile())))
-    assert "more changed" not in calm
+    assert "smaller changes" not in calm
 
 
 def test_words_of_a_run():
@@ -222,14 +222,14 @@ def test_rows_far_apart_are_readable(sample_profile):
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(shown))
 
 
-def test_parts_and_what_is_outside_of_the_known_look_different(sample_profile):
+def test_processors_and_extrapolated_points_look_different(sample_profile):
     profile = sample_profile()
     far = LinearPoint("down", (64000,), 64000, 64, 4, 32)
     profile.add(Record(LinearKey("gpu", far, "kernels"), (1e6,) * 5, taken_s=1e9))
     summary = summarize(profile)
     [axes] = PLOTS["accuracy"][1](summary).get_axes()
     names = axes.get_legend_handles_labels()[1]
-    assert {"GPU", "GPU, outside the known", "equal"} <= set(names)
+    assert {"GPU", "GPU, extrapolated", "equal"} <= set(names)
 
 
 def test_where_there_is_nothing_there_is_no_plot():

@@ -43,9 +43,9 @@ def test_steps_and_orders_are_told(sample_profile):
     ("risen_from", "verdict"),
     [
         (6144, "agree with it"),
-        (3072, "are longer than it allows"),
-        (12288, "are shorter than it asks for"),
-        (99999, "nothing here asks for"),
+        (3072, "are more than it allows"),
+        (12288, "are fewer than it needs"),
+        (99999, "neither the k-split"),
     ],
 )
 def test_the_prior_of_k_stands_beside_where_cost_rises(sample_profile, risen_from, verdict):
@@ -65,7 +65,7 @@ def test_a_simulation_checks_nothing_but_its_model(sample_profile):
     assert not any("simulated NPU" in note for section in npu_sections(summary) for note in section.notes)
     object.__setattr__(summary, "time_kind", "simulated")
     *_, section = npu_sections(summary)
-    assert "A simulated NPU has its limit as a parameter" in section.notes[-1]
+    assert "A simulated NPU has this limit as a parameter" in section.notes[-1]
 
 
 def test_cycles_are_called_cycles(sample_profile):

@@ -130,7 +130,9 @@ def test_what_the_model_gets_wrong_is_said(committed):
     }
     off = {name for name, how in wrong.items() if how.startswith("off")}
     assert "online-prepare over tensor level, 525 tokens, 8B" in off
-    assert {f"fast over driver's hand-overs, decode, {name}" for name in ("7B", "3B", "InternLM-1.8B")} <= off
+    assert {
+        f"fast over driver's synchronisation, decode, {name}" for name in ("7B", "3B", "InternLM-1.8B")
+    } <= off
     assert len(wrong) == 11
     page = PAGE.read_text("utf-8")
     assert all(f"| {how} |" in page for how in wrong.values())
@@ -182,7 +184,7 @@ def test_frames_beside_a_game_are_told_by_phase():
         "slowdown": {"prefill": 1.05, "decode": 1.2},
     }
     row = SimulatedRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
-    table = next(table for table in paper_tables(PaperRows([row])) if "beside a game" in table.title)
+    table = next(table for table in paper_tables(PaperRows([row])) if "with a game" in table.title)
     assert [line[2:5] for line in table.rows[:2]] == [("prefill", "5.0 %", "25 %"), ("decode", "20.0 %", "")]
 
 

@@ -383,8 +383,8 @@ def test_blocks_are_worth_measuring_like_their_linears():
 def test_blocks_have_tables_of_their_own(predictor):
     summary = summarize(mixed_profile(), accuracy=False)
     tables = {section.title: section for section in sections(summary)}
-    [title] = [name for name in tables if name.startswith("Feed-forward blocks")]
-    assert title == "Feed-forward blocks, NPU, int4 block 32, weights from memory"
+    [title] = [name for name in tables if name.startswith("Feed-forward networks")]
+    assert title == "Feed-forward networks, NPU, int4 block 32, weights from memory"
     table = tables[title]
     assert table.columns[:3] == ("group", "outputs x width x inputs", "form")
     assert {row[:3] for row in table.rows} == {
