@@ -197,9 +197,7 @@ def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> None:
 
     options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
     with ProfilingSession(device, models=models) as profiling:
-        profiling.run(
-            options, lambda _stage, done, total: progress("ProfilingSession the device", done, total)
-        )
+        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
 
 
 def _measured(
