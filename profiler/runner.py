@@ -142,7 +142,17 @@ def run_tasks(
     resumes = last is not None and not last["finished"]
     since_s = float(last["since_s"]) if last is not None and resumes else now_s
     summary = RunSummary(round(now_s, 3), round(since_s, 3))
-    run = _Run(profile, options, summary, path, reference, details or {}, skipped, progress, clock)
+    run = _Run(
+        profile=profile,
+        options=options,
+        summary=summary,
+        path=path,
+        reference=reference,
+        details=details or {},
+        skipped=skipped,
+        progress=progress,
+        clock=clock,
+    )
     try:
         run.keep()
         run.ordered(tasks, ranked)
@@ -154,36 +164,27 @@ def run_tasks(
     return summary
 
 
+@dataclass
 class _Run:
     """A run in progress."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        options: ProfileOptions,
-        summary: RunSummary,
-        path: Path | None,
-        reference: Reference | None,
-        details: dict[str, Any],
-        skipped: Callable[[], Mapping[str, int]],
-        progress: Progress | None,
-        clock: Clock,
-    ) -> None:
-        self.profile = profile
-        self.options = options
-        self.summary = summary
-        self.path = path
-        self.reference = reference
-        self.details = details
-        self.skipped = skipped
-        self.progress = progress
-        self.clock = clock
-        self.name = f"{summary.started_s:.3f}"
-        self.begun_s = self.kept_s = clock()
-        self.drift_s = -math.inf
-        self.drifts = 0
-        self.pace = BuildPace()
-        self.done_s = 0.0
+    profile: Profile
+    options: ProfileOptions
+    summary: RunSummary
+    path: Path | None
+    reference: Reference | None
+    details: dict[str, Any]
+    skipped: Callable[[], Mapping[str, int]]
+    progress: Progress | None
+    clock: Clock
+    drift_s: float = -math.inf
+    drifts: int = 0
+    pace: BuildPace = field(default_factory=BuildPace)
+    done_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.summary.started_s:.3f}"
+        self.begun_s = self.kept_s = self.clock()
         self.essential = self.other = _Ahead()
 
     @property

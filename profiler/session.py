@@ -25,7 +25,6 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
     COPY_SIZES_BYTES,
     KERNELS_US,
-    LinkMeasurement,
     PowerSource,
     ReferenceOperators,
     SharedLoad,
@@ -293,15 +292,14 @@ def _copy_tasks(device: Device) -> list[Task]:
 def _links(
     stage: str,
     keys: tuple[LaunchKey | FenceKey | CopyKey, ...],
-    measure: Callable[[], Iterable[LinkMeasurement]],
+    measure: Callable[[], Iterable[Record]],
     estimate_s: float,
     *,
     essential: bool = True,
 ) -> Task:
     def run() -> Iterator[Record]:
         for found in measure():
-            samples = tuple(max(LEAST_US, sample) for sample in found.samples_us)
-            yield Record(found.key, samples, values=found.values)
+            yield replace(found, samples_us=tuple(max(LEAST_US, sample) for sample in found.samples_us))
 
     return Task(stage, keys, run, estimate_s, essential)
 

@@ -18,6 +18,7 @@ from heterollm.profiler.records import (
     CopyKey,
     FenceKey,
     GraphKey,
+    Key,
     LaunchKey,
     LayerKey,
     LinearKey,
@@ -51,6 +52,7 @@ __all__ = ["summarize"]
 COUNTS: Final = ("measured", "failed", "known", "left")
 
 V = TypeVar("V", LinearKey, LayerKey, GraphKey, SweepKey)
+K = TypeVar("K", bound=Key)
 
 _Weight: TypeAlias = tuple[object, ...]
 _Split: TypeAlias = tuple[_Weight, tuple[int, ...]]
@@ -79,16 +81,13 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
             for key, record in profile.of_kind(ContentionKey)
             if "slowdown" in record.values
         ),
-        launches=tuple(
-            LaunchRow(key.measure, times)
-            for key, record in profile.of_kind(LaunchKey)
-            if (times := RecordTimes.of(record)) is not None
+        launches=tuple(LaunchRow(key.measure, times) for key, _, times in _timed(profile.of_kind(LaunchKey))),
+        hand_overs=tuple(
+            FenceRow(key.strategy, key.kernel_us, times, record.values.get("processor_fraction"))
+            for key, record, times in _timed(profile.of_kind(FenceKey))
         ),
-        hand_overs=tuple(_hand_overs(profile)),
         copies=tuple(
-            CopyRow(key.method, key.size_bytes, times)
-            for key, record in profile.of_kind(CopyKey)
-            if (times := RecordTimes.of(record)) is not None
+            CopyRow(key.method, key.size_bytes, times) for key, _, times in _timed(profile.of_kind(CopyKey))
         ),
         graphs=tuple(_graphs(profile, splits)),
         power=tuple(
@@ -181,21 +180,25 @@ def _newest(profile: Profile, kind: type[V]) -> Iterator[tuple[V, Record]]:
     yield from found.values()
 
 
-def _linear(profile: Profile, splits: set[_Split]) -> Iterator[LinearRow]:
-    for key, record in _newest(profile, LinearKey):
+def _timed(found: Iterable[tuple[K, Record]]) -> Iterator[tuple[K, Record, RecordTimes]]:
+    """Yield the records that have samples, with the statistics of these."""
+    for key, record in found:
         times = RecordTimes.of(record)
         if times is not None:
-            whole = (_weight(key.point), key.point.member_rows) not in splits
-            rate = key.point.flops / times.median_us / 1e3
-            yield LinearRow(key.processor, key.point, whole, times, rate, record.values.get("cycles"))
+            yield key, record, times
+
+
+def _linear(profile: Profile, splits: set[_Split]) -> Iterator[LinearRow]:
+    for key, record, times in _timed(_newest(profile, LinearKey)):
+        whole = (_weight(key.point), key.point.member_rows) not in splits
+        rate = key.point.flops / times.median_us / 1e3
+        yield LinearRow(key.processor, key.point, whole, times, rate, record.values.get("cycles"))
 
 
 def _layers(profile: Profile) -> Iterator[LayerRow]:
-    for key, record in _newest(profile, LayerKey):
-        times = RecordTimes.of(record)
-        if times is not None:
-            sizes = (key.tokens, key.context, key.hidden, key.heads, key.kv_heads, key.head_dim)
-            yield LayerRow(key.operator, *sizes, times)
+    for key, _, times in _timed(_newest(profile, LayerKey)):
+        sizes = (key.tokens, key.context, key.hidden, key.heads, key.kv_heads, key.head_dim)
+        yield LayerRow(key.operator, *sizes, times)
 
 
 def _bandwidth(profile: Profile) -> Iterator[BandwidthRow]:
@@ -203,13 +206,6 @@ def _bandwidth(profile: Profile) -> Iterator[BandwidthRow]:
         if "gbps" in record.values:
             rate = record.values["gbps"]
             yield BandwidthRow(key.processor, key.size_bytes, key.together, rate, RecordTimes.of(record))
-
-
-def _hand_overs(profile: Profile) -> Iterator[FenceRow]:
-    for key, record in profile.of_kind(FenceKey):
-        times = RecordTimes.of(record)
-        if times is not None:
-            yield FenceRow(key.strategy, key.kernel_us, times, record.values.get("processor_fraction"))
 
 
 def _graphs(profile: Profile, splits: set[_Split]) -> Iterator[GraphRow]:

@@ -10,7 +10,6 @@ from .linears import linear_tasks as linear_tasks
 from .links import COPY_SIZES_BYTES as COPY_SIZES_BYTES
 from .links import KERNELS_US as KERNELS_US
 from .links import DeviceClock as DeviceClock
-from .links import LinkMeasurement as LinkMeasurement
 from .links import copy_costs as copy_costs
 from .links import fence_latencies as fence_latencies
 from .links import launch_costs as launch_costs

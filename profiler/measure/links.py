@@ -10,9 +10,8 @@ The method does not depend on the zero of the device's clock.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -31,20 +30,17 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.npu import LinearShard, NpuBackend
 from heterollm.kernels.sync import LateWriter, prepare_fence, strategies_for
 from heterollm.profiler.measure.timing import collect_interleaved, measure_interleaved
-from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey
+from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Record
 
 __all__ = [
     "COPY_SIZES_BYTES",
     "KERNELS_US",
     "DeviceClock",
-    "LinkMeasurement",
     "copy_costs",
     "fence_latencies",
     "launch_costs",
     "npu_return_costs",
 ]
-
-LinkKey: TypeAlias = LaunchKey | FenceKey | CopyKey
 
 KERNELS_US: Final = (100, 300, 1000, 5000)
 """Durations of the awaited kernels: one-token linears, small and large prefill operators."""
@@ -60,21 +56,6 @@ PREDICTION_WARMUP: Final = 12
 """Waits before a sleeping strategy knows how long they take."""
 
 NPU_COLUMNS: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class LinkMeasurement:
-    """The cost of one link.
-
-    Args:
-        key: What was measured.
-        samples_us: Every timed run in microseconds.
-        values: Other numbers, by names that end in their unit.
-    """
-
-    key: LinkKey
-    samples_us: tuple[float, ...]
-    values: Mapping[str, float] = field(default_factory=dict)
 
 
 class DeviceClock:
@@ -135,7 +116,7 @@ class DeviceClock:
 # -- launches ----------------------------------------------------------------------------------------
 
 
-def launch_costs(runtime: GpuRuntime, *, repeats: int = 40) -> tuple[LinkMeasurement, ...]:
+def launch_costs(runtime: GpuRuntime, *, repeats: int = 40) -> tuple[Record, ...]:
     """Measure what a kernel launch costs.
 
     ``enqueue`` and ``enqueue_busy`` are the call alone, on an empty queue and behind a kernel that runs;
@@ -187,10 +168,10 @@ def launch_costs(runtime: GpuRuntime, *, repeats: int = 40) -> tuple[LinkMeasure
         "idle": idle,
     }
     found = collect_interleaved(calls, warmup=2, repeats=repeats)
-    return tuple(LinkMeasurement(LaunchKey(name), samples) for name, samples in found.items())
+    return tuple(Record(LaunchKey(name), samples) for name, samples in found.items())
 
 
-def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurement, ...]:
+def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[Record, ...]:
     """Measure how long the GPU takes to go on after an NPU graph has returned.
 
     ``npu_to_gpu`` is the time from the graph's return until a small kernel, submitted then to an empty queue,
@@ -230,7 +211,7 @@ def npu_return_costs(device: Device, *, repeats: int = 40) -> tuple[LinkMeasurem
     found = collect_interleaved({**calls, "behind": behind}, warmup=2, repeats=repeats)
     values = {"clock_uncertainty_us": clock.uncertainty_us, "graph_us": graph_us}
     values["graph_behind_wait_us"] = statistics.median(found.pop("behind"))
-    return tuple(LinkMeasurement(LaunchKey(name), samples, values) for name, samples in found.items())
+    return tuple(Record(LaunchKey(name), samples, values=values) for name, samples in found.items())
 
 
 def _small_launch(runtime: GpuRuntime) -> Launch:
@@ -275,7 +256,7 @@ def fence_latencies(
     kernels_us: Sequence[int] = KERNELS_US,
     strategies: Sequence[Strategy] | None = None,
     repeats: int = 30,
-) -> tuple[LinkMeasurement, ...]:
+) -> tuple[Record, ...]:
     """Measure how late the host sees the end of a kernel by each strategy, and what waiting costs.
 
     Samples are times from the end of the kernel to the return of the fence. ``values`` hold medians:
@@ -292,7 +273,7 @@ def fence_latencies(
     twin = runtime.profiling_twin()
     writer = LateWriter(twin)
     chosen = strategies_for(twin) if strategies is None else tuple(strategies)
-    measured: list[LinkMeasurement] = []
+    measured: list[Record] = []
     for kernel_us in kernels_us:
         # Once for each duration: the two clocks may drift apart.
         clock = DeviceClock(twin)
@@ -302,7 +283,7 @@ def fence_latencies(
         for strategy, waits in found.items():
             key = FenceKey(strategy, kernel_us)
             samples = tuple(wait.latency_us for wait in waits)
-            measured.append(LinkMeasurement(key, samples, _waiting_values(waits, clock)))
+            measured.append(Record(key, samples, values=_waiting_values(waits, clock)))
     return tuple(measured)
 
 
@@ -347,7 +328,7 @@ def _waiting_values(waits: Sequence[_Wait], clock: DeviceClock) -> dict[str, flo
 
 def copy_costs(
     runtime: GpuRuntime, *, sizes_bytes: Sequence[int] = COPY_SIZES_BYTES, repeats: int = 20
-) -> tuple[LinkMeasurement, ...]:
+) -> tuple[Record, ...]:
     """Measure copies to and from device memory, and the zero-copy way beside them.
 
     ``write`` and ``read`` are blocking copies. ``acquire`` and ``release`` give the host shared memory that a
@@ -359,7 +340,7 @@ def copy_costs(
         sizes_bytes: Sizes, multiples of 4.
         repeats: Samples of each.
     """
-    measured: list[LinkMeasurement] = []
+    measured: list[Record] = []
     for size in sizes_bytes:
         host = aligned_empty((size,), np.uint8)
         host[...] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -371,10 +352,10 @@ def copy_costs(
         for method, own in measure_interleaved(
             copies, warmup=2, repeats=repeats, timer=runtime.now_ns
         ).items():
-            measured.append(LinkMeasurement(CopyKey(method, size), own.samples_us))
+            measured.append(Record(CopyKey(method, size), own.samples_us))
         pairs = collect_interleaved({"": _mapping(runtime, size)}, warmup=2, repeats=repeats)[""]
         for method, samples in zip(("acquire", "release"), zip(*pairs, strict=True), strict=True):
-            measured.append(LinkMeasurement(CopyKey(method, size), samples))
+            measured.append(Record(CopyKey(method, size), samples))
     return tuple(measured)
 
 

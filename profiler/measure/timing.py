@@ -9,11 +9,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from heterollm.base import OptionError
 
-__all__ = ["Measurement", "Timer", "collect_interleaved", "measure", "measure_interleaved"]
+__all__ = ["Measurement", "Timer", "collect_interleaved", "measure_interleaved"]
 
 Timer: TypeAlias = Callable[[], int]
 """Returns nanoseconds from any fixed moment."""
@@ -50,27 +50,6 @@ class Measurement:
         """Distance between the quartiles as a fraction of the median."""
         low, high = self.quartiles_us
         return (high - low) / self.median_us if self.median_us else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold, raw samples included."""
-        return {
-            "median_us": self.median_us,
-            "spread_fraction": self.spread_fraction,
-            "samples_us": list(self.samples_us),
-        }
-
-
-def measure(
-    call: Callable[[], object],
-    *,
-    warmup: int = 1,
-    repeats: int = 5,
-    min_time_s: float = 0.0,
-    timer: Timer = time.perf_counter_ns,
-) -> Measurement:
-    """Time one call; see :func:`measure_interleaved`."""
-    calls = {"": call}
-    return measure_interleaved(calls, warmup=warmup, repeats=repeats, min_time_s=min_time_s, timer=timer)[""]
 
 
 def measure_interleaved(

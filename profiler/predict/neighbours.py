@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 
 from heterollm.profiler.predict.curves import isotonic_median
 from heterollm.profiler.predict.features import ARRAY, stage
-from heterollm.profiler.predict.time_model import Kind, Prediction, TimeModel
+from heterollm.profiler.predict.time_model import Kind, Prediction, TimeModel, with_interval
 from heterollm.profiler.records import LinearPoint
 
 __all__ = ["LINE", "Neighbours"]
@@ -139,8 +139,7 @@ class Neighbours:
         widths = self._widths.get((kind, point.columns), {}).get(point.tokens)
         on_line = None if widths is None else widths.line(point.rows)
         if on_line is not None:
-            low, high = min(model.spread[0], 1.0), max(model.spread[1], 1.0)
-            return Prediction(on_line, on_line * low, on_line * high, True, LINE)
+            return with_interval(on_line, model.spread, known=True, source=LINE)
         found = model.predict(point)
         low_us, high_us = self._bounds(kind, point)
         if low_us <= found.us <= high_us:

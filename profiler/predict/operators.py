@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.predict.curves import nonnegative_fit
-from heterollm.profiler.predict.time_model import KNOWN_FACTOR, UNKNOWN_FACTOR, Prediction, measured_time
+from heterollm.profiler.predict.time_model import Prediction, measured_time, near, with_interval
 from heterollm.profiler.predict.validation import HIGH, LOW, percentile
 from heterollm.profiler.records import LayerKey, Record
 
@@ -61,8 +61,7 @@ class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
 
     def near(self, key: LayerKey) -> bool:
         """Whether sizes are within the measured ones, or beyond them by at most ``KNOWN_FACTOR``."""
-        sizes = zip(_sizes(key), self.low, self.high, strict=True)
-        return all(low / KNOWN_FACTOR <= size <= high * KNOWN_FACTOR for size, low, high in sizes)
+        return near(_sizes(key), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +113,8 @@ class LayerPredictor:
                 f"The profile has no measurement of {key.operator}, only of {', '.join(self.operators)}.",
                 fix="Run `heterollm profile --update`.",
             )
-        us, known = model.estimate_us(key), model.near(key)
-        wider = 1.0 if known else UNKNOWN_FACTOR
-        low, high = min(model.spread[0], 1.0) / wider, max(model.spread[1], 1.0) * wider
-        return Prediction(us, us * low, us * high, known, "layer_linear")
+        known = model.near(key)
+        return with_interval(model.estimate_us(key), model.spread, known=known, source="layer_linear")
 
 
 def _terms(key: LayerKey) -> tuple[float, ...]:

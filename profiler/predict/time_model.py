@@ -19,7 +19,7 @@ from heterollm.base import Amount, ProfileError
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.records import LinearPoint, Record
 
-__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel", "measured_time"]
+__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel", "measured_time", "near", "with_interval"]
 
 KNOWN_FACTOR: Final = 2.0
 """A shape counts as known up to this factor beyond the measured tokens, rows and columns."""
@@ -47,6 +47,19 @@ class Prediction(Struct, frozen=True):
     high_us: float
     known: bool
     source: str
+
+
+def near(sizes: Sequence[float], low: Sequence[float], high: Sequence[float]) -> bool:
+    """Whether sizes are within the measured ones, or beyond them by at most ``KNOWN_FACTOR``."""
+    bounds = zip(sizes, low, high, strict=True)
+    return all(least / KNOWN_FACTOR <= size <= most * KNOWN_FACTOR for size, least, most in bounds)
+
+
+def with_interval(us: float, spread: tuple[float, float], *, known: bool, source: str) -> Prediction:
+    """Return a predicted time with its interval, which is wider for an unknown shape."""
+    wider = 1.0 if known else UNKNOWN_FACTOR
+    low, high = min(spread[0], 1.0) / wider, max(spread[1], 1.0) * wider
+    return Prediction(us, us * low, us * high, known, source)
 
 
 def measured_time(record: Record) -> Prediction:
@@ -105,8 +118,7 @@ class Hull(Struct, frozen=True, forbid_unknown_fields=True):
 
     def near(self, point: LinearPoint) -> bool:
         """Whether a shard is within the hull, or beyond it by at most ``KNOWN_FACTOR``."""
-        sizes = zip(_sizes(point), self.low, self.high, strict=True)
-        return all(low / KNOWN_FACTOR <= size <= high * KNOWN_FACTOR for size, low, high in sizes)
+        return near(_sizes(point), self.low, self.high)
 
 
 def _sizes(point: LinearPoint) -> tuple[float, float, float]:
@@ -185,8 +197,5 @@ class TimeModel:
                 )
             held = self.kinds[min(alike, key=lambda other: (*kind.unlikeness(other), other))]
         model, hull = held
-        us = model.estimate_us(point)
         known = known and hull.near(point)
-        wider = 1.0 if known else UNKNOWN_FACTOR
-        low, high = min(self.spread[0], 1.0) / wider, max(self.spread[1], 1.0) * wider
-        return Prediction(us, us * low, us * high, known, self.name)
+        return with_interval(model.estimate_us(point), self.spread, known=known, source=self.name)
