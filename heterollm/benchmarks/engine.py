@@ -140,8 +140,3 @@ class BenchEngine(Protocol):
     def close(self) -> None:
         """Free the model."""
         ...
-
-
-def one_by_one(tokens: Sequence[int] | Ids) -> list[int]:
-    """Return token ids as plain numbers."""
-    return [int(token) for token in tokens]

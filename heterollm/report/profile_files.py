@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import OptionError, labelled, save_file
-from heterollm.report.page_profile import profile_page
+from heterollm.report.page_parts import kind_word, page_html, pictures_html, section_html
 from heterollm.report.plots import draw
+from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
     from heterollm.profiler import ProfileSummary
 
-__all__ = ["write_outputs"]
+__all__ = ["profile_page", "write_outputs"]
 
 
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
@@ -51,3 +53,19 @@ def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | 
         save_file(page, profile_page(summary, pictures).encode())
         notes.append(f"Wrote {page}.")
     return notes
+
+
+def profile_page(summary: ProfileSummary, pictures: Sequence[tuple[str, bytes]] = ()) -> str:
+    """Return a profile as one HTML page.
+
+    Args:
+        summary: The profile.
+        pictures: Caption and PNG of each.
+    """
+    kind = kind_word(summary.time_kind)
+    first, *rest = sections(summary)
+    body = [section_html(first, kind)]
+    if pictures:
+        body.append(pictures_html(pictures))
+    body += [section_html(section, kind) for section in rest]
+    return page_html(f"Profile of {summary.device}, {kind}", body)

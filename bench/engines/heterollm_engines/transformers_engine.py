@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import DeviceError
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.engine import Facts, Ids, Job, one_by_one
+from heterollm.benchmarks.engine import Facts, Ids, Job
 from heterollm.benchmarks.work import Work, work_of
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm_engines.common import ForeignEngine
@@ -79,7 +79,7 @@ class TransformersEngine(ForeignEngine):
         cache = self._cache(case.n_depth, ids)
         begin = case.n_depth + case.n_prompt
         prompt = ids[case.n_depth : begin]
-        tokens = one_by_one(ids[begin : case.end])
+        tokens = ids[begin : case.end].tolist()
         before_ns = time.perf_counter_ns()
         if len(prompt):
             self._feed(cache, prompt)
@@ -93,7 +93,7 @@ class TransformersEngine(ForeignEngine):
         """Return logits; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
         cache = self._cache_type()
         rows = [self._feed(cache, ids[: len(ids) - decoded])]
-        rows += [self._feed(cache, [token]) for token in one_by_one(ids[len(ids) - decoded :])]
+        rows += [self._feed(cache, [token]) for token in ids[len(ids) - decoded :].tolist()]
         return np.stack(rows)
 
     def work(self, case: Case) -> Work:

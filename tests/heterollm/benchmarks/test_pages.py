@@ -16,8 +16,8 @@ from heterollm.benchmarks.rows import OperatorRow
 from heterollm.cli import main
 from heterollm.profiler import summarize
 from heterollm.report import bench_page, runs_of
-from heterollm.report.page_profile import profile_page
 from heterollm.report.plots import draw
+from heterollm.report.profile_files import profile_page
 
 EVIL = "<script>alert('x')</script>&\x00\ud800\"><img src=x onerror=1>"
 FIELDS = {

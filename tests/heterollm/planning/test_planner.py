@@ -204,7 +204,7 @@ def test_plan_shows_and_writes_what_generate_runs(profile, folder, tmp_path, cap
     assert "level block" in shown
     assert "ffn" in shown
     assert "apart: " in shown
-    assert "placed as one block in" in shown
+    assert "placed as one operator in" in shown
     plan = Plan.load(target)
     assert plan.uses_npu
     with LLM.load(folder, device="host", plan=target) as llm:

@@ -14,7 +14,6 @@ from heterollm.profiler import RunSummary, compare, summarize
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.report import console as report
 from heterollm.report import plots
-from heterollm.report.page_profile import profile_page
 from heterollm.report.plots import PLOTS, draw
 from heterollm.report.profile import (
     comparison_report,
@@ -23,6 +22,7 @@ from heterollm.report.profile import (
     profile_report,
     skipped_words,
 )
+from heterollm.report.profile_files import profile_page
 from heterollm.report.tables_profile import format_us, sections
 
 WIDTH = 80

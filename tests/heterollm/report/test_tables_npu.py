@@ -5,8 +5,8 @@ import pytest
 from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.profiler import summarize
 from heterollm.profiler.records import LinearPoint, Record, SweepKey
-from heterollm.report.page_profile import profile_page
 from heterollm.report.plots import columns_plot, order_plot, stage_plot
+from heterollm.report.profile_files import profile_page
 from heterollm.report.tables_npu import npu_sections
 
 FLOATS = {"weight_first": 1.0, "activation_first": 4.0}

@@ -103,6 +103,7 @@ def test_a_damaged_file_is_fitted_again(
 def test_a_folder_that_cannot_be_written_costs_the_file_only(
     profile: Profile, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "cache").write_text("")
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    (tmp_path / "cache" / "predictors").write_text("")
     assert fitted_predictor(profile).predict_us(POINT, "gpu").us > 0
     assert "not kept" in caplog.text

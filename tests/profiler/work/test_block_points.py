@@ -32,8 +32,8 @@ from heterollm.profiler.work import WorkPoint, enumerate_points, ffn_alignment
 from heterollm.profiler.work.points import FFN_FRACTIONS
 from heterollm.profiler.work.workload import GPU_ROW_ALIGNMENT
 from heterollm.profiler.worth import by_worth
-from heterollm.report.page_profile import profile_page
 from heterollm.report.plots import PLOTS
+from heterollm.report.profile_files import profile_page
 from heterollm.report.tables_profile import sections
 
 TINY = ModelSize(128, 384, 1, 4, 2, 320, True, 32, 2048)
