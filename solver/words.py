@@ -21,7 +21,7 @@ def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
     lengths = "+".join(map(str, placement.npu_lengths))
     form = f", {placement.form}" if placement.form else ""
     if kind == "npu":
-        whole = "whole ffn: " if spec.then is not None else ""
+        whole = "whole block: " if spec.then is not None else ""
         return f"{whole}NPU at {lengths}{form}"
     if kind == "block":
         width = f"{placement.npu_rows[0]} of {spec.member_rows[0]}"

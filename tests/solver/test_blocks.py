@@ -47,7 +47,7 @@ def test_candidates_of_a_block_are_cuts_along_its_width_and_all_of_it(made):
     assert {item.kind(block, 40) for item in found} == {"block", "npu"}
     for item in found:
         item.check(block, 40)
-        assert describe(item, block, 40).startswith(("block: ", "whole ffn: "))
+        assert "block" in describe(item, block, 40)
     assert list(candidates(block, 40, None)) == []
 
 
