@@ -20,6 +20,7 @@ import numpy as np
 
 from heterollm.base import (
     CACHE_VARIABLE,
+    CacheError,
     DeviceError,
     OptionError,
     cache_root,
@@ -271,7 +272,10 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
 
 def _make_pocl_cache() -> None:
     """Create PoCL's cache folder; PoCL silently offers no device if it cannot write there."""
-    default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
+    try:
+        default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
+    except CacheError as error:  # no device without it
+        raise DeviceError(error.message, fix=error.fix) from error
     folder = Path(os.environ.get("POCL_CACHE_DIR", default))
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = _writable_copy(folder)

@@ -348,7 +348,8 @@ def test_clearing_an_unknown_kind_is_refused(run):
 def test_help_loads_nothing_heavy(tmp_path):
     script = (
         "import sys; from heterollm.cli.command_line import main; main(['--help']); "
-        "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'transformers', 'rich', 'huggingface_hub'}; "
+        "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'transformers', 'rich', 'huggingface_hub', "
+        "'joblib', 'scipy', 'sklearn'}; "
         "sys.stderr.write(str(sorted(heavy & set(sys.modules))))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)

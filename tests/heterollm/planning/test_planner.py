@@ -111,7 +111,7 @@ def test_a_kept_predictor_or_plan_needs_no_library_that_fits(profile, folder, tm
         "import sys\n"
         "from heterollm.llm import LLM\n"
         "with LLM.load(sys.argv[1], device='host', context=64) as llm:\n"
-        "    print(llm.plan.uses_npu, sorted({'sklearn', 'scipy'} & set(sys.modules)))\n"
+        "    print(llm.plan.uses_npu, sorted({'joblib', 'sklearn', 'scipy'} & set(sys.modules)))\n"
     )
     for plans in (0, 1):
         assert len(list((tmp_path / "cache").glob("plans/*.json"))) == plans
@@ -122,7 +122,7 @@ def test_a_kept_predictor_or_plan_needs_no_library_that_fits(profile, folder, tm
         if kept.parent.name != "profiles":
             kept.unlink()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "True ['scipy', 'sklearn']\n"
+    assert done.stdout == "True ['joblib', 'scipy', 'sklearn']\n"
 
 
 def test_without_a_profile_auto_is_the_gpu_and_tensor_says_what_to_run(folder, tmp_path, monkeypatch) -> None:
