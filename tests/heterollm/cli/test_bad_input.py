@@ -296,10 +296,10 @@ def test_a_cache_that_cannot_be_made_in_a_fresh_process(good: Path, tmp_path: Pa
     surroundings = os.environ | {"HETEROLLM_CACHE": str(tmp_path / "file" / "cache")}
     surroundings.pop("POCL_CACHE_DIR")
     done = run_script(
-        "from heterollm.base.errors import CacheError\n"
+        "from heterollm.base.errors import DeviceError\n"
         "try:\n"
         "    LLM.load(model, device='host')\n"
-        "except CacheError as error:\n"
+        "except DeviceError as error:\n"
         "    print(error)\n",
         good,
         surroundings,
