@@ -67,6 +67,11 @@ LEGEND: Final = (
     "NPU have different cores; the last row is the GPU with the cores of both."
 )
 
+NO_BLOCK: Final = (
+    "Level block is left out: the time to profile ended before a feed-forward network was measured. "
+    "`heterollm profile` measures some."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DemoWorkload:
@@ -160,8 +165,10 @@ def run_demo(
     with ExitStack() as stack:
         if time_kind == "real":
             layer = _layer_folder(stack, report)
-            _profile(name, (bundled_model(), layer), report)
             levels = (*levels, *SOLVED)
+            if not _profile(name, (bundled_model(), layer), report):
+                levels = tuple(level for level in levels if level != "block")
+                notes = (*notes, NO_BLOCK)
             models = {BUNDLED: bundled_model(), LAYER: layer}
             workloads = tuple(_measured(models, name, levels, sync, report))
             notes = (*notes, LEGEND)
@@ -190,14 +197,25 @@ def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
     return folder
 
 
-def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> None:
-    """Measure the points that plans for the models need, unless an earlier run has."""
+def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> bool:
+    """Measure the points that plans for the models need, unless an earlier run has.
+
+    Returns:
+        Whether the profile has times of feed-forward networks, without which ``block`` cannot be planned.
+    """
     from heterollm.planning import ProfilingSession
     from heterollm.profiler import SessionOptions
+    from heterollm.profiler.records import LinearKey
 
     options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
     with ProfilingSession(device, models=models) as profiling:
-        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
+        found = profiling.run(
+            options, lambda _stage, done, total: progress("Profiling the device", done, total)
+        )
+    return any(
+        isinstance(key, LinearKey) and key.point.is_ffn and not record.failed
+        for key, record in found.profile.records.items()
+    )
 
 
 def _measured(

@@ -27,7 +27,6 @@ def small_layer(monkeypatch):
         "num_key_value_heads": 2,
     }
     monkeypatch.setattr(demo, "LAYER_CONFIG", demo.LAYER_CONFIG | changes)
-    monkeypatch.setattr(demo, "PROFILE_BUDGET_S", 5.0)
     monkeypatch.setattr(demo, "REPETITIONS", 1)
     monkeypatch.setattr(demo, "PREFILL_TOKENS", 64)
     monkeypatch.setattr(demo, "DECODE_TOKENS", 4)
@@ -67,7 +66,11 @@ def test_the_layer_has_the_size_of_tinyllama(layer_folder):
 
 
 @pytest.mark.slow  # checks of the project run the command itself
-def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer):
+@pytest.mark.parametrize("budget_s", [600.0, 0.001])
+def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer, monkeypatch, tmp_path, budget_s):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo, "PROFILE_BUDGET_S", budget_s)
+    planned = budget_s > 1  # the other profile has no feed-forward network
     pieces, stages = [], []
     result = run_demo(
         device="host",
@@ -81,12 +84,13 @@ def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer):
     assert [workload.name for workload in result.workloads] == ["bundled model", "TinyLlama layer"]
     for workload in result.workloads:
         found = [(row.test, row.asked.asked_level, row.error) for row in workload.bench.rows]
-        levels = ["gpu", "npu", "layer", "tensor", "block", "gpu"]
+        levels = ["gpu", "npu", "layer", "tensor", *(["block"] if planned else []), "gpu"]
         assert found == [(test, level, None) for test in ("pp64", "tg4") for level in levels]
         assert workload.bench.rows[-1].asked.baseline
         assert workload.verdicts
     assert {"Profiling the device", "Taking samples, bundled model"} <= set(stages)
     json.dumps(result.to_dict(), allow_nan=False)
     shown = render(demo_report(result))
+    assert ("Level block is left out" in shown) is not planned
     assert "TinyLlama layer, tg4, w4a16" in shown
     assert "All plan levels write the same text" in shown
