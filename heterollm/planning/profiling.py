@@ -130,11 +130,11 @@ class ProfilingSession:
                 for shape in found:
                     check_precision(self.device, precision, shape.specs)
                     shapes.append(dataclasses.replace(shape, name=f"{shape.name} {precision}"))
+            self.path = profile_path(self.device.name, self.device.fingerprint())
         except BaseException:
             self.device.close()
             raise
         self.shapes = tuple(shapes)
-        self.path = profile_path(self.device.name, self.device.fingerprint())
         self._begun_s = 0.0
 
     def __enter__(self) -> Self:

@@ -473,8 +473,8 @@ class TestContentHash:
         assert all("tied" in path for path in listed)
 
     def test_a_cache_that_cannot_be_written_is_only_said(self, model, tmp_path, monkeypatch, caplog):
-        (tmp_path / "file").write_text("x")
-        monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "file"))
+        monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+        (tmp_path / "cache" / "digests.json").mkdir(parents=True)
         assert len(Checkpoint(model()).content_hash()) == 64
         assert "Cannot write" in caplog.text
 

@@ -282,7 +282,8 @@ class TestBinaries:
         assert third.stderr == ""
 
     def test_a_folder_that_cannot_be_written_is_an_error(self, npu, part, cache_folder):
-        cache_folder.write_text("not a folder")
+        cache_folder.mkdir(exist_ok=True)
+        (cache_folder / "graphs").write_text("not a folder")
         with pytest.raises(CacheError, match="graphs"):
             npu.prepare(part, 32)
 
