@@ -1,6 +1,7 @@
 from . import reference as reference
 from . import reference_layers as reference_layers
 from .quantisation import QUANTIZER_VERSION as QUANTIZER_VERSION
+from .quantisation import STEPPED_VERSION as STEPPED_VERSION
 from .quantisation import effective_block as effective_block
 from .quantisation import quantize as quantize
 from .quantized_tensor import LinearWeight as LinearWeight
@@ -15,6 +16,8 @@ from .reference import linear as linear
 from .reference import round_inputs as round_inputs
 from .shape_only import shape_only_array as shape_only_array
 from .shape_only import shape_only_weight as shape_only_weight
+from .stepped_scales import LARGEST_MULTIPLE as LARGEST_MULTIPLE
+from .stepped_scales import row_steps as row_steps
 from .tolerances import LINEAR_NMSE as LINEAR_NMSE
 from .tolerances import SINGLE_FACTOR as SINGLE_FACTOR
 from .tolerances import ComputeType as ComputeType

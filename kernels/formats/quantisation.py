@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, OptionError
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
+from heterollm.kernels.formats.stepped_scales import LARGEST_MULTIPLE, choose_steps, nearest_multiples
 
-__all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "effective_block", "quantize"]
+__all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "STEPPED_VERSION", "effective_block", "quantize"]
 
 QUANTIZER_VERSION = 1
 """Part of every cache key; raise it when equal weights would give other codes or scales."""
+
+STEPPED_VERSION = 1
+"""The same for stepped scales, in the keys of such weights only."""
 
 MINIMUM_BLOCK = 16
 """Smallest block of MatMulNBits."""
@@ -71,7 +75,12 @@ def effective_block(columns: int, block: int) -> int:
 
 
 def quantize(
-    weight: NDArray[np.float32], *, bits: Literal[4, 8], block: int, symmetric: bool = True
+    weight: NDArray[np.float32],
+    *,
+    bits: Literal[4, 8],
+    block: int,
+    symmetric: bool = True,
+    stepped: bool = False,
 ) -> QuantizedTensor:
     """Quantise a float32 weight ``[n, k]`` in blocks of ``block`` inputs.
 
@@ -84,9 +93,11 @@ def quantize(
         bits: 4 or 8.
         block: A power of two of at least 16 that divides ``k``.
         symmetric: Whether the zero point is the middle code instead of a stored one per block.
+        stepped: Whether each scale is 1 to 16 times one positive number of its row, and 16 occurs, with the
+            least squared error under this constraint; 4 symmetric bits only.
 
     Raises:
-        OptionError: ``bits`` or ``block`` is not legal for this shape.
+        OptionError: ``bits`` or ``block`` is not legal for this shape, or ``stepped`` for this format.
         CheckpointError: A value is NaN or infinite, or too large for an FP16 scale.
     """
     rows, columns = weight.shape
@@ -95,6 +106,10 @@ def quantize(
     _check_block(block)
     if columns % block:
         raise OptionError(f"A weight with {columns} inputs cannot be quantised in blocks of {block}.")
+    if stepped and (bits != 4 or not symmetric):
+        raise OptionError("Stepped scales are for symmetric weights of 4 bits only.")
+    if stepped:
+        return _quantize_stepped(weight, block)
     blocks = np.ascontiguousarray(weight, np.float32).reshape(-1, block)
     codes = np.empty((blocks.shape[0], block * bits // 8), np.uint8)
     scales = np.empty(blocks.shape[0], np.float16)
@@ -115,6 +130,25 @@ def quantize(
         bits,
         block,
     )
+
+
+def _quantize_stepped(weight: NDArray[np.float32], block: int) -> QuantizedTensor:
+    """Quantise in batches of whole rows, which share a step."""
+    rows, columns = weight.shape
+    per_row = columns // block
+    codes = np.empty((rows, per_row, block // 2), np.uint8)
+    scales = np.empty((rows, per_row), np.float16)
+    at_once = max(1, BATCH_BYTES // (4 * columns))
+    for start in range(0, rows, at_once):
+        batch = slice(start, min(start + at_once, rows))
+        values = np.ascontiguousarray(weight[batch].reshape(-1, block).T, np.float32)
+        steps = np.empty_like(values)
+        grid = _stepped_grid(values, steps, per_row)
+        _round_to_steps(values, grid, steps)
+        steps -= grid.low
+        codes[batch] = _pack(steps.astype(np.uint8), 4).T.reshape(-1, per_row, block // 2)
+        scales[batch] = grid.scale.reshape(-1, per_row)
+    return QuantizedTensor(codes, scales, None, 4, block, stepped=True)
 
 
 def _check_block(block: int) -> None:
@@ -147,6 +181,36 @@ def _symmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bit
     return _best_grid(
         values, steps, [ScaleGrid(_to_scale(extreme / -reach), low, high) for reach in SYMMETRIC_REACH[bits]]
     )
+
+
+def _stepped_grid(values: NDArray[np.float32], steps: NDArray[np.float32], per_row: int) -> ScaleGrid:
+    """Choose each row's step by the free scales, then the best of three multiples for each block."""
+    extreme = np.abs(values).max(axis=0)
+    low, high = np.float32(-8), np.float32(7)
+    _check_range(extreme, 7)
+    free = _best_grid(
+        values, steps, [ScaleGrid(_to_scale(extreme / reach), low, high) for reach in SYMMETRIC_REACH[4]]
+    )
+    _round_to_steps(values, free, steps)
+    squares = np.einsum("ij,ij->j", steps, steps).reshape(-1, per_row)
+    free_scales = free.scale.reshape(-1, per_row)
+    step = choose_steps(free_scales, squares)
+    nearest = nearest_multiples(free_scales, step)
+    largest = nearest == LARGEST_MULTIPLE
+    best = np.full(nearest.size, np.inf, np.float32)
+    scale = np.empty_like(best)
+    for change in (0, -1, 1):
+        # The row's largest multiple must stay.
+        multiples = np.where(largest, nearest, np.clip(nearest + change, 1, LARGEST_MULTIPLE))
+        candidate = (multiples * step[:, None]).reshape(-1)
+        _round_to_steps(values, ScaleGrid(candidate, low, high), steps)
+        product = np.einsum("ij,ij->j", values, steps)
+        square = np.einsum("ij,ij->j", steps, steps)
+        error = candidate * (candidate * square - 2 * product)
+        better = error < best
+        np.copyto(best, error, where=better)
+        np.copyto(scale, candidate, where=better)
+    return ScaleGrid(scale, low, high)
 
 
 def _asymmetric_grid(values: NDArray[np.float32], steps: NDArray[np.float32], bits: int) -> ScaleGrid:

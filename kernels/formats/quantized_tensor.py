@@ -40,6 +40,7 @@ class QuantizedTensor:
         zero_points: uint8 ``[n, ceil(k/block*bits/8)]``, packed like ``codes``; None when symmetric.
         bits: 4 or 8.
         block: Inputs that share one scale.
+        stepped: Whether each scale is 1 to 16 times one number of its row.
     """
 
     codes: NDArray[np.uint8]
@@ -47,6 +48,7 @@ class QuantizedTensor:
     zero_points: NDArray[np.uint8] | None
     bits: Literal[4, 8]
     block: int
+    stepped: bool = False
 
     @property
     def rows(self) -> int:
@@ -61,7 +63,7 @@ class QuantizedTensor:
     @property
     def format(self) -> WeightFormat:
         """The number format."""
-        return WeightFormat(self.bits, self.block, self.zero_points is None)
+        return WeightFormat(self.bits, self.block, self.zero_points is None, self.stepped)
 
     @property
     def size_bytes(self) -> int:
@@ -115,6 +117,7 @@ def take_rows(weight: LinearWeight, ranges: Iterable[tuple[int, int]]) -> Linear
             None if zeros is None else _take(zeros, parts),
             weight.bits,
             weight.block,
+            weight.stepped,
         )
     return _take(weight, parts)
 
@@ -142,7 +145,12 @@ def take_columns(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
     if zeros is not None:
         zeros = zeros[:, first * bits // 8 : -(-last * bits // 8)]
     return QuantizedTensor(
-        weight.codes[:, first:last], weight.scales[:, first:last], zeros, bits, weight.block
+        weight.codes[:, first:last],
+        weight.scales[:, first:last],
+        zeros,
+        bits,
+        weight.block,
+        weight.stepped,
     )
 
 
@@ -162,6 +170,7 @@ def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
         _stacked(zeros) if zeros else None,
         quantized[0].bits,
         quantized[0].block,
+        quantized[0].stepped,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Final, Literal, cast
 import numpy as np
 
 from heterollm.kernels.formats.quantized_tensor import LinearWeight, QuantizedTensor
+from heterollm.kernels.formats.stepped_scales import choose_steps, nearest_multiples
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["RANDOM_FLOATS", "random_weight"]
@@ -30,7 +31,11 @@ def random_weight(
     steps = 1 << (bits - 2)
     signs = generator.choice([-1.0, 1.0], (rows, blocks))
     scales = signs * generator.uniform(0.5, 1.5, (rows, blocks)) / (steps * np.sqrt(columns))
+    if weight.stepped:
+        free = np.abs(scales).astype(np.float32)
+        step = choose_steps(free, np.ones_like(free))
+        scales = nearest_multiples(free, step) * step[:, None]
     zeros = None
     if not weight.symmetric:
         zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, weight.block)
+    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, weight.block, weight.stepped)

@@ -34,4 +34,5 @@ def shape_only_weight(rows: int, columns: int, weight: WeightFormat) -> LinearWe
     if not weight.symmetric:
         zeros = shape_only_array((rows, -(-blocks * bits // 8)), np.uint8)
     codes = shape_only_array((rows, blocks, weight.block * bits // 8), np.uint8)
-    return QuantizedTensor(codes, shape_only_array((rows, blocks), np.float16), zeros, bits, weight.block)
+    scales = shape_only_array((rows, blocks), np.float16)
+    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.stepped)
