@@ -3,12 +3,15 @@ from .glue import GpuGlue as GpuGlue
 from .glue_kernels import Segments as Segments
 from .heads import HeadShape as HeadShape
 from .heads import KvLayer as KvLayer
+from .heads import KvMemory as KvMemory
 from .heads import Rotation as Rotation
 from .heads import Scores as Scores
 from .heads import head_stride as head_stride
 from .launch import Argument as Argument
 from .launch import Launch as Launch
 from .linear import GpuLinear as GpuLinear
+from .memory import DeviceMemory as DeviceMemory
+from .memory import MemoryKind as MemoryKind
 from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
@@ -19,6 +22,7 @@ from .parameters import ShapeClass as ShapeClass
 from .parameters import all_parameters as all_parameters
 from .parameters import default_parameters as default_parameters
 from .parameters import differences as differences
+from .parameters import gpu_style as gpu_style
 from .parameters import with_numbers as with_numbers
 from .pocl.merged import MergedLaunch as MergedLaunch
 from .pocl.merged import merge_launches as merge_launches

@@ -13,7 +13,7 @@ from heterollm.kernels.gpu.attention_grid import AttentionGrid
 from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels, Segments
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Rotation, Scores
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
 from heterollm.kernels.gpu.variants import Variant
@@ -38,7 +38,7 @@ class GpuAttention(GlueKernels):
         self,
         qkv: Segments,
         bias: Argument,
-        q_out: SharedArray,
+        q_out: DeviceMemory,
         cache: KvLayer,
         step: SharedArray,
         *,
@@ -70,13 +70,18 @@ class GpuAttention(GlueKernels):
             raise KernelError(f"rope: {turned} of {head_dim} elements cannot turn; both must be even.")
         q_out.require(tokens * shape.query_columns * 4, "rope query")
         offsets = self._cache_offsets(cache, shape)
-        kernel, style, items = self._kernel(("rope.cl",), "rope_and_store", lambda _: self._kv_defines)
+        pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
+
+        def defines(style: KernelStyle) -> Defines:
+            return self._kv_defines | ({"PIECES": pieces} if style == "simt" else {})
+
+        widths = (head_dim // 2, turned // 2, *qkv.splits)
+        kernel, style, items = self._kernel(("rope.cl",), "rope_and_store", defines, widths=widths)
         sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
         sizes += [bias is not None, rotation.norms is not None]
         # Absent memory is never read, but OpenCL needs a valid argument.
         extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
         memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
-        pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
         heads = shape.heads + 2 * shape.kv_heads
         width = 1 if style == "vector" else round_up(pieces * heads, items)
         arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon))
@@ -85,7 +90,7 @@ class GpuAttention(GlueKernels):
 
     def attention(
         self,
-        q: SharedArray,
+        q: DeviceMemory,
         cache: KvLayer,
         out: SharedArray,
         step: SharedArray,
@@ -131,7 +136,7 @@ class GpuAttention(GlueKernels):
     def _first(
         self,
         grid: AttentionGrid,
-        q: SharedArray,
+        q: DeviceMemory,
         cache: KvLayer,
         out: SharedArray,
         step: SharedArray,
@@ -141,10 +146,12 @@ class GpuAttention(GlueKernels):
         """Return the kernel style, the target of partial results, and the launch that reads the cache."""
 
         def defines(style: KernelStyle) -> Defines:
-            return grid.defines(style) | self._kv_defines
+            capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style == "simt" else {}
+            return grid.defines(style) | self._kv_defines | capped
 
         files = ("attention.h", "attention_{style}.cl")
-        kernel, style, items = self._kernel(files, "attention", defines, grid.rounded, grid.rounds)
+        widths = (grid.shape.head_dim,)
+        kernel, style, items = self._kernel(files, "attention", defines, grid.rounded, grid.rounds, widths)
         shape, parts = grid.shape, grid.parts(style)
         cap, partial = scores.soft_cap, out if parts == 1 else self._partials(grid, style)
         factor = scores.scale / cap if cap else scores.scale * LOG2_E
@@ -180,8 +187,10 @@ class GpuAttention(GlueKernels):
         shape, together, parts = grid.shape, grid.code_heads, grid.parts(style)
         # attention.h needs ROWS; this kernel does not.
         defines: Defines = {"HEAD_DIM": shape.head_dim, "ROWS": 1, "CODE_HEADS": together}
-        files = ("attention.h", "attention_join.cl")
-        kernel, _, items = self._kernel(files, "attention_join", lambda _: defines, grid.rounded)
+        files, widths = ("attention.h", "attention_join.cl"), (shape.head_dim,)
+        kernel, _, items = self._kernel(
+            files, "attention_join", lambda _: defines, grid.rounded, widths=widths
+        )
         elements = grid.tokens * shape.query_columns
         work = functools.partial(pointwise_work, elements, 4 * parts, PARTIAL_BYTES * parts, self._item_bytes)
         return self._runtime.launch(

@@ -13,7 +13,7 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 
 __all__ = ["AttentionGrid"]
 
-PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 16}
+PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 8}
 DECODE_ROWS: Final = 8
 FEW_TOKENS: Final = 8
 DECODE_PART_KEYS: Final = 128
@@ -93,4 +93,6 @@ class AttentionGrid:
         own: Defines = {"HEAD_DIM": self.shape.head_dim, "ROWS": rows}
         if style == "vector":
             own |= {"MICRO": micro, "VECTORS": vectors}
+        else:
+            own["GROUP"] = self.shape.group
         return own | ({"CODE_HEADS": self.code_heads} if self.rounds(style) else {})

@@ -16,7 +16,7 @@ from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention import GpuAttention
 from heterollm.kernels.gpu.glue_kernels import Segments
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 from heterollm.kernels.ops import Activation
@@ -39,7 +39,7 @@ class GpuGlue(GpuAttention):
 
     def rms_norm(
         self,
-        residual: SharedArray,
+        residual: DeviceMemory,
         weight: Argument,
         out: SharedArray,
         *,
@@ -73,7 +73,7 @@ class GpuGlue(GpuAttention):
 
     def final_norm(
         self,
-        residual: SharedArray,
+        residual: DeviceMemory,
         weight: Argument,
         out: SharedArray,
         step: SharedArray,
@@ -96,7 +96,7 @@ class GpuGlue(GpuAttention):
     def _norm(
         self,
         mode: int,
-        memory: tuple[SharedArray, Argument, SharedArray, SharedArray],
+        memory: tuple[DeviceMemory, Argument, SharedArray, DeviceMemory],
         shape: tuple[int, int],
         delta: Segments | None,
         extras: tuple[Argument, Argument],
@@ -110,7 +110,8 @@ class GpuGlue(GpuAttention):
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
         out.require(rows * hidden * self._item_bytes, f"{label} output")
-        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded)
+        split = 0 if delta.join == "sum" else delta.splits[0]
+        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded, widths=(hidden, split))
         arguments = (
             *(residual, weight, out, delta.a, delta.b),
             # Absent memory is never read, but OpenCL needs a valid argument.
@@ -200,7 +201,9 @@ class GpuGlue(GpuAttention):
         rounded: RoundedInputs | None = None,
     ) -> Launch:
         columns = sizes[-1]
-        kernel, style, items = self._kernel(("pointwise.cl",), name, rounded=rounded)
+        # All sizes but flags are widths of segments and rows.
+        widths = sizes[2:] if name == "gated_activation" else sizes
+        kernel, style, items = self._kernel(("pointwise.cl",), name, rounded=rounded, widths=widths)
         span = VECTOR_COLUMNS if style == "vector" else 8
         width = round_up(-(-columns // span), items)
         codes = rounded.arguments(rows, columns, label) if rounded else ()

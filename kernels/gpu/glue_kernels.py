@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.rounding import RoundedInputs
-from heterollm.kernels.gpu.variants import Variant, variants_for
+from heterollm.kernels.gpu.variants import Variant, variants_for, whole_eights
 from heterollm.kernels.ops import Join
 
 __all__ = ["Defines", "GlueKernels", "Segments"]
@@ -47,8 +47,8 @@ class Segments:
             only norms accept it.
     """
 
-    a: SharedArray
-    b: SharedArray
+    a: DeviceMemory
+    b: DeviceMemory
     rows: tuple[int, ...]
     splits: tuple[int, ...]
     join: Join = "concatenate"
@@ -108,6 +108,7 @@ class GlueKernels:
         defines: Callable[[KernelStyle], Defines] = lambda _: {},
         rounded: RoundedInputs | None = None,
         rounds: Callable[[KernelStyle], bool] = lambda _: True,
+        widths: Sequence[int] = (),
     ) -> tuple[Any, KernelStyle, int]:
         """Return a kernel of the first variant that builds, its style and its work-items per work-group.
 
@@ -117,6 +118,8 @@ class GlueKernels:
             defines: Returns the additional defines of a style.
             rounded: Target of the output's codes; None for no codes.
             rounds: Returns whether the kernel of a style writes those codes.
+            widths: Elements of every row and segment; if all are whole eights, kernels for GPUs read eight
+                elements at once and never a part of them.
         """
 
         def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
@@ -125,6 +128,8 @@ class GlueKernels:
             named = tuple(file.replace("{style}", style) for file in files)
             own = self._defines | variant.defines | {"WG": items} | defines(style)
             own |= rounded.defines if rounded and rounds(style) else {}
+            if style == "simt" and widths and not any(width % 8 for width in widths):
+                own |= whole_eights(variant, has_half=self._runtime.traits.has_half)
             return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
 
         what = name.replace("_", " ") + (" with int8 codes" if rounded else "")

@@ -9,9 +9,9 @@ from numpy.typing import DTypeLike
 
 from heterollm.base import PAGE_BYTES, KernelError, round_up
 from heterollm.kernels.gpu.launch import Argument
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory
 
-__all__ = ["HeadShape", "KvLayer", "Rotation", "Scores", "head_stride"]
+__all__ = ["HeadShape", "KvLayer", "KvMemory", "Rotation", "Scores", "head_stride"]
 
 
 def head_stride(capacity: int, head_dim: int, kv_dtype: DTypeLike) -> int:
@@ -73,13 +73,30 @@ class KvLayer:
     """The keys and values of one layer of a session.
 
     Args:
-        memory: The session's cache, ``[layer][k|v][kv_head][capacity][head_dim]``, with :func:`head_stride`
-            elements per head.
-        layer: Index of the layer.
+        memory: Memory of consecutive layers, ``[layer][k|v][kv_head][capacity][head_dim]``, with
+            :func:`head_stride` elements per head.
+        layer: Index of the layer in it.
     """
 
-    memory: SharedArray
+    memory: DeviceMemory
     layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class KvMemory:
+    """The keys and values of all layers of a session, in one memory or, beyond a driver's limit, in several.
+
+    Args:
+        memories: Memories of consecutive layers.
+        layers_each: Layers of each memory; the last may have fewer.
+    """
+
+    memories: tuple[DeviceMemory, ...]
+    layers_each: int
+
+    def layer(self, index: int) -> KvLayer:
+        """Return the keys and values of one layer."""
+        return KvLayer(self.memories[index // self.layers_each], index % self.layers_each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from heterollm.kernels.gpu.binding import OpenClError, cl
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 
 __all__ = ["Argument", "ChainedLaunch", "Launch", "OpenClLaunch", "host_address"]
 
-Argument: TypeAlias = "cl.Buffer | SharedArray | np.generic | cl.LocalMemory | None"
+Argument: TypeAlias = "cl.Buffer | DeviceMemory | np.generic | cl.LocalMemory | None"
 """A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
 
 
@@ -40,8 +40,8 @@ class Launch(ABC):
         return (self,)
 
     @abstractmethod
-    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Replace the argument ``old`` by other memory."""
+    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
+        """Replace the argument ``old``, if there is one, by other memory."""
 
     @abstractmethod
     def __call__(self) -> Any:  # noqa: ANN401 - an event, which pyopencl does not type
@@ -67,11 +67,13 @@ class OpenClLaunch(Launch):
         super().__init__(kernel, arguments, label)
         self.global_size = global_size
         self.local_size = local_size
-        kernel.set_args(*(arg.buffer if isinstance(arg, SharedArray) else arg for arg in self.arguments))
+        kernel.set_args(*(arg.buffer if isinstance(arg, DeviceMemory) else arg for arg in self.arguments))
 
-    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Replace the argument ``old`` by other memory."""
-        index = next(index for index, argument in enumerate(self.arguments) if argument is old)
+    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
+        """Replace the argument ``old``, if there is one, by other memory."""
+        index = next((index for index, argument in enumerate(self.arguments) if argument is old), None)
+        if index is None:
+            return
         self.kernel.set_arg(index, new.buffer)
         self.arguments = (*self.arguments[:index], new, *self.arguments[index + 1 :])
 
@@ -97,11 +99,11 @@ class ChainedLaunch(Launch):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """Both launches in order."""
-        return self.before, self.last
+        """All launches of the chain in order."""
+        return *self.before.parts, *self.last.parts
 
-    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
-        """Replace the argument ``old`` of the last launch by other memory."""
+    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
+        """Replace the argument ``old`` of the last launch, if there is one, by other memory."""
         self.last.replace(old, new)
         self.arguments = self.last.arguments
 
@@ -119,5 +121,5 @@ def host_address(argument: Argument) -> int:
         return int(argument.array.ctypes.data)
     if isinstance(argument, cl.SVM):
         return int(argument.mem.ctypes.data)
-    buffer: Any = argument
+    buffer: Any = argument.buffer if isinstance(argument, DeviceMemory) else argument
     return int(buffer.get_host_array((1,), np.uint8).ctypes.data)

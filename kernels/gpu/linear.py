@@ -19,13 +19,13 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import SharedArray, aligned_empty
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray, aligned_empty
 from heterollm.kernels.gpu.packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
-from heterollm.kernels.gpu.parameters import KernelStyle, ShapeClass, default_parameters
+from heterollm.kernels.gpu.parameters import KernelStyle, ShapeClass, default_parameters, gpu_style
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch, scratch_codes
 from heterollm.kernels.gpu.self_test import try_linear
-from heterollm.kernels.gpu.variants import BuildError, Variant, variants_for
+from heterollm.kernels.gpu.variants import BuildError, Variant, variants_for, whole_eights
 from heterollm.kernels.gpu.work import embedding_work, linear_work
 from heterollm.kernels.ops import WeightFormat
 
@@ -46,7 +46,7 @@ class _Request:
     """The arguments of :meth:`GpuLinear.launch` with all defaults resolved."""
 
     x: SharedArray
-    y: SharedArray
+    y: DeviceMemory
     tokens: int
     first_token: int
     kept: tuple[RowRange, ...]
@@ -61,8 +61,35 @@ class _Request:
         return self.columns[1] - self.columns[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Weights in buffers of their own: whole tiles of 64 rows, all of them where one buffer takes them.
+
+    Args:
+        first_tile: Position of its first tile among all tiles.
+        tiles: Number of its tiles.
+        buffers: Weights, scales and zero points on the device.
+    """
+
+    first_tile: int
+    tiles: int
+    buffers: tuple[Argument, Argument, Argument]
+
+
+@dataclass(frozen=True, slots=True)
+class _TileMap:
+    """The tiles of a piece that a launch computes: ``[count, 4]`` int32 on the device, and their rows."""
+
+    piece: _Piece
+    tiles: Argument
+    count: int
+    rows: int
+
+
 class GpuLinear:
     """The linear layers of one group, packed and uploaded; made by :meth:`pack`.
+
+    Weights that exceed the device's largest buffer are in several, and each launch is one for each of them.
 
     Attributes:
         member_rows: Output rows of each member.
@@ -89,11 +116,9 @@ class GpuLinear:
         self.size_bytes = sum(array.nbytes for array in arrays if array is not None)
         self._runtime = runtime
         self._half = np.dtype(activation_dtype) == np.float16
-        self._weights, self._scales, self._zeros = (
-            None if array is None else runtime.upload(array) for array in arrays
-        )
+        self._pieces = _upload_pieces(runtime, arrays)
         self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
-        self._tiles: dict[tuple[RowRange, ...], tuple[Any, int]] = {}
+        self._tiles: dict[tuple[RowRange, ...], tuple[_TileMap, ...]] = {}
 
     @classmethod
     def pack(
@@ -142,7 +167,7 @@ class GpuLinear:
     def launch(
         self,
         x: SharedArray,
-        y: SharedArray,
+        y: DeviceMemory,
         *,
         tokens: int,
         first_token: int = 0,
@@ -199,7 +224,10 @@ class GpuLinear:
 
         test = try_out if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
-        shape = self._shape_class(request.tokens)
+        traits, shape = self._runtime.traits, self._shape_class(request.tokens)
+        best = gpu_style(shape, has_half=traits.has_half)
+        if style is None and not traits.is_cpu and best != variants[0].style:
+            variants = (Variant(best), *variants)
         tuned = self._runtime.tuning.parameters(shape) if style is None else None
         if tuned is not None:
             variants = (Variant(tuned.style, parameters=tuned), *variants)
@@ -228,15 +256,15 @@ class GpuLinear:
 
     def _launch(self, variant: Variant, request: _Request) -> Launch:
         rows = sum(stop - start for start, stop in request.kept)
-        tiles, tile_count = self._tile_map(request.kept, request.label)
+        tile_maps = self._tile_map(request.kept, request.label)
         last = request.first_token + request.tokens
         request.x.require(last * request.width * (2 if self._half else 4), f"{request.label} input")
         request.y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
         chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(request.tokens)
         if parameters is None or parameters.many != (shape.tokens == "many"):
             parameters = default_parameters(chosen, shape)
-        grid = parameters.grid(request.tokens, tile_count)
-        defines = variant.defines | {"BITS": self.format.bits} | grid.defines
+        chosen = parameters.style
+        defines = variant.defines | {"BITS": self.format.bits}
         if self._half:
             defines["ACT_HALF"] = 1
             if not request.half_output:
@@ -250,21 +278,34 @@ class GpuLinear:
             inputs = (rounded.codes, rounded.blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
+        if chosen != "vector":
+            # Inputs are a multiple of COLUMNS_MULTIPLE, and rows of slots start at multiples of a page.
+            defines |= whole_eights(variant, has_half=self._runtime.traits.has_half)
+        if chosen != "vector" and self.format.quantized:
+            defines["BLOCK"] = self.format.block
+            if not self.format.symmetric:
+                defines["ASYMMETRIC"] = 1
         files.append("linear_wide.h" if chosen == "vector" else "linear_tiles.h")
         name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
-        kernel = self._runtime.kernel((*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines)
         sizes = (np.int32(request.width), np.int32(rows), *self._parameters)
         part = (np.int32(self.columns), np.int32(request.columns[0]))
-        span = (np.int32(request.first_token), np.int32(request.tokens), np.int32(grid.token_step))
-        arguments: tuple[Argument, ...]
-        arguments = (*self._device_weights(), *inputs, request.y, tiles, *sizes, *part, *span)
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
         output_bytes = 2 if request.half_output else 4
-        work = functools.partial(
-            linear_work, self.format, rows, request.width, request.tokens, item_bytes, output_bytes
-        )
-        size = grid.global_size, grid.local_size
-        return self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
+        for tiles in tile_maps:
+            grid = parameters.grid(request.tokens, tiles.count)
+            kernel = self._runtime.kernel(
+                (*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines | grid.defines
+            )
+            span = (np.int32(request.first_token), np.int32(request.tokens), np.int32(grid.token_step))
+            arguments: tuple[Argument, ...]
+            arguments = (*tiles.piece.buffers, *inputs, request.y, tiles.tiles, *sizes, *part, *span)
+            work = functools.partial(
+                linear_work, self.format, tiles.rows, request.width, request.tokens, item_bytes, output_bytes
+            )
+            size = grid.global_size, grid.local_size
+            before = self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
+        assert before is not None  # there is a tile
+        return before
 
     def _rounded(self, variant: Variant, request: _Request) -> tuple[RoundedInputs, Launch | None]:
         """Return the codes of the inputs, and the launch that makes them if no earlier kernel did."""
@@ -296,7 +337,7 @@ class GpuLinear:
     def embed_launch(
         self,
         tokens: SharedArray,
-        y: SharedArray,
+        y: DeviceMemory,
         *,
         count: int,
         scale: float = 1.0,
@@ -323,32 +364,40 @@ class GpuLinear:
         tokens.require(count * 4, f"{label} token")
         y.require(count * self.columns * 4, f"{label} output")
 
-        def build(variant: Variant) -> tuple[Any, KernelStyle]:
+        def build(variant: Variant) -> tuple[list[Any], KernelStyle]:
             defines = variant.defines | {"BITS": self.format.bits}
+            if variant.style == "simt" and self.format.quantized:
+                defines["BLOCK"] = self.format.block
             files = ("common.h", "linear.h", "embedding.cl")
-            return self._runtime.kernel(files, "embedding", defines), variant.style
+            kernels = [self._runtime.kernel(files, "embedding", defines) for _ in self._pieces]
+            return kernels, variant.style
 
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
-        kernel, chosen = self._runtime.variants.first(f"embedding {self.format}", variants, build)
+        kernels, chosen = self._runtime.variants.first(f"embedding {self.format}", variants, build)
         span, items = self.columns, 1
         if chosen == "simt":
             span, items = SIMT_EMBEDDING_SPAN, SIMT_EMBEDDING_ITEMS
-        sizes = (np.int32(self.columns), np.int32(self.member_rows[0]), *self._parameters, np.int32(span))
-        arguments: tuple[Argument, ...] = (*self._device_weights(), tokens, y, *sizes, np.float32(scale))
+        sizes = (np.int32(self.columns), np.int32(self.member_rows[0]))
         global_size = (round_up(self.columns // span, items), count)
-        work = functools.partial(embedding_work, self.format, self.columns, count)
-        return self._runtime.launch(kernel, arguments, global_size, (items, 1), label, work=work)
+        launch: Launch | None = None
+        for piece, kernel in zip(self._pieces, kernels, strict=True):
+            # A table in several buffers is read by as many launches, each of which skips the others' tokens.
+            rows = (np.int32(piece.first_tile * 64), np.int32((piece.first_tile + piece.tiles) * 64))
+            arguments: tuple[Argument, ...] = (*piece.buffers, tokens, y, *sizes, *rows, *self._parameters)
+            arguments = (*arguments, np.int32(span), np.float32(scale))
+            share = count if launch is None else 0
+            work = functools.partial(embedding_work, self.format, self.columns, share)
+            size = global_size, (items, 1)
+            launch = self._runtime.launch(kernel, arguments, *size, label, launch, work=work)
+        assert launch is not None  # a table has rows
+        return launch
 
-    def _device_weights(self) -> tuple[Argument, Argument, Argument]:
-        # Some drivers need a buffer even for unused arguments.
-        return self._weights, self._scales or self._weights, self._zeros or self._weights
-
-    def _tile_map(self, kept: tuple[RowRange, ...], label: str) -> tuple[Any, int]:
+    def _tile_map(self, kept: tuple[RowRange, ...], label: str) -> tuple[_TileMap, ...]:
         if kept in self._tiles:
             return self._tiles[kept]
         if len(kept) != len(self.member_rows):
             raise KernelError(f"{label}: {len(kept)} row ranges for {len(self.member_rows)} members.")
-        tiles: list[tuple[int, int, int, int]] = []
+        tiles: list[tuple[int, int, int]] = []
         first_block = column = 0
         for (start, stop), rows in zip(kept, self.member_rows, strict=True):
             if not 0 <= start <= stop <= rows or (start < stop and start % ROW_ALIGNMENT):
@@ -358,10 +407,42 @@ class GpuLinear:
                 )
             for row in range(start, stop, 64):
                 width = min(64, stop - row)
-                tiles.append((first_block + row // 64, column, width, 0))
+                tiles.append((first_block + row // 64, column, width))
                 column += width
             first_block += round_up(rows, 64) // 64
         if not tiles:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
-        self._tiles[kept] = (self._runtime.upload(np.array(tiles, np.int32)), len(tiles))
+        maps = []
+        for piece in self._pieces:
+            end = piece.first_tile + piece.tiles
+            own = [
+                (tile - piece.first_tile, column, width, 0)
+                for tile, column, width in tiles
+                if piece.first_tile <= tile < end
+            ]
+            if own:
+                uploaded = self._runtime.upload(np.array(own, np.int32))
+                maps.append(_TileMap(piece, uploaded, len(own), sum(width for _, _, width, _ in own)))
+        self._tiles[kept] = tuple(maps)
         return self._tiles[kept]
+
+
+def _upload_pieces(
+    runtime: GpuRuntime, arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
+) -> tuple[_Piece, ...]:
+    """Upload packed weights, in several pieces if they exceed the device's largest buffer.
+
+    Args:
+        runtime: The device.
+        arrays: Weights, scales and zero points, a tile of 64 rows after the other.
+    """
+    weights = arrays[0]
+    most = max(1, runtime.traits.max_buffer_bytes // weights[0].nbytes)
+    pieces = []
+    for first in range(0, len(weights), most):
+        span = slice(first, first + most)
+        values, scales, zeros = (None if array is None else runtime.upload(array[span]) for array in arrays)
+        # Some drivers need a buffer even for unused arguments.
+        buffers = values, scales or values, zeros or values
+        pieces.append(_Piece(first, len(weights[span]), buffers))
+    return tuple(pieces)

@@ -1,9 +1,9 @@
-"""Memory that host, NPU and OpenCL device share without copies."""
+"""Memory of the OpenCL device, and memory that it shares with host and NPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -11,35 +11,85 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import PAGE_BYTES, KernelError, round_up
 from heterollm.kernels.gpu.binding import cl
 
-__all__ = ["SharedArray", "aligned_empty", "aligned_zeros"]
+__all__ = [
+    "MEMORY_KINDS",
+    "DeviceMemory",
+    "MemoryKind",
+    "SharedArray",
+    "aligned_empty",
+    "aligned_zeros",
+    "svm_zeros",
+]
+
+MemoryKind: TypeAlias = Literal["svm", "mapped", "host"]
+"""Kinds of memory that host, NPU and OpenCL device share.
+
+``svm`` is fine-grained shared virtual memory with atomics: each side sees the other's writes without a call.
+``mapped`` is the host's memory, which the driver may copy: the host maps it before each access. ``host`` is
+the same memory on a CPU, where both sides see it as it is.
+"""
+
+MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
 
 
-class SharedArray:
-    """Page-aligned memory that host, NPU and OpenCL device address.
+class DeviceMemory:
+    """Memory that only kernels read and write.
 
-    ``array`` is the host's view. On a coherent device (a CPU) both sides see each other's writes once the
-    queue is finished. Elsewhere the host must :meth:`acquire` the memory before it reads or writes, and
-    :meth:`release` it before the device does.
+    Args:
+        buffer: The runtime's buffer.
+        size_bytes: Its size.
     """
 
-    __slots__ = ("_mapped", "_queue", "array", "buffer", "coherent")
+    __slots__ = ("__weakref__", "buffer", "size_bytes")
 
-    def __init__(
-        self, array: NDArray[Any], buffer: cl.Buffer, queue: cl.CommandQueue, coherent: bool
-    ) -> None:
-        self.array = array
+    def __init__(self, buffer: Any, size_bytes: int) -> None:  # noqa: ANN401 - the runtime's
         self.buffer = buffer
+        self.size_bytes = size_bytes
+
+    def require(self, size_bytes: int, what: str) -> None:
+        """Refuse memory that is too small.
+
+        Raises:
+            KernelError: It has fewer bytes.
+        """
+        if self.size_bytes < size_bytes:
+            raise KernelError(f"The {what} slot has {self.size_bytes} bytes, {size_bytes} are needed.")
+
+
+class SharedArray(DeviceMemory):
+    """Page-aligned memory that host, NPU and OpenCL device address.
+
+    ``array`` is the host's view. In coherent memory both sides see each other's writes once the queue is
+    finished. Elsewhere the host must :meth:`acquire` the memory before it reads or writes, and
+    :meth:`release` it before the device does. Its address stays the same, because NPU graphs are bound to it:
+    a map of memory that the driver allocated may return another address each time.
+    """
+
+    __slots__ = ("_mapped", "_queue", "array", "coherent")
+
+    def __init__(self, array: NDArray[Any], buffer: Any, queue: cl.CommandQueue, coherent: bool) -> None:  # noqa: ANN401
+        super().__init__(buffer, array.nbytes)
+        self.array = array
         self.coherent = coherent
         self._queue = queue
         self._mapped: Any = None
 
-    def acquire(self) -> None:
-        """Wait for the device, and let the host read and write."""
-        self._map(cl.map_flags.READ | cl.map_flags.WRITE)
+    @property
+    def queue(self) -> cl.CommandQueue:
+        """The queue that maps it."""
+        return self._queue
 
-    def acquire_to_read(self) -> None:
+    def acquire(self, size_bytes: int | None = None) -> None:
+        """Wait for the device, and let the host read and write.
+
+        Args:
+            size_bytes: First bytes to acquire; None for all. Kernels may write the others meanwhile.
+        """
+        self._map(cl.map_flags.READ | cl.map_flags.WRITE, size_bytes)
+
+    def acquire_to_read(self, size_bytes: int | None = None) -> None:
         """Wait for the device, and let the host read; kernels may read at the same time."""
-        self._map(cl.map_flags.READ)
+        self._map(cl.map_flags.READ, size_bytes)
 
     def release(self) -> None:
         """Make the host's writes visible to the device."""
@@ -47,22 +97,12 @@ class SharedArray:
             self._mapped.release(self._queue)
             self._mapped = None
 
-    def _map(self, flags: int) -> None:
+    def _map(self, flags: int, size_bytes: int | None) -> None:
         if self.coherent or self._mapped is not None:
             return
-        view, _ = cl.enqueue_map_buffer(
-            self._queue, self.buffer, flags, 0, self.array.shape, self.array.dtype
-        )
+        size = self.size_bytes if size_bytes is None else size_bytes
+        view, _ = cl.enqueue_map_buffer(self._queue, self.buffer, flags, 0, (size,), np.uint8)
         self._mapped = view.base
-
-    def require(self, size_bytes: int, what: str) -> None:
-        """Refuse a slot that is too small.
-
-        Raises:
-            KernelError: It has fewer bytes.
-        """
-        if self.array.nbytes < size_bytes:
-            raise KernelError(f"The {what} slot has {self.array.nbytes} bytes, {size_bytes} are needed.")
 
     def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the start of the memory as an array of another type and shape."""
@@ -82,6 +122,21 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return zeroed page-aligned memory, padded to whole pages; unused pages take no memory."""
     return _aligned(shape, dtype, np.zeros)
+
+
+def svm_zeros(context: cl.Context, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return zeroed page-aligned memory in fine-grained SVM with atomics."""
+    kinds = cl.svm_mem_flags
+    flags = kinds.READ_WRITE | kinds.SVM_FINE_GRAIN_BUFFER | kinds.SVM_ATOMICS
+
+    def allocate(size_bytes: int, kind: DTypeLike) -> NDArray[np.uint8]:
+        # OpenCL aligns SVM to its largest type at most, so that the alignment to pages is the caller's.
+        array: NDArray[np.uint8] = cl.svm_empty(context, flags, (size_bytes,), np.dtype(kind))
+        return array
+
+    array = _aligned(shape, dtype, allocate)
+    array[...] = 0
+    return array
 
 
 def _aligned(

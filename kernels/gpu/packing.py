@@ -34,7 +34,7 @@ def check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
     """
     if not members:
         raise KernelError("A group needs at least one linear layer.")
-    formats = {weight_format(member) for member in members}
+    formats = {weight_format(member).layout for member in members}
     widths = {
         member.columns if isinstance(member, QuantizedTensor) else int(member.shape[1]) for member in members
     }

@@ -28,11 +28,14 @@ __all__ = [
     "all_parameters",
     "default_parameters",
     "differences",
+    "gpu_style",
+    "suits_half",
     "with_numbers",
 ]
 
-KernelStyle = Literal["vector", "simt"]
-"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: one column per work-item, for GPUs."""
+KernelStyle = Literal["vector", "simt", "half"]
+"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: one column per work-item, for GPUs;
+``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations."""
 
 TokenClass = Literal["one", "few", "many"]
 """Tokens of a launch: one, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""
@@ -49,6 +52,9 @@ LANES: Final = 64
 
 SIMT_ITEM_COLUMNS: Final = 4
 """Columns of a work-item in the simt kernels for many tokens: one vector."""
+
+SIMT_TILES: Final = (16, 32, 64)
+"""Tokens of a work-group of the simt kernels for many tokens."""
 
 VECTOR_STRIP_TOKENS: Final = 8
 """Largest strip of tokens that the vector kernels choose by the vector width."""
@@ -75,8 +81,14 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
         "depth_inputs": (0, 256, 512, 1024),
     },
     ("simt", True): {
-        "token_step": (16, 32, 64),
+        "token_step": SIMT_TILES,
         "item_tokens": (4, 8),
+        "depth_inputs": (16, 32),
+    },
+    ("half", True): {
+        "token_step": SIMT_TILES,
+        "item_tokens": (4, 8),
+        # Half sums are added to float totals after so many products; after 64 they miss the gate of FP16.
         "depth_inputs": (16, 32),
     },
 }
@@ -175,6 +187,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _check((self.style, self.many) in LEGAL, "a kernel", self.kernel)
         legal = LEGAL[self.style, self.many]
         for name in NUMBERS:
             value = getattr(self, name)
@@ -200,7 +213,9 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "simt" and not self.many:
             # The int8 kernel does not stage its inputs.
             _check((self.depth_inputs == 0) == shape.integer_inputs, f"depth for {shape}", self.depth_inputs)
-        if self.style == "simt" and self.many:
+        if self.style == "half":
+            _check(suits_half(shape), f"a kernel for {shape}", self.kernel)
+        if self.style != "vector" and self.many:
             block = shape.weight.block or 16
             _check(block % self.depth_inputs == 0, f"depth for {shape}", self.depth_inputs)
 
@@ -217,8 +232,10 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "vector":
             return 0
         if self.many:
-            return 4 * self.depth_inputs * (self.token_step + LANES)
-        return 4 * self.token_step * (self.depth_inputs + self.items * LANES)
+            # Those of the kernel for floats; that for int8 holds a quarter, and two numbers a token.
+            return (2 if self.style == "half" else 4) * self.depth_inputs * (self.token_step + LANES)
+        # The sums of the slices follow the inputs in the same memory.
+        return 4 * self.token_step * max(self.depth_inputs, self.items * LANES)
 
     def grid(self, tokens: int, tiles: int) -> LaunchGrid:
         """Return the launch grid of ``tokens`` tokens by ``tiles`` row tiles."""
@@ -240,10 +257,13 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     def _many_grid(self, tokens: int, tiles: int) -> LaunchGrid:
         defines: dict[str, str | int] = {"DEPTH": self.depth_inputs}
         steps = -(-tokens // self.token_step)
-        if self.style == "simt":
-            local = LANES // SIMT_ITEM_COLUMNS, self.token_step // self.item_tokens
-            defines |= {"TILE_TOKENS": self.token_step, "ITEM_TOKENS": self.item_tokens}
-            return LaunchGrid("many", self.token_step, (local[0] * tiles, local[1] * steps), local, defines)
+        if self.style != "vector":
+            # A short prompt gets the smallest tile that holds it.
+            step = min(self.token_step, next((size for size in SIMT_TILES if tokens <= size), tokens))
+            local = LANES // SIMT_ITEM_COLUMNS, step // self.item_tokens
+            defines |= {"TILE_TOKENS": step, "ITEM_TOKENS": self.item_tokens}
+            size = local[0] * tiles, local[1] * -(-tokens // step)
+            return LaunchGrid("many", step, size, local, defines)
         # Equal steps: a short last step would unpack all weights again for a few tokens.
         strip = self.item_tokens or VECTOR_STRIP_TOKENS
         token_step = min(self.token_step, round_up(-(-tokens // steps), strip))
@@ -257,23 +277,36 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
 NUMBERS: Final = KernelParameters.__struct_fields__[2:]
 
 
+def suits_half(shape: ShapeClass) -> bool:
+    """Return whether half arithmetic meets the gate of a shape class, which allows float16 rounding."""
+    return shape.half and not shape.integer_inputs and shape.weight.bits <= 16 and shape.tokens == "many"
+
+
+def gpu_style(shape: ShapeClass, *, has_half: bool) -> KernelStyle:
+    """Return the best style of a GPU's linear kernels, which may have half arithmetic."""
+    return "half" if has_half and suits_half(shape) else "simt"
+
+
 def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameters:
-    """Return the parameters that are used without tuning."""
+    """Return the parameters that are used without tuning; for a few tokens ``half`` means ``simt``."""
     if style == "vector" and shape.tokens == "many":
         return KernelParameters(style, True, 128, items=2, depth_inputs=128, prefetch_bytes=4096)
-    if style == "simt" and shape.tokens == "many":
-        return KernelParameters(style, True, 32, item_tokens=4, depth_inputs=16)
+    if shape.tokens == "many":
+        whole = (shape.weight.block or 16) % 32 == 0 and shape.integer_inputs
+        return KernelParameters(style, True, 32, item_tokens=4, depth_inputs=32 if whole else 16)
+    if style == "half":
+        style = "simt"
     step = 1 if shape.tokens == "one" else FEW_TOKEN_STEPS[-1]
     if style == "vector":
         return KernelParameters(style, False, step, prefetch_bytes=4096)
-    depth = 0 if shape.integer_inputs else 1024 if shape.tokens == "one" else 512
+    depth = 0 if shape.integer_inputs else 1024 if shape.tokens == "one" else 256
     return KernelParameters(style, False, step, items=4, depth_inputs=depth)
 
 
 def all_parameters(style: KernelStyle, shape: ShapeClass) -> list[KernelParameters]:
     """Return every legal combination for a shape class, those nearest to the default first."""
     default = default_parameters(style, shape)
-    legal = LEGAL[style, default.many]
+    legal = LEGAL[default.style, default.many]
     found = []
     for values in itertools.product(*legal.values()):
         parameters = with_numbers(default, dict(zip(legal, values, strict=True)))

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory, MemoryKind, SharedArray
 from heterollm.kernels.gpu.traits import DeviceTraits
 from heterollm.kernels.gpu.tuning import DeviceTuning
 from heterollm.kernels.gpu.variants import VariantRecord
@@ -51,6 +51,7 @@ class GpuRuntime(Protocol):
 
     Attributes:
         traits: Properties of the device.
+        shared_memory: Kind of the memory that host and device share.
         target: Processor that its compiler compiles for; None for the detected one.
         variants: Tested and rejected kernel variants.
         tuning: Tuned parameters of its kernels.
@@ -59,6 +60,7 @@ class GpuRuntime(Protocol):
     """
 
     traits: DeviceTraits
+    shared_memory: MemoryKind
     target: str | None
     variants: VariantRecord
     tuning: DeviceTuning
@@ -145,7 +147,7 @@ class GpuRuntime(Protocol):
         """Return read-only device memory with an array's content; the array must not change."""
 
     def scratch(self, size_bytes: int) -> GpuBuffer:
-        """Return device memory that the host does not access."""
+        """Return zeroed device memory that the host does not access."""
 
     def shared_scratch(self, name: str, size_bytes: int) -> GpuBuffer:
         """Return device memory of at least a size, for data that one launch passes to the next.
@@ -155,6 +157,15 @@ class GpuRuntime(Protocol):
 
     def copy(self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any]) -> None:
         """Copy between host and device memory, and wait.
+
+        Raises:
+            KernelError: The driver refuses.
+        """
+
+    def copy_rows(
+        self, target: DeviceMemory, source: DeviceMemory, *, rows: int, row_bytes: int, stride_bytes: int
+    ) -> None:
+        """Copy the first ``row_bytes`` of each row between two device memories, and wait.
 
         Raises:
             KernelError: The driver refuses.

@@ -14,9 +14,9 @@ import numpy as np
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.protocol import GpuRuntime
-from heterollm.kernels.gpu.variants import Variant
+from heterollm.kernels.gpu.variants import Variant, whole_eights
 from heterollm.kernels.gpu.work import BLOCK_BYTES, rounding_work
 from heterollm.kernels.ops import WeightFormat
 
@@ -78,7 +78,7 @@ class RoundedInputs:
             raise KernelError(f"{label}: {columns} columns cannot be rounded in blocks of {self.block}.")
         sizes = code_bytes(tokens, columns, self.block)
         for memory, size_bytes in zip((self.codes, self.blocks), sizes, strict=True):
-            if isinstance(memory, SharedArray):
+            if isinstance(memory, DeviceMemory):
                 memory.require(size_bytes, f"{label} code")
         return self.codes, self.blocks
 
@@ -127,6 +127,8 @@ def rounding_launch(
         KernelError: The device refuses the kernel.
     """
     defines = variant.defines | {"CODE_BITS": rounded.bits} | ({"ACT_HALF": 1} if half else {})
+    if variant.style == "simt":
+        defines |= {"BLOCK": rounded.block} | whole_eights(variant, has_half=runtime.traits.has_half)
     kernel = runtime.kernel(("common.h", "rounding.h", "quantize.cl"), "quantize_activations", defines)
     blocks = columns // rounded.block
     span, items = (blocks, 1) if variant.style == "vector" else (1, SIMT_ITEMS)

@@ -5,32 +5,54 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.base import CacheError, DeviceError, KernelError, atomic_path, cache_root, format_bytes, see
+from heterollm.base import (
+    CacheError,
+    DeviceError,
+    KernelError,
+    OptionError,
+    atomic_path,
+    cache_root,
+    format_bytes,
+    see,
+)
 from heterollm.kernels.gpu.binding import OpenClError, cl
+from heterollm.kernels.gpu.clocks import new_context
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
-from heterollm.kernels.gpu.memory import SharedArray, aligned_empty, aligned_zeros
+from heterollm.kernels.gpu.memory import (
+    MEMORY_KINDS,
+    DeviceMemory,
+    MemoryKind,
+    SharedArray,
+    aligned_empty,
+    aligned_zeros,
+    svm_zeros,
+)
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, chosen_target, mend_target
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
-from heterollm.kernels.gpu.signals import opencl_flag
+from heterollm.kernels.gpu.signals import has_fine_grained_atomics, opencl_flag
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
 from heterollm.kernels.gpu.tuning import DeviceTuning
 from heterollm.kernels.gpu.variants import BuildError, VariantRecord
 from heterollm.kernels.gpu.waiting import HostClock
 from heterollm.kernels.gpu.work import GpuWork
+from heterollm.kernels.ops import Power
 
 __all__ = [
+    "MEMORY_VARIABLE",
     "DeviceTraits",
     "OpenClError",
     "OpenClRuntime",
@@ -43,6 +65,9 @@ logger = logging.getLogger(__name__)
 
 POCL_NAME: Final = "Portable Computing Language"
 
+MEMORY_VARIABLE: Final = "HETEROLLM_SHARED_MEMORY"
+"""Environment variable with the kind of shared memory of devices that are opened without one."""
+
 
 class OpenClRuntime:
     """One opened OpenCL device with one in-order queue.
@@ -50,7 +75,16 @@ class OpenClRuntime:
     Args:
         device: The pyopencl device.
         profiling: Whether events carry timestamps; costs a little on every launch.
-        coherent: Whether host and device see each other's writes without map and unmap; None detects it.
+        shared_memory: Kind of the memory that host and device share; None for the one that the environment
+            names, else ``host`` on a CPU, and elsewhere ``svm`` if the device reports it, or ``mapped``.
+        power: Clocks to ask for.
+
+    Attributes:
+        shared_memory: The kind.
+        clock_hint: The hint that the context carries, or why there is none.
+
+    Raises:
+        DeviceError: The device cannot be opened, or does not have this kind of memory.
     """
 
     computes = True
@@ -58,12 +92,22 @@ class OpenClRuntime:
     stamps_host_time = False
     now_ns: Callable[[], int] = staticmethod(time.perf_counter_ns)
 
-    def __init__(self, device: cl.Device, *, profiling: bool = False, coherent: bool | None = None) -> None:
+    def __init__(
+        self,
+        device: cl.Device,
+        *,
+        profiling: bool = False,
+        shared_memory: MemoryKind | None = None,
+        power: Power = "default",
+    ) -> None:
         self.target = _mend_pocl(device)
-        self.traits = _traits(device, coherent)
+        self.shared_memory = _shared_memory(device, shared_memory)
+        self.traits = _traits(device, coherent=self.shared_memory != "mapped")
         self._device = device
+        self._power: Power = power
+        self._flags = _build_flags(device)
         try:
-            self.context = cl.Context([device])
+            self.context, self.clock_hint = new_context(device, power)
             properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
             self.queue = cl.CommandQueue(self.context, device, properties)
         except OpenClError as error:
@@ -87,7 +131,7 @@ class OpenClRuntime:
         key = (tuple(files), frozenset((defines or {}).items()))
         program = self._programs.get(key)
         if program is None:
-            options = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+            options = [*self._flags, *(f"-D{key}={value}" for key, value in sorted((defines or {}).items()))]
             program = self._programs[key] = self._build(read_sources(files), options, name)
             self._sources[program.int_ptr] = key
         try:
@@ -108,7 +152,7 @@ class OpenClRuntime:
         files, name, defines = kind = self.kernel_identity(kernel)
         found = self._written.get(kind)
         if found is None:
-            options = ["-cl-kernel-arg-info", *(f"-D{key}={value}" for key, value in defines)]
+            options = ["-cl-kernel-arg-info", *self._flags, *(f"-D{key}={value}" for key, value in defines)]
             twin = cl.Kernel(self._build(read_sources(files), options, name), name)
             spaces, kinds = cl.kernel_arg_address_qualifier, cl.kernel_arg_type_qualifier
             info = cl.kernel_arg_info
@@ -209,7 +253,16 @@ class OpenClRuntime:
     # -- memory --------------------------------------------------------------------------------------
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
-        """Return zeroed memory that host and device share; unused pages take no memory."""
+        """Return zeroed memory that host and device share, of the runtime's kind.
+
+        Unused pages take no memory, unless the kind is ``svm``.
+        """
+        if self.shared_memory == "svm":
+            array = self._allocated(
+                int(np.prod(shape)) * np.dtype(dtype).itemsize,
+                lambda: svm_zeros(self.context, shape, dtype),
+            )
+            return SharedArray(array, cl.SVM(array), self.queue, coherent=True)
         array = aligned_zeros(shape, dtype)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
         return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
@@ -229,11 +282,38 @@ class OpenClRuntime:
         return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, array)
 
     def scratch(self, size_bytes: int) -> cl.Buffer:
-        """Return device memory that the host does not access."""
-        self._check_size(size_bytes)
+        """Return zeroed device memory that the host does not access; on a CPU unused pages take no memory."""
+        size, flags = max(1, size_bytes), cl.mem_flags.READ_WRITE
         if self.traits.is_cpu:
-            return self.shared((max(1, size_bytes),), np.uint8).buffer
-        return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(1, size_bytes))
+            return self._buffer(flags | cl.mem_flags.USE_HOST_PTR, aligned_zeros((size,), np.uint8))
+        buffer = self._allocated(size, lambda: cl.Buffer(self.context, flags, size))
+        cl.enqueue_fill_buffer(self.queue, buffer, np.uint8(0), 0, size)
+        return buffer
+
+    def copy_rows(
+        self, target: DeviceMemory, source: DeviceMemory, *, rows: int, row_bytes: int, stride_bytes: int
+    ) -> None:
+        """Copy the first bytes of each row between two device memories, and wait.
+
+        Raises:
+            KernelError: The driver refuses.
+        """
+        if not rows * row_bytes:
+            return
+        try:
+            cl.enqueue_copy(
+                self.queue,
+                target.buffer,
+                source.buffer,
+                src_origin=(0, 0, 0),
+                dst_origin=(0, 0, 0),
+                region=(row_bytes, rows, 1),
+                src_pitches=(stride_bytes,),
+                dst_pitches=(stride_bytes,),
+            )
+        except OpenClError as error:
+            raise KernelError(f"A copy of {rows} rows of {row_bytes} bytes failed: {error}.") from error
+        self.finish()
 
     def shared_scratch(self, name: str, size_bytes: int) -> cl.Buffer:
         """Return device memory of at least a size, for data that one launch passes to the next.
@@ -247,12 +327,15 @@ class OpenClRuntime:
         return held
 
     def _buffer(self, flags: int, array: NDArray[Any]) -> cl.Buffer:
-        self._check_size(array.nbytes)
+        return self._allocated(array.nbytes, lambda: cl.Buffer(self.context, flags, hostbuf=array))
+
+    def _allocated(self, size_bytes: int, allocate: Callable[[], Any]) -> Any:  # noqa: ANN401
+        self._check_size(size_bytes)
         try:
-            return cl.Buffer(self.context, flags, hostbuf=array)
+            return allocate()
         except OpenClError as error:
             raise KernelError(
-                f"{self.traits.name!r} cannot allocate {format_bytes(array.nbytes)}: {error}.",
+                f"{self.traits.name!r} cannot allocate {format_bytes(size_bytes)}: {error}.",
                 fix="Use a smaller model or context, or close other programs.",
             ) from error
 
@@ -278,7 +361,9 @@ class OpenClRuntime:
 
     def profiling_twin(self) -> OpenClRuntime:
         """Return another runtime on the same device with stamped events."""
-        return OpenClRuntime(self._device, profiling=True, coherent=self.traits.coherent)
+        return OpenClRuntime(
+            self._device, profiling=True, shared_memory=self.shared_memory, power=self._power
+        )
 
     def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401 - a buffer and an array, either way
         """Copy between host and device memory, and wait.
@@ -330,8 +415,13 @@ if TYPE_CHECKING:
     _MEETS_THE_PROTOCOL: type[GpuRuntime] = OpenClRuntime
 
 
-def list_opencl_devices() -> list[tuple[str, cl.Device]]:
+def list_opencl_devices(
+    asking: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> list[tuple[str, cl.Device]]:
     """Return every OpenCL device of the process with its platform's name.
+
+    Args:
+        asking: Returns the context in which to ask the platform of a name; drivers start their threads then.
 
     Raises:
         DeviceError: No OpenCL runtime is installed.
@@ -342,11 +432,22 @@ def list_opencl_devices() -> list[tuple[str, cl.Device]]:
         raise DeviceError(f"No OpenCL runtime was found ({error}).", fix=runtime_advice()) from error
     found: list[tuple[str, cl.Device]] = []
     for entry in platforms:
-        try:
-            found.extend((entry.name, device) for device in entry.get_devices())
-        except OpenClError as error:
-            logger.info("OpenCL platform %s has no usable device: %s", entry.name, error)
+        with asking(entry.name):
+            found.extend((entry.name, device) for device in _platform_devices(entry))
     return found
+
+
+def _platform_devices(entry: cl.Platform) -> list[cl.Device]:
+    """Return the devices of a platform; a phone's driver has refused the type ALL and answered to GPU."""
+    try:
+        return list(entry.get_devices())
+    except OpenClError as error:
+        logger.info("OpenCL platform %s refuses the list of all its devices: %s", entry.name, error)
+    try:
+        return list(entry.get_devices(cl.device_type.GPU))
+    except OpenClError as error:
+        logger.info("OpenCL platform %s has no usable device: %s", entry.name, error)
+    return []
 
 
 def is_cpu(device: cl.Device) -> bool:
@@ -365,7 +466,31 @@ def runtime_advice() -> str:
     return f"{advice} {see('no-opencl-runtime-for-the-cpu')}"
 
 
-def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
+def _shared_memory(device: cl.Device, kind: MemoryKind | None) -> MemoryKind:
+    """Return the kind of shared memory of a device; see :class:`OpenClRuntime`."""
+    name, cpu = device.name.strip(), is_cpu(device)
+    chosen = kind or os.environ.get(MEMORY_VARIABLE) or ""
+    if chosen and chosen not in MEMORY_KINDS:
+        raise OptionError(
+            f"There is no kind of shared memory {chosen!r:.80}.",
+            fix=f"Choose among {', '.join(MEMORY_KINDS)}, or unset {MEMORY_VARIABLE}.",
+        )
+    if not chosen:
+        return "host" if cpu else "svm" if has_fine_grained_atomics(device) else "mapped"
+    if chosen == "svm" and not has_fine_grained_atomics(device):
+        raise DeviceError(
+            f"{name!r} does not report fine-grained shared virtual memory with atomics.",
+            fix="Choose the kind mapped. " + see("memory-is-mapped"),
+        )
+    if chosen == "host" and not cpu:
+        raise DeviceError(
+            f"{name!r} is no CPU, so that it may hold copies of the host's memory.",
+            fix="Choose the kind svm or mapped. " + see("memory-is-mapped"),
+        )
+    return next(known for known in MEMORY_KINDS if known == chosen)
+
+
+def _traits(device: cl.Device, *, coherent: bool) -> DeviceTraits:
     extensions = tuple(device.extensions.split())
     return DeviceTraits(
         name=device.name.strip(),
@@ -382,9 +507,21 @@ def _traits(device: cl.Device, coherent: bool | None) -> DeviceTraits:
         global_bytes=device.global_mem_size,
         local_bytes=device.local_mem_size,
         cache_bytes=_cache_bytes(device),
-        coherent=is_cpu(device) if coherent is None else coherent,
+        coherent=coherent,
         extensions=extensions,
     )
+
+
+def _build_flags(device: cl.Device) -> list[str]:
+    """Return the compiler options that a device gets beside the defines; none for CPUs.
+
+    A GPU without a fast fused multiply-add may add after multiplying unless it is told that `mad` will do.
+    The integer dot product is part of OpenCL C 3.0 alone.
+    """
+    if is_cpu(device):
+        return []
+    newest = device.opencl_c_version.startswith("OpenCL C 3")
+    return ["-cl-mad-enable", *(["-cl-std=CL3.0"] if newest else [])]
 
 
 def _cache_bytes(device: cl.Device) -> int:

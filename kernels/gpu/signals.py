@@ -13,6 +13,7 @@ from heterollm.base import KernelError
 from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Launch
+from heterollm.kernels.gpu.memory import svm_zeros
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.sources import read_sources
 
@@ -34,10 +35,10 @@ FLAG_WORDS: Final = 64
 """Words around the flag, so that it shares no cache line."""
 
 
-def has_fine_grained_atomics(context: cl.Context) -> bool:
-    """Return whether the device reports fine-grained SVM with atomics, an option of OpenCL 2.0."""
+def has_fine_grained_atomics(device: cl.Device) -> bool:
+    """Return whether a device reports fine-grained SVM with atomics, an option of OpenCL 2.0."""
     try:
-        found = int(context.devices[0].svm_capabilities)
+        found = int(device.svm_capabilities)
     except (cl.Error, AttributeError):  # the query is younger than OpenCL 1.2
         return False
     kinds = cl.device_svm_capabilities
@@ -104,17 +105,14 @@ def opencl_flag(runtime: GpuRuntime, queue: cl.CommandQueue) -> FlagWord | None:
         queue: Its queue.
     """
     context = queue.context
-    if not has_fine_grained_atomics(context):
+    if not has_fine_grained_atomics(context.devices[0]):
         if not runtime.traits.coherent:
             return None
         shared = runtime.shared((FLAG_WORDS,), np.uint32)
         kernel = runtime.kernel(SOURCES, "raise_flag")
         launch = runtime.launch(kernel, (shared,), (1,), (1,), "flag")
         return FlagWord(queue.flush, shared.array, launch, promised=False)
-    kinds = cl.svm_mem_flags
-    flags = kinds.READ_WRITE | kinds.SVM_FINE_GRAIN_BUFFER | kinds.SVM_ATOMICS
-    array = cl.svm_empty(context, flags, (FLAG_WORDS,), np.uint32)
-    array[...] = 0
+    array = svm_zeros(context, (FLAG_WORDS,), np.uint32)
     # On a CPU, host and kernels are threads of one processor, and the plain kernel passes the litmus test;
     # PoCL 3.0 reports the atomics and does not compile them.
     promising = None if runtime.traits.is_cpu else _promising_kernel(context)

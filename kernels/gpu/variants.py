@@ -15,7 +15,7 @@ from heterollm.base import KernelError
 if TYPE_CHECKING:
     from heterollm.kernels.gpu.parameters import KernelParameters, KernelStyle
 
-__all__ = ["BuildError", "KernelStyle", "Variant", "VariantRecord", "variants_for"]
+__all__ = ["BuildError", "KernelStyle", "Variant", "VariantRecord", "variants_for", "whole_eights"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,14 @@ def variants_for(*, is_cpu: bool, style: KernelStyle | Variant | None = None) ->
     styles: tuple[KernelStyle, KernelStyle] = ("vector", "simt") if is_cpu else ("simt", "vector")
     best, other = styles
     return Variant(best), Variant(best, plain=True), Variant(other, plain=True)
+
+
+def whole_eights(variant: Variant, *, has_half: bool) -> dict[str, str | int]:
+    """Return the defines of a kernel for GPUs that reads aligned runs of eight elements (common.h)."""
+    defines: dict[str, str | int] = {"WHOLE_EIGHTS": 1}
+    if has_half and not variant.plain:
+        defines["HAS_HALF"] = 1
+    return defines
 
 
 class VariantRecord:

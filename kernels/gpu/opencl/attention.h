@@ -35,8 +35,8 @@ static inline attention_tile find_tile(__global const int *step, int number, int
   tile.position = step[STEP_POSITION];
   tile.first_row = number * ROWS;
   tile.rows = min(ROWS, step[STEP_LENGTH] * group - tile.first_row);
-  int first_token = tile.position + tile.first_row / group;
-  int last_token = tile.position + (tile.first_row + tile.rows - 1) / group;
+  int first_token = tile.position + (uint)tile.first_row / (uint)group;
+  int last_token = tile.position + (uint)max(0, tile.first_row + tile.rows - 1) / (uint)group;
   tile.start = max(window > 0 ? max(0, first_token - window + 1) : 0, part * part_keys);
   tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
   return tile;
@@ -51,9 +51,10 @@ static inline attention_tile find_tile(__global const int *step, int number, int
 static inline void round_tile(attention_tile tile, int group, int kv_head, int heads, __global const act_t *out,
                               __global uchar *codes, __global float2 *code_blocks) {
   wait_for_values();
-  for (int i = get_local_id(0); i < tile.rows / CODE_HEADS * HEADS_BLOCKS; i += WG) {
-    int row = tile.first_row + i / HEADS_BLOCKS * CODE_HEADS;
-    size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
+  // The divisors are known when compiling where a division would be slow.
+  for (uint i = get_local_id(0); i < (uint)max(0, tile.rows) / CODE_HEADS * HEADS_BLOCKS; i += WG) {
+    uint row = tile.first_row + i / HEADS_BLOCKS * CODE_HEADS;
+    size_t at = row / (uint)group * heads + kv_head * group + row % (uint)group;
     round_written(out, codes, code_blocks, at * HEAD_DIM / CODE_BLOCK + i % HEADS_BLOCKS);
   }
 }

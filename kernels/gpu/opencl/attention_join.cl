@@ -5,6 +5,13 @@
 #define CODE_HEADS 1
 #endif
 
+// The rows of partial results are no whole eights.
+#ifdef WHOLE_EIGHTS
+#define load_partial8(p, i) vload8(0, (p) + (i))
+#else
+#define load_partial8(p, i) load_float8(p, i)
+#endif
+
 static inline void join_head(__global const float *partial, __global act_t *out, int parts, size_t row) {
   __global const float *source = partial + row * parts * PARTIAL_COLUMNS;
   float best = NO_SCORE;
@@ -16,7 +23,7 @@ static inline void join_head(__global const float *partial, __global act_t *out,
     for (int part = 0; part < parts; ++part) {
       __global const float *one = source + part * PARTIAL_COLUMNS;
       float weight = exp2_8((float8)(one[HEAD_DIM] - best)).s0;
-      LOAD_PART(load_float8, load_float, one, d, HEAD_DIM - d, value)
+      LOAD_PART(load_partial8, load_float, one, d, HEAD_DIM - d, value)
       sum = FMA(value, (float8)weight, sum);
       total = FMA(one[HEAD_DIM + 1], weight, total);
     }

@@ -1,23 +1,79 @@
 // Attention for devices whose work-items run in lockstep groups (GPUs). Follows attention.h.
 //
+//   GROUP      query heads that share a key head: the argument `group`, known when compiling
+//   SOFT_CAP   there is a cap of the scores
+//
 // Each pass takes as many keys as the group has work-items. A work-item computes the scores of one key and the weighted
 // sum of one column of the head; queries, scores and row sums lie in local memory.
 
 #define COLUMNS ((HEAD_DIM + WG - 1) / WG)
 #define TEAM (WG / ROWS < 8 ? WG / ROWS : 8)  // work-items that reduce one row
+#define QUERY_VECTORS ((HEAD_DIM + 3) / 4)    // of a row
+#define ROW_VECTORS ((ROWS + 3) / 4)          // of a key's scores
+#define SCORE_ROW (4 * ROW_VECTORS)
+
+// The component of a vector that belongs to a row.
+#define LANE_0 x
+#define LANE_1 y
+#define LANE_2 z
+#define LANE_3 w
+#define LANE_4 x
+#define LANE_5 y
+#define LANE_6 z
+#define LANE_7 w
+
+#define CLEAR_SCORE(r) float4 score##r = 0.0f;
+#define ADD_LOW(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4], piece.lo, score##r);
+#define ADD_HIGH(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4 + 1], piece.hi, score##r);
+#define ADD_ONE(r) score##r.x = FMA(query_slots[r * QUERY_VECTORS * 4 + d], one, score##r.x);
+#ifdef SOFT_CAP
+#define CAPPED(score) (tanh(score) * cap)
+#else
+#define CAPPED(score) (score)
+#endif
+#define KEEP_SCORE(r)                                                                                        \
+  {                                                                                                          \
+    const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
+    const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
+    const bool seen = key < tile.stop && key <= token && (window <= 0 || key > token - window);              \
+    score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(sum) : NO_SCORE;                                       \
+  }
+#define STORE_ROW(r)                                                                                         \
+  if (r < tile.rows) {                                                                                       \
+    const uint row = tile.first_row + r;                                                                     \
+    const size_t at = row / GROUP * heads + kv_head * GROUP + row % GROUP;                                   \
+    if (parts > 1) {                                                                                         \
+      __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS;                   \
+      UNROLL for (int c = 0; c < COLUMNS; ++c) {                                                             \
+        if (lane + c * WG < HEAD_DIM) target[lane + c * WG] = sums[r / 4 * COLUMNS + c].LANE_##r;            \
+      }                                                                                                      \
+      if (lane == 0) {                                                                                       \
+        target[HEAD_DIM] = largest[r];                                                                       \
+        target[HEAD_DIM + 1] = total[r];                                                                     \
+      }                                                                                                      \
+    } else {                                                                                                 \
+      __global act_t *target = out + at * HEAD_DIM;                                                          \
+      UNROLL for (int c = 0; c < COLUMNS; ++c) {                                                             \
+        if (lane + c * WG < HEAD_DIM)                                                                        \
+          store_act(sums[r / 4 * COLUMNS + c].LANE_##r / total[r], target, lane + c * WG);                   \
+      }                                                                                                      \
+    }                                                                                                        \
+  }
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
                                    float scale, float cap CODE_ARGUMENTS) {
-  __local float queries[ROWS * HEAD_DIM], scores[ROWS * WG], reduced[ROWS * TEAM];
-  __local float largest[ROWS], total[ROWS], decay[ROWS];
+  __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * ROW_VECTORS], decays[ROW_VECTORS];
+  __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
+  __local float *decay = (__local float *)decays;
+  __local float reduced[ROWS * TEAM], largest[ROWS], total[ROWS];
   // The row tiles that see most keys come first.
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
-                                  get_num_groups(2), group, window, part_keys);
-  int lane = get_local_id(0), row_of_lane = lane / TEAM, teammate = lane % TEAM;
+                                  get_num_groups(2), GROUP, window, part_keys);
+  int lane = get_local_id(0), row_of_lane = (uint)lane / TEAM, teammate = (uint)lane % TEAM;
   bool reduces = row_of_lane < ROWS;
-  int kv_head = get_group_id(1), heads = get_num_groups(1) * group, parts = PARTS;
+  int kv_head = get_group_id(1), heads = get_num_groups(1) * GROUP, parts = PARTS;
   __global const kv_t *keys = cache + k_offset + kv_head * head_stride;
   __global const kv_t *values = cache + v_offset + kv_head * head_stride;
   // A tile without rows sees no keys and writes nothing. With a return here and a barrier behind the last store
@@ -25,49 +81,43 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   if (tile.rows <= 0)
     tile.stop = tile.start;
 
-  for (int i = lane; i < ROWS * HEAD_DIM; i += WG) {
-    int row = max(0, tile.first_row + min(i / HEAD_DIM, tile.rows - 1));
-    size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
-    queries[i] = q[at * HEAD_DIM + i % HEAD_DIM] * scale;
+  for (uint r = 0; r < ROWS; ++r) {
+    const uint row = max(0, tile.first_row + min((int)r, tile.rows - 1));
+    __global const float *query = q + (size_t)(row / GROUP * heads + kv_head * GROUP + row % GROUP) * HEAD_DIM;
+    for (uint d = lane; d < HEAD_DIM; d += WG) query_slots[r * QUERY_VECTORS * 4 + d] = query[d] * scale;
   }
   if (lane < ROWS) {
     largest[lane] = NO_SCORE;
     total[lane] = 0.0f;
   }
-  float sums[ROWS * COLUMNS];
-  UNROLL for (int i = 0; i < ROWS * COLUMNS; ++i) sums[i] = 0.0f;
+  // By four rows, then columns.
+  float4 sums[ROW_VECTORS * COLUMNS];
+  UNROLL for (int i = 0; i < ROW_VECTORS * COLUMNS; ++i) sums[i] = 0.0f;
+  // Rows that only fill the last vector have scores, too: finite ones.
+  for (int r = ROWS; r < SCORE_ROW; ++r) score_slots[lane * SCORE_ROW + r] = 0.0f;
+  if (lane < SCORE_ROW) decay[lane] = 0.0f;
   barrier(CLK_LOCAL_MEM_FENCE);
 
   for (int first = tile.start; first < tile.stop; first += WG) {
     int key = first + lane, count = min(WG, tile.stop - first);
-    __global const kv_t *key_row = keys + (size_t)min(key, tile.stop - 1) * HEAD_DIM;
-    float score[ROWS];
-    UNROLL for (int r = 0; r < ROWS; ++r) score[r] = 0.0f;
-    for (int d = 0; d < HEAD_DIM; d += 8) {
-      LOAD_PART(load_kv8, load_kv, key_row, d, HEAD_DIM - d, piece)
-      if (d + 8 <= HEAD_DIM) {
-        UNROLL for (int r = 0; r < ROWS; ++r) {
-          float8 product = vload8(0, queries + r * HEAD_DIM + d) * piece;
-          score[r] += sum8(product);
-        }
-      } else {
-        for (int i = 0; i < HEAD_DIM - d; ++i)
-          UNROLL for (int r = 0; r < ROWS; ++r)
-            score[r] = FMA(queries[r * HEAD_DIM + d + i], ((float *)&piece)[i], score[r]);
-      }
+    __global const kv_t *key_row = keys + (uint)min(key, tile.stop - 1) * HEAD_DIM;
+    REPEAT(ROWS, CLEAR_SCORE)
+    for (uint d = 0; d + 8 <= HEAD_DIM; d += 8) {
+      const float8 piece = load_kv8(key_row, d);
+      REPEAT(ROWS, ADD_LOW)
+      REPEAT(ROWS, ADD_HIGH)
     }
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      int token = tile.position + (tile.first_row + min(r, tile.rows - 1)) / group;
-      bool seen = key < tile.stop && key <= token && (window <= 0 || key > token - window);
-      float shown = cap > 0.0f ? tanh(score[r]) * cap : score[r];
-      scores[r * WG + lane] = seen ? shown : NO_SCORE;
+    for (uint d = HEAD_DIM / 8 * 8; d < HEAD_DIM; ++d) {
+      const float one = load_kv(key_row, d);
+      REPEAT(ROWS, ADD_ONE)
     }
+    REPEAT(ROWS, KEEP_SCORE)
     barrier(CLK_LOCAL_MEM_FENCE);
 
     if (reduces) {
       float best = NO_SCORE;
       for (int i = teammate; i < WG; i += TEAM)
-        best = max(best, scores[row_of_lane * WG + i]);
+        best = max(best, score_slots[i * SCORE_ROW + row_of_lane]);
       reduced[lane] = best;
     }
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -81,8 +131,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     if (reduces) {
       float weights = 0.0f;
       for (int i = teammate; i < WG; i += TEAM) {
-        float weight = exp2(scores[row_of_lane * WG + i] - best);
-        scores[row_of_lane * WG + i] = weight;
+        float weight = exp2(score_slots[i * SCORE_ROW + row_of_lane] - best);
+        score_slots[i * SCORE_ROW + row_of_lane] = weight;
         weights += weight;
       }
       reduced[lane] = weights;
@@ -99,44 +149,24 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
         weights += reduced[row_of_lane * TEAM + i];
       total[row_of_lane] = weights;
     }
-    UNROLL for (int r = 0; r < ROWS; ++r)
-      UNROLL for (int c = 0; c < COLUMNS; ++c) sums[r * COLUMNS + c] *= decay[r];
-    for (int i = 0; i < count; ++i) {
+    UNROLL for (int v = 0; v < ROW_VECTORS; ++v)
+      UNROLL for (int c = 0; c < COLUMNS; ++c) sums[v * COLUMNS + c] *= decays[v];
+    __global const kv_t *value_row = values + (uint)first * HEAD_DIM;
+    for (int i = 0; i < count; ++i, value_row += HEAD_DIM) {
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
         // Work-items past the head's end read its last element and write nothing.
-        float value = load_kv(values + (size_t)(first + i) * HEAD_DIM, min(lane + c * WG, HEAD_DIM - 1));
-        UNROLL for (int r = 0; r < ROWS; ++r)
-          sums[r * COLUMNS + c] = FMA(scores[r * WG + i], value, sums[r * COLUMNS + c]);
+        const float4 value = load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1));
+        UNROLL for (int v = 0; v < ROW_VECTORS; ++v)
+          sums[v * COLUMNS + c] = FMA(scores[i * ROW_VECTORS + v], value, sums[v * COLUMNS + c]);
       }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
   }
 
-  // Indices known when compiling keep the sums in registers. Each branch has one condition: PoCL 3 loses the
-  // one that differs between work-items from `column < HEAD_DIM && parts > 1`.
-  UNROLL for (int r = 0; r < ROWS; ++r) {
-    if (r < tile.rows) {
-      int row = tile.first_row + r;
-      size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
-      if (parts > 1) {
-        __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS;
-        UNROLL for (int c = 0; c < COLUMNS; ++c) {
-          if (lane + c * WG < HEAD_DIM)
-            target[lane + c * WG] = sums[r * COLUMNS + c];
-        }
-        if (lane == 0) {
-          target[HEAD_DIM] = largest[r];
-          target[HEAD_DIM + 1] = total[r];
-        }
-      } else {
-        UNROLL for (int c = 0; c < COLUMNS; ++c) {
-          if (lane + c * WG < HEAD_DIM)
-            store_act(sums[r * COLUMNS + c] / total[r], out + at * HEAD_DIM, lane + c * WG);
-        }
-      }
-    }
-  }
+  // Each branch has one condition: PoCL 3 loses the one that differs between work-items from
+  // `column < HEAD_DIM && parts > 1`.
+  REPEAT(ROWS, STORE_ROW)
 #ifdef CODE_BITS
-  round_tile(tile, group, kv_head, heads, out, codes, code_blocks);
+  round_tile(tile, GROUP, kv_head, heads, out, codes, code_blocks);
 #endif
 }

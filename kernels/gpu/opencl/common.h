@@ -10,7 +10,8 @@
 //   ROUND8(v)                 int8    the nearest integers, halves to the even one
 //   BYTES8(v)                 uchar8  the lowest bits of integers
 //   FMA(a, b, c), UNROLL, sum8(v), max8(v)
-// -DPLAIN avoids processor-specific instructions (kernels/gpu/variants.py).
+// -DWHOLE_EIGHTS promises that eight elements start at a multiple of their size, and in glue.h that rows and segments are
+// whole eights; -DHAS_HALF that the device has cl_khr_fp16. -DPLAIN avoids processor-specific instructions (kernels/gpu/variants.py).
 
 #ifdef PLAIN
 #undef __AVX2__
@@ -25,6 +26,19 @@
 #define FMA(a, b, c) ((a) * (b) + (c))
 // PoCL does not unroll on its own; GEMM is six times slower without.
 #define UNROLL _Pragma("unroll")
+
+// DO(0) to DO(count - 1), not within each other: what they name can be no array, which GPUs keep in memory if a compiler
+// does not unroll the loop over it.
+#define REPEAT_1(DO) DO(0)
+#define REPEAT_2(DO) REPEAT_1(DO) DO(1)
+#define REPEAT_3(DO) REPEAT_2(DO) DO(2)
+#define REPEAT_4(DO) REPEAT_3(DO) DO(3)
+#define REPEAT_5(DO) REPEAT_4(DO) DO(4)
+#define REPEAT_6(DO) REPEAT_5(DO) DO(5)
+#define REPEAT_7(DO) REPEAT_6(DO) DO(6)
+#define REPEAT_8(DO) REPEAT_7(DO) DO(7)
+#define REPEAT_COUNT(count, DO) REPEAT_##count(DO)
+#define REPEAT(count, DO) REPEAT_COUNT(count, DO)
 
 #if defined(__clang__) && defined(__x86_64__) && defined(__F16C__)
 // PoCL on x86 does not inline vload and vstore, so vectors are accessed through pointers of element alignment, and half
@@ -51,12 +65,24 @@ static inline short8 float8_to_half8(float8 value) {
 #define ROUND8(v) __builtin_astype(__builtin_ia32_cvtps2dq256(__builtin_astype(v, half_values8)), int8)
 #define BYTES8(v) __builtin_convertvector(v, uchar8)
 #else
+#ifdef WHOLE_EIGHTS
+// One access for eight elements; without the alignment a compiler may split it into eight.
+#define load_float8(p, i) (*(__global const float8 *)((p) + (i)))
+#define store_float8(v, p, i) (*(__global float8 *)((p) + (i)) = (v))
+#else
 #define load_float8(p, i) vload8(0, (p) + (i))
-#define load_uint8(p, i) vload8(0, (p) + (i))
 #define store_float8(v, p, i) vstore8(v, 0, (p) + (i))
+#endif
+#define load_uint8(p, i) vload8(0, (p) + (i))
+#if defined(WHOLE_EIGHTS) && defined(HAS_HALF)
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#define load_half8(p, i) convert_float8(*(__global const half8 *)((p) + (i)))
+#define store_half8(v, p, i) (*(__global half8 *)((p) + (i)) = convert_half8_rte(v))
+#else
 #define load_half8(p, i) vload_half8(0, (p) + (i))
-#define load_half(p, i) vload_half(i, p)
 #define store_half8(v, p, i) vstore_half8_rte(v, 0, (p) + (i))
+#endif
+#define load_half(p, i) vload_half(i, p)
 #define store_half(v, p, i) vstore_half_rte(v, i, p)
 #define ROUND8(v) convert_int8_rte(v)
 #define BYTES8(v) convert_uchar8((v) & 255)

@@ -24,6 +24,15 @@ typedef float kv_t;
 #define store_kv8(v, p, i) store_float8(v, p, i)
 #endif
 
+#ifdef WHOLE_EIGHTS
+// Every count is 8, so no loop with a count of its own keeps the vector in memory.
+#define LOAD_PART(load8, load1, p, i, count, value)                            \
+  (void)(count);                                                               \
+  float8 value = load8(p, i);
+#define STORE_PART(store8, store1, value, p, i, count)                         \
+  (void)(count);                                                               \
+  store8(value, p, i);
+#else
 // Load and store `count` (at most 8) elements from i on as a float8, padded with zeros.
 #define LOAD_PART(load8, load1, p, i, count, value)                            \
   float8 value;                                                                \
@@ -41,6 +50,7 @@ typedef float kv_t;
     for (int lane_ = 0; lane_ < (count); ++lane_)                              \
       store1(((float *)&(value))[lane_], p, (i) + lane_);                      \
   }
+#endif
 #define load_float(p, i) ((p)[i])
 #define store_float(v, p, i) ((p)[i] = (v))
 
@@ -54,6 +64,9 @@ typedef struct {
 
 // The columns [column, column + count) of a row, count at most 8, padded with zeros.
 static inline float8 load_member(member_row row, int column, int count) {
+#ifdef WHOLE_EIGHTS
+  return column < row.split ? load_act8(row.a, column) : load_act8(row.b, column - row.split);
+#else
   if (count == 8 && column + 8 <= row.split)
     return load_act8(row.a, column);
   if (count == 8 && column >= row.split)
@@ -64,6 +77,7 @@ static inline float8 load_member(member_row row, int column, int count) {
     ((float *)&value)[lane] = at < row.split ? load_act(row.a, at) : load_act(row.b, at - row.split);
   }
   return value;
+#endif
 }
 
 // 2^x for x <= 127, zero below -126; relative error 1e-7. Adding 1.5 * 2^23 rounds x to an integer, which

@@ -43,12 +43,12 @@ typedef half out_t;
 #endif
 
 // Offset of a row tile's weights at the first input of the launch.
-static inline size_t first_weight(int row_tile, int weight_columns, int first_column) {
+static inline size_t first_weight(uint row_tile, uint weight_columns, uint first_column) {
   return ((size_t)row_tile * (weight_columns / WORD_INPUTS) + first_column / WORD_INPUTS) * LANES;
 }
 
 // Offset of its scales and zero points there.
-static inline size_t first_group(int row_tile, int weight_columns, int first_column, int block) {
+static inline size_t first_group(uint row_tile, uint weight_columns, uint first_column, uint block) {
   return ((size_t)row_tile * (weight_columns / block) + first_column / block) * LANES;
 }
 

@@ -11,108 +11,149 @@ static inline int DOT4(uint codes, uint input) {
 }
 #endif
 
-// The product of a block: `sum` of codes times codes, less the zero point's share, times both scales. Exact
-// up to the scales, as no sum reaches 2^24.
-static inline float block_product(int sum, float zero, float scale, float2 input) {
-  return FMA(-zero, input.y, (float)sum) * (scale * input.x);
-}
+// The product of a block is the sum of codes times codes, less the zero point's share, times both scales. Exact up to
+// the scales, as no sum reaches 2^24.
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
 #ifdef TOKENS
 
-__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
-  __local float partial[SLICES][TOKENS][LANES];
-  const int lane = get_local_id(0), slice = get_local_id(1);
-  const int4 tile = tiles[get_group_id(0)];
-  const int token = get_group_id(1) * TOKENS;
-  const int count = min(TOKENS, tokens - token);
-  const int blocks = columns / block;
-  weights += first_weight(tile.x, weight_columns, first_column) + lane;
-  const size_t groups = first_group(tile.x, weight_columns, first_column, block) + lane;
-  // Rows past the last token are read, but their sums are not stored.
-  const size_t stride = columns / 4;
-  x_codes += token * stride;
-  x_blocks += (size_t)token * blocks;
-  float totals[TOKENS];
-  UNROLL for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
-  for (int b = slice; b < blocks; b += SLICES) {
-    __global const weight_t *source = weights + (size_t)b * (block / WORD_INPUTS) * LANES;
-    const size_t group = groups + (size_t)b * LANES;
-    int sums[TOKENS];
-    UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = 0;
-    int quad = b * block / 4;
-    for (int k = 0; k < block; k += WORD_INPUTS, source += LANES, quad += QUADS) {
-      const uint q = *source;
-      UNROLL for (int h = 0; h < QUADS; h++)
-        UNROLL for (int t = 0; t < TOKENS; t++) sums[t] += DOT4(QUAD(q, h), x_codes[t * stride + quad + h]);
-    }
-    const float scale = load_half(scales, group), zero = zero_point(zeros, group, asymmetric);
-    UNROLL for (int t = 0; t < TOKENS; t++)
-      totals[t] += block_product(sums[t], zero, scale, x_blocks[t * blocks + b]);
+#define CLEAR_TOTAL(t) float total##t = 0.0f;
+#define CLEAR_SUM(t) int sum##t = 0;
+// Sixteen inputs are four words of codes.
+#define ADD_QUADS(t)                                                                                         \
+  {                                                                                                          \
+    const uint4 input = vload4(0, x_codes + (t * stride + (b * BLOCK + k) / 4));                                           \
+    sum##t += DOT4(quads.x, input.x) + DOT4(quads.y, input.y);                                               \
+    sum##t += DOT4(quads.z, input.z) + DOT4(quads.w, input.w);                                               \
   }
-  STORE_SLICES
+#define ADD_BLOCK(t)                                                                                         \
+  {                                                                                                          \
+    const float2 input = x_blocks[t * blocks + b];                                                           \
+    total##t = FMA(FMA(-zero, input.y, (float)sum##t), scale * input.x, total##t);                           \
+  }
+
+__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
+  __local float partial[PARTIAL_FLOATS];
+  const uint lane = get_local_id(0), slice = get_local_id(1);
+  const int4 tile = tiles[get_group_id(0)];
+  const uint token = get_group_id(1) * TOKENS;
+  const uint count = min((uint)TOKENS, tokens - token);
+  // Rows past the last token are read, but their sums are not stored.
+  const uint stride = (uint)columns / 4, blocks = (uint)columns / BLOCK;
+  weights += first_weight(tile.x, weight_columns, first_column) + lane;
+  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
+  scales += groups;
+#ifdef ASYMMETRIC
+  zeros += groups;
+#endif
+  x_codes += (size_t)token * stride;
+  x_blocks += (size_t)token * blocks;
+  REPEAT(TOKENS, CLEAR_TOTAL)
+  for (uint b = slice; b < blocks; b += SLICES) {
+    const uint group = b * LANES;
+    const float scale = load_half(scales, group), zero = ZERO(group);
+    __global const weight_t *source = weights + b * (BLOCK / WORD_INPUTS * LANES);
+    REPEAT(TOKENS, CLEAR_SUM)
+    for (uint k = 0; k < BLOCK; k += 16, source += 16 / WORD_INPUTS * LANES) {
+#if BITS == 4
+      const uint q0 = source[0], q1 = source[LANES];
+      const uint4 quads = (uint4)(QUAD(q0, 0), QUAD(q0, 1), QUAD(q1, 0), QUAD(q1, 1));
+#else
+      const uint4 quads = (uint4)(source[0], source[LANES], source[2 * LANES], source[3 * LANES]);
+#endif
+      REPEAT(TOKENS, ADD_QUADS)
+    }
+    REPEAT(TOKENS, ADD_BLOCK)
+  }
+  STORE_SLICES(partial)
 }
 #else
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
+#define CLEAR_SUMS(r)                                                                                        \
+  float4 total##r = 0.0f;                                                                                    \
+  int4 sum##r = 0;
+#define STORED(r) total##r
+#define ADD_QUAD(r, input)                                                                                   \
+  sum##r += (int4)(DOT4(value.x, input), DOT4(value.y, input), DOT4(value.z, input), DOT4(value.w, input));
+#define ADD_BLOCK(r)                                                                                         \
+  {                                                                                                          \
+    const float2 input = block_inputs[strip * ITEM_TOKENS + r];                                              \
+    const float4 product = FMA(zero, (float4)(-input.y), convert_float4(sum##r));                            \
+    total##r = FMA(product, scale * input.x, total##r);                                                      \
+    sum##r = 0;                                                                                              \
+  }
+
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(
     INT8_ARGUMENTS) {
-  __local uint inputs[DEPTH / 4][TILE_TOKENS];
-  __local uint values[DEPTH / 4][LANES];
-  const int column = get_local_id(0), strip = get_local_id(1);
-  const int item = strip * ITEMS_X + column;
+  __local uint4 inputs[DEPTH / 4 * TILE_TOKENS / 4];
+  __local uint4 values[DEPTH / 4 * LANES / 4];
+  __local float2 block_inputs[TILE_TOKENS];
+  __local uint *input_slots = (__local uint *)inputs, *value_slots = (__local uint *)values;
+  const uint column = get_local_id(0), strip = get_local_id(1);
+  const uint item = strip * ITEMS_X + column;
   const int4 tile = tiles[get_group_id(0)];
-  const int token = get_group_id(1) * token_step;
-  const int count = min(token_step, tokens - token);
-  const int blocks = columns / block;
-  x_codes += (size_t)token * (columns / 4);
+  const uint token = get_group_id(1) * token_step;
+  const uint count = min((uint)token_step, tokens - token);
+  const uint stride = (uint)columns / 4, blocks = (uint)columns / BLOCK;
+  x_codes += (size_t)token * stride;
   x_blocks += (size_t)token * blocks;
   weights += first_weight(tile.x, weight_columns, first_column);
-  const size_t groups = first_group(tile.x, weight_columns, first_column, block);
-  float totals[ITEM_TOKENS][4];
-  int sums[ITEM_TOKENS][4];
-  UNROLL for (int r = 0; r < ITEM_TOKENS; r++)
-    UNROLL for (int c = 0; c < 4; c++) {
-      totals[r][c] = 0.0f;
-      sums[r][c] = 0;
-    }
-  for (int start = 0; start < columns; start += DEPTH) {
+  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + column * 4;
+  scales += groups;
+#ifdef ASYMMETRIC
+  zeros += groups;
+#endif
+  REPEAT(ITEM_TOKENS, CLEAR_SUMS)
+  for (uint start = 0; start < columns; start += DEPTH) {
     barrier(CLK_LOCAL_MEM_FENCE);
     // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
-    for (int i = item; i < TILE_TOKENS * DEPTH / 4; i += ITEMS_X * ITEMS_Y) {
-      const int t = i / (DEPTH / 4), k = i % (DEPTH / 4);
-      inputs[k][t] = x_codes[(size_t)min(t, count - 1) * (columns / 4) + start / 4 + k];
+    SPREAD(i, TILE_TOKENS * DEPTH / 16) {
+      const uint t = i / (DEPTH / 16), k = i % (DEPTH / 16) * 4;
+      const uint4 codes = vload4(0, x_codes + (min(t, count - 1) * stride + start / 4 + k));
+      __local uint *slot = input_slots + k * TILE_TOKENS + t;
+      slot[0] = codes.x;
+      slot[TILE_TOKENS] = codes.y;
+      slot[2 * TILE_TOKENS] = codes.z;
+      slot[3 * TILE_TOKENS] = codes.w;
     }
-    for (int i = item; i < LANES * DEPTH / WORD_INPUTS; i += ITEMS_X * ITEMS_Y) {
-      const int lane = i % LANES, word = i / LANES;
-      const uint q = weights[(size_t)(start / WORD_INPUTS + word) * LANES + lane];
-      UNROLL for (int h = 0; h < QUADS; h++) values[word * QUADS + h][lane] = QUAD(q, h);
+    SPREAD(i, LANES * DEPTH / WORD_INPUTS) {
+      const uint lane = i % LANES, word = i / LANES;
+      const uint q = weights[(start / WORD_INPUTS + word) * LANES + lane];
+      __local uint *slot = value_slots + word * QUADS * LANES + lane;
+      slot[0] = QUAD(q, 0);
+#if BITS == 4
+      slot[LANES] = QUAD(q, 1);
+#endif
     }
+    // The block's own numbers are needed once a block, not once a step.
+    const uint b = start / BLOCK;
+    if (start % BLOCK == 0)
+      SPREAD(i, TILE_TOKENS) block_inputs[i] = x_blocks[min(i, count - 1) * blocks + b];
     barrier(CLK_LOCAL_MEM_FENCE);
-    UNROLL for (int k = 0; k < DEPTH / 4; k++)
-      UNROLL for (int r = 0; r < ITEM_TOKENS; r++)
-        UNROLL for (int c = 0; c < 4; c++)
-          sums[r][c] += DOT4(values[k][column * 4 + c], inputs[k][strip * ITEM_TOKENS + r]);
-    if ((start + DEPTH) % block == 0) {
-      const int b = start / block;
-      const size_t group = groups + (size_t)b * LANES + column * 4;
-      UNROLL for (int r = 0; r < ITEM_TOKENS; r++) {
-        const float2 input = x_blocks[(size_t)min(strip * ITEM_TOKENS + r, count - 1) * blocks + b];
-        UNROLL for (int c = 0; c < 4; c++) {
-          const float zero = zero_point(zeros, group + c, asymmetric);
-          totals[r][c] += block_product(sums[r][c], zero, load_half(scales, group + c), input);
-          sums[r][c] = 0;
-        }
-      }
+    UNROLL for (uint k = 0; k < DEPTH / 4; k++) {
+      const uint4 value = values[k * (LANES / 4) + column];
+      const uint4 input = inputs[(k * TILE_TOKENS + strip * ITEM_TOKENS) / 4];
+      ADD_QUAD(0, input.x)
+      ADD_QUAD(1, input.y)
+      ADD_QUAD(2, input.z)
+      ADD_QUAD(3, input.w)
+#if ITEM_TOKENS == 8
+      const uint4 more = inputs[(k * TILE_TOKENS + strip * ITEM_TOKENS) / 4 + 1];
+      ADD_QUAD(4, more.x)
+      ADD_QUAD(5, more.y)
+      ADD_QUAD(6, more.z)
+      ADD_QUAD(7, more.w)
+#endif
+    }
+    if ((start + DEPTH) % BLOCK == 0) {
+      const float4 scale = SCALE4(b * LANES), zero = ZERO4(b * LANES);
+      REPEAT(ITEM_TOKENS, ADD_BLOCK)
     }
   }
   y += (size_t)(first_token + token) * rows + tile.y;
-  for (int r = 0; r < ITEM_TOKENS; r++) {
-    const int t = strip * ITEM_TOKENS + r;
-    for (int c = 0; c < 4; c++)
-      if (t < count && column * 4 + c < tile.z) store_out(totals[r][c], y + (size_t)t * rows, column * 4 + c);
-  }
+  REPEAT(ITEM_TOKENS, STORE_ROW)
 }
 #endif

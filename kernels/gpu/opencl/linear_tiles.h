@@ -1,10 +1,37 @@
 // The common part of the linear kernels for GPUs. Follows linear.h.
+//
+//   BLOCK        inputs that share a scale, of quantised weights
+//   ASYMMETRIC   zeros are read
+//
+// The defines replace the arguments `block` and `asymmetric`. Phone-class GPUs divide and multiply 64-bit integers in
+// software and keep arrays in memory that the compiler does not unroll, so indices below the start of a tile are
+// 32-bit and unsigned, and what a work-item sums has a name of its own for each token instead of an array.
 
 #if BITS <= 8
-static inline float zero_point(__global const uchar *zeros, size_t index, int asymmetric) {
-  return asymmetric ? (float)zeros[index] : (float)MIDDLE;
-}
+#ifdef ASYMMETRIC
+#define ZERO(index) (float)zeros[index]
+#define ZERO4(index) convert_float4(vload4(0, zeros + (index)))
+#else
+#define ZERO(index) (float)MIDDLE
+#define ZERO4(index) (float4)((float)MIDDLE)
 #endif
+#define SCALE4(index) vload_half4(0, scales + (index))
+// Four codes of a word less their zero point. A mask without a shift leaves the code times 2^(BITS i), which the exact
+// factor undoes.
+#if BITS == 4
+#define CODES_LOW(q) convert_float4((uint4)(q) & (uint4)(0xfu, 0xf0u, 0xf00u, 0xf000u))
+#define CODES_HIGH(q) convert_float4((uint4)(q) & (uint4)(0xf0000u, 0xf00000u, 0xf000000u, 0xf0000000u))
+#define FACTORS_LOW (float4)(1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f)
+#define FACTORS_HIGH (float4)(0x1p-16f, 0x1p-20f, 0x1p-24f, 0x1p-28f)
+#define VALUES_HIGH(q, zero) FMA(CODES_HIGH(q), FACTORS_HIGH, (float4)(-(zero)))
+#else
+#define CODES_LOW(q) convert_float4((uint4)(q) & (uint4)(0xffu, 0xff00u, 0xff0000u, 0xff000000u))
+#define FACTORS_LOW (float4)(1.0f, 0x1p-8f, 0x1p-16f, 0x1p-24f)
+#endif
+#define VALUES_LOW(q, zero) FMA(CODES_LOW(q), FACTORS_LOW, (float4)(-(zero)))
+#endif
+
+static inline float across(float4 value) { return (value.x + value.y) + (value.z + value.w); }
 
 #ifdef TOKENS
 // Kernels for a few tokens: TOKENS = 1, 2, 4 or 8 share one pass over the weights; token_step is the same.
@@ -13,15 +40,19 @@ static inline float zero_point(__global const uchar *zeros, size_t index, int as
 #ifndef SLICES
 #define SLICES 4
 #endif
-// Adds the slices' sums up and stores them.
-#define STORE_SLICES                                                                                         \
-  UNROLL for (int t = 0; t < TOKENS; t++) partial[slice][t][lane] = totals[t];                               \
+// Floats that the slices' sums take.
+#define PARTIAL_FLOATS (SLICES * TOKENS * LANES)
+#define KEEP_PARTIAL(t) partial[(slice * TOKENS + t) * LANES + lane] = total##t;
+// Adds the slices' sums total0, total1, ... up through local memory and stores them.
+#define STORE_SLICES(partial)                                                                                \
+  REPEAT(TOKENS, KEEP_PARTIAL)                                                                               \
   barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
-  if (lane < tile.z)                                                                                         \
-    for (int t = slice; t < count; t += SLICES) {                                                            \
+  y += (size_t)(first_token + token) * rows + tile.y;                                                        \
+  if (lane < (uint)tile.z)                                                                                         \
+    for (uint t = slice; t < count; t += SLICES) {                                                           \
       float total = 0.0f;                                                                                    \
-      for (int s = 0; s < SLICES; s++) total += partial[s][t][lane];                                         \
-      store_out(total, y + (size_t)(first_token + token + t) * rows + tile.y, lane);                         \
+      for (uint s = 0; s < SLICES; s++) total += partial[(s * TOKENS + t) * LANES + lane];                   \
+      store_out(total, y, t * rows + lane);                                                                  \
     }
 #else
 // Kernels for many tokens. A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of
@@ -38,4 +69,18 @@ static inline float zero_point(__global const uchar *zeros, size_t index, int as
 #endif
 #define ITEMS_X (LANES / 4)
 #define ITEMS_Y (TILE_TOKENS / ITEM_TOKENS)
+#define ITEMS (ITEMS_X * ITEMS_Y)
+// For i = item, item + ITEMS, ... below count, which is known when compiling.
+#define SPREAD(i, count) for (uint i = item; i < (count); i += ITEMS)
+
+// Stores the sums of one token, `valid` of four columns.
+static inline void store_row(float4 sums, __global out_t *y, int valid) {
+  if (valid > 0) store_out(sums.x, y, 0);
+  if (valid > 1) store_out(sums.y, y, 1);
+  if (valid > 2) store_out(sums.z, y, 2);
+  if (valid > 3) store_out(sums.w, y, 3);
+}
+#define STORE_ROW(r)                                                                                         \
+  if (strip * ITEM_TOKENS + r < count)                                                                       \
+    store_row(STORED(r), y + (strip * ITEM_TOKENS + r) * rows + column * 4, tile.z - (int)column * 4);
 #endif

@@ -40,9 +40,9 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
 #ifdef CODE_BITS
   // The work-group has written whole blocks, as WG * span is a multiple of every block.
   wait_for_values();
-  int first = get_group_id(0) * WG * span, stop = min(columns, first + WG * span);
-  for (int block = first / CODE_BLOCK + get_local_id(0); block < stop / CODE_BLOCK; block += WG)
-    round_written(out, codes, code_blocks, token * (columns / CODE_BLOCK) + block);
+  uint first = get_group_id(0) * WG * span, stop = min((uint)columns, first + WG * span);
+  for (uint block = first / CODE_BLOCK + get_local_id(0); block < (uint)stop / CODE_BLOCK; block += WG)
+    round_written(out, codes, code_blocks, token * ((uint)columns / CODE_BLOCK) + block);
 #endif
 }
 

@@ -10,8 +10,6 @@ typedef struct {
   member_row row;
   __global const act_t *other; // segment to add to the row; null for none
   __global const float *bias;  // null for none
-  __global const float *post;  // null for none
-  float factor;                // 1 / rms of the delta
 } norm_delta;
 
 static inline float8 load_delta(norm_delta delta, int i, int count) {
@@ -24,9 +22,16 @@ static inline float8 load_delta(norm_delta delta, int i, int count) {
     LOAD_PART(load_float8, load_float, delta.bias, i, count, shift)
     value += shift;
   }
-  if (delta.post) {
-    LOAD_PART(load_float8, load_float, delta.post, i, count, scale)
-    value *= delta.factor * scale;
+  return value;
+}
+
+// The delta after its own norm, whose weight is `post` and whose 1 / rms is `factor`.
+static inline float8 load_normed(norm_delta delta, __global const float *post, float factor, int has_post, int i,
+                                 int count) {
+  float8 value = load_delta(delta, i, count);
+  if (has_post) {
+    LOAD_PART(load_float8, load_float, post, i, count, scale)
+    value *= factor * scale;
   }
   return value;
 }
@@ -61,22 +66,22 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
   __global float *values = residual + row * hidden;
   int own = split < 0 ? hidden : split;
   member_row parts = {a + row * own, b + row * (hidden - own), own};
-  norm_delta delta = {parts, split < 0 ? b + row * hidden : 0, has_bias ? bias : 0, 0, 1.0f};
+  norm_delta delta = {parts, split < 0 ? b + row * hidden : 0, has_bias ? bias : 0};
+  float delta_factor = 1.0f;
   if (has_post) {
     float8 squares = 0.0f;
     for (int i = lane * 8; i < hidden; i += WG * 8) {
       float8 value = load_delta(delta, i, min(8, hidden - i));
       squares = FMA(value, value, squares);
     }
-    delta.factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
-    delta.post = post;
+    delta_factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
   }
   float8 squares = 0.0f;
   for (int i = lane * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode != NORM_ONLY)
-      value += load_delta(delta, i, count);
+      value += load_normed(delta, post, delta_factor, has_post, i, count);
     if (mode == NORM_ADD) {
       STORE_PART(store_float8, store_float, value, values, i, count)
     }
@@ -88,13 +93,13 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     LOAD_PART(load_float8, load_float, values, i, count, value)
     LOAD_PART(load_float8, load_float, weight, i, count, scale)
     if (mode == NORM_ADD_HEAD)
-      value += load_delta(delta, i, count);
+      value += load_normed(delta, post, delta_factor, has_post, i, count);
     value = value * factor * scale;
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }
 #ifdef CODE_BITS
   wait_for_values();
-  int blocks = hidden / CODE_BLOCK;
+  int blocks = (uint)hidden / CODE_BLOCK;
   for (int block = lane; block < blocks; block += WG)
     round_written(out, codes, code_blocks, out_row * blocks + block);
 #endif

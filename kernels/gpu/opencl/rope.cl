@@ -1,6 +1,7 @@
 // Adds the bias to q, k and v, norms each head of q and k (has_norm: head / rms(head) * norms, which holds one
 // head's weights for q, then one's for k), rotates q and k (Hugging Face's half-split convention: element i of
 // a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
+// With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // Follows common.h and glue.h. Grid: work-items over runs of 8 elements of heads, tokens.
 
 // 1 / rms of one head, its bias (null for none) added.
@@ -34,17 +35,25 @@ GROUP_SIZE __kernel void rope_and_store(
   int a_columns = q_split + k_split + v_split;
   int b_columns = q_rows + 2 * kv_rows - a_columns;
   // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
-  int rotated_pieces = (rotary / 2 + 7) / 8;
   int normed_head = -1;
   float factor = 1.0f;
-  int pieces = max(rotated_pieces + ((head_dim - rotary) / 2 + 7) / 8, (head_dim / 2 + 7) / 8);
+#ifdef PIECES
+  // As many work-items as pieces, whose number of a head is known when compiling: no loop and no division.
+  const uint pieces = PIECES, item = get_global_id(0);
+  if (item >= pieces * (heads + 2 * kv_heads))
+    return;
+  for (int turn = 0; turn < 1; ++turn) {
+#else
+  int pieces = max((rotary / 2 + 7) / 8 + ((head_dim - rotary) / 2 + 7) / 8, (head_dim / 2 + 7) / 8);
   for (int item = get_global_id(0); item < pieces * (heads + 2 * kv_heads); item += get_global_size(0)) {
+#endif
     int head = item / pieces, piece = item % pieces;
     bool is_q = head < heads, is_v = head >= heads + kv_heads;
     int rotated = is_v ? 0 : rotary;
-    bool rotate = piece < (rotated / 2 + 7) / 8;
-    int run = (rotate ? rotated : head_dim - rotated) / 2;
-    int begin = (rotate ? piece : piece - (rotated / 2 + 7) / 8) * 8;
+    int turned = ((uint)rotated / 2 + 7) / 8;  // pieces
+    bool rotate = piece < turned;
+    int run = (uint)(rotate ? rotated : head_dim - rotated) / 2;
+    int begin = (rotate ? piece : piece - turned) * 8;
     int count = min(8, run - begin);
     if (count <= 0)
       continue;
@@ -75,7 +84,7 @@ GROUP_SIZE __kernel void rope_and_store(
       high *= factor * high_weight;
     }
     if (rotate) {
-      size_t table = (size_t)position * (rotary / 2) + begin;
+      size_t table = (size_t)position * ((uint)rotary / 2) + begin;
       LOAD_PART(load_float8, load_float, cosines, table, count, c)
       LOAD_PART(load_float8, load_float, sines, table, count, s)
       float8 turned = low * c - high * s;

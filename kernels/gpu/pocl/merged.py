@@ -20,7 +20,7 @@ import numpy as np
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.launch import ChainedLaunch, OpenClLaunch, host_address
-from heterollm.kernels.gpu.memory import SharedArray
+from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.sources import read_sources
 
@@ -91,7 +91,7 @@ class MergedLaunch:
         """Enqueue the launch without waiting; returns its event."""
         return self._launch()
 
-    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
         """Replace ``old`` by other memory in all arguments; no launch may be running."""
         if old is None:
             return

@@ -147,7 +147,7 @@ def test_memory_can_be_replaced(runtime):
 
 @pytest.mark.parametrize("change", ["simt", "not coherent", "single"])
 def test_what_cannot_be_merged_is_left_alone(runtime, change):
-    opened = OpenClRuntime(runtime._device, coherent=False) if change == "not coherent" else runtime
+    opened = OpenClRuntime(runtime._device, shared_memory="mapped") if change == "not coherent" else runtime
     launches = Chain(opened, style="simt" if change == "simt" else None).launches
     if change == "single":
         launches = launches[:1]

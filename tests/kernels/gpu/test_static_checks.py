@@ -52,29 +52,41 @@ LINEAR_DEFINES = [
     f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
 ]
 INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
+# Kernels for GPUs know the block when compiling.
+SIMT_DEFINES = [
+    f"{defines} -DBLOCK=32{more}"
+    for defines in LINEAR_DEFINES
+    for more in ("", " -DWHOLE_EIGHTS -DASYMMETRIC")
+]
+SIMT_INT8_DEFINES = [defines for defines in SIMT_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
 
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
     ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
-    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): LINEAR_DEFINES,
+    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): SIMT_DEFINES,
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
-    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): INT8_DEFINES,
-    ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8"],
+    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): SIMT_INT8_DEFINES,
+    ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8 -DBLOCK=32 -DWHOLE_EIGHTS"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
-    (*LAYERS, "rms_norm.cl"): ["-DWG=1", "-DWG=64", "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32"],
-    (*LAYERS, "pointwise.cl"): ["-DWG=1", "-DWG=64", "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128"],
-    (*LAYERS, "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF"],
+    (*LAYERS, "rms_norm.cl"): [
+        "-DWG=1",
+        "-DWG=64",
+        "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
+        "-DWG=64 -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "pointwise.cl"): ["-DWG=1", "-DWG=64", "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS"],
+    (*LAYERS, "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF", "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS"],
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
     ],
     (*ATTENTION, "attention_simt.cl"): [
-        "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
-        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DKV_HALF",
-        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
+        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
+        "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
     ],
     (*ATTENTION, "attention_join.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
@@ -133,6 +145,14 @@ def test_the_paths_for_x86_compile(clang, processor):
             assert compiler_says(clang, source, *options, *defines.split(), *half) == "", files
 
 
+def test_half_arithmetic_compiles(clang):
+    files = ("common.h", "linear.h", "linear_tiles.h", "linear_half.cl")
+    device = ["-cl-std=CL3.0", "-DACT_HALF", "-DWHOLE_EIGHTS", "-DHAS_HALF", "-DBLOCK=32"]
+    for bits, more, tile in itertools.product((4, 8, 16), ("", "-DASYMMETRIC"), (4, 8)):
+        options = [*device, f"-DBITS={bits}", f"-DITEM_TOKENS={tile}", *more.split()]
+        assert compiler_says(clang, read_sources(files), *options) == "", options
+
+
 def test_the_integer_dot_product_of_opencl_3_compiles(clang):
     files = ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl")
     # What a compiler defines for a device with cl_khr_integer_dot_product.
@@ -157,7 +177,7 @@ def test_the_compiler_check_can_fail(clang):
 def test_every_source_file_is_checked():
     folder = resources.files("heterollm.kernels.gpu.opencl")
     sources = {entry.name for entry in folder.iterdir() if entry.name.endswith(".cl")}
-    assert sources <= {files[-1] for files in PROGRAMS}
+    assert sources <= {files[-1] for files in PROGRAMS} | {"linear_half.cl"}
 
 
 # ---- the simulator --------------------------------------------------------------------------------------

@@ -282,13 +282,14 @@ def test_what_a_device_cannot_run_is_not_kept():
 def test_a_launch_covers_every_token_whatever_the_parameters():
     for style, many in LEGAL:
         for tokens in (9, 31, 64, 129, 257, 300) if many else (1, 2, 3, 5, 8):
-            shape = ShapeClass.of(INT4, integer_inputs=False, half=False, tokens=tokens)
+            shape = ShapeClass.of(INT4, integer_inputs=False, half=True, tokens=tokens)
             for parameters in all_parameters(style, shape):
                 grid = parameters.grid(tokens, 3)
                 steps = grid.global_size[1] // grid.local_size[1]
                 assert steps * grid.local_size[1] == grid.global_size[1]
                 assert (steps - 1) * grid.token_step < tokens <= steps * grid.token_step
-                assert grid.local_size[0] * grid.local_size[1] == parameters.work_group()
+                # A tile that is larger than the launch shrinks.
+                assert grid.local_size[0] * grid.local_size[1] <= parameters.work_group()
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------
@@ -421,8 +422,8 @@ def sources(style, integer_inputs):
 
 def test_every_tuned_define_is_in_the_sources():
     for (style, many), names in LEGAL.items():
-        for integer_inputs in (False, True):
-            shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
+        for integer_inputs in (False, True)[: 1 if style == "half" else 2]:
+            shape = ShapeClass(INT4, integer_inputs, style == "half", "many" if many else "few")
             text = sources(style, integer_inputs)
             last = all_parameters(style, shape)[-1]
             assert names
@@ -433,9 +434,12 @@ def test_every_tuned_define_is_in_the_sources():
 def test_the_sources_default_to_what_the_table_is_compared_with():
     """The values in force where no define is given, as when a source is compiled alone."""
     for style, many in LEGAL:
-        for integer_inputs in (False, True):
-            shape = ShapeClass(INT4, integer_inputs, False, "many" if many else "few")
+        for integer_inputs in (False, True)[: 1 if style == "half" else 2]:
+            shape = ShapeClass(INT4, integer_inputs, style == "half", "many" if many else "few")
             defines = default_parameters(style, shape).grid(300 if many else 5, 1).defines
+            if style == "half" or (style == "simt" and integer_inputs):
+                # The block decides, and a source alone knows none.
+                defines.pop("DEPTH", None)
             text = sources(style, integer_inputs)
             stated = dict(re.findall(r"#ifndef (\w+)\n#define \1 (\d+)\n", text))
             for define in set(defines) - {"TOKENS", "STAGED_INPUTS"}:

@@ -1,0 +1,93 @@
+"""The kept table of what Mesa's compiler makes of the kernels for an Adreno, and a fresh compile of a part.
+
+``$HETEROLLM_ADRENO_TOOL`` names the folder that ``python bench/adreno_static.py FOLDER`` has set up.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+FRESH = ("linear w4 f16 T1", "gated_activation f16")
+SPREAD = 0.05
+"""Mesa's scheduler may differ by so much between builds of a Debian package."""
+
+LOG = """@@PROGRAM p
+NIR (final form)
+workgroup_size: 64, 2, 1
+scratch: 0
+Native code for unnamed compute shader p
+; CL: outputs:
+NIR (final form)
+workgroup_size: 64, 2, 1
+scratch: 0
+Native code for unnamed compute shader p
+l1:
+(sy)(rpt3)mad.f32 r0.x, r1.x, r2.x, r0.x
+(nop2) add.f r0.x, r0.x, r1.x
+(ss)mad.f16 hr0.x, hr1.x, hr2.x, hr0.x
+stp.f32 p[r0.x], r1.x, 1
+l2:
+dp4acc r0.x, r1.x, r2.x, r0.x
+br p0.x, #l2
+jump #l1
+end
+; CL: outputs:
+; CL prog 1/1: 9 instr, 2 nops, 0 mov, 0 cov, 5 dwords
+; CL prog 1/1: 0 last-baryf, 1 half, 12 full, 0 constlen
+@@BUILT {"wave": 128, "local_bytes": 5000}
+"""
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import adreno_static
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+    return adreno_static
+
+
+def test_a_dump_is_read(bench):
+    class Source(bench.Program):
+        source = "__kernel void p(__global int *x) {}"
+
+    ((name, row),) = bench.read_log(LOG, {"p": Source("p", "p", (), ())})
+    assert name == "p"
+    # The inner loop is not counted with the outer one, whose products are four floats and a half.
+    assert (row.loop_slots, row.loop_products, row.loop_half_products, row.loop_private) == (10, 5, 1, 1)
+    assert (row.registers, row.wave, row.instructions) == (13, 128, 7)
+    # 96 registers hold three pairs of waves, 32 KiB six groups of a pair.
+    assert (row.waves, row.local_bytes, row.private_bytes) == (6, 5000, 0)
+
+
+def test_the_kept_tables_show_no_private_memory(bench):
+    kept = bench.read_results()
+    assert {name.split()[0] for name in kept.tables} == set(bench.FRONTS)
+    for table in kept.tables.values():
+        assert table
+        for name, row in table.items():
+            assert row.private_bytes <= (80 if name.startswith("rms_norm") else 0), name
+            # A larger tile than the default may spill registers.
+            assert row.loop_private <= (3 if name.startswith("rms_norm") else 0) or "tile" in name, name
+    # What the kernels had before shows that the columns can tell.
+    assert kept.before["mesa 740"]["linear w4 f16 T64"].loop_private == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front", ["mesa", "llvm"])
+def test_a_fresh_compile_gives_the_kept_rows(bench, front):
+    folder = Path(os.environ.get("HETEROLLM_ADRENO_TOOL", "/nowhere"))
+    if not bench.is_prepared(folder):
+        pytest.skip("needs $HETEROLLM_ADRENO_TOOL, a folder that bench/adreno_static.py has set up")
+    kept = bench.read_results().tables[f"{front} 740"]
+    wanted = [program for program in bench.programs() if program.name in FRESH]
+    rows = bench.compile_programs(folder, wanted, front, 740)
+    assert set(rows) == set(FRESH)
+    for name in set(FRESH) & kept.keys():
+        assert rows[name].private_bytes == kept[name].private_bytes == 0
+        assert rows[name].instructions <= (1 + SPREAD) * kept[name].instructions, name
+        assert rows[name].loop_slots <= (1 + SPREAD) * kept[name].loop_slots, name
