@@ -3,6 +3,7 @@ from .forms import every_ffn_form as every_ffn_form
 from .forms import every_form as every_form
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu
+from .protocol import INTEGER_FORMS as INTEGER_FORMS
 from .protocol import K_SPLIT_COLUMNS as K_SPLIT_COLUMNS
 from .protocol import STANDARD_LENGTHS as STANDARD_LENGTHS
 from .protocol import GraphForm as GraphForm
@@ -15,6 +16,10 @@ from .qnn import QnnNpu as QnnNpu
 from .qnn_binaries import GRAPHS_FOLDER as GRAPHS_FOLDER
 from .qnn_runtime import qnn_available as qnn_available
 from .qnn_socs import SOCS as SOCS
+from .ranges import FfnRanges as FfnRanges
+from .ranges import LinearRanges as LinearRanges
+from .ranges import StaticRanges as StaticRanges
+from .ranges import step_of as step_of
 from .shards import FfnShard as FfnShard
 from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard

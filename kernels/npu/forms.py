@@ -7,9 +7,12 @@ the plain forms of float weights, the default first.
 from __future__ import annotations
 
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_TOKENS, GraphForm
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Activation, WeightFormat
 
-__all__ = ["every_ffn_form", "every_form", "k_split_ffn_forms", "reshaped_forms"]
+__all__ = ["every_ffn_form", "every_form", "integer_forms", "k_split_ffn_forms", "reshaped_forms"]
+
+INTEGER_TILE_TOKENS = 32
+"""Hexagon lays out 16-bit activations in tiles of 32 tokens; other lengths take up to 8 times as long."""
 
 
 def every_form(
@@ -37,6 +40,16 @@ def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) ->
     elif integer_inputs:
         return ()
     return plain + k_split_ffn_forms(weight, width=width, integer_inputs=integer_inputs)
+
+
+def integer_forms(
+    weight: WeightFormat, *, length: int, integer_inputs: bool = False, activation: Activation | None = None
+) -> tuple[GraphForm, ...]:
+    """Return the legal forms with 16-bit activations of a linear shard, or with an activation of an ffn."""
+    packed = weight.bits == 4 and weight.symmetric and weight.stepped and not integer_inputs
+    if not packed or length % INTEGER_TILE_TOKENS or activation not in (None, "silu"):
+        return ()
+    return ("integer",) if activation is None else ("ffn_integer",)
 
 
 def reshaped_forms(

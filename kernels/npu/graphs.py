@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
@@ -18,9 +20,10 @@ from onnx import TensorProto, helper, numpy_helper
 from heterollm.base import PAGE_BYTES, GraphError
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.npu.ffn_graphs import build_ffn
+from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
 from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody, Tensors, build_linear
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm
-from heterollm.kernels.npu.shards import FfnShard, NpuShard
+from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard
 
 __all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "shard_digest", "write_graph"]
 
@@ -35,17 +38,18 @@ FLOAT_FORMS: frozenset[GraphForm] = frozenset(
     {"activation_first", "weight_first", "conv_1x1", "token_tiles", "k_chunked"}
 )
 QUANTIZED_FORMS: frozenset[GraphForm] = frozenset(
-    {"matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8"}
+    {"matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8", "integer"}
 )
 FLOAT_FFN_FORMS: frozenset[GraphForm] = frozenset({"ffn", "ffn_weight_first", "ffn_k_chunked"})
 QUANTIZED_FFN_FORMS: frozenset[GraphForm] = frozenset(
-    {"ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8"}
+    {"ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8", "ffn_integer"}
 )
 
 ONNX_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.float16): TensorProto.FLOAT16,
     np.dtype(np.uint8): TensorProto.UINT8,
+    np.dtype(ml_dtypes.int4): TensorProto.INT4,
 }
 
 
@@ -57,6 +61,8 @@ def shard_digest(shard: NpuShard) -> str:
     identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
     if isinstance(shard, FfnShard):
         identity.append(shard.activation)
+    if shard.ranges is not None:
+        identity.append(asdict(shard.ranges))
     digest = hashlib.sha256(json.dumps(identity).encode())
     for array in _sampled_arrays(shard):
         rows = np.unique(np.linspace(0, len(array) - 1, min(len(array), SAMPLED_ROWS)).astype(np.int64))
@@ -102,7 +108,11 @@ def write_graph(
     if form not in _forms(shard):
         raise GraphError(f"{shard.label} with {shard.format} weights cannot be written as {form}.")
     body = GraphBody(dtype, length)
-    if isinstance(shard, FfnShard):
+    if isinstance(shard, FfnShard) and form == "ffn_integer":
+        build_integer_ffn(shard, body)
+    elif isinstance(shard, LinearShard) and form == "integer":
+        build_integer_linear(shard, body)
+    elif isinstance(shard, FfnShard):
         build_ffn(shard, form, body, k_split_columns)
     else:
         build_linear(shard, form, body, k_split_columns)
@@ -134,7 +144,8 @@ def _write_tensors(tensors: Tensors, path: Path) -> list[TensorProto]:
     initializers = []
     with path.open("wb") as file:
         for name, array in tensors.items():
-            if array.dtype == np.int64:  # shapes, which ONNX Runtime needs while it loads the model
+            # ONNX Runtime and QNN need shapes and steps while they load the model.
+            if array.dtype == np.int64 or array.ndim == 0:
                 initializers.append(numpy_helper.from_array(array, name))
                 continue
             file.write(b"\0" * (-file.tell() % PAGE_BYTES))
@@ -144,9 +155,18 @@ def _write_tensors(tensors: Tensors, path: Path) -> list[TensorProto]:
                 dims=array.shape,
                 data_location=TensorProto.EXTERNAL,
             )
-            entries = {"location": path.name, "offset": file.tell(), "length": array.nbytes}
+            stored = _packed(array) if array.dtype == ml_dtypes.int4 else array
+            entries = {"location": path.name, "offset": file.tell(), "length": stored.nbytes}
             for key, value in entries.items():
                 proto.external_data.add(key=key, value=str(value))
-            np.ascontiguousarray(array).tofile(file)
+            np.ascontiguousarray(stored).tofile(file)
             initializers.append(proto)
     return initializers
+
+
+def _packed(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Pack 4-bit integers as ONNX does: two to a byte, the first one low."""
+    nibbles = array.reshape(-1).astype(np.int8).view(np.uint8) & 15
+    if nibbles.size % 2:
+        nibbles = np.append(nibbles, np.uint8(0))
+    return (nibbles[0::2] | nibbles[1::2] << 4).astype(np.uint8)

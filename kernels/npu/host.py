@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import DeviceError, GraphError, OptionError
-from heterollm.kernels.npu.forms import every_ffn_form, every_form
+from heterollm.kernels.npu.forms import every_ffn_form, every_form, integer_forms
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
-from heterollm.kernels.npu.session import SessionGraph, runtime_errors, session_options
+from heterollm.kernels.npu.session import HeldSession, SessionGraph, runtime_errors, session_options
 from heterollm.kernels.npu.shards import NpuShard, ShardKey
 from heterollm.kernels.ops import Activation, WeightFormat
 
@@ -42,6 +42,8 @@ class HostNpu:
     name = "host NPU (ONNX Runtime CPU)"
     time_kind: TimeKind = "real"
     copies_by_length = False
+    io_by_graph = False
+    addressable_bytes = None
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 64
     activation_dtype: np.dtype[Any] = np.dtype(np.float32)
@@ -54,13 +56,14 @@ class HostNpu:
         _share_arena()
         self.threads = threads
         self.compiled_count = 0
-        self._sessions: dict[tuple[ShardKey, GraphForm], Any] = {}
+        self._sessions: dict[tuple[ShardKey, GraphForm], HeldSession] = {}
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
     ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        return found + integer_forms(weight, length=length, integer_inputs=integer_inputs)
 
     def ffn_forms(
         self,
@@ -68,12 +71,14 @@ class HostNpu:
         *,
         width: int,
         columns: int,  # noqa: ARG002 - all values are legal here
-        length: int,  # noqa: ARG002
+        length: int,
         integer_inputs: bool,
-        activation: Activation,  # noqa: ARG002
+        activation: Activation,
     ) -> tuple[GraphForm, ...]:
         """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
+        found = every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
+        integer = integer_forms(weight, length=length, integer_inputs=integer_inputs, activation=activation)
+        return found + integer
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
@@ -82,11 +87,11 @@ class HostNpu:
         chosen = check_form(self, shard, length, form, any_length=any_length)
         key = (shard.key, chosen)
         if key not in self._sessions:
-            self._sessions[key] = self._open(shard, chosen)
+            self._sessions[key] = HeldSession(self._open(shard, chosen))
             self.compiled_count += 1
         return SessionGraph(self._sessions[key], shard, length, self.activation_dtype)
 
-    def count_cycles(
+    def cpu_times_us(
         self,
         shard: NpuShard,
         length: int,
@@ -94,7 +99,7 @@ class HostNpu:
         *,
         runs: int,
     ) -> None:
-        """Return None: ONNX Runtime counts no cycles, and this backend's time is real."""
+        """Return None: this backend's time is real."""
 
     def release(self, shard: NpuShard) -> None:
         """Drop the sessions of a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
@@ -118,6 +123,8 @@ class HostNpu:
         options = session_options(self.threads)
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        # ONNX Runtime would round the inputs of integer forms to 8 bits.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         folder = None
         try:
             folder = Path(tempfile.mkdtemp(prefix="heterollm-graph-"))

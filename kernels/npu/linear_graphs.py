@@ -286,7 +286,7 @@ def _token_tiles(shard: LinearShard, body: GraphBody) -> None:
     if length is not None and length % TILE_TOKENS:
         raise GraphError(f"{shard.label} at {length} tokens has no tiles of {TILE_TOKENS} tokens.")
     # Weight first: with the tiles first, a rank-3 weight or a convolution over image rows takes several times
-    # the cycles on the emulator, and a rank-2 weight makes it flatten the tiles again.
+    # as long to emulate, and a rank-2 weight makes it flatten the tiles again.
     tiles, tokens = (-1, -1) if length is None else (length // TILE_TOKENS, length)
     body.add("Reshape", [INPUT, "tiled_shape"], "x_tiles")
     add_transpose(body, "x_tiles", "x_columns")

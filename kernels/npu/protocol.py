@@ -18,6 +18,7 @@ from heterollm.kernels.npu.shards import FfnShard, NpuShard
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = [
+    "INTEGER_FORMS",
     "K_SPLIT_COLUMNS",
     "STANDARD_LENGTHS",
     "TILE_TOKENS",
@@ -40,8 +41,10 @@ GraphForm = Literal[
     "token_tiles",
     "k_chunked",
     "k_chunked_int8",
+    "integer",
     "ffn",
     "ffn_int8",
+    "ffn_integer",
     "ffn_k_chunked",
     "ffn_k_chunked_int8",
     "ffn_weight_first",
@@ -54,6 +57,8 @@ GraphForm = Literal[
 - ``token_tiles``: ``weight_first`` as one batched product over tiles of :data:`TILE_TOKENS` tokens.
 - ``k_chunked``, ``k_chunked_int8``: a k-split, the sum of ``matmul_nbits``, ``matmul_nbits_int8`` or
   ``weight_first`` over ranges of at most :data:`K_SPLIT_COLUMNS` inputs.
+- ``integer``: packed codes with stepped scales and activations of 16 bits, on calibrated ranges; at multiples
+  of 32 tokens.
 
 Forms of an ffn shard:
 
@@ -61,7 +66,11 @@ Forms of an ffn shard:
 - ``ffn_weight_first``: all three as ``weight_first``; the activations between them stay transposed.
 - ``ffn_k_chunked``, ``ffn_k_chunked_int8``: ``ffn``, ``ffn_int8`` or, with float weights,
   ``ffn_weight_first``, with a k-split of the last linear.
+- ``ffn_integer``: all three as ``integer``, SiLU between them in 16 bits, too.
 """
+
+INTEGER_FORMS: frozenset[GraphForm] = frozenset({"integer", "ffn_integer"})
+"""Forms that need stepped scales and calibrated ranges."""
 
 K_SPLIT_COLUMNS = 4096
 """Most inputs of one range of a k-split. By HeteroLLM's published operator latencies a Hexagon needs 3.5
@@ -130,6 +139,14 @@ class NpuBackend(Protocol):
         """Whether each standard length of a shard has its own copy of the weights."""
 
     @property
+    def io_by_graph(self) -> bool:
+        """Whether each graph reserves memory for its own input and output."""
+
+    @property
+    def addressable_bytes(self) -> int | None:
+        """Most bytes that all its open graphs can take; None without a limit of its own."""
+
+    @property
     def activation_dtype(self) -> np.dtype[Any]:
         """Element type of every graph's input and output."""
 
@@ -194,21 +211,21 @@ class NpuBackend(Protocol):
             CacheError: The cache folder cannot be written or locked.
         """
 
-    def count_cycles(
+    def cpu_times_us(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
-    ) -> tuple[int, ...] | None:
-        """Return the cycles of each of several runs of a shard, or None if the backend counts no cycles.
+    ) -> tuple[float, ...] | None:
+        """Return the CPU time of each of several emulated runs of a shard; None if nothing is emulated.
 
-        No graph or session is kept. Other load on the machine adds to single counts; the minimum repeats.
+        No graph or session is kept. The minimum repeats within about 5 percent, at any load of the machine.
 
         Args:
             shard: The shard to run.
             length: Tokens of one run, at least 1, standard or not.
             form: Graph form; the first legal one by default.
-            runs: Runs to count, at least 1, after one that is not counted.
+            runs: Runs to measure, at least 1, after one that is not.
 
         Raises:
-            GraphError: As :meth:`prepare`, except for the length; or the profile cannot be read.
+            GraphError: As :meth:`prepare`, except for the length.
             OptionError: ``runs`` is not positive.
         """
 

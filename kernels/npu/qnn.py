@@ -1,8 +1,9 @@
 """The NPU backend of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
 
 Each shard has one static graph per length. The backend compiles it, closes the compiled session, which is
-heavy, and loads the cached context binary, whose weights are mapped. It does not share weights between
-lengths and does not use the rpcmem allocator or power modes.
+heavy, and loads the cached context binary, whose weights are mapped. Open graphs take no more memory than the
+NPU can address: the backend closes those that it opened longest ago, and opens them again when they run. It
+does not share weights between lengths and does not use the rpcmem allocator.
 """
 
 from __future__ import annotations
@@ -10,26 +11,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heterollm.base import MIB, DeviceError, GraphError, OptionError, locked, see
+from heterollm.base import GIB, MIB, DeviceError, GraphError, OptionError, locked, see
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
-from heterollm.kernels.npu.forms import k_split_ffn_forms, reshaped_forms
+from heterollm.kernels.npu.forms import integer_forms, k_split_ffn_forms, reshaped_forms
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, shard_digest, write_graph
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
+from heterollm.kernels.npu.protocol import INTEGER_FORMS, STANDARD_LENGTHS, GraphForm, TimeKind, check_form
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
-from heterollm.kernels.npu.qnn_cycles import profiled_cycles
+from heterollm.kernels.npu.qnn_cpu_time import emulated_cpu_us
+from heterollm.kernels.npu.qnn_power import SESSION_OPTIONS, QnnPower
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session, qnn_available, qnn_versions
-from heterollm.kernels.npu.qnn_socs import this_soc
-from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
+from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard, ShardKey
-from heterollm.kernels.ops import Activation, WeightFormat
+from heterollm.kernels.ops import Activation, Power, WeightFormat
 
 __all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
 
@@ -38,11 +41,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_SOC_MODEL = "57"
 """Snapdragon 8 Gen 3 (HTP v75), which the emulator plays."""
 
-FLOAT_ONLY_SOCS = frozenset({"30"})
-"""HTP v68 with FP16: it takes no MatMulNBits (QNN reports "expected >= 69")."""
+HEXAGON_BYTES = 7 * GIB // 2
+"""Memory that one process domain of a Hexagon maps: 3.5 GiB by onnxruntime-qnn#606, up to 4 elsewhere."""
 
-INTEGER_ONLY_SOCS = frozenset({"37"})
-"""HTP v68 without FP16 (8cx Gen 3): quantised activations only."""
+BLOCK_OPTION = {"enable_block_quant_weight_optimization": "1"}
+"""Makes the compiler keep 4-bit blocks in integers; without it they become FP16, with nothing gained."""
 
 CHILD_WEIGHT_BYTES = 16 * MIB
 """Larger shards are compiled in a child process by default."""
@@ -70,6 +73,10 @@ class QnnNpu:
         emulator: Whether to use the emulator in the x86-64 Linux wheel instead of a real Hexagon.
         soc_model: Qualcomm's number of the SoC to emulate or to compile for; None for this machine's SoC.
         compile_in_child: Whether to compile in a child process; None does so for large shards.
+        power: Clocks to ask for while there is work.
+
+    Attributes:
+        power: The switch of the clocks; None where nothing is asked for.
 
     Raises:
         DeviceError: The provider, the emulator or the NPU is missing.
@@ -78,10 +85,17 @@ class QnnNpu:
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 256
     copies_by_length = True
+    io_by_graph = True
+    addressable_bytes: int | None = HEXAGON_BYTES
     activation_dtype: np.dtype[Any] = np.dtype(np.float16)
 
     def __init__(
-        self, *, emulator: bool, soc_model: str | None = None, compile_in_child: bool | None = None
+        self,
+        *,
+        emulator: bool,
+        soc_model: str | None = None,
+        compile_in_child: bool | None = None,
+        power: Power = "default",
     ) -> None:
         usable, reason, fix = qnn_available(emulator=emulator)
         if not usable:
@@ -93,17 +107,21 @@ class QnnNpu:
             "enable_htp_fp16_precision": "1",
             "htp_graph_finalization_optimization_mode": "3",
         }
-        if soc_model is not None:
-            options["soc_model"] = soc_model
-        self.name = f"Hexagon {'emulator' if emulator else 'NPU'} (QNN HTP)"
-        self.time_kind: TimeKind = "emulated" if emulator else "real"
         # The cache key names the chip, not the machine: graphs compiled elsewhere for this chip are the same.
         self.soc_model = soc_model or this_soc()
+        if self.soc_model in SOCS:  # QNN asks for it with float16; nobody has seen what it does without
+            options["soc_model"] = self.soc_model
+        soc = SOCS.get(self.soc_model)
+        limit = f"; {soc.refusal}" if soc is not None and soc.refusal else ""
+        self.name = f"Hexagon {'emulator' if emulator else 'NPU'} (QNN HTP{limit})"
+        self.time_kind: TimeKind = "emulated" if emulator else "real"
         self.compiled_count = 0
         self.loaded_count = 0
-        self._target = QnnTarget(emulator, options)
+        self._target = QnnTarget(emulator, options, SESSION_OPTIONS[power])
+        self.power = None if power == "default" else QnnPower(self._target, power)
         self._compile_in_child = compile_in_child
-        self._sessions: dict[tuple[ShardKey, GraphForm, int], Any] = {}
+        self._sessions: OrderedDict[tuple[ShardKey, GraphForm, int], HeldSession] = OrderedDict()
+        self._sizes: dict[tuple[ShardKey, GraphForm, int], int] = {}
         self._temporary: Path | None = None
         self._removable: dict[tuple[ShardKey, GraphForm, int], ContextBinary] = {}
 
@@ -112,16 +130,21 @@ class QnnNpu:
     ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        Weight first leads: by the emulator's cycle counts it is up to 7.7 times cheaper at 5 to 32 tokens.
+        Weight first leads: at 5 to 32 tokens the compiler lays activation first out in 265 memory blocks and
+        weight first in 41 (512 x 512). It takes up to 7.7 times as long to emulate, which says nothing of
+        silicon.
         """
         # MatMulNBits on HTP has float activations only.
-        if self.soc_model in INTEGER_ONLY_SOCS or weight.bits == 32 or integer_inputs:
+        soc = SOCS.get(self.soc_model)
+        if weight.bits == 32 or integer_inputs or (soc is not None and not soc.takes_float16):
             return ()
         plain: tuple[GraphForm, ...] = ("weight_first", "activation_first")
         if weight.quantized:
-            if self.soc_model in FLOAT_ONLY_SOCS:
-                return ()
+            integer = integer_forms(weight, length=length)
+            if soc is not None and not soc.takes_4_bits:
+                return integer
             plain = ("matmul_nbits",)
+            return plain + reshaped_forms(weight, columns=columns, length=length) + integer
         return plain + reshaped_forms(weight, columns=columns, length=length)
 
     def ffn_forms(
@@ -143,8 +166,11 @@ class QnnNpu:
             return ()
         plain: tuple[GraphForm, ...] = ("ffn_weight_first",)
         if weight.quantized:
-            plain = ("ffn",)
-        elif activation != "silu":
+            integer = integer_forms(weight, length=length, activation=activation)
+            if (soc := SOCS.get(self.soc_model)) is not None and not soc.takes_4_bits:
+                return integer
+            return ("ffn", *k_split_ffn_forms(weight, width=width), *integer)
+        if activation != "silu":
             plain = ("ffn_weight_first", "ffn")
         return plain + k_split_ffn_forms(weight, width=width)
 
@@ -157,8 +183,17 @@ class QnnNpu:
         if key not in self._sessions:
             if self._temporary is not None:
                 self._removable[key] = self._binary(shard, chosen, length)
-            self._sessions[key] = self._open(shard, chosen, length)
+            self._sizes[key] = self._graph_bytes(shard, length)
+            self._make_room(key)
+            session = self._open(shard, chosen, length)
+            self._sessions[key] = HeldSession(session, self._opener(key, shard, chosen))
+        self._sessions.move_to_end(key)
         return SessionGraph(self._sessions[key], shard, length, self.activation_dtype)
+
+    @property
+    def open_bytes(self) -> int:
+        """Memory that the open graphs take, by their weights, inputs and outputs."""
+        return sum(self._sizes[key] for key, held in self._sessions.items() if held.is_open)
 
     def stored_bytes(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> int:
         """Return the bytes that a shard's graph takes in the cache, damaged or not; 0 if it is missing.
@@ -187,28 +222,28 @@ class QnnNpu:
         _, problem = self._load(stored, label)
         return BuiltGraph(stored.size_bytes, compiled, problem)
 
-    def count_cycles(
+    def cpu_times_us(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
-    ) -> tuple[int, ...] | None:
-        """Return the cycles of each run on the emulator; see :class:`heterollm.kernels.npu.NpuBackend`.
+    ) -> tuple[float, ...] | None:
+        """Return the CPU time of each emulated run; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        A real Hexagon returns None: its time is real, and nobody has seen its profile.
+        A real Hexagon returns None: its time is real.
         """
         if not self._target.emulator:
             return None
         if runs < 1:
-            raise OptionError(f"Cycles are counted over at least one run, not {runs}.")
+            raise OptionError(f"CPU time is measured over at least one run, not {runs}.")
         chosen = check_form(self, shard, length, form, any_length=True)
         label = f"{shard.label} ({chosen}, {length} tokens)"
         stored = self._binary(shard, chosen, length)
         try:
-            with tempfile.TemporaryDirectory(prefix="heterollm-cycles-", ignore_cleanup_errors=True) as name:
+            with tempfile.TemporaryDirectory(prefix="heterollm-emulate-", ignore_cleanup_errors=True) as name:
                 folder, model = Path(name), stored.model
                 if stored.problem() is not None:
                     model = folder / "compiled.onnx"
                     self._compile(shard, chosen, length, folder, model, label)
                 dtype = self.activation_dtype
-                return profiled_cycles(model, self._target, shard, length, dtype, runs, folder)
+                return emulated_cpu_us(model, self._target, shard, length, dtype, runs)
         except OSError as error:
             raise GraphError(
                 f"Cannot write the graph of {label} into {tempfile.gettempdir()}: {error.strerror or error}.",
@@ -252,15 +287,23 @@ class QnnNpu:
         }
 
     def close(self) -> None:
-        """Drop all sessions."""
+        """Drop all sessions, and the vote for clocks."""
+        if self.power is not None:
+            self.power.close()
         self._sessions.clear()
 
     def self_test(self) -> None:
         """Run one small graph against float64.
 
         Raises:
-            DeviceError: The graph does not compile or run, or its numbers are wrong.
+            DeviceError: The graph does not compile or run, or computes wrong numbers, or the chip is too old.
         """
+        soc = SOCS.get(self.soc_model)
+        if soc is not None and soc.refusal:
+            raise DeviceError(
+                f"This NPU cannot be used: {soc.refusal}.",
+                fix="Leave it out with `--npu-threads 0`. " + see("the-hexagon-takes-no-4-bit-weights"),
+            )
         generator = np.random.default_rng(0)
         rows, columns, tokens, block = 64, 256, 32, 32
         weight = QuantizedTensor(
@@ -280,6 +323,36 @@ class QnnNpu:
                 f"{self.name} computes wrong numbers: NMSE {errors.nmse:.1e} on the self-test.",
                 fix=f"Update the NPU driver and onnxruntime-qnn. {see('a-part-computes-wrong-numbers')}",
             )
+
+    def _graph_bytes(self, shard: NpuShard, length: int) -> int:
+        elements = length * (shard.columns + shard.rows) if self.io_by_graph else 0
+        return shard.weight_bytes + elements * self.activation_dtype.itemsize
+
+    def _opener(
+        self, key: tuple[ShardKey, GraphForm, int], shard: NpuShard, form: GraphForm
+    ) -> Callable[[], Any]:
+        """Return a call that opens a graph of the cache; it does not keep the shard with its weights."""
+        model, label = self._binary(shard, form, key[2]).model, f"{shard.label} ({form}, {key[2]} tokens)"
+
+        def open_again() -> Any:  # noqa: ANN401 - onnxruntime ships no types
+            self._make_room(key)
+            self._sessions.move_to_end(key)
+            self.loaded_count += 1
+            return open_session(model, self._target, label)
+
+        return open_again
+
+    def _make_room(self, key: tuple[ShardKey, GraphForm, int]) -> None:
+        """Close the graphs that were opened longest ago, until one more can be addressed."""
+        limit, used = self.addressable_bytes, self.open_bytes
+        if limit is None:
+            return
+        for other, held in self._sessions.items():
+            if used + self._sizes[key] <= limit:
+                return
+            if held.is_open and other != key:
+                held.close()
+                used -= self._sizes[other]
 
     def _open(self, shard: NpuShard, form: GraphForm, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
         """Load the graph from the cache; build it first if the cache has no sound one."""
@@ -323,7 +396,13 @@ class QnnNpu:
         in_child = self._compile_in_child
         if in_child is None:
             in_child = shard.weight_bytes > CHILD_WEIGHT_BYTES
-        compile_graph(source, model, self._target, label, in_child=in_child)
+        compile_graph(source, model, self._compiler_target(form), label, in_child=in_child)
+
+    def _compiler_target(self, form: GraphForm) -> QnnTarget:
+        """Return the target that compiles a form: integer ones need an option that others may not have."""
+        if form not in INTEGER_FORMS:
+            return self._target
+        return replace(self._target, options=self._target.options | BLOCK_OPTION)
 
     def _binary(self, shard: NpuShard, form: GraphForm, length: int) -> ContextBinary:
         identity: dict[str, Any] = {
@@ -338,7 +417,11 @@ class QnnNpu:
             "length": length,
             "dtype": str(self.activation_dtype),
             "soc": self.soc_model,
-            "options": {name: value for name, value in self._target.options.items() if name != "soc_model"},
+            "options": {
+                name: value
+                for name, value in self._compiler_target(form).options.items()
+                if name != "soc_model"
+            },
         }
         if isinstance(shard, FfnShard):
             identity |= {

@@ -22,7 +22,14 @@ from typing import Any
 from heterollm.base import DeviceError, GraphError, see
 from heterollm.kernels.npu.session import runtime_errors, session_options
 
-__all__ = ["PROVIDER", "QnnTarget", "open_session", "qnn_available", "qnn_versions"]
+__all__ = [
+    "PROVIDER",
+    "QnnTarget",
+    "open_session",
+    "provider_metadata",
+    "qnn_available",
+    "qnn_versions",
+]
 
 PROVIDER = "QNNExecutionProvider"
 
@@ -39,11 +46,13 @@ class QnnTarget:
 
     Args:
         emulator: Whether to use the emulator in the x86-64 Linux wheel.
-        options: Options of the QNN execution provider.
+        options: Options of the QNN execution provider, which a compiled graph depends on.
+        session_options: Further options of the provider, which no compiled graph depends on.
     """
 
     emulator: bool
     options: dict[str, str] = field(default_factory=dict)
+    session_options: dict[str, str] = field(default_factory=dict)
 
 
 def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
@@ -122,7 +131,7 @@ def open_session(
     if context is not None:
         options.add_session_config_entry("ep.context_enable", "1")
         options.add_session_config_entry("ep.context_file_path", str(context))
-    options.add_provider_for_devices([device], target.options)
+    options.add_provider_for_devices([device], target.options | target.session_options)
     try:
         with _quiet_stdout(target.emulator):
             session = onnxruntime.InferenceSession(str(model), options, enable_fallback=False)
@@ -156,6 +165,17 @@ def _session_error(label: str, text: str) -> GraphError:
         fix="Run `heterollm doctor`; a context binary must come from the same SDK and SoC. "
         + see("qnn-refuses-a-context-binary"),
     )
+
+
+def provider_metadata() -> tuple[str, ...]:
+    """Return what ONNX Runtime states on this machine's Hexagon; on Windows the driver's name for the chip.
+
+    Raises:
+        DeviceError: The provider or its device is missing.
+    """
+    device = _provider_device(emulator=False)
+    stated = {**device.ep_metadata, **device.device.metadata}
+    return tuple(text for key, text in stated.items() if key != "library_path")
 
 
 @functools.cache

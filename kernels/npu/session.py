@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT
 from heterollm.kernels.npu.protocol import check_arrays
 from heterollm.kernels.npu.shards import NpuShard
 
-__all__ = ["SessionGraph", "runtime_errors", "session_options"]
+__all__ = ["HeldSession", "SessionGraph", "runtime_errors", "session_options"]
 
 
 @functools.cache
@@ -38,26 +39,98 @@ def session_options(threads: int) -> Any:  # noqa: ANN401 - onnxruntime ships no
     return options
 
 
+class HeldSession:
+    """An ``InferenceSession`` that its backend may close; it opens again when a graph of it runs.
+
+    Args:
+        session: The session, open.
+        open_again: Opens it again; None where its backend never closes it.
+    """
+
+    __slots__ = ("_bound", "_open_again", "_session")
+
+    def __init__(
+        self,
+        session: Any,  # noqa: ANN401 - onnxruntime ships no types
+        open_again: Callable[[], Any] | None = None,
+    ) -> None:
+        self._session = session
+        self._open_again = open_again
+        self._bound: weakref.WeakSet[_BoundGraph] = weakref.WeakSet()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session is open."""
+        return self._session is not None
+
+    def session(self) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+        """Return the session; open it first if it is closed."""
+        if self._session is None:
+            assert self._open_again is not None
+            self._session = self._open_again()
+        return self._session
+
+    def close(self) -> None:
+        """Close the session; graphs that are bound to it open it again when they run."""
+        self._session = None
+        for bound in self._bound:
+            bound.close()
+
+    def bind(self, x: Any, y: Any) -> _BoundGraph:  # noqa: ANN401
+        """Return the graph bound to the ``OrtValue`` of its input and of its output."""
+        bound = _BoundGraph(self, x, y)
+        self._bound.add(bound)
+        return bound
+
+
+class _BoundGraph:
+    """A graph with its input and output; while the session is open, :attr:`run` needs no look-up."""
+
+    __slots__ = ("__weakref__", "_held", "_values", "run")
+
+    def __init__(self, held: HeldSession, x: Any, y: Any) -> None:  # noqa: ANN401
+        self._held = held
+        self._values = x, y
+        self.run: Callable[[], object] = self._open_and_run
+        self._open()
+
+    def close(self) -> None:
+        """Let go of the session."""
+        self.run = self._open_and_run
+
+    def _open(self) -> None:
+        session = self._held.session()
+        binding = session.io_binding()
+        binding.bind_ortvalue_input(INPUT, self._values[0])
+        binding.bind_ortvalue_output(OUTPUT, self._values[1])
+        # The public method costs 0.3 us more than the private one beneath it, of at least 10.
+        self.run = functools.partial(session.run_with_iobinding, binding)
+
+    def _open_and_run(self) -> None:
+        self._open()
+        self.run()
+
+
 class SessionGraph:
     """A shard's graph at one length, run by an ONNX Runtime session.
 
     Args:
-        session: An ``InferenceSession`` of a graph from :mod:`heterollm.kernels.npu.graphs`.
+        held: The session of a graph from :mod:`heterollm.kernels.npu.graphs`.
         shard: The shard that the graph computes.
         length: Tokens of one run.
         dtype: Element type of the activations.
     """
 
-    __slots__ = ("_dtype", "_label", "_session", "columns", "length", "rows")
+    __slots__ = ("_dtype", "_held", "_label", "columns", "length", "rows")
 
     def __init__(
         self,
-        session: Any,  # noqa: ANN401 - onnxruntime ships no types
+        held: HeldSession,
         shard: NpuShard,
         length: int,
         dtype: np.dtype[Any],
     ) -> None:
-        self._session = session
+        self._held = held
         self._label = shard.label
         self._dtype = dtype
         self.length = length
@@ -67,15 +140,12 @@ class SessionGraph:
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that runs the graph in place; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
         check_arrays(x, y, self, self._label, self._dtype)
-        binding = self._session.io_binding()
-        binding.bind_ortvalue_input(INPUT, self._shared(x, "input"))
-        binding.bind_ortvalue_output(OUTPUT, self._shared(y, "output"))
-        # The public method costs 0.3 us more than the private one beneath it, of at least 10.
-        run, errors, label = self._session.run_with_iobinding, runtime_errors(), self._label
+        bound = self._held.bind(self._shared(x, "input"), self._shared(y, "output"))
+        errors, label = runtime_errors(), self._label
 
         def call() -> None:
             try:
-                run(binding)
+                bound.run()
             except errors as error:
                 raise GraphError(f"The graph of {label} failed while running: {error}") from error
 

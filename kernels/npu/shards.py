@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
 __all__ = ["FfnShard", "LinearShard", "NpuShard", "ShardKey"]
@@ -29,6 +30,7 @@ class LinearShard:
         row_ranges: Rows ``[start, stop)`` taken of each member.
         weights_key: Content hash of the model's weights.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
+        ranges: Calibrated ranges, which integer forms need.
 
     Raises:
         GraphError: The ranges do not add up to the weight's rows.
@@ -40,6 +42,7 @@ class LinearShard:
     row_ranges: tuple[tuple[int, int], ...]
     weights_key: str
     integer_inputs: bool = False
+    ranges: LinearRanges | None = None
 
     def __post_init__(self) -> None:
         stated = sum(stop - start for start, stop in self.row_ranges)
@@ -78,7 +81,8 @@ class LinearShard:
     @property
     def key(self) -> ShardKey:
         """Identity of the shard."""
-        return (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
+        identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
+        return (*identity, str(self.ranges))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +101,7 @@ class FfnShard:
         weights_key: Content hash of the model's weights.
         cut: Range ``[start, stop)`` of the intermediate width.
         integer_inputs: Whether the inputs of each linear are rounded to int8 for each block of its weights.
+        ranges: Calibrated ranges, which integer forms need.
 
     Raises:
         GraphError: The weights do not fit together or the cut, or differ in format.
@@ -110,6 +115,7 @@ class FfnShard:
     weights_key: str
     cut: tuple[int, int]
     integer_inputs: bool = False
+    ranges: FfnRanges | None = None
 
     def __post_init__(self) -> None:
         start, stop = self.cut
@@ -174,7 +180,7 @@ class FfnShard:
     def key(self) -> ShardKey:
         """Identity of the shard."""
         identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
-        return (*identity, self.activation, self.bias is not None)
+        return (*identity, self.activation, self.bias is not None, str(self.ranges))
 
 
 NpuShard: TypeAlias = LinearShard | FfnShard

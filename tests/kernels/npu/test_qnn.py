@@ -1,7 +1,9 @@
+import gc
 import json
 import logging
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +134,40 @@ class TestEmulator:
             assert linear_errors(outputs[32:64], exact(part, pool[32:64])).within("fp16")
         assert (outputs[:32] == 7).all()
         assert (outputs[64:] == 7).all()
+
+    def test_graphs_past_the_address_space_close_and_open_again(self, npu, make_slice, exact, monkeypatch):
+        parts = [make_slice(64 + 32 * number, 256) for number in range(3)]
+        largest = parts[2].weight_bytes + 32 * (256 + parts[2].rows) * 2
+        npu.addressable_bytes = 2 * largest
+        opened = []
+
+        def recorded(model, target, label, **options):
+            session = open_session(model, target, label, **options)
+            if not options:
+                opened.append(weakref.ref(session))
+            return session
+
+        monkeypatch.setattr("heterollm.kernels.npu.qnn.open_session", recorded)
+        x = activations(32, 256)
+        outputs = [np.zeros((32, part.rows), np.float16) for part in parts]
+        calls = []
+        for part, y in zip(parts, outputs, strict=True):
+            calls.append(npu.prepare(part, 32).bind(x, y))
+            assert npu.open_bytes <= npu.addressable_bytes
+        gc.collect()
+        # The first graph made room for the third: no part of the backend keeps its session.
+        assert [session() is not None for session in opened] == [False, True, True]
+        for turn in range(2):
+            x[:] = activations(32, 256, turn)
+            for number, (call, part, y) in enumerate(zip(calls, parts, outputs, strict=True)):
+                before = npu.loaded_count
+                call()
+                call()
+                # In turns over three graphs each run finds its own closed; the next finds it open.
+                assert npu.loaded_count == before + 1, number
+                assert npu.open_bytes <= npu.addressable_bytes
+                assert linear_errors(y, exact(part, x)).within("fp16")
+        assert npu.compiled_count == 3
 
     def test_arrays_that_would_be_copied_are_refused(self, npu, make_slice):
         graph = npu.prepare(make_slice(64, 256), 32)

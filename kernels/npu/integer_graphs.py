@@ -1,0 +1,187 @@
+"""Linear layers and ffns with uint16 activations, for Hexagon's integer matrix unit.
+
+Every activation lies on a static grid of 16 bits with zero point 32768, whose range a calibration gave. The
+weights keep their 4-bit codes and stepped scales, so the graph computes with the very numbers of the GPU's
+kernels. QNN's compiler keeps such a linear in integers only in this form: uint16, symmetric weights, scales
+that are 1 to 16 times one number of their row with 16 used, and an output of 16 bits. The functions of this
+module therefore refuse all other weights. Input and output of the graph are floats; the conversions cost a
+pass over both (docs/integer-activations.md).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from heterollm.base import GraphError
+from heterollm.kernels.formats import (
+    LARGEST_MULTIPLE,
+    LinearWeight,
+    QuantizedTensor,
+    concatenate_rows,
+    row_steps,
+    take_rows,
+)
+from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody
+from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges, step_of
+from heterollm.kernels.npu.shards import FfnShard, LinearShard
+
+__all__ = ["build_integer_ffn", "build_integer_linear"]
+
+ZERO, SHARE_ZERO = "zero", "share_zero"
+ZERO_POINT: Final = 1 << 15
+SHARE_STEP: Final = 2.0**-16
+"""Step of a sigmoid, whose values lie between 0 and 1."""
+ZERO_CODES: Final = 0x88
+"""Two 4-bit codes of the value 0."""
+
+
+def build_integer_linear(shard: LinearShard, body: GraphBody) -> None:
+    """Append the nodes of a linear shard from :data:`INPUT` to :data:`OUTPUT`.
+
+    Raises:
+        GraphError: The shard has no ranges, or its weight has not the scales that the form needs.
+    """
+    ranges = shard.ranges
+    if not isinstance(ranges, LinearRanges):
+        raise _uncalibrated(shard)
+    weight = _stepped(shard.weight, shard.label)
+    if not row_steps(weight.scales).reaches_largest.all():
+        raise GraphError(
+            f"{shard.label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step, and "
+            "would lose digits in integers."
+        )
+    _start(body, ranges.inputs)
+    _product(body, weight, "x_rounded", "y_product", "")
+    _end(body, "y_product", ranges.outputs)
+
+
+def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
+    """Append the nodes of an ffn shard with SiLU from :data:`INPUT` to :data:`OUTPUT`.
+
+    Raises:
+        GraphError: The shard has no ranges, another activation or a bias, or a weight without the scales that
+            the form needs.
+    """
+    ranges = shard.ranges
+    if not isinstance(ranges, FfnRanges):
+        raise _uncalibrated(shard)
+    if shard.activation != "silu" or shard.bias is not None:
+        raise GraphError(f"{shard.label} has a bias or {shard.activation}, which the integer graph lacks.")
+    gate, up, down = _whole_steps(shard)
+    _start(body, ranges.inputs)
+    _product(body, gate, "x_rounded", "gate_product", "gate_")
+    _round(body, "gate_product", "gate", ranges.gate)
+    _product(body, up, "x_rounded", "up_product", "up_")
+    _round(body, "up_product", "up", ranges.up)
+    body.add("Sigmoid", ["gate"], "share_exact")
+    body.tensors["share_step"] = np.array(SHARE_STEP, np.float32)
+    body.tensors[SHARE_ZERO] = np.array(0, np.uint16)
+    body.add("QuantizeLinear", ["share_exact", "share_step", SHARE_ZERO], "share_codes")
+    body.add("DequantizeLinear", ["share_codes", "share_step", SHARE_ZERO], "share")
+    body.add("Mul", ["gate", "share"], "activated_exact")
+    _round(body, "activated_exact", "activated", ranges.activated)
+    body.add("Mul", ["activated", "up"], "product_exact")
+    _round(body, "product_exact", "product", ranges.product)
+    _product(body, down, "product", "y_product", "down_")
+    _end(body, "y_product", ranges.outputs)
+
+
+def _start(body: GraphBody, magnitude: float) -> None:
+    """Append the rounding of the input."""
+    body.tensors[ZERO] = np.array(ZERO_POINT, np.uint16)
+    source = INPUT
+    if body.dtype != np.float32:
+        body.add("Cast", [INPUT], "x_wide", to=TensorProto.FLOAT)
+        source = "x_wide"
+    _round(body, source, "x_rounded", magnitude)
+
+
+def _end(body: GraphBody, source: str, magnitude: float) -> None:
+    """Append the rounding of the output."""
+    if body.dtype == np.float32:
+        _round(body, source, OUTPUT, magnitude)
+        return
+    _round(body, source, "y_rounded", magnitude)
+    body.add("Cast", ["y_rounded"], OUTPUT, to=TensorProto.FLOAT16)
+
+
+def _round(body: GraphBody, source: str, target: str, magnitude: float) -> None:
+    """Append ``target = source`` on its 16-bit grid."""
+    step = f"{target}_step"
+    body.tensors[step] = np.array(step_of(magnitude), np.float32)
+    body.add("QuantizeLinear", [source, step, ZERO], f"{target}_codes")
+    body.add("DequantizeLinear", [f"{target}_codes", step, ZERO], target)
+
+
+def _product(body: GraphBody, weight: QuantizedTensor, source: str, target: str, prefix: str) -> None:
+    """Append ``target = source · Wᵀ``."""
+    codes, scales = f"{prefix}weight_codes", f"{prefix}scales"
+    values = weight.unpacked_codes().view(np.int8) - np.int8(8)
+    body.tensors[codes] = np.ascontiguousarray(values.T).astype(ml_dtypes.int4)
+    body.tensors[scales] = weight.scales.astype(np.float32).T
+    body.add("DequantizeLinear", [codes, scales], f"{prefix}weight", axis=0, block_size=weight.block)
+    body.add("MatMul", [source, f"{prefix}weight"], target)
+
+
+def _whole_steps(shard: FfnShard) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+    """Return gate, up and down such that the largest scale of each row is 16 times its step.
+
+    The columns of down may lack the blocks with the largest scales. Then down gets one more block, of zeros
+    with that scale, and gate and up get rows of zeros that feed it.
+    """
+    gate_up, down = _stepped(shard.gate_up, shard.label), _stepped(shard.down, shard.label)
+    width = shard.width
+    parts = [take_rows(gate_up, [rows]) for rows in ((0, width), (width, 2 * width))]
+    gate, up = (_stepped(part, shard.label) for part in parts)
+    found = row_steps(down.scales)
+    if not found.reaches_largest.all():
+        largest: NDArray[np.float64] = LARGEST_MULTIPLE * found.step[:, None]
+        scales = np.concatenate([down.scales, largest.astype(np.float16)], axis=1)
+        if not np.isfinite(scales).all():
+            raise GraphError(f"{shard.label} has scales beyond the range of FP16.")
+        zeros = np.full((down.rows, 1, down.codes.shape[2]), ZERO_CODES, np.uint8)
+        codes = np.concatenate([down.codes, zeros], axis=1)
+        down = QuantizedTensor(codes, scales, None, 4, down.block, stepped=True)
+        gate, up = (_with_zero_rows(part, down.block) for part in (gate, up))
+    for weight in (gate, up, down):
+        if not row_steps(weight.scales).reaches_largest.all():
+            raise GraphError(
+                f"{shard.label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step."
+            )
+    return gate, up, down
+
+
+def _with_zero_rows(weight: QuantizedTensor, rows: int) -> QuantizedTensor:
+    codes = np.full((rows, *weight.codes.shape[1:]), ZERO_CODES, np.uint8)
+    scales = np.ones((rows, weight.scales.shape[1]), np.float16)
+    added = QuantizedTensor(codes, scales, None, 4, weight.block, stepped=True)
+    return _stepped(concatenate_rows([weight, added]), "the rows of zeros")
+
+
+def _stepped(weight: LinearWeight, label: str) -> QuantizedTensor:
+    """Return a weight that integers can compute with.
+
+    Raises:
+        GraphError: It has floats, other bits, zero points or free scales. With zero points QNN computes with
+            the wrong sign; free scales it rounds.
+    """
+    if isinstance(weight, QuantizedTensor) and weight.bits == 4 and weight.zero_points is None:
+        positive = (weight.scales > 0).all()
+        if weight.stepped and positive and row_steps(weight.scales).stepped.all():
+            return weight
+    raise GraphError(
+        f"{label} needs symmetric 4-bit weights with stepped scales to be computed in integers.",
+        fix="Load the model with scales stepped, or choose another form.",
+    )
+
+
+def _uncalibrated(shard: LinearShard | FfnShard) -> GraphError:
+    return GraphError(
+        f"{shard.label} has no calibrated ranges, without which integers cannot hold its activations.",
+        fix="Run `heterollm calibrate MODEL -o FILE` and load the model with --calibration FILE.",
+    )

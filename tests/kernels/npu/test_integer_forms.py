@@ -1,0 +1,320 @@
+"""Graph forms with 16-bit activations: numbers, the compiler's own operations, and all that is refused."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from heterollm.base import GraphError
+from heterollm.kernels.formats import QuantizedTensor, linear_errors, quantize, row_steps, take_columns
+from heterollm.kernels.npu import (
+    INTEGER_FORMS,
+    FfnRanges,
+    FfnShard,
+    HostNpu,
+    LinearRanges,
+    LinearShard,
+    QnnNpu,
+    qnn_available,
+)
+from heterollm.kernels.npu.graphs import write_graph
+from heterollm.kernels.npu.qnn import BLOCK_OPTION
+from heterollm.kernels.ops import WeightFormat
+
+USABLE, REASON, _ = qnn_available(emulator=True)
+emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
+STEPPED = WeightFormat(4, 32, stepped=True)
+
+OPEN_AND_TRACE = """
+import sys
+from pathlib import Path
+from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
+import json
+options = json.loads(sys.argv[2]) | {"profiling_level": "optrace", "profiling_file_path": "profile.csv"}
+open_session(Path(sys.argv[1]), QnnTarget(True, options), "traced")
+"""
+
+
+def weight_of(generator, rows, columns, block=32, tails=False):
+    values = generator.standard_t(3, (rows, columns)) if tails else generator.standard_normal((rows, columns))
+    return quantize((values / np.sqrt(columns)).astype(np.float32), bits=4, block=block, stepped=True)
+
+
+def exact(weight):
+    return weight.dequantize().astype(np.float64)
+
+
+def linear_case(rows=96, columns=256, tokens=32, block=32, seed=0, **options):
+    generator = np.random.default_rng(seed)
+    weight = weight_of(generator, rows, columns, block, **options)
+    x = generator.standard_normal((tokens, columns)).astype(np.float16).astype(np.float32)
+    y = x.astype(np.float64) @ exact(weight).T
+    ranges = LinearRanges(float(np.abs(x).max()), float(np.abs(y).max()))
+    return LinearShard(weight, 0, "o", ((0, rows),), f"integer {seed}", ranges=ranges), x, y
+
+
+def ffn_case(hidden=128, width=192, cut=None, tokens=32, seed=0):
+    """An ffn shard: the first ``cut`` rows of its width, all by default."""
+    generator = np.random.default_rng(seed)
+    gate, up = (weight_of(generator, width, hidden) for _ in range(2))
+    down = weight_of(generator, hidden, width)
+    cut = width if cut is None else cut
+    x = generator.standard_normal((tokens, hidden)).astype(np.float16).astype(np.float32)
+    gated, upped = (x.astype(np.float64) @ exact(part)[:cut].T for part in (gate, up))
+    activated = gated / (1 + np.exp(-gated))
+    product = activated * upped
+    y = product @ exact(down)[:, :cut].T
+    values = (x, gated, upped, activated, product, y)
+    ranges = FfnRanges(*(float(np.abs(value).max()) for value in values))
+    stacked = quantized_rows(gate, up, cut)
+    columns = take_columns(down, 0, cut)
+    return FfnShard(stacked, columns, "silu", None, 0, f"ffn {seed}", (0, cut), ranges=ranges), x, y
+
+
+def quantized_rows(gate, up, cut):
+    codes = np.concatenate([gate.codes[:cut], up.codes[:cut]])
+    scales = np.concatenate([gate.scales[:cut], up.scales[:cut]])
+    return QuantizedTensor(codes, scales, None, 4, gate.block, stepped=True)
+
+
+def run(npu, shard, x, form):
+    graph = npu.prepare(shard, len(x), form)
+    given, got = x.astype(npu.activation_dtype), np.zeros((len(x), shard.rows), npu.activation_dtype)
+    graph.bind(given, got)()
+    return got
+
+
+@pytest.fixture(scope="module")
+def host():
+    npu = HostNpu()
+    yield npu
+    npu.close()
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    npu = QnnNpu(emulator=True)
+    yield npu
+    npu.close()
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_a_linear_is_within_the_gate_on_the_host(host, block):
+    shard, x, y = linear_case(block=block, seed=block)
+    assert linear_errors(run(host, shard, x, "integer"), y).within("fp16")
+
+
+@pytest.mark.parametrize("cut", [192, 64])
+def test_an_ffn_is_within_the_gate_on_the_host(host, cut):
+    shard, x, y = ffn_case(cut=cut)
+    assert linear_errors(run(host, shard, x, "ffn_integer"), y).within("fp16")
+
+
+@pytest.mark.parametrize(
+    ("block", "tokens"),
+    [
+        pytest.param(32, 32, marks=emulated),
+        *(
+            pytest.param(b, m, marks=[*emulated, pytest.mark.slow])
+            for b, m in ((16, 32), (64, 64), (128, 256))
+        ),
+    ],
+)
+def test_a_linear_is_within_the_gate_on_the_emulator(emulator, block, tokens):
+    shard, x, y = linear_case(block=block, tokens=tokens, seed=block + tokens)
+    errors = linear_errors(run(emulator, shard, x, "integer"), y)
+    assert errors.within("fp16"), errors
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(128, marks=emulated), pytest.param(192, marks=[*emulated, pytest.mark.slow])]
+)
+def test_an_ffn_is_within_the_gate_on_the_emulator(emulator, cut):
+    """With 128 columns of down some rows lack their largest scale, and a block of zeros has it."""
+    shard, x, y = ffn_case(cut=cut)
+    assert row_steps(shard.down.scales).reaches_largest.all() == (cut == 192)
+    errors = linear_errors(run(emulator, shard, x, "ffn_integer"), y)
+    assert errors.within("fp16"), errors
+
+
+@pytest.mark.parametrize("soc", ["30", "36", "60", "87"])
+@pytest.mark.parametrize("form", [pytest.param("integer", marks=[*emulated, pytest.mark.slow])])
+def test_every_hexagon_takes_the_form(soc, form, tmp_path, monkeypatch):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    npu = QnnNpu(emulator=True, soc_model=soc)
+    assert form in npu.forms(STEPPED, columns=256, length=32)
+    built = npu.build(linear_case()[0], 32, form)
+    assert built.compiled
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    """Return the operations, and the memory blocks, of a graph as QNN's compiler has lowered it."""
+
+    def compile_graph(shard, form, length, options):
+        model = write_graph(shard, form, np.dtype(np.float16), tmp_path, length)
+        command = [sys.executable, "-P", "-c", OPEN_AND_TRACE, str(model), json.dumps(options)]
+        subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=300)
+        [schematic] = tmp_path.glob("*_schematic.bin")
+        text = schematic.read_bytes().decode("latin-1")
+        schematic.unlink()
+        graph = text.split(":::BEGIN:graph_after_optimization:::")[1]
+        graph = graph.split(":::END:graph_after_optimization:::")[0]
+        operations = re.findall(r"'operation':'([^']+)'", graph)
+        [blocks] = re.findall(r"total [1-9][0-9]* bytes in (\d+) blocks, in \d+ groups", text)[:1]
+        return operations, int(blocks)
+
+    return compile_graph
+
+
+BASE = {
+    "backend_type": "htp",
+    "soc_model": "57",
+    "enable_htp_fp16_precision": "1",
+    "htp_graph_finalization_optimization_mode": "3",
+}
+
+
+def expanded(operations):
+    """Operations that expand all weights to floats, or multiply in floats."""
+    return [name for name in operations if "packed_quant_offset_to_fp16" in name or ".fp16" in name]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("linear", marks=emulated), pytest.param("ffn", marks=emulated)]
+)
+def test_the_compiler_keeps_integers(kind, compiled):
+    shard = linear_case(512, 512)[0] if kind == "linear" else ffn_case(256, 512, cut=256)[0]
+    form = "integer" if kind == "linear" else "ffn_integer"
+    operations, blocks = compiled(shard, form, 32, BASE | BLOCK_OPTION)
+    assert not expanded(operations)
+    assert any("expand_block_quant_to_pc_int8_weights" in name for name in operations)
+    assert any(name.startswith("q::ConvLayer_s1") for name in operations)
+    assert blocks < 150
+
+
+@pytest.mark.parametrize("form", [pytest.param("matmul_nbits", marks=emulated)])
+def test_the_compiler_expands_the_weights_of_other_forms(form, compiled):
+    operations, _ = compiled(linear_case(512, 512)[0], form, 32, BASE)
+    assert expanded(operations)
+
+
+@pytest.mark.parametrize("length", [pytest.param(31, marks=[*emulated, pytest.mark.slow])])
+def test_a_length_off_the_tiles_has_many_more_blocks(length, compiled):
+    shard = linear_case(512, 512)[0]
+    _, blocks = compiled(shard, "integer", length, BASE | BLOCK_OPTION)
+    _, tiled = compiled(shard, "integer", 32, BASE | BLOCK_OPTION)
+    assert blocks > 3 * tiled
+
+
+@pytest.mark.parametrize("without", [pytest.param("option", marks=[*emulated, pytest.mark.slow])])
+def test_the_compiler_expands_the_weights_without_the_option(without, compiled):
+    operations, _ = compiled(linear_case(512, 512)[0], "integer", 32, BASE)
+    assert expanded(operations)
+
+
+BACKENDS = [HostNpu, pytest.param(lambda: QnnNpu(emulator=True), marks=emulated)]
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("length", [1, 31, 33, 48, 32, 64, 256])
+def test_the_forms_need_stepped_weights_and_whole_tiles(make, length):
+    npu = make()
+    for weight, integer_inputs in (
+        (STEPPED, False),
+        (STEPPED, True),
+        (WeightFormat(4, 32), False),
+        (WeightFormat(4, 32, symmetric=False), False),
+        (WeightFormat(8, 32), False),
+        (WeightFormat(16), False),
+    ):
+        legal = weight is STEPPED and not integer_inputs and length % 32 == 0
+        options = {"columns": 256, "length": length, "integer_inputs": integer_inputs}
+        forms = npu.forms(weight, **options)
+        assert ("integer" in forms) == legal
+        assert forms[:1] != ("integer",)  # never the default
+        for activation in ("silu", "gelu_tanh"):
+            forms = npu.ffn_forms(weight, width=256, activation=activation, **options)
+            assert ("ffn_integer" in forms) == (legal and activation == "silu")
+    with pytest.raises(GraphError):
+        npu.prepare(linear_case()[0], 1, "integer")
+
+
+def with_weight(shard, **changes):
+    return dataclasses.replace(shard, weight=dataclasses.replace(shard.weight, **changes))
+
+
+FREE = quantize(np.random.default_rng(3).standard_normal((96, 256)).astype(np.float32), bits=4, block=32)
+REFUSED = {
+    "no ranges": (lambda shard: dataclasses.replace(shard, ranges=None), "no calibrated ranges"),
+    "free scales": (lambda shard: dataclasses.replace(shard, weight=FREE), "stepped scales"),
+    "free scales called stepped": (
+        lambda shard: with_weight(shard, scales=np.abs(FREE.scales)),
+        "stepped scales",
+    ),
+    "negative scales": (lambda shard: with_weight(shard, scales=-shard.weight.scales), "stepped scales"),
+    "zero points": (
+        lambda shard: with_weight(shard, zero_points=np.full((96, 4), 0x88, np.uint8)),
+        "stepped scales",
+    ),
+    "a multiple of 13 at most": (
+        lambda shard: with_weight(shard, scales=thirteen(shard.weight.scales)),
+        "do not reach 16",
+    ),
+}
+
+
+def thirteen(scales):
+    step = scales.max(axis=1, keepdims=True).astype(np.float64) / 16
+    return (np.minimum(np.rint(scales / step), 13) * step).astype(np.float16)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_weights_that_integers_would_change_are_refused(reason, tmp_path):
+    change, message = REFUSED[reason]
+    shard = change(linear_case()[0])
+    with pytest.raises(GraphError, match=message):
+        write_graph(shard, "integer", np.dtype(np.float16), tmp_path, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranges": None}, "no calibrated ranges"),
+        ({"activation": "gelu_tanh"}, "gelu_tanh"),
+        ({"bias": np.ones(384, np.float32)}, "has a bias"),
+    ],
+)
+def test_ffns_that_the_graph_lacks_are_refused(changes, message, tmp_path):
+    shard = dataclasses.replace(ffn_case()[0], **changes)
+    with pytest.raises(GraphError, match=message):
+        write_graph(shard, "ffn_integer", np.dtype(np.float32), tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_ranges_are_positive_and_finite(value):
+    with pytest.raises(GraphError, match="calibrate"):
+        LinearRanges(1.0, value)
+
+
+def test_other_ranges_are_another_shard(host):
+    shard, x, y = linear_case()
+    narrow = dataclasses.replace(shard, ranges=LinearRanges(shard.ranges.inputs, shard.ranges.outputs / 4))
+    assert shard.key != narrow.key
+    assert linear_errors(run(host, shard, x, "integer"), y).within("fp16")
+    assert not linear_errors(run(host, narrow, x, "integer"), y).within("fp16")  # saturated
+
+
+def test_rows_past_the_tokens_may_hold_any_number(host):
+    shard, x, _ = linear_case()
+    first = run(host, shard, x, "integer")[:5]
+    x[5:] = np.nan
+    assert np.array_equal(run(host, shard, x, "integer")[:5], first)
+
+
+def test_the_integer_forms_are_named():
+    assert {"integer", "ffn_integer"} == INTEGER_FORMS
