@@ -10,6 +10,7 @@ from .options import SIMULATED as SIMULATED
 from .options import Simulation as Simulation
 from .options import is_simulated as is_simulated
 from .options import name_in_words as name_in_words
+from .soc.parameters import load_soc as load_soc
 from .soc.parameters import soc_names as soc_names
 from .soc.power_model import EnergyRange as EnergyRange
 from .soc.power_model import Usage as Usage

@@ -72,6 +72,8 @@ class SimulatedSpan(NamedTuple):
         begin_us: Start.
         end_us: End.
         dram_bytes: Memory traffic.
+        start_us: Time at the begin in which a graph is started.
+        copy_us: Time after that in which the driver copies a graph's inputs and outputs.
     """
 
     processor: SimulatedProcessor
@@ -79,6 +81,8 @@ class SimulatedSpan(NamedTuple):
     begin_us: float
     end_us: float
     dram_bytes: float = 0.0
+    start_us: float = 0.0
+    copy_us: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +95,7 @@ class SimulatedJob:
         dram_bytes: Memory traffic, spread over the time after ``fixed_us``.
         fixed_us: Time at the start without traffic.
         arithmetic_bound: Whether it is compute-bound rather than memory-bound.
+        copy_us: Part of ``fixed_us`` in which the driver copies, which is never hidden.
     """
 
     name: str
@@ -98,6 +103,7 @@ class SimulatedJob:
     dram_bytes: float = 0.0
     fixed_us: float = 0.0
     arithmetic_bound: bool = False
+    copy_us: float = 0.0
     queued_us: float = 0.0
     ready_us: float = 0.0
     begin_us: float = NEVER
@@ -126,8 +132,8 @@ class SimulatedTotals:
     Attributes:
         busy_us: Busy time of each processor; polling counts as busy.
         dram_bytes: Memory traffic of GPU and NPU.
-        overhead_us: Synchronisation costs by type: ``poll``, ``driver``, ``copy`` and ``sleep`` of the
-            control thread, and ``refill`` of the GPU.
+        overhead_us: Synchronisation costs by type: ``poll``, ``driver``, ``copy``, ``map`` and ``sleep`` of
+            the control thread, and ``refill`` of the GPU.
         peak_gbps: Highest traffic of GPU and NPU together.
         frame_us: Time of each frame of the game, from its due time to its end.
         frames_due: Number of frames drawn or dropped.
@@ -263,6 +269,17 @@ class SimulatedClock:
             self._block(last)
         self.work(self.costs.write_us, "copy", "copy")
 
+    def map(self, duration_us: float) -> None:
+        """Map memory: block until the queue is empty, then let the driver work."""
+        last = self.last_job()
+        if last is not None:
+            self._block(last)
+        self.work(duration_us, "map", "map")
+
+    def unmap(self, duration_us: float) -> None:
+        """Enqueue an unmap, behind which kernels see the host's writes."""
+        self.work(duration_us, "unmap", "map")
+
     def hand_over_by_driver(self) -> None:
         """Copy the NPU's input through the driver now, and its output back before the next kernel."""
         self.work(self.costs.write_us, "copy", "copy")
@@ -272,7 +289,7 @@ class SimulatedClock:
         """Run a graph on the NPU and wait for it, while the GPU runs its queue."""
         self._settle()
         free_us = self.now_us - self._npu_free_us if self._asked else 0.0
-        hidden_us = min(free_us, job.fixed_us * (1.0 - self.costs.npu_start_share))
+        hidden_us = min(free_us, (job.fixed_us - job.copy_us) * (1.0 - self.costs.npu_start_share))
         job.alone_us -= hidden_us
         job.fixed_us -= hidden_us
         job.queued_us = job.ready_us = self.now_us
@@ -361,7 +378,9 @@ class SimulatedClock:
         job.end_us = self._at_us
         self.totals.dram_bytes += job.dram_bytes
         self.totals.busy_us[processor] += job.end_us - job.begin_us
-        self._keep(processor, job.name, job.begin_us, job.end_us, job.dram_bytes)
+        if self.recording and job.end_us > job.begin_us:
+            times = job.begin_us, job.end_us, job.dram_bytes, job.fixed_us - job.copy_us, job.copy_us
+            self.spans.append(SimulatedSpan(processor, job.name, *times))
 
     def _draw(self, game: Game, elapsed_us: float) -> None:
         """Advance the game's frame."""
@@ -381,10 +400,9 @@ class SimulatedClock:
         name: str,
         begin_us: float,
         end_us: float,
-        dram_bytes: float = 0.0,
     ) -> None:
         if self.recording and end_us > begin_us:
-            self.spans.append(SimulatedSpan(processor, name, begin_us, end_us, dram_bytes))
+            self.spans.append(SimulatedSpan(processor, name, begin_us, end_us))
 
 
 def _go_on(job: SimulatedJob, done_us: float, ended: bool) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import GIB
 from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
     FfnShard,
@@ -68,6 +69,8 @@ class SimulatedNpu:
     ) -> None:
         self.name = f"simulated NPU of {soc.name}"
         self.standard_lengths = lengths
+        self.io_by_graph = bool(soc.npu.io_by_graph)
+        self.addressable_bytes = int(soc.npu.address_space_gib * GIB) or None
         self.activation_dtype = np.dtype(np.float16) if real is None else real.activation_dtype
         self.compiled_count = 0
         self._soc = soc
@@ -101,17 +104,20 @@ class SimulatedNpu:
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
     ) -> SimulatedGraph:
-        """Return a shard's graph; the build of a new shape takes virtual time.
+        """Return a shard's graph; building and opening a new one take virtual time.
 
-        As in the papers, layers share graphs of the same shape and bind their own weights.
+        Where ``build.shared_graphs`` says so, as in the papers, layers share graphs of the same shape and
+        bind their own weights.
         """
         chosen = check_form(self, shard, length, form, any_length=any_length)
         built = self._built.setdefault(shard.key, set())
-        if (length, chosen) not in built:
+        is_new = (length, chosen) not in built
+        if is_new:
             built.add((length, chosen))
             self.compiled_count += 1
+            self._clock.work(self._soc.build.session_us, "open")
         work = npu_work(shard, length, chosen)
-        if work not in self._shapes:
+        if work not in self._shapes or (is_new and not self._soc.build.shared_graphs):
             self._shapes.add(work)
             self._clock.work(build_us(self._soc, length), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
@@ -119,7 +125,7 @@ class SimulatedNpu:
             self._soc, self._clock, shard.label, work, self.activation_dtype, real, self._settle
         )
 
-    def count_cycles(
+    def cpu_times_us(
         self,
         shard: NpuShard,
         length: int,
@@ -127,7 +133,7 @@ class SimulatedNpu:
         *,
         runs: int,
     ) -> None:
-        """Return None: the model gives times, not cycles."""
+        """Return None: the model gives times, and emulates nothing."""
 
     def release(self, shard: NpuShard) -> None:
         """Forget a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
@@ -194,9 +200,9 @@ class SimulatedGraph:
             if compute is not None:
                 settle()
                 compute()
-            clock.run_npu(
-                SimulatedJob(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound)
-            )
+            job = SimulatedJob(label, time.alone_us, time.dram_bytes, time.fixed_us, arithmetic_bound)
+            job.copy_us = time.copy_us
+            clock.run_npu(job)
 
         return call
 

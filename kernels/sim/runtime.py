@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import GIB, MIB
 from heterollm.kernels.gpu import (
     Argument,
+    DeviceMemory,
     DeviceTraits,
     DeviceTuning,
     Event,
@@ -26,11 +27,13 @@ from heterollm.kernels.gpu import (
     Kernel,
     KernelIdentity,
     Launch,
+    MemoryKind,
     SharedArray,
     VariantRecord,
     aligned_zeros,
 )
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
+from heterollm.kernels.sim.memory import MappedArray
 from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
@@ -124,7 +127,7 @@ class SimulatedLaunch(Launch):
         self._runtime = runtime
         self._real = real
 
-    def replace(self, old: SharedArray | None, new: SharedArray) -> None:
+    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
         """Replace the argument ``old`` by other memory."""
         if self._real is not None:
             self._real.replace(old, new)
@@ -162,6 +165,7 @@ class SimulatedRuntime:
         self.clock = clock
         self.real = real
         self.computes = real is not None
+        self.shared_memory: MemoryKind = "svm" if soc.memory.fine_grained_svm else "mapped"
         self.traits = _traits(soc, real)
         self.variants = VariantRecord(self.traits.name)
         self.tuning = DeviceTuning(self.traits.identity())
@@ -210,10 +214,14 @@ class SimulatedRuntime:
 
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
         """Return zeroed memory; unused pages take no memory."""
-        if self.real is not None:
-            return self.real.shared(shape, dtype)
         nothing: Any = NOTHING
-        return SharedArray(aligned_zeros(shape, dtype), nothing, nothing, coherent=True)
+        if self.real is not None:
+            found = self.real.shared(shape, dtype)
+        else:
+            found = SharedArray(aligned_zeros(shape, dtype), nothing, nothing, coherent=True)
+        if self.soc.memory.fine_grained_svm:
+            return found
+        return MappedArray(found, self.soc.hand_over, self.clock, self.settle_real)
 
     def upload(self, array: NDArray[Any]) -> GpuBuffer:
         """Return the real device's memory with an array's content, or a placeholder."""
@@ -231,6 +239,14 @@ class SimulatedRuntime:
         """Copy between host and device memory, and wait."""
         if self.real is not None:
             self.real.copy(target, source)
+        self.clock.copy()
+
+    def copy_rows(
+        self, target: DeviceMemory, source: DeviceMemory, *, rows: int, row_bytes: int, stride_bytes: int
+    ) -> None:
+        """Copy the first bytes of each row between two device memories, and wait."""
+        if self.real is not None:
+            self.real.copy_rows(target, source, rows=rows, row_bytes=row_bytes, stride_bytes=stride_bytes)
         self.clock.copy()
 
     # -- queue and time ------------------------------------------------------------------------------
@@ -252,9 +268,10 @@ class SimulatedRuntime:
         self.clock.wait_idle()
 
     def hand_to_host(self) -> None:
-        """Wait in the driver until the queue is empty, and copy the NPU's input: the papers' baseline."""
+        """Wait in the driver until the queue is empty; the papers' baseline copies the NPU's input, too."""
         self.finish()
-        self.clock.hand_over_by_driver()
+        if self.soc.hand_over.driver_copies:
+            self.clock.hand_over_by_driver()
 
     def settle_real(self) -> None:
         """Wait until the real device has computed everything."""
@@ -295,8 +312,16 @@ def _traits(soc: SocParameters, real: GpuRuntime | None) -> DeviceTraits:
     """Return the traits of the simulated GPU; with numerics, kernels see the real device's limits."""
     name, platform, driver = f"simulated GPU of {soc.name}", "heterollm model", f"parameters {soc.digest()}"
     cache_bytes = soc.memory.cache_mib * MIB
+    coherent = bool(soc.memory.fine_grained_svm)
     if real is not None:
-        return replace(real.traits, name=name, platform=platform, driver=driver, cache_bytes=cache_bytes)
+        return replace(
+            real.traits,
+            name=name,
+            platform=platform,
+            driver=driver,
+            cache_bytes=cache_bytes,
+            coherent=coherent,
+        )
     return DeviceTraits(
         name=name,
         platform=platform,
@@ -312,6 +337,6 @@ def _traits(soc: SocParameters, real: GpuRuntime | None) -> DeviceTraits:
         global_bytes=16 * GIB,
         local_bytes=32 << 10,
         cache_bytes=cache_bytes,
-        coherent=True,
+        coherent=coherent,
         extensions=(),
     )

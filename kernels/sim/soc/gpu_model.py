@@ -86,7 +86,8 @@ def gpu_time(soc: SocParameters, work: GpuWork) -> GpuTime:
         rate = gpu.attention_tflops if work.kind == "attention" else gpu.gemm_tflops
         arithmetic_us = work.flops / (rate * 1e6)
         return _bounded(memory_us, arithmetic_us, moved_bytes)
-    few = _bounded(memory_us, work.flops / (gpu.small_tflops * 1e6), moved_bytes)
+    few_us = moved_bytes / (min(gpu.small_gbps, gpu.dram_gbps) * 1e3)
+    few = _bounded(few_us, work.flops / (gpu.small_tflops * 1e6), moved_bytes)
     many = _prepared(soc, work, moved_bytes, memory_us)
     return min(few, many, key=lambda time: time.alone_us)
 

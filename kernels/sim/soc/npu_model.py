@@ -98,7 +98,9 @@ class NpuTime:
 
     Args:
         alone_us: The whole, as a caller sees it.
-        fixed_us: Cost of running any graph; part of it can be hidden behind the GPU's work.
+        fixed_us: Time before the work: the cost of running any graph, part of which can be hidden behind the
+            GPU's work, and copies.
+        copy_us: Share of the fixed cost in which the driver copies inputs and outputs; never hidden.
         array_us: Loading tiles and streaming rows.
         dequantise_us: Unpacking weights.
         memory_us: First reading of weights and activations from DRAM.
@@ -111,6 +113,7 @@ class NpuTime:
 
     alone_us: float
     fixed_us: float
+    copy_us: float
     array_us: float
     dequantise_us: float
     memory_us: float
@@ -162,7 +165,9 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     if work.width:
         # The activation reads gate and up and writes their product.
         gated_us = 3 * work.width * work.tokens * FLOAT_BYTES / (soc.npu.vector_gbps * 1e3)
-    fixed_us = soc.npu.execute_us
+        gated_us /= soc.npu.clock_factor
+    copy_us = _copy_us(soc, work)
+    fixed_us = soc.npu.execute_us + copy_us
     parts: dict[NpuBound, float] = {
         "fixed": fixed_us,
         "unpack": sum(product.dequantise_us for product in products),
@@ -174,6 +179,7 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     return NpuTime(
         alone_us=fixed_us + gated_us + sum(product.whole_us for product in products),
         fixed_us=fixed_us,
+        copy_us=copy_us,
         array_us=parts["array"],
         dequantise_us=parts["unpack"],
         memory_us=parts["memory"],
@@ -183,6 +189,14 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
         dram_bytes=sum(product.dram_bytes for product in products),
         bound=max(parts, key=lambda name: parts[name]),
     )
+
+
+def _copy_us(soc: SocParameters, work: NpuWork) -> float:
+    """Return the time in which the driver copies the inputs and outputs of a run."""
+    if not soc.npu.io_copy_gbps:
+        return 0.0
+    moved_bytes = (work.columns + work.rows) * work.tokens * FLOAT_BYTES
+    return moved_bytes / (soc.npu.io_copy_gbps * 1e3)
 
 
 def _products(work: NpuWork) -> list[tuple[int, int, int]]:
@@ -207,7 +221,9 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
     n, k, m = (-(-size // npu.tile) for size in (rows, columns, tokens))
 
     # Arrays: every row of a tile costs tile² multiply-adds.
-    rate = npu.array_tflops * 1e6 * (npu.integer_array_ratio if work.integer else 1.0)
+    native = bool(npu.integer_graphs) and work.bits == 4 and not work.integer
+    rate = npu.array_tflops * (npu.integer_array_ratio if work.integer else 1.0)
+    rate = (npu.int16_tflops if native else rate) * npu.clock_factor * 1e6
     row_us = 2 * npu.tile**2 / rate
     stationary, streamed = (k * m, n) if _weight_streams(work) else (n * k, m)
     load_us = stationary * npu.tile_load_rows * row_us
@@ -216,17 +232,19 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
     # Weights: read packed, then unpacked.
     packed_bytes = weights * work.bits / 8 + (2 * weights / work.block if work.block else 0)
     element_bytes = 1 if work.integer else FLOAT_BYTES
+    # The published rate of native graphs contains long rows.
+    spills = spills and not native
     codes_us = 0.0
-    if work.bits <= 8:
+    if work.bits <= 8 and not native:
         speed = npu.dequantize_gweights_per_s if work.bits == 4 else npu.dequantize_int8_gweights_per_s
-        codes_us = weights / (speed * 1e3)
+        codes_us = weights / (speed * npu.clock_factor * 1e3)
     token_bytes = columns * element_bytes + rows * FLOAT_BYTES
     first_bytes = packed_bytes + token_bytes * tokens
     # Whole tiles move between chip and memory unit: fewer tokens than a tile cost what a tile costs.
     memory_us = (packed_bytes + token_bytes * m * npu.tile) / (npu.dram_gbps * 1e3)
 
     vector_bytes = (chunks - 1) * SUM_BYTES * rows * tokens
-    vector_us = vector_bytes / (npu.vector_gbps * 1e3)
+    vector_us = vector_bytes / (npu.vector_gbps * npu.clock_factor * 1e3)
     if not spills:
         spill_bytes = spill_us = 0.0
         whole_us = max(codes_us, memory_us, load_us + stream_us) + vector_us

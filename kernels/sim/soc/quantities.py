@@ -65,6 +65,9 @@ class GpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float,
         quantity("TFLOP/s", "arithmetic of the kernel for few tokens, which unpacks as it reads", 1e-3, 1e4),
     ]
+    small_gbps: Annotated[
+        float, quantity("GB/s", "most that the kernel for few tokens reads, within the DRAM's", 0.1, 10_000)
+    ]
     attention_tflops: Annotated[
         float, quantity("TFLOP/s", "arithmetic of the attention core, causal half only", 1e-3, 10_000)
     ]
@@ -115,6 +118,25 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float,
         quantity("1", "share of that which is not hidden when the call is made while the GPU works", 0, 1),
     ]
+    clock_factor: Annotated[
+        float, quantity("1", "clocks of the NPU over those that its other numbers hold for", 0.01, 10)
+    ]
+    every_form: Annotated[int, quantity("1", "1 if graphs have forms that HeteroLLM lacks", 0, 1)]
+    integer_graphs: Annotated[
+        int, quantity("1", "1 if graphs of 4-bit weights take 16-bit integer activations", 0, 1)
+    ]
+    int16_tflops: Annotated[
+        float, quantity("TFLOP/s", "arithmetic of such graphs, which unpack no weights", 1e-3, 1e5)
+    ]
+    io_copy_gbps: Annotated[
+        float, quantity("GB/s", "copies of a graph's inputs and outputs; 0 where none are made", 0, 10_000)
+    ]
+    address_space_gib: Annotated[
+        float, quantity("GiB", "memory that all open graphs can take together; 0 is no limit", 0, 1024)
+    ]
+    io_by_graph: Annotated[
+        int, quantity("1", "1 if each graph reserves memory for its own input and output", 0, 1)
+    ]
 
 
 class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,6 +150,7 @@ class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):
         int,
         quantity("MiB", "last cache before DRAM: weights of smaller models stay in it", 0, 4096),
     ]
+    fine_grained_svm: Annotated[int, quantity("1", "1 if host and GPU share memory without maps", 0, 1)]
 
 
 class HandOverParameters(Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,6 +166,14 @@ class HandOverParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float, quantity("us", "submitting to a queue that ran empty, beyond a busy one", 0, 1e5)
     ]
     poll_us: Annotated[float, quantity("us", "from the end of a kernel until a polling core sees it", 0, 1e5)]
+    map_us: Annotated[float, quantity("us", "a blocking map, whatever the size", 0, 1e5)]
+    unmap_us: Annotated[float, quantity("us", "an unmap, whatever the size", 0, 1e5)]
+    map_gbps: Annotated[
+        float, quantity("GB/s", "caches cleaned by maps and unmaps; 0 where the hardware does it", 0, 10_000)
+    ]
+    driver_copies: Annotated[
+        int, quantity("1", "1 if a driver's wait copies to and from the NPU as well", 0, 1)
+    ]
 
 
 class CpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,6 +190,8 @@ class BuildParameters(Struct, frozen=True, forbid_unknown_fields=True):
     graph_us_per_token: Annotated[
         float, quantity("us/token", "building one graph, for each token of its length", 0, 1e7)
     ]
+    session_us: Annotated[float, quantity("us", "opening one built graph in a process", 0, 1e9)]
+    shared_graphs: Annotated[int, quantity("1", "1 if layers share graphs of one shape", 0, 1)]
 
 
 class PowerSplit(Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from heterollm.kernels.sim.soc.npu_model import npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sync import prepare_fence, refused_strategies, strategies_for
 
-NAME = "sim:snapdragon-8gen3"
+NAME = "sim:snapdragon-8gen3-paper"
 PACKED = WeightFormat(4, 128)
 
 

@@ -17,7 +17,7 @@ from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.parameters import load_soc
 
 ROOT = Path(__file__).resolve().parents[3]
-SOC = load_soc("snapdragon-8gen3")
+SOC = load_soc("snapdragon-8gen3-paper")
 STEPS = {33, 65, 97}
 FIRST, SECOND = "weight_first", "activation_first"
 
@@ -44,7 +44,7 @@ def test_steps_of_32_lie_at_the_same_places(plot: ModuleType) -> None:
     emulated = plot.emulated_curves()[plot.NAMES[FIRST]]
     assert steps_of(modelled) == steps_of(emulated) == STEPS
     # Between the steps the model is flat, and the emulator but for noise.
-    for curve, noise in ((modelled, 1e-9), (emulated, 0.1)):
+    for curve, noise in ((modelled, 1e-9), (emulated, 0.2)):
         for first, last in ((1, 32), (33, 64), (65, 96), (97, 128)):
             inside = [value for tokens, value in curve.items() if first <= tokens <= last]
             assert max(inside) <= min(inside) * (1 + noise)
