@@ -6,17 +6,34 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from heterollm.kernels.npu import NpuBackend, TimeKind
-from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread
+from heterollm.kernels.ops import Power
+from heterollm.kernels.threads import ThreadSplit, allowed_cores, biggest_cores, pin_current_thread
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import GpuRuntime
 
-__all__ = ["Device", "DeviceStatus", "fingerprint_of"]
+__all__ = ["Device", "DeviceStatus", "PowerSwitch", "fingerprint_of"]
+
+
+class PowerSwitch(Protocol):
+    """Asks the system for a processor's clocks; a refusal raises nothing."""
+
+    problem: str
+    """Why the system refuses; empty if it does not."""
+
+    def wake(self) -> None:
+        """Ask for high clocks, before work."""
+
+    def rest(self) -> None:
+        """Ask for none, after work."""
+
+    def run_us(self, runs: int) -> float:
+        """Return the median microseconds of a small graph."""
 
 
 @dataclass(slots=True)
@@ -32,6 +49,9 @@ class Device:
         cache_dtype: Storage type of the KV cache.
         time_kind: Whether times measured on it are real, emulated or simulated.
         reason: Why ``auto`` chose it; empty otherwise.
+        power: Clocks and cores asked for; ``default`` where the processors are CPU cores or modelled.
+        power_switch: The switch of the NPU's clocks; None where nothing is asked for. The emulator's accepts
+            all and has no clocks, so that the engine does not use it.
     """
 
     name: str
@@ -42,6 +62,8 @@ class Device:
     cache_dtype: np.dtype[Any]
     time_kind: TimeKind
     reason: str = ""
+    power: Power = "default"
+    power_switch: PowerSwitch | None = None
 
     @property
     def standard_lengths(self) -> tuple[int, ...]:
@@ -58,13 +80,26 @@ class Device:
         return self.gpu.now_ns() / 1e9
 
     def pin(self) -> bool:
-        """Pin the calling thread (the engine thread) to the NPU's cores."""
-        return pin_current_thread(self.split.npu_cores or allowed_cores())
+        """Pin the calling thread (the engine thread) to its cores."""
+        return pin_current_thread(self.engine_cores())
+
+    def engine_cores(self) -> tuple[int, ...]:
+        """Return the cores of the engine thread: those of an NPU on CPU cores, else the biggest ones."""
+        if self.split.npu_cores:
+            return self.split.npu_cores
+        return allowed_cores() if self.power == "default" else biggest_cores()
 
     def description(self) -> dict[str, Any]:
         """Return processors, drivers and thread split, which identify measurements."""
         traits = self.gpu.traits
-        return {
+        power = {} if self.power == "default" else {"power": self.power}
+        # Devices without a limit keep the description, and with it the profiles, that they had before.
+        memory: dict[str, Any] = {}
+        if self.npu is not None and self.npu.addressable_bytes is not None:
+            memory["npu_addressable_bytes"] = self.npu.addressable_bytes
+        if self.npu is not None and self.npu.io_by_graph:
+            memory["npu_io_by_graph"] = True
+        return power | {
             "device": self.name,
             "time": self.time_kind,
             "gpu": traits.name,
@@ -73,12 +108,14 @@ class Device:
             "npu_versions": {} if self.npu is None else self.npu.versions(),
             "npu_standard_lengths": list(self.standard_lengths),
             "npu_row_alignment": 0 if self.npu is None else self.npu.row_alignment,
+            "coherent": traits.coherent,
             "cache_bytes": traits.cache_bytes,
             "npu_copies_by_length": self.npu is not None and self.npu.copies_by_length,
             "gpu_threads": len(self.split.gpu_cores),
             "npu_threads": len(self.split.npu_cores),
             # The numerics of a simulated device do not affect its times.
             "activation_dtype": "float16" if self.is_simulated else self.activation_dtype.name,
+            **memory,
         }
 
     def fingerprint(self) -> str:

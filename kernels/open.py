@@ -8,11 +8,13 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import logging
 import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -32,18 +34,28 @@ from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import guard_programs, target_for_this_machine
 from heterollm.kernels.npu import TimeKind
+from heterollm.kernels.ops import POWERS, Power
 from heterollm.kernels.sim import SIMULATED, Simulation, is_simulated
-from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
+from heterollm.kernels.sync import stale_memory
+from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores, split_threads
 
 if TYPE_CHECKING:
-    from heterollm.kernels.gpu import OpenClRuntime
+    from heterollm.kernels.gpu import MemoryKind, OpenClRuntime
 
 __all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device", "shares_cores"]
+
+logger = logging.getLogger(__name__)
 
 DeviceName = Literal["snapdragon", "host", "emulator"]
 DEVICE_NAMES: Final[tuple[DeviceName, ...]] = get_args(DeviceName)
 
 QUALCOMM: Final = "qualcomm"
+OPENCL_ON_12: Final = "openclon12"
+"""Microsoft's OpenCL over Direct3D 12, which offers the same Adreno without its driver's compiler."""
+
+ADRENO_VARIABLE: Final = "HETEROLLM_ADRENO"
+"""Environment variable that chooses among several Adrenos: a number of ``heterollm devices``, or part of a
+name or driver."""
 
 SHARE_CORES: Final = ("auto", "host")
 """Devices whose two processors share CPU cores, and ``auto``, which may open one."""
@@ -58,8 +70,9 @@ def open_device(
     gpu_threads: int | None = None,
     npu_threads: int | None = None,
     profiling: bool = False,
-    coherent: bool | None = None,
+    shared_memory: MemoryKind | None = None,
     simulation: Simulation | None = None,
+    power: Power = "burst",
 ) -> Device:
     """Open a device on the calling thread.
 
@@ -68,15 +81,19 @@ def open_device(
             processors pass a self-test, else ``host``; or ``sim:`` with the name of a SoC or of its YAML
             file.
         gpu_threads: Threads of OpenCL on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU on ``host``; 0 opens the device without an NPU.
+        npu_threads: Threads of the NPU on ``host``; 0 opens any device but the emulator without an NPU.
         profiling: Whether OpenCL events carry timestamps.
-        coherent: Whether host and GPU see each other's writes without map and unmap; None detects it.
+        shared_memory: Kind of the memory that host and GPU share, ``svm``, ``mapped`` or ``host``; None for
+            the one that the environment names, or the best one that the GPU has.
         simulation: Options of a simulated device.
+        power: Clocks and cores to ask for on ``snapdragon``; the emulator accepts it, others ignore it.
 
     Raises:
         DeviceError: A processor is missing or fails; the message gives a fix.
-        OptionError: The name or a thread count is not legal.
+        OptionError: The name, a thread count or the power is not legal.
     """
+    if power not in POWERS:
+        raise OptionError(f"There is no power {power!r:.80}.", fix=f"Choose {', '.join(POWERS)}.")
     if is_simulated(name):
         from heterollm.kernels.sim import open_simulated
 
@@ -84,20 +101,21 @@ def open_device(
         return open_simulated(name, simulation, with_npu=npu_threads != 0, compute_on=compute_on)
     if name == "auto":
         try:
-            device = _open_snapdragon(profiling, coherent, split_threads(gpu_threads, npu_threads))
+            split = split_threads(gpu_threads, npu_threads)
+            device = _open_snapdragon(profiling, shared_memory, power, split, with_npu=npu_threads != 0)
             device.reason = "both processors passed a self-test"
         except DeviceError:
-            device = _open_host(gpu_threads, npu_threads, profiling, coherent)
+            device = _open_host(gpu_threads, npu_threads, profiling, shared_memory)
             device.reason = (
                 "no Snapdragon can be used, so this machine's cores compute; see `heterollm devices`"
             )
         return device
     if name == "snapdragon":
-        return _open_snapdragon(profiling, coherent)
+        return _open_snapdragon(profiling, shared_memory, power, with_npu=npu_threads != 0)
     if name == "host":
-        return _open_host(gpu_threads, npu_threads, profiling, coherent)
+        return _open_host(gpu_threads, npu_threads, profiling, shared_memory)
     if name == "emulator":
-        return _open_emulator(gpu_threads, profiling, coherent)
+        return _open_emulator(gpu_threads, profiling, shared_memory, power)
     fix = f"Choose auto, {', '.join(DEVICE_NAMES)}, or a simulated one such as {SIMULATED}snapdragon-8gen3."
     raise OptionError(f"There is no device {name!r}.", fix=fix)
 
@@ -140,11 +158,11 @@ def list_devices() -> list[DeviceStatus]:
 
 
 def _open_host(
-    gpu_threads: int | None, npu_threads: int | None, profiling: bool, coherent: bool | None
+    gpu_threads: int | None, npu_threads: int | None, profiling: bool, shared_memory: MemoryKind | None
 ) -> Device:
     _require_onnxruntime()
     split = split_threads(gpu_threads, npu_threads)
-    gpu = _open_cpu_opencl(split, profiling, coherent)
+    gpu = _open_cpu_opencl(split, profiling, shared_memory)
     from heterollm.kernels.npu import HostNpu
 
     npu = HostNpu(threads=len(split.npu_cores)) if split.npu_cores else None
@@ -152,36 +170,79 @@ def _open_host(
     return Device("host", gpu, npu, split, float32, float32, "real")
 
 
-def _open_emulator(gpu_threads: int | None, profiling: bool, coherent: bool | None) -> Device:
+def _open_emulator(
+    gpu_threads: int | None, profiling: bool, shared_memory: MemoryKind | None, power: Power
+) -> Device:
     _require_qnn(emulator=True)
     split = split_threads(gpu_threads)
-    gpu = _open_cpu_opencl(split, profiling, coherent)
+    gpu = _open_cpu_opencl(split, profiling, shared_memory)
     from heterollm.kernels.npu import QnnNpu
 
-    npu = QnnNpu(emulator=True)
-    return Device("emulator", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "emulated")
+    npu = QnnNpu(emulator=True, power=power)
+    half = np.dtype(np.float16)
+    return Device(
+        *("emulator", gpu, npu, split, npu.activation_dtype, half, "emulated"), power_switch=npu.power
+    )
 
 
-def _open_snapdragon(profiling: bool, coherent: bool | None, split: ThreadSplit | None = None) -> Device:
-    _find_adreno(split)
-    _require_qnn(emulator=False)
-    from heterollm.kernels.gpu import OpenClRuntime
-    from heterollm.kernels.npu import QnnNpu
+def _open_snapdragon(
+    profiling: bool,
+    shared_memory: MemoryKind | None,
+    power: Power,
+    split: ThreadSplit | None = None,
+    *,
+    with_npu: bool = True,
+) -> Device:
+    chosen, _ = _adrenos(split)
+    if with_npu:
+        _require_qnn(emulator=False)
+    half = np.dtype(np.float16)
+    # The drivers start threads here, which stay on this thread's cores; little ones would delay all calls.
+    with on_cores(biggest_cores()):
+        gpu = _open_opencl(chosen, profiling, shared_memory, power)
+        _self_test_gpu(gpu)
+        if not with_npu:
+            return Device("snapdragon", gpu, None, ThreadSplit((), ()), half, half, "real", power=power)
+        from heterollm.kernels.npu import QnnNpu
 
-    device = next(device for _, device in _opencl_devices() if QUALCOMM in device.vendor.lower())
-    gpu = OpenClRuntime(device, profiling=profiling, coherent=coherent)
-    _self_test_gpu(gpu)
-    npu = QnnNpu(emulator=False)
-    npu.self_test()
+        npu = QnnNpu(emulator=False, power=power)
+        npu.self_test()
+        if npu.power is not None:
+            npu.power.wake()
     split = ThreadSplit((), ())
-    return Device("snapdragon", gpu, npu, split, npu.activation_dtype, np.dtype(np.float16), "real")
+    return Device(
+        *("snapdragon", gpu, npu, split, npu.activation_dtype, half, "real"),
+        power=power,
+        power_switch=npu.power,
+    )
 
 
-def _open_cpu_opencl(split: ThreadSplit, profiling: bool, coherent: bool | None) -> OpenClRuntime:
+def _open_opencl(
+    device: Any,  # noqa: ANN401
+    profiling: bool,
+    shared_memory: MemoryKind | None,
+    power: Power = "default",
+) -> OpenClRuntime:
+    """Open a GPU; one that reports shared virtual memory and fails the litmus test maps memory instead."""
+    from heterollm.kernels.gpu import OpenClRuntime
+
+    runtime = OpenClRuntime(device, profiling=profiling, shared_memory=shared_memory, power=power)
+    if runtime.shared_memory != "svm" or not (reason := stale_memory(runtime)):
+        return runtime
+    if shared_memory is not None:
+        raise DeviceError(
+            f"The shared virtual memory of {runtime.traits.name!r} cannot be used: {reason}.",
+            fix="Choose the kind mapped. " + see("memory-is-mapped"),
+        )
+    logger.warning("%r maps memory, since its shared virtual memory failed: %s", runtime.traits.name, reason)
+    return OpenClRuntime(device, profiling=profiling, shared_memory="mapped", power=power)
+
+
+def _open_cpu_opencl(split: ThreadSplit, profiling: bool, shared_memory: MemoryKind | None) -> OpenClRuntime:
     _, device = _cpu_device(split)
     from heterollm.kernels.gpu import OpenClRuntime
 
-    runtime = OpenClRuntime(device, profiling=profiling, coherent=coherent)
+    runtime = OpenClRuntime(device, profiling=profiling, shared_memory=shared_memory)
     if "portable" in runtime.traits.platform.lower() and runtime.traits.compute_units != len(split.gpu_cores):
         raise DeviceError(
             f"OpenCL runs {runtime.traits.compute_units} thread(s) in this process, not "
@@ -259,13 +320,15 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
     mark_device_opened()
     os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
     os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
-    before = allowed_cores()
-    # PoCL's workers start with the first query and inherit the cores of the thread that makes it.
-    pin_current_thread(split.gpu_cores)
-    try:
-        found = list_opencl_devices()
-    finally:
-        pin_current_thread(before)
+    cores, big = split.gpu_cores, biggest_cores()
+
+    def asking(platform_name: str) -> AbstractContextManager[None]:
+        # A driver's threads start with the first query and inherit the cores of the thread that makes it:
+        # PoCL's workers belong on the GPU's cores, those of a phone's driver on no little ones.
+        return on_cores(big if QUALCOMM in platform_name.lower() else cores)
+
+    with on_cores(big):
+        found = list_opencl_devices(asking)
     _process_split = split
     return found
 
@@ -308,16 +371,56 @@ def _find_cpu() -> str:
 
 
 def _find_adreno(split: ThreadSplit | None = None) -> str:
+    return _adrenos(split)[1]
+
+
+def _adrenos(split: ThreadSplit | None = None) -> tuple[Any, str]:
+    """Return the Adreno to use, and a text with all of them.
+
+    The one with most compute units comes first, then the one with the newest driver, then the driver's order.
+
+    Raises:
+        DeviceError: There is none, or :data:`ADRENO_VARIABLE` names none.
+    """
     devices = _opencl_devices(split)
-    for name, device in devices:
-        if QUALCOMM in device.vendor.lower():
-            return f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})"
-    seen = ", ".join(f"{device.name.strip()}" for _, device in devices) or "none"
-    raise DeviceError(
-        f"No Adreno among the OpenCL devices ({seen}).",
-        fix="If `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder. "
-        + see("no-adreno-among-the-opencl-devices"),
-    )
+    found = [
+        (name, device)
+        for name, device in devices
+        if QUALCOMM in device.vendor.lower() and OPENCL_ON_12 not in f"{name}{device.name}".lower()
+    ]
+    if not found:
+        seen = ", ".join(f"{device.name.strip()}" for _, device in devices) or "none"
+        raise DeviceError(
+            f"No Adreno among the OpenCL devices ({seen}).",
+            fix="If `clinfo -l` lists it, point OCL_ICD_VENDORS at the system's vendors folder. "
+            + see("no-adreno-among-the-opencl-devices"),
+        )
+    found.sort(key=lambda entry: (entry[1].max_compute_units, entry[1].driver_version), reverse=True)
+    texts = [
+        f"{device.name.strip()} ({name.strip()} {device.driver_version.strip()})" for name, device in found
+    ]
+    wanted = os.environ.get(ADRENO_VARIABLE, "").strip()
+    number = _adreno_number(wanted, texts)
+    if len(found) == 1:
+        return found[0][1], texts[0]
+    others = "; ".join(f"{other}: {text}" for other, text in enumerate(texts) if other != number)
+    return found[number][1], f"{number}: {texts[number]}; {ADRENO_VARIABLE} can choose {others}"
+
+
+def _adreno_number(wanted: str, texts: list[str]) -> int:
+    """Return the position of the wanted Adreno among all; the first one's if none is wanted."""
+    if not wanted:
+        return 0
+    if wanted.isascii() and wanted.isdigit() and int(wanted) < len(texts):
+        return int(wanted)
+    matches = [number for number, text in enumerate(texts) if wanted.lower() in text.lower()]
+    if len(matches) != 1:
+        every = "; ".join(f"{number}: {text}" for number, text in enumerate(texts))
+        raise DeviceError(
+            f"{ADRENO_VARIABLE} is {wanted!r:.80}, which names {len(matches)} of the Adrenos here ({every}).",
+            fix="Set it to one of these numbers, or unset it.",
+        )
+    return matches[0]
 
 
 def _require_onnxruntime() -> str:

@@ -8,32 +8,46 @@ is split along the intermediate width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
+from msgspec.structs import replace as replace_struct
 
 __all__ = [
     "GROUPS",
+    "POWERS",
     "Activation",
     "Group",
     "Join",
     "Member",
     "OpSpec",
     "Phase",
+    "Power",
     "Precision",
+    "Scales",
     "WeightFormat",
     "ffn_spec",
     "ffn_specs",
 ]
 
 Precision = Literal["w4a16", "w4a8", "fp16"]
+Scales = Literal["free", "stepped"]
+"""Scales of 4-bit blocks: each of least squared error alone, or 1 to 16 times one number of its row, which
+integer NPU graphs need."""
+
 Phase = Literal["prefill", "decode"]
 Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn"]
 Join = Literal["concatenate", "sum"]
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
+
+Power = Literal["burst", "balanced", "default"]
+"""Clocks and cores to ask a phone's system for: ``burst`` asks for the highest clocks, ``balanced`` for
+medium ones, both for the biggest cores; ``default`` asks for nothing."""
+
+POWERS: tuple[Power, ...] = get_args(Power)
 
 GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down", "head")
 """The groups of linears in the order of a pass; ``ffn`` replaces ``gate_up`` and ``down``."""
@@ -46,11 +60,18 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
         bits: 4 or 8 for block-quantised weights, 16 or 32 for floats.
         block: Inputs that share one scale (a power of two of at least 16); 0 for floats.
         symmetric: Whether zero is the middle code instead of a stored zero point; true for floats.
+        stepped: Whether each scale is 1 to 16 times one number of its row, as integer graphs need.
     """
 
     bits: Literal[4, 8, 16, 32]
     block: int = 0
     symmetric: bool = True
+    stepped: bool = False
+
+    @property
+    def layout(self) -> WeightFormat:
+        """The format without its kind of scales, which decides nothing but the legal NPU graphs."""
+        return replace_struct(self, stepped=False)
 
     @property
     def quantized(self) -> bool:
@@ -68,7 +89,8 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         if not self.quantized:
             return f"f{self.bits}"
-        return f"int{self.bits} block {self.block}{'' if self.symmetric else ' asymmetric'}"
+        kind = "" if self.symmetric else " asymmetric"
+        return f"int{self.bits} block {self.block}{kind}{' stepped' if self.stepped else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +155,26 @@ class OpSpec:
         if self.then is None:
             return own
         return own + self.then.weight.weight_bytes(self.then.rows, member_rows[0])
+
+    def graph_bytes(
+        self,
+        member_rows: tuple[int, ...],
+        lengths: Collection[int],
+        *,
+        copies_by_length: bool,
+        activation_bytes: int,
+    ) -> int:
+        """Return the bytes that the NPU graphs of some rows of each member take.
+
+        Args:
+            member_rows: Rows of each member.
+            lengths: Tokens of each graph.
+            copies_by_length: Whether each graph holds weights of its own.
+            activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
+        """
+        outputs = sum(member_rows) if self.then is None else self.then.rows
+        io_bytes = sum(lengths) * (self.columns + outputs) * activation_bytes
+        return self.slice_bytes(member_rows) * (len(lengths) if copies_by_length else 1) + io_bytes
 
 
 def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:

@@ -1,18 +1,37 @@
-"""CPU cores of the ``host`` device's GPU and NPU."""
+"""CPU cores: those of the ``host`` device's GPU and NPU, and the biggest ones of a phone."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 import psutil
 
 from heterollm.base import OptionError
 
-__all__ = ["ThreadSplit", "allowed_cores", "pin_current_thread", "split_threads"]
+__all__ = [
+    "ThreadSplit",
+    "allowed_cores",
+    "biggest_cores",
+    "on_cores",
+    "pin_current_thread",
+    "split_threads",
+]
 
 logger = logging.getLogger(__name__)
+
+CPU_FOLDER: Final = Path("/sys/devices/system/cpu")
+
+SPEED_FILES: Final = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
+"""Files of a core that rank it: the scheduler's capacity, which Arm kernels state; else the highest clock."""
+
+FEWEST_BIG_CORES: Final = 2
+"""Cores for the engine thread and a driver's thread beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +98,40 @@ def pin_current_thread(cores: tuple[int, ...]) -> bool:
         logger.warning("Cannot pin the engine thread to cores %s (%s); it runs unpinned", cores, error)
         return False
     return True
+
+
+@contextlib.contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Keep the calling thread, and threads that it starts in this context, on some cores."""
+    before = allowed_cores()
+    pin_current_thread(tuple(cores))
+    try:
+        yield
+    finally:
+        pin_current_thread(before)
+
+
+def biggest_cores(cores: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the fastest of some cores: the fastest kind, and the next ones until there are two cores.
+
+    Args:
+        cores: Core numbers; by default the allowed ones.
+
+    Returns:
+        All of them where they are alike or the system does not rank them.
+    """
+    cores = allowed_cores() if cores is None else tuple(cores)
+    for name in SPEED_FILES:
+        speeds = _speeds(cores, name)
+        if speeds is not None:
+            slowest = sorted(speeds.values(), reverse=True)[:FEWEST_BIG_CORES][-1]
+            return tuple(core for core in cores if speeds[core] >= slowest)
+    return cores
+
+
+def _speeds(cores: Sequence[int], name: str) -> dict[int, int] | None:
+    """Return what a file of sysfs states for each core; None if it is missing for one."""
+    try:
+        return {core: int((CPU_FOLDER / f"cpu{core}" / name).read_text("ascii")) for core in cores}
+    except (OSError, ValueError):
+        return None

@@ -7,4 +7,5 @@ from .fence import resynchronise as resynchronise
 from .fence import strategies_for as strategies_for
 from .litmus import LITMUS_ROUNDS as LITMUS_ROUNDS
 from .litmus import flag_litmus as flag_litmus
+from .litmus import stale_memory as stale_memory
 from .pool import Pool as Pool

@@ -13,7 +13,7 @@ import numpy as np
 
 from heterollm.kernels.gpu import SOURCES, GpuRuntime, GpuWork, Launch, SharedArray
 
-__all__ = ["Gate", "LateWriter"]
+__all__ = ["Gate", "LateWriter", "StaleArray"]
 
 PROBE_TURNS: Final = 100_000
 PROBES: Final = 8
@@ -74,6 +74,20 @@ class LateWriter:
 
 def _late_work(turns: int, written_bytes: int) -> GpuWork:
     return GpuWork("elementwise", TURN_FLOPS * turns, 0, written_bytes)
+
+
+class StaleArray(SharedArray):
+    """Memory that claims to be coherent, in which neither host nor device sees what the other has written.
+
+    Args:
+        memory: The memory that the device sees; the host sees a copy of its present content.
+    """
+
+    __slots__ = ("_of_device",)
+
+    def __init__(self, memory: SharedArray) -> None:
+        super().__init__(memory.array.copy(), memory.buffer, memory.queue, coherent=True)
+        self._of_device = memory
 
 
 class Gate:

@@ -42,7 +42,7 @@ from heterollm.kernels.gpu import (
     WaitPrediction,
     block_on,
 )
-from heterollm.kernels.sync.litmus import LITMUS_QUICK_ROUNDS, flag_litmus
+from heterollm.kernels.sync.litmus import stale_memory
 
 __all__ = [
     "STRATEGIES",
@@ -150,14 +150,9 @@ def _flag_refusal(runtime: GpuRuntime) -> str:
             if runtime.traits.coherent:
                 return "a simulated kernel writes at no simulated time"
             return "memory must be mapped, and no fine-grained SVM with atomics is reported"
-        if flag.promised:
-            return ""
-        found = flag_litmus(runtime, LITMUS_QUICK_ROUNDS)
     except KernelError as error:
         return f"the flag's kernel does not run ({error.message})"
-    if found.stale:
-        return f"{found.stale} of {found.rounds} rounds of the litmus test were lost or saw stale data"
-    return ""
+    return "" if flag.promised else stale_memory(runtime)
 
 
 def resynchronise(runtime: GpuRuntime) -> None:

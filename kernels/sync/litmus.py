@@ -1,4 +1,4 @@
-"""Litmus test of the flag: whether a host that sees the flag also sees the data."""
+"""Litmus test of the flag: whether a host that sees the flag also sees the data, in the memory of slots."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import DeviceError
+from heterollm.base import DeviceError, KernelError
 from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
 
-__all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus"]
+__all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus", "stale_memory"]
 
 LITMUS_ROUNDS: Final = 100_000
 """Rounds of ``doctor``: some seconds."""
@@ -45,7 +45,8 @@ class Litmus(NamedTuple):
 def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: float = math.inf) -> Litmus:
     """Run kernels that write an array and then raise the flag; read the array when the host sees the flag.
 
-    The host reads as behind a fence: mapped where memory is not coherent.
+    The host reads as behind a fence: mapped where memory is not coherent. In coherent memory it also writes
+    the number of the round, which the next kernel reads, so that the test covers both directions.
 
     Args:
         runtime: The device.
@@ -95,9 +96,23 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
             stale_bytes += data.array.itemsize * int(np.count_nonzero(~fresh))
         data.release()
         # The data's kernel reads this counter, so the increment comes last.
-        calls[1]()
+        if counter.coherent:
+            counter.array[0] += 1
+        else:
+            calls[1]()
     runtime.finish()
     return Litmus(done, stale, stale_bytes)
+
+
+def stale_memory(runtime: GpuRuntime) -> str:
+    """Return why host and device cannot share memory without maps; an empty text if they can."""
+    try:
+        found = flag_litmus(runtime, LITMUS_QUICK_ROUNDS)
+    except (DeviceError, KernelError) as error:
+        return error.message
+    if found.stale:
+        return f"{found.stale} of {found.rounds} rounds of the litmus test were lost or saw stale data"
+    return ""
 
 
 def _acquired(memory: SharedArray) -> NDArray[Any]:

@@ -11,8 +11,11 @@ import pytest
 
 from heterollm.base import DeviceError, OptionError
 from heterollm.kernels import open as open_module
+from heterollm.kernels.gpu import OpenClRuntime, is_cpu, list_opencl_devices
+from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.open import DEVICE_NAMES, list_devices, open_device
+from heterollm.kernels.sync.faults import StaleArray
 from heterollm.kernels.threads import allowed_cores, split_threads
 
 # Before any test: the first one that opens a device must not keep this thread's cores.
@@ -29,6 +32,7 @@ class FakeDevice:
     vendor: str = "QUALCOMM"
     driver_version: str = "OpenCL 3.0 QUALCOMM build: 0808"
     type: int = 4
+    max_compute_units: int = 6
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def opencl(monkeypatch, host):
     """Replace the OpenCL devices of this machine."""
 
     def replace(*devices):
-        monkeypatch.setattr("heterollm.kernels.gpu.list_opencl_devices", lambda: list(devices))
+        monkeypatch.setattr("heterollm.kernels.gpu.list_opencl_devices", lambda *_: list(devices))
 
     return replace
 
@@ -327,3 +331,42 @@ def test_listing_devices_first_does_not_spoil_the_split(host):
         "    print('host' in usable, len(llm.device.split.gpu_cores), llm.device.gpu.traits.compute_units)\n"
     )
     assert lines == [f"True {len(host.split.gpu_cores)} {len(host.split.gpu_cores)}"]
+
+
+# -- shared memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    """Devices whose host never sees a write of a kernel."""
+    shared = OpenClRuntime.shared
+    monkeypatch.setattr(OpenClRuntime, "shared", lambda *arguments: StaleArray(shared(*arguments)))
+
+
+def test_a_gpu_whose_shared_virtual_memory_is_stale_maps_memory(stale, monkeypatch, caplog):
+    device = next(device for _, device in list_opencl_devices() if is_cpu(device))
+    monkeypatch.setenv(MEMORY_VARIABLE, "svm")
+    assert open_module._open_opencl(device, False, None).shared_memory == "mapped"
+    assert "500 of 500 rounds of the litmus test" in caplog.text
+    with pytest.raises(DeviceError, match=r"shared virtual memory .* 500 of 500 rounds"):
+        open_module._open_opencl(device, False, "svm")
+
+
+def test_a_gpu_keeps_shared_virtual_memory_that_passes():
+    device = next(device for _, device in list_opencl_devices() if is_cpu(device))
+    assert open_module._open_opencl(device, False, "svm").shared_memory == "svm"
+
+
+def test_kinds_of_memory_that_are_missing_are_refused(monkeypatch):
+    with pytest.raises(OptionError, match="'shared'"):
+        open_device("host", shared_memory="shared")
+    monkeypatch.setattr("heterollm.kernels.gpu.runtime.has_fine_grained_atomics", lambda _: False)
+    with pytest.raises(DeviceError, match="does not report fine-grained"):
+        open_device("host", shared_memory="svm")
+    monkeypatch.setattr("heterollm.kernels.gpu.runtime.is_cpu", lambda _: False)
+    device = next(device for _, device in list_opencl_devices() if is_cpu(device))
+    monkeypatch.setattr("heterollm.kernels.gpu.runtime.is_cpu", lambda _: False)
+    with pytest.raises(DeviceError, match="is no CPU"):
+        OpenClRuntime(device, shared_memory="host")
+    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
+    assert OpenClRuntime(device).shared_memory == "mapped"

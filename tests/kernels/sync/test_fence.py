@@ -16,20 +16,21 @@ import pytest
 import heterollm.kernels
 from heterollm.base import DeviceError, EngineError, FenceError, HeteroLLMError, KernelError, OptionError
 from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction
+from heterollm.kernels.gpu.memory import MEMORY_KINDS
 from heterollm.kernels.gpu.waiting import sleep_overshoot_us
 from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.sync import (
     LateWriter,
     WaitLimits,
-    fence,
     flag_litmus,
     litmus,
     prepare_fence,
     refused_strategies,
+    stale_memory,
     strategies_for,
 )
-from heterollm.kernels.sync.faults import Gate
+from heterollm.kernels.sync.faults import Gate, StaleArray
 from heterollm.kernels.sync.fence import PollingFence
 from heterollm.kernels.sync.litmus import Litmus
 
@@ -37,15 +38,10 @@ PACKAGE = Path(heterollm.kernels.__file__).parent
 POLLING = tuple(strategy for strategy in STRATEGIES if strategy not in ("finish", "event"))
 
 
-@pytest.fixture(scope="module")
-def mapped(runtime):
-    """The same device with memory that must be mapped."""
-    return OpenClRuntime(runtime.context.devices[0], coherent=False)
-
-
-@pytest.fixture(scope="module", params=["coherent", "mapped"])
+@pytest.fixture(scope="module", params=MEMORY_KINDS)
 def device(request, runtime):
-    return runtime if request.param == "coherent" else request.getfixturevalue("mapped")
+    """The same device with each kind of shared memory."""
+    return OpenClRuntime(runtime.context.devices[0], shared_memory=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +267,7 @@ def fresh(runtime):
 
 def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
     monkeypatch.setattr("heterollm.kernels.gpu.signals.has_fine_grained_atomics", lambda _: False)
-    unmapped = OpenClRuntime(fresh.context.devices[0], coherent=False)
+    unmapped = OpenClRuntime(fresh.context.devices[0], shared_memory="mapped")
     assert strategies_for(unmapped) == ("finish", "event", "poll", "sleep_poll")
     assert set(refused_strategies(unmapped)) == {"flag", "sleep_flag"}
     for name in ("flag", "sleep_flag"):
@@ -285,7 +281,7 @@ def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
 
 
 def test_stale_data_refuses_the_flag(fresh, monkeypatch):
-    monkeypatch.setattr(fence, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
+    monkeypatch.setattr(litmus, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
     assert "flag" not in strategies_for(fresh)
     assert "2 of 500 rounds" in refused_strategies(fresh)["sleep_flag"]
 
@@ -306,18 +302,20 @@ def test_the_flag_is_never_seen_before_the_data(device):
     assert flag_litmus(device, 300, limit_s=0.0).rounds == 0
 
 
-def test_the_litmus_test_sees_stale_data(runtime, monkeypatch):
-    """With a kernel that counts no rounds, all data after the first is old."""
-    kernel = OpenClRuntime.kernel
-    names = {"count_round": "stand_still"}
+@pytest.mark.parametrize("side", ["host", "device"])
+def test_the_litmus_test_sees_stale_data(side, runtime, monkeypatch):
+    """A host that sees no write of kernels, and kernels that see none of the host."""
+    shared = OpenClRuntime.shared
+    words = litmus.WORDS if side == "host" else 1
 
-    def other(self, files, name, defines=None):
-        if name in names:
-            return self.kernel_of_source("__kernel void stand_still(__global uint *rounds) {}", names[name])
-        return kernel(self, files, name, defines)
+    def stale(self, shape, dtype):
+        memory = shared(self, shape, dtype)
+        return StaleArray(memory) if shape == (words,) else memory
 
-    monkeypatch.setattr(OpenClRuntime, "kernel", other)
-    assert flag_litmus(runtime, 20) == (20, 19, 19 * 4 * litmus.WORDS)
+    monkeypatch.setattr(OpenClRuntime, "shared", stale)
+    found = flag_litmus(runtime, 20)
+    assert found == (20, 20, 20 * 4 * words) if side == "host" else found.stale >= 19
+    assert "of 500 rounds" in stale_memory(runtime)
 
 
 def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
