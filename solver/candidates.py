@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import split_rows
 from heterollm.solver.ffn import ffn_shard, split_alignment
@@ -24,7 +25,10 @@ __all__ = [
     "Splits",
     "aligned_splits",
     "candidates",
+    "few_leading_lengths_for",
+    "few_lengths_for",
     "npu_lengths_for",
+    "placements_of_built",
     "sequence_lengths_for",
     "split_stride",
     "splits_near",
@@ -60,8 +64,14 @@ class NpuLimits:
 
     def slice_forms(self, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
         """Return the legal forms of some rows of each member of a group at every length."""
-        shard = spec if spec.then is None else ffn_shard(spec, rows[0])
-        return {length: self.forms(shard, length) for length in self.standard_lengths}
+        if spec.then is None:
+            return {length: self.forms(spec, length) for length in self.standard_lengths}
+        shard, whole = ffn_shard(spec, rows[0]), rows == spec.member_rows
+        # A calibration has the ranges of a whole ffn; partial sums can be larger.
+        return {
+            length: tuple(form for form in self.forms(shard, length) if whole or form not in INTEGER_FORMS)
+            for length in self.standard_lengths
+        }
 
     def runs(self, spec: OpSpec) -> bool:
         """Return whether the NPU can compute a group, or some shard of it, at any length."""
@@ -84,18 +94,24 @@ def split_stride(spec: OpSpec, alignment: int) -> int:
     return max(1, -(-steps // MAX_SPLITS))
 
 
-def splits_near(spec: OpSpec, alignment: int, held: Iterable[Rows], stride: int) -> list[Rows]:
+def splits_near(
+    spec: OpSpec, alignment: int, held: Iterable[Rows], stride: int, *, ends: bool = True
+) -> list[Rows]:
     """Return splits of a group and their neighbours at a distance, in ascending order.
 
     Args:
         spec: The group.
         alignment: Row alignment of the NPU.
-        held: The splits. The neighbours of an empty and of a full NPU shard are always included.
+        held: The splits.
         stride: Distance in multiples of the alignment.
+        ends: Whether to include the neighbours of an empty and of a full NPU shard.
     """
     alignment, longest = split_alignment(spec, alignment), max(spec.member_rows)
     place = spec.member_rows.index(longest)
-    steps = {0, longest // alignment, *(rows[place] // alignment for rows in held if rows)}
+    steps = {
+        *((0, longest // alignment) if ends else ()),
+        *(rows[place] // alignment for rows in held if rows),
+    }
     return _splits_at(spec, alignment, {step + side for step in steps for side in (-stride, 0, stride)})
 
 
@@ -187,7 +203,7 @@ def candidates(
         key = tuple((length, forms[length]) for length in usable)
         if key not in covers:
             found = [cover for cover in npu_lengths_for(tokens, usable) if sum(cover[:-1]) < low]
-            covers[key] = list(_in_each_form(found, forms))
+            covers[key] = [*_in_each_form(found, forms), *_integer_covers(tokens, usable, forms, low)]
         pairs = covers[key]
         if rows == whole and spec.then is None:
             leading = sequence_lengths_for(tokens, usable, low)
@@ -197,6 +213,75 @@ def candidates(
                 yield RowsPlacement(rows, cover, form)
             else:
                 yield FfnPlacement(rows[0], cover, form)
+
+
+def few_lengths_for(tokens: int, standard_lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield sequences that cover a pass with few standard lengths, for a choice of the lengths to build.
+
+    They are one length throughout, padded at the end, or as often as it fits and then a shorter one; and
+    those of :func:`npu_lengths_for`. A graph of one token serves passes of one token only.
+    """
+    useful = [length for length in standard_lengths if length > 1 or tokens == 1]
+    found: dict[tuple[int, ...], None] = {}
+    for length in useful:
+        full, left = divmod(tokens, length)
+        if full < MAX_GRAPHS:
+            found[(length,) * (full + bool(left))] = None
+        for shorter in useful:
+            rest = -(-left // shorter)
+            if full and left and shorter < length and 0 < rest * shorter < length and rest < MAX_GRAPHS:
+                found[(length,) * full + (shorter,) * rest] = None
+    found.update(dict.fromkeys(npu_lengths_for(tokens, useful)))
+    yield from (cover for cover in found if cover)
+
+
+def few_leading_lengths_for(tokens: int, standard_lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield sequences of one standard length for a sequence split, as often as it fits."""
+    for length in standard_lengths:
+        if 1 < length < tokens <= length * MAX_GRAPHS:
+            yield (length,) * ((tokens - 1) // length)
+
+
+def placements_of_built(
+    spec: OpSpec, tokens: int, limits: NpuLimits, splits: Iterable[Rows]
+) -> Iterator[Placement]:
+    """Yield the placements of a group among which the lengths to build are chosen.
+
+    Args:
+        spec: The group or ffn.
+        tokens: Tokens of the pass.
+        limits: Limits of the NPU.
+        splits: Rows that the NPU may compute, whole groups included.
+    """
+    if spec.then is None:
+        yield GPU_ONLY
+    for rows in splits:
+        forms = limits.slice_forms(spec, rows)
+        usable = [length for length in limits.standard_lengths if forms.get(length)]
+        covers = list(few_lengths_for(tokens, usable))
+        if rows == spec.member_rows and spec.then is None:
+            covers += few_leading_lengths_for(tokens, usable)
+        for cover, form in _in_each_form(covers, forms):
+            if spec.then is None:
+                yield RowsPlacement(rows, cover, form)
+            else:
+                yield FfnPlacement(rows[0], cover, form)
+
+
+def _integer_covers(
+    tokens: int, usable: Sequence[int], forms: Mapping[int, tuple[str, ...]], low: int
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield sequences of the lengths of integer forms that other forms do not need.
+
+    Integer forms lack a length of 1: a decoded token is padded to their shortest graph.
+    """
+    for form in sorted(INTEGER_FORMS):
+        lengths = [length for length in usable if form in forms[length]]
+        if lengths and len(lengths) < len(usable):
+            others = set(npu_lengths_for(tokens, usable))
+            for cover in npu_lengths_for(tokens, lengths):
+                if cover not in others and sum(cover[:-1]) < low:
+                    yield cover, form
 
 
 def _descending(tokens: int, standard_lengths: Sequence[int]) -> tuple[int, ...]:

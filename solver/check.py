@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from heterollm.base import PlanError
+from heterollm.base import PlanError, format_bytes
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec, Phase
 from heterollm.solver.ffn import split_alignment
@@ -42,6 +42,7 @@ def check_plan(
         raise PlanError(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
+    _check_address_space(plan, specs, npu, head_rows)
     # All layers have the same shapes, so the first layer of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
     layers = [spec for spec in specs if spec.group != "head" and spec.layer in begins]
@@ -54,6 +55,33 @@ def check_plan(
                 for spec, placement in plan.operators(phase, length, own, rows=length):
                     if placement.npu_lengths:
                         _check_on_npu(placement, spec, length, npu, activation)
+
+
+def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, head_rows: int) -> None:
+    """Refuse a pass whose NPU graphs cannot be open together; graphs of other passes may be closed."""
+    if npu is None or npu.addressable_bytes is None:
+        return
+    activation_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
+    for phase in get_args(Phase):
+        entries = [entry for entry in plan.entries if entry.phase == phase]
+        for length in _decisive_lengths(entries, plan.chunk_length):
+            rows = min(length, head_rows)
+            need = sum(
+                spec.graph_bytes(
+                    placement.npu_rows,
+                    set(placement.npu_lengths),
+                    copies_by_length=npu.copies_by_length,
+                    activation_bytes=activation_bytes,
+                )
+                for spec, placement in plan.operators(phase, length, specs, rows=rows)
+                if placement.npu_lengths
+            )
+            if need > npu.addressable_bytes:
+                raise PlanError(
+                    f"A {phase} pass of {length} tokens needs NPU graphs of {format_bytes(need)}, and "
+                    f"{npu.name} addresses {format_bytes(npu.addressable_bytes)}.",
+                    fix="Use plan 'tensor' or 'auto', which keep the limit, or a smaller model.",
+                )
 
 
 def _decisive_lengths(entries: Sequence[PlanEntry], last: int) -> list[int]:

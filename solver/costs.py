@@ -35,7 +35,10 @@ class Overheads:
         hand_over_us: Delay from the end of a kernel to the start of an NPU graph that reads its output. It is
             negative where the wait for the kernel hides more of the graph's start than the delay.
         refill_us: Extra delay of a kernel that is submitted to an empty queue.
-        map_us: Time to make a buffer visible to the other processor where memory is not coherent; paid twice.
+        map_us: Time to map the input and the output of an NPU graph where memory is not coherent, and again
+            to unmap them; both without the time by size.
+        map_us_per_value: Additional time for each value of the input and the output, for example to clean
+            caches; paid twice too.
         return_us: Time to copy the NPU's output back through the queue, behind the GPU's shard; 0 where the
             processors share memory.
         empties_queue: Whether a sync waits for the whole queue. The GPU's shard then starts together with the
@@ -50,11 +53,16 @@ class Overheads:
     hand_over_us: float = 0.0
     refill_us: float = 0.0
     map_us: float = 0.0
+    map_us_per_value: float = 0.0
     return_us: float = 0.0
     empties_queue: bool = False
     submit_us: float = math.inf
     hidden_us: float = 0.0
     kernels_before: Mapping[Group, int] = field(default_factory=dict)
+
+    def mapping_us(self, values: int) -> float:
+        """Return the time to map, and that to unmap, an input and an output of so many values together."""
+        return self.map_us + self.map_us_per_value * values
 
 
 class Costs(Protocol):

@@ -14,12 +14,11 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from heterollm.solver.slice_sets import (
-    Bits,
     Flags,
     Floats,
+    Ints,
     SliceSets,
     frontier,
-    resident_bytes,
     weighted_sum,
     with_margin,
 )
@@ -28,8 +27,6 @@ from heterollm.solver.slices import (
     Budget,
     GroupCosts,
     ResidentSlices,
-    run_lengths,
-    slice_lengths,
 )
 
 __all__ = ["FeedForwardCosts"]
@@ -74,12 +71,11 @@ class _Paths:
 
     costs: FeedForwardCosts
     budget: Budget
-    standard_lengths: tuple[int, ...]
     gate_up: SliceSets
     down: SliceSets
     ffn: SliceSets
-    gate_up_best: tuple[Floats, Floats, Bits]
-    down_best: tuple[Floats, Floats, Bits]
+    gate_up_best: tuple[Floats, Floats]
+    down_best: tuple[Floats, Floats]
     activation: Floats
     weights: Floats
     best_whole: Floats
@@ -87,8 +83,7 @@ class _Paths:
     @classmethod
     def of(cls, costs: FeedForwardCosts, budget: Budget) -> _Paths:
         groups = costs.gate_up, costs.down, costs.ffn
-        standard_lengths = run_lengths(*groups)
-        gate_up, down, ffn = (group.slice_sets(standard_lengths) for group in groups)
+        gate_up, down, ffn = (group.slice_sets() for group in groups)
         weights = np.array([costs.gate_up.weights.get(length, 0.0) for length in gate_up.lengths])
         activation = np.array([costs.activation[length] for length in gate_up.lengths])
         # Ignore lengths with zero weight that the GPU can run.
@@ -97,7 +92,6 @@ class _Paths:
         return cls(
             costs,
             budget,
-            standard_lengths,
             gate_up,
             down,
             ffn,
@@ -117,23 +111,21 @@ class _Paths:
         if len(every[0]) * len(every[1]) * len(every[2]) <= ALL_TRIPLES:
             yield every[0], every[1], every[2]
             return
-        (_, gate_up, gate_up_runs), (_, down, down_runs) = self.gate_up_best, self.down_best
+        (_, gate_up), (_, down) = self.gate_up_best, self.down_best
         everywhere = np.ones(len(self.weights), np.bool_)
         no_ffn = (0,)
         yield (
-            self._frontier(self.gate_up, gate_up, gate_up_runs, everywhere),
-            self._frontier(self.down, down, down_runs, everywhere),
+            self._frontier(self.gate_up, gate_up, everywhere),
+            self._frontier(self.down, down, everywhere),
             no_ffn,
         )
         ffn = np.minimum(self.ffn.whole, self.ffn.split)
-        is_split = (self.ffn.split < self.ffn.whole)[:, None, :]
-        ffn_runs = np.where(is_split, self.ffn.split_runs, self.ffn.whole_runs)
         better = ffn.min(axis=0) < gate_up.min(axis=0) + self.activation + down.min(axis=0)
         for as_ffn in self._divisions(better):
             yield (
-                _thinned(self._frontier(self.gate_up, gate_up, gate_up_runs, ~as_ffn)),
-                _thinned(self._frontier(self.down, down, down_runs, ~as_ffn)),
-                _thinned(self._frontier(self.ffn, ffn, ffn_runs, as_ffn)),
+                _thinned(self._frontier(self.gate_up, gate_up, ~as_ffn)),
+                _thinned(self._frontier(self.down, down, ~as_ffn)),
+                _thinned(self._frontier(self.ffn, ffn, as_ffn)),
             )
 
     def _divisions(self, better: Flags) -> Iterator[Flags]:
@@ -145,10 +137,9 @@ class _Paths:
                 seen.add(found.tobytes())
                 yield found
 
-    def _frontier(self, sets: SliceSets, costs: Floats, runs: Bits, served: Flags) -> list[int]:
+    def _frontier(self, sets: SliceSets, costs: Floats, served: Flags) -> list[int]:
         """Return the indices of the Pareto frontier of sets for the ``served`` lengths, smallest first."""
-        used = np.bitwise_or.reduce(np.where(served, runs, 0), axis=-1)
-        sizes = resident_bytes(sets.sizes, used, self.budget.copies_by_length)
+        sizes = sets.sizes.sum(axis=-1)
         factors = 1.0 + GAIN_FRACTION * np.maximum(0, sets.counts - 1)
         totals = weighted_sum(costs[:, served], self.weights[served]) * factors
         places = [place for place, size in enumerate(sizes.tolist()) if self.budget.holds(size)]
@@ -161,7 +152,7 @@ class _Paths:
         if not len(gate_up) or not len(down):
             return
         for ffn in triples[2]:
-            sizes, costs, _ = self._cost(gate_up, down, ffn)
+            sizes, costs = self._cost(gate_up, down, ffn)
             flat_sizes, flat_costs = sizes.ravel().tolist(), costs.ravel().tolist()
             for place in frontier(flat_sizes, flat_costs):
                 if self.budget.holds(flat_sizes[place]):
@@ -173,31 +164,22 @@ class _Paths:
                     )
 
     def resident(self, size_bytes: int, cost: float, places: tuple[int, int, int]) -> ResidentSlices:
-        """Return one combination with the lengths of its slices."""
-        gate_up, down, ffn = places
-        _, _, used = self._cost(np.array([gate_up]), np.array([down]), ffn)
+        """Return one combination with the rows of its slices."""
         groups = self.costs.gate_up, self.costs.down, self.costs.ffn
-        slices = {
-            group.spec.group: slice_lengths(sets.sets[place], runs[0, 0].tolist(), self.standard_lengths)
-            for group, sets, place, runs in zip(
-                groups, (self.gate_up, self.down, self.ffn), places, used, strict=True
-            )
-        }
-        return ResidentSlices(slices, size_bytes, cost)
+        parts = zip(groups, (self.gate_up, self.down, self.ffn), places, strict=True)
+        rows = {group.spec.group: sets.sets[place] for group, sets, place in parts}
+        return ResidentSlices(rows, size_bytes, cost)
 
-    def _cost(self, gate_up: Bits, down: Bits, ffn: int) -> tuple[Bits, Floats, tuple[Bits, Bits, Bits]]:
+    def _cost(self, gate_up: Ints, down: Ints, ffn: int) -> tuple[Ints, Floats]:
         """Return sizes and costs ``[a, b]`` of sets of gate_up and down with one of the ffn.
 
         Args:
             gate_up: Indices ``[a]`` of sets.
             down: Indices ``[b]`` of sets.
             ffn: Index of a set.
-
-        Returns:
-            Sizes, costs, and the lengths ``[a, b, i]`` that the slices of each of the three run.
         """
-        first, first_with_margin, first_runs = (values[gate_up][:, None] for values in self.gate_up_best)
-        second, second_with_margin, second_runs = (values[down][None] for values in self.down_best)
+        first, first_with_margin = (values[gate_up][:, None] for values in self.gate_up_best)
+        second, second_with_margin = (values[down][None] for values in self.down_best)
         pair = first + self.activation + second
         whole = self.gate_up.whole[gate_up][:, None] + self.activation + self.down.whole[down][None]
         ffn_whole, ffn_split = self.ffn.whole[ffn], self.ffn.split[ffn]
@@ -221,17 +203,9 @@ class _Paths:
         costs += GAIN_FRACTION * (
             further[0][gate_up][:, None] * first_cost + further[1][down][None] * second_cost
         )
-        ffn_runs = np.where(takes_split[:, :, None], self.ffn.split_runs[ffn], self.ffn.whole_runs[ffn])
-        aside = as_ffn[:, :, None]
-        used = (
-            np.bitwise_or.reduce(np.where(aside, 0, first_runs), axis=-1),
-            np.bitwise_or.reduce(np.where(aside, 0, second_runs), axis=-1),
-            np.bitwise_or.reduce(np.where(aside, ffn_runs, 0), axis=-1),
-        )
-        sizes = (self.gate_up.sizes[gate_up][:, None], self.down.sizes[down][None], self.ffn.sizes[ffn])
-        copies = self.budget.copies_by_length
-        total = sum(resident_bytes(size, runs, copies) for size, runs in zip(sizes, used, strict=True))
-        return np.asarray(total), self.costs.gate_up.layers * costs, used
+        parts = (self.gate_up.sizes[gate_up][:, None], self.down.sizes[down][None], self.ffn.sizes[ffn])
+        total = sum(sizes.sum(axis=-1) for sizes in parts)
+        return np.asarray(total), self.costs.gate_up.layers * costs
 
 
 def _thinned(places: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ next kernel meets an empty queue. A GPU kernel follows every group, so the next 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -28,6 +28,7 @@ __all__ = [
     "all_options",
     "check_any",
     "evaluate",
+    "evaluated",
     "ffn_options",
     "group_options",
     "restricted",
@@ -92,7 +93,9 @@ def evaluate(
     if placement.npu_lengths:
         # The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
         hidden_us = max(0.0, -overheads.hand_over_us)
-        begin_us = max(0.0, overheads.hand_over_us) + overheads.map_us
+        npu_rows = sum(placement.npu_rows) if spec.then is None else spec.then.rows
+        map_us = overheads.mapping_us(sum(placement.npu_lengths) * (spec.columns + npu_rows))
+        begin_us = max(0.0, overheads.hand_over_us) + map_us
         together_us = 0.0
         if overheads.empties_queue and left_tokens:
             # Both processors wait: the GPU's shard hides nothing of the hand-over.
@@ -102,7 +105,7 @@ def evaluate(
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
         # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
-        free_us = npu_end + overheads.map_us
+        free_us = npu_end + map_us
         busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
         refill_us = overheads.refill_us if gpu_us < free_us + busy_us else 0.0
         time_us = together_us + max(gpu_us, free_us + refill_us)
@@ -214,13 +217,21 @@ def all_options(
         splits: Rows that the NPU may compute; None is all aligned splits.
         shortest: Tokens of the shortest pass that must also be legal; None is ``tokens``.
     """
-    options = [
+    found = candidates(spec, tokens, limits, splits=splits, shortest=shortest)
+    options = evaluated(spec, tokens, found, costs, objective)
+    return sorted(options, key=lambda item: (item.cost, len(item.placement.npu_lengths)))
+
+
+def evaluated(
+    spec: OpSpec, tokens: int, placements: Iterable[Placement], costs: Costs, objective: Objective
+) -> list[Option]:
+    """Return the options of placements that the processors can run and the objective does not forbid."""
+    return [
         item
-        for placement in candidates(spec, tokens, limits, splits=splits, shortest=shortest)
+        for placement in placements
         if objective.allows_processors(placement, spec, tokens)
         and (item := evaluate(spec, tokens, placement, costs, objective)) is not None
     ]
-    return sorted(options, key=lambda item: (item.cost, len(item.placement.npu_lengths)))
 
 
 def whole_cost_of(items: Sequence[Option]) -> float:

@@ -130,15 +130,21 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for first in range(0, tokens, self.chunk_length):
             yield first, min(self.chunk_length, tokens - first)
 
-    def npu_bytes(self, specs: Sequence[OpSpec], *, copies_by_length: bool) -> int:
-        """Return the bytes of weights that the NPU's graphs hold.
+    def npu_bytes(self, specs: Sequence[OpSpec], *, copies_by_length: bool, activation_bytes: int = 0) -> int:
+        """Return the bytes that the NPU's graphs take.
 
         Args:
             specs: Every group of the model.
             copies_by_length: Whether every length of a slice holds weights of its own.
+            activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
         """
         return sum(
-            spec.slice_bytes(held.npu_rows) * (len(held.lengths) if copies_by_length else 1)
+            spec.graph_bytes(
+                held.npu_rows,
+                held.lengths,
+                copies_by_length=copies_by_length,
+                activation_bytes=activation_bytes,
+            )
             for held in self.slices
             for spec in (*specs, *ffn_specs(specs))
             if spec.group == held.group and held.layers[0] <= spec.layer <= held.layers[1]

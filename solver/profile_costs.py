@@ -10,7 +10,7 @@ from typing import Final, TypeAlias, TypeGuard
 
 from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
-from heterollm.kernels.npu import K_SPLIT_COLUMNS, GraphForm
+from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import SUBMISSIONS, GlueOperator, layer_key
@@ -65,7 +65,8 @@ _Size: TypeAlias = tuple[int, int, bool]
 DECODE_POSITION: Final = 256
 """Default position of a decoded token: attention reads the tokens before it."""
 
-MAPPED_BYTES: Final = 256 << 10
+MAPPED_BUFFERS: Final = 2
+"""Buffers that are mapped for an NPU graph: its input and its output."""
 
 RETURN_VALUE: Final = "return_us"
 """Name of the value of a hand-over record with the time of the way back, where that takes time."""
@@ -202,11 +203,16 @@ class ProfileCosts:
         return "compute"
 
 
-def limits_of(profile: Profile) -> NpuLimits | None:
+def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None:
     """Return the limits of the profiled device's NPU; None without an NPU.
 
     A form is legal for a group or an ffn at a length if it was measured there; for other sizes, if it was
     measured at every size of the same formats.
+
+    Args:
+        profile: The profile.
+        calibrated: Whether the model has calibrated ranges, so that integer forms may compute weights with
+            stepped scales.
 
     Raises:
         ProfileError: The description of the device lacks its standard lengths.
@@ -225,19 +231,25 @@ def limits_of(profile: Profile) -> NpuLimits | None:
     for key, _ in profile.of_kind(LinearKey):
         if key.processor == "npu":
             point = key.point
-            sizes = measured.setdefault((point.weight, point.integer_inputs, point.is_ffn), {})
+            sizes = measured.setdefault((point.weight.layout, point.integer_inputs, point.is_ffn), {})
             wide = point.is_ffn and point.member_rows[0] > K_SPLIT_COLUMNS
             sizes.setdefault((point.columns, point.tokens, wide), set()).add(point.form)
 
     def forms(spec: OpSpec, length: int) -> tuple[str, ...]:
-        sizes = measured.get((spec.weight, spec.integer_inputs, spec.then is not None), {})
+        sizes = measured.get((spec.weight.layout, spec.integer_inputs, spec.then is not None), {})
         wide = spec.then is not None and spec.then.columns > K_SPLIT_COLUMNS
         own = sizes.get((spec.columns, length, wide))
         if own is None:
             alike = [found for size, found in sizes.items() if size[2] == wide] or list(sizes.values())
             own = set.intersection(*alike) if alike else set()
+            if length > 1:
+                # Integer forms have no graph of one token.
+                longer = [found for size, found in sizes.items() if size[1] > 1 and size[2] == wide]
+                own |= INTEGER_FORMS.intersection(*longer) if longer else set()
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
-        return tuple(sorted(form for form in own if wide or form not in K_SPLIT_FFNS))
+        found = sorted(form for form in own if wide or form not in K_SPLIT_FFNS)
+        integer = calibrated and spec.weight.stepped
+        return tuple(form for form in found if integer or form not in INTEGER_FORMS)
 
     return NpuLimits(tuple(lengths), alignment, forms)
 
@@ -278,18 +290,35 @@ def overheads_of(profile: Profile) -> Overheads:
     latencies = [record.median_us for record in records]
     returns = [record.values.get(RETURN_VALUE, 0.0) for record in records]
     refill_us = _median(profile, LaunchKey("npu_to_gpu")) - _median(profile, LaunchKey("npu_to_gpu_busy"))
-    map_us = sum(_median(profile, CopyKey(method, MAPPED_BYTES)) for method in ("acquire", "release")) / 2
+    mapped = not profile.description.get("coherent", True)
+    map_us, map_us_per_value = _map_costs(profile) if mapped else (0.0, 0.0)
     submission, hidden_us = LaunchKey("enqueue_busy"), _hidden_start_us(profile)
     return Overheads(
         hand_over_us=(statistics.median(latencies) if latencies else 0.0) - hidden_us,
         refill_us=max(0.0, refill_us),
         map_us=map_us,
         return_us=statistics.median(returns) if returns else 0.0,
-        # The driver's wait is for the whole queue: the engine enqueues the GPU's shard behind it.
-        empties_queue=best == "finish",
+        # The driver's wait and a map wait for the whole queue: the engine enqueues the GPU's shard behind.
+        empties_queue=mapped or best == "finish",
         submit_us=_median(profile, submission) if submission in profile.records else math.inf,
         hidden_us=hidden_us,
+        map_us_per_value=map_us_per_value,
     )
+
+
+def _map_costs(profile: Profile) -> tuple[float, float]:
+    """Return the mean time to map and to unmap a graph's two buffers, and that of each value in them."""
+    times_us: dict[int, float] = {}
+    for key, record in profile.of_kind(CopyKey):
+        if key.method in ("acquire", "release"):
+            times_us[key.size_bytes] = times_us.get(key.size_bytes, 0.0) + record.median_us / 2
+    if not times_us:
+        return 0.0, 0.0
+    small, large = min(times_us), max(times_us)
+    us_per_byte = max(0.0, times_us[large] - times_us[small]) / max(1, large - small)
+    fixed_us = max(0.0, times_us[small] - us_per_byte * small)
+    item_bytes = 4 if profile.description.get("activation_dtype") == "float32" else 2
+    return MAPPED_BUFFERS * fixed_us, us_per_byte * item_bytes
 
 
 def _kernels_before(profile: Profile, shape: ModelShape) -> dict[Group, int]:

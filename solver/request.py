@@ -48,7 +48,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
         gpu_share: Largest fraction of an operator's time that the GPU may compute.
         energy_weight: 0 minimises time alone, 1 energy alone.
         forbidden: Processors and kinds of splits that the plan must not use; see :data:`FORBIDDEN`.
-        npu_gib: Memory limit of all resident slices together; None is no limit.
+        npu_gib: Memory limit of all NPU graphs together; None is the limit that the device states.
         histogram: Weight of prompts by length, and of decode under length 1; None weighs all lengths alike.
         build_budget_s: Limit of the time for building NPU graphs; the solver then chooses standard lengths
             for the histogram. None uses all lengths of the device.

@@ -1,4 +1,4 @@
-"""The choice of resident slices: rows of a group in the NPU's memory, each for many lengths.
+"""The choice of resident slices: rows of a group in the NPU's memory, each for all lengths.
 
 The search considers sets of up to three slices of a group and combines the sets of all groups exactly under
 the budget. Each further slice of a group must make its passes cheaper by :data:`GAIN_FRACTION`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option
-from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, resident_bytes, weighted_sum
+from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, weighted_sum
 
 __all__ = [
     "Budget",
@@ -31,9 +31,7 @@ __all__ = [
     "Slices",
     "choose_slices",
     "pass_weights",
-    "run_lengths",
     "slice_costs",
-    "slice_lengths",
 ]
 
 MAX_SLICES: Final = 3
@@ -55,16 +53,32 @@ class Budget:
     """Limit of resident slices.
 
     Args:
-        npu_bytes: Bytes of weights in all slices; None is no limit.
+        npu_bytes: Bytes of all graphs of all slices; None is no limit.
         copies_by_length: Whether each length of a slice needs its own copy of the weights.
+        activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
     """
 
     npu_bytes: int | None = None
     copies_by_length: bool = False
+    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.npu_bytes is not None and self.npu_bytes < 0:
             raise OptionError(f"The NPU's budget is {self.npu_bytes} bytes.", fix="Give 0 or more.")
+
+    @property
+    def counts_graphs(self) -> bool:
+        """Whether further lengths of a slice take memory."""
+        return self.copies_by_length or self.activation_bytes > 0
+
+    def graph_bytes(self, spec: OpSpec, rows: Rows, lengths: Collection[int]) -> int:
+        """Return the bytes that graphs of some rows of a group take at some lengths, in one layer."""
+        return spec.graph_bytes(
+            rows,
+            lengths,
+            copies_by_length=self.copies_by_length,
+            activation_bytes=self.activation_bytes,
+        )
 
     def holds(self, size_bytes: int) -> bool:
         """Return whether ``size_bytes`` fit."""
@@ -76,12 +90,12 @@ class ResidentSlices:
     """A set of resident slices of one or several groups.
 
     Args:
-        slices: Rows and lengths by group.
-        size_bytes: Size of all slices.
+        rows: Rows of the slices of each group.
+        size_bytes: Size of all slices, with one copy of the weights.
         cost: Cost of all passes with these slices.
     """
 
-    slices: Slices
+    rows: Mapping[Group, tuple[Rows, ...]]
     size_bytes: int
     cost: float
 
@@ -129,58 +143,28 @@ class GroupCosts:
         takes_split = table[split].split <= table[whole].whole * (1.0 - self.margin_fraction)
         return split if takes_split and math.isfinite(table[split].split) else whole
 
-    def slice_sets(self, standard_lengths: Sequence[int]) -> SliceSets:
-        """Return the sets to consider with their costs, for all lengths of NPU graphs of any slice."""
+    def slice_sets(self) -> SliceSets:
+        """Return the sets to consider with their costs."""
         return SliceSets.of(
-            self.costs,
-            list(self.sets()),
-            lambda rows: self.layers * self.spec.slice_bytes(rows),
-            standard_lengths,
+            self.costs, list(self.sets()), lambda rows: self.layers * self.spec.slice_bytes(rows)
         )
 
-    def resident_options(self, budget: Budget) -> list[ResidentSlices]:
+    def resident_options(self, budget: Budget) -> list[ResidentSlices]:  # noqa: ARG002 - all sets are small
         """See :class:`SliceChoices`."""
-        standard_lengths = run_lengths(self)
-        sets = self.slice_sets(standard_lengths)
-        _, best, runs = sets.best(self.margin_fraction)
+        sets = self.slice_sets()
+        _, best = sets.best(self.margin_fraction)
         weights = np.array([self.weights.get(length, 0.0) for length in sets.lengths])
         # Ignore lengths with zero weight that the GPU can run.
         needed = (weights > 0.0) | ~sets.on_gpu
-        used = np.bitwise_or.reduce(runs[:, :, needed], axis=-1)
-        sizes = resident_bytes(sets.sizes, used, budget.copies_by_length)
+        # A slice that no pass runs only makes a set larger: a smaller set has the same cost.
+        sizes = sets.sizes.sum(axis=-1)
         factors = 1.0 + GAIN_FRACTION * np.maximum(0, sets.counts - 1)
         costs = self.layers * weighted_sum(best[:, needed], weights[needed]) * factors
         return [
-            ResidentSlices(
-                {self.spec.group: slice_lengths(sets.sets[place], used[place], standard_lengths)},
-                int(sizes[place]),
-                float(costs[place]),
-            )
+            ResidentSlices({self.spec.group: sets.sets[place]}, int(sizes[place]), float(costs[place]))
             for place in frontier(sizes.tolist(), costs.tolist())
             if math.isfinite(costs[place])
         ]
-
-
-def run_lengths(*groups: GroupCosts) -> tuple[int, ...]:
-    """Return all lengths that the NPU runs for any slice of some groups, ascending."""
-    found = {
-        length
-        for group in groups
-        for table in group.costs.values()
-        for item in table.values()
-        for length in (*item.whole_lengths, *item.split_lengths)
-    }
-    return tuple(sorted(found))
-
-
-def slice_lengths(
-    held: Sequence[Rows], used: Sequence[int], standard_lengths: Sequence[int]
-) -> dict[Rows, tuple[int, ...]]:
-    """Return slices with their lengths, decoded from one bit for each standard length."""
-    return {
-        rows: tuple(length for place, length in enumerate(standard_lengths) if bits >> place & 1)
-        for rows, bits in zip(held, map(int, used), strict=False)
-    }
 
 
 def slice_costs(options: Iterable[Option], objective: Objective) -> dict[Rows, SliceCost]:
@@ -190,18 +174,15 @@ def slice_costs(options: Iterable[Option], objective: Objective) -> dict[Rows, S
         options: All options of a group at a length.
         objective: The objective; its margin is left out here, since it depends on all resident slices.
     """
-    best: dict[tuple[Rows, bool], tuple[float, tuple[int, ...]]] = {}
+    best: dict[tuple[Rows, bool], float] = {}
     for item in options:
         cost = item.cost * (1.0 if objective.allows(item.gpu_us, item.time_us) else OVER_CAP)
         key = item.placement.npu_rows, item.is_split
-        if key not in best or cost < best[key][0]:
-            best[key] = cost, item.placement.npu_lengths
-    found = {}
-    for rows in dict.fromkeys(rows for rows, _ in best):
-        whole, whole_lengths = best.get((rows, False), (math.inf, ()))
-        split, split_lengths = best.get((rows, True), (math.inf, ()))
-        found[rows] = SliceCost(whole, split, whole_lengths, split_lengths)
-    return found
+        best[key] = min(best.get(key, math.inf), cost)
+    return {
+        rows: SliceCost(best.get((rows, False), math.inf), best.get((rows, True), math.inf))
+        for rows in dict.fromkeys(rows for rows, _ in best)
+    }
 
 
 def pass_weights(prompts: Mapping[int, float], chunk_length: int) -> dict[int, float]:
@@ -228,8 +209,8 @@ def pass_weights(prompts: Mapping[int, float], chunk_length: int) -> dict[int, f
     return weights
 
 
-def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Slices:
-    """Return the cheapest resident slices of all groups within the budget.
+def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Mapping[Group, tuple[Rows, ...]]:
+    """Return the rows of the cheapest resident slices of all groups, whose weights are within the budget.
 
     Raises:
         PlanError: The budget is too small for a group that only the NPU may compute.
@@ -238,9 +219,7 @@ def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Slices:
     for group in groups:
         resident_options = group.resident_options(budget)
         combined = [
-            ResidentSlices(
-                {**held.slices, **own.slices}, held.size_bytes + own.size_bytes, held.cost + own.cost
-            )
+            ResidentSlices({**held.rows, **own.rows}, held.size_bytes + own.size_bytes, held.cost + own.cost)
             for held in best
             for own in resident_options
             if budget.holds(held.size_bytes + own.size_bytes)
@@ -253,4 +232,4 @@ def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Slices:
             f"The NPU's budget of {budget.npu_bytes} bytes does not hold what only the NPU may compute.",
             fix="Raise the budget, or allow both processors.",
         )
-    return best[-1].slices
+    return best[-1].rows

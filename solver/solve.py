@@ -25,6 +25,7 @@ from heterollm.solver.options import (
     restricted,
     with_new_rows,
 )
+from heterollm.solver.packed import packed_slices
 from heterollm.solver.placements import RejectedOption
 from heterollm.solver.plan import Plan, model_shape
 from heterollm.solver.plan_records import PlanEntry
@@ -212,7 +213,7 @@ class Solver:
         if self.limits is None:
             return alone, {group: {} for group in groups}
         alignment = self.limits.row_alignment
-        table = self._in_chain(alone)
+        table = self.in_chain(alone)
         range_weights = self._range_weights(table, weights)
         slices = self._slices(table, range_weights)
         strides = {group: split_stride(spec, alignment) for group, spec in groups.items()}
@@ -224,7 +225,7 @@ class Solver:
                 group: splits_near(groups[group], alignment, slices[group], strides[group]) for group in wide
             }
             alone = with_new_rows(alone, self._all_options(near))
-            table = self._in_chain(alone)
+            table = self.in_chain(alone)
             if table is not alone:
                 # The best rows of a group in decode may change with the splits of others, and come back.
                 for group, by_length in table.items():
@@ -233,7 +234,19 @@ class Solver:
                         tried[group].add(min(by_length[1], key=lambda item: item.cost).placement.npu_rows)
             rows = {group: {*tried[group], *slices[group], *near.get(group, ())} for group in groups}
             slices = self._slices(restricted(table, rows), range_weights)
+        if self.budget.counts_graphs and not self.budget.holds(self._graph_bytes(slices)):
+            return table, packed_slices(self, table, slices, weights)
         return table, slices
+
+    def _graph_bytes(self, slices: Slices) -> int:
+        """Return the bytes of all graphs of resident slices, in all layers."""
+        groups = {spec.group: (spec, self.layers) for spec in (*self.layer, self.ffn) if spec is not None}
+        groups["head"] = self.head, 1
+        return sum(
+            layers * self.budget.graph_bytes(spec, rows, lengths)
+            for group, (spec, layers) in groups.items()
+            for rows, lengths in slices.get(group, {}).items()
+        )
 
     def _all_options(self, splits: Mapping[Group, Splits | None]) -> OptionTable:
         """Return the options of groups for the longest pass of each range; None is all aligned splits."""
@@ -251,7 +264,7 @@ class Solver:
                 )
         return table
 
-    def _in_chain(self, table: OptionTable) -> OptionTable:
+    def in_chain(self, table: OptionTable) -> OptionTable:
         """Return options with their costs in a chain, which differ in a pass of one token."""
         if not submits_singly(1, self.costs.overheads):
             return table
@@ -298,12 +311,8 @@ class Solver:
             choices.append(FeedForwardCosts(gate_up, down, ffn_costs, activation))
         # The head computes one row in every pass; only passes with all logits have more.
         choices += [*groups.values(), GroupCosts(self.head, 1, head, {1: sum(weights.values())}, margin)]
-        chosen = choose_slices(choices, self.budget)
-        if self.budget.copies_by_length and self.budget.npu_bytes is not None:
-            return chosen
-        return {
-            group: dict.fromkeys(slices, self.limits.standard_lengths) for group, slices in chosen.items()
-        }
+        chosen = choose_slices(choices, Budget() if self.budget.counts_graphs else self.budget)
+        return {group: dict.fromkeys(rows, self.limits.standard_lengths) for group, rows in chosen.items()}
 
     def _equal_weights(self, table: OptionTable) -> dict[int, float]:
         """Return weights by which all lengths count alike, and decode as much as all others."""

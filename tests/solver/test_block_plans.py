@@ -32,6 +32,7 @@ class FakeNpu:
     row_alignment: int = 64
     widest_plain: int = 10**9
     name: str = "the NPU"
+    addressable_bytes: int | None = None
 
     def forms(self, weight, *, columns, length, integer_inputs=False):
         return ("plain",)
@@ -206,13 +207,12 @@ def small_tables(made, seed):
             high = 250 if spec is block else 150
             for (width,) in ROWS[draw.randint(0, 1) :]:
                 rows = (width,) * len(spec.members)
-                run = (draw.choice([1, 32, 64]),)
                 whole = draw.uniform(20, high) if width == 256 else math.inf
-                own[rows] = SliceCost(whole, draw.uniform(20, high), run, run)
+                own[rows] = SliceCost(whole, draw.uniform(20, high))
         groups.append(GroupCosts(spec, layers, costs, weights, margin))
     activation = {length: draw.uniform(0, 20) for length in lengths}
     budget = draw.choice([None, 0, draw.randint(10**4, 10**6)])
-    return FeedForwardCosts(*groups, activation), Budget(budget, draw.choice([False, True]))
+    return FeedForwardCosts(*groups, activation), Budget(budget)
 
 
 NONE = SliceCost()
@@ -221,14 +221,9 @@ FURTHER_SLICE = 0.01
 
 
 def best_of(group, table, held):
-    """Return the cheapest whole placement and the cheapest cut, each with rows and lengths."""
-    options = {rows: table.get(rows, NONE) for rows in [(), *held]}
-    whole = min(options, key=lambda rows: options[rows].whole)
-    split = min(options, key=lambda rows: options[rows].split)
-    return (
-        (options[whole].whole, whole, options[whole].whole_lengths),
-        (options[split].split, split, options[split].split_lengths),
-    )
+    """Return the cost of the cheapest whole placement and of the cheapest cut."""
+    options = [table.get(rows, NONE) for rows in [(), *held]]
+    return min(item.whole for item in options), min(item.split for item in options)
 
 
 def counted(split, whole, margin):
@@ -236,45 +231,41 @@ def counted(split, whole, margin):
     return split if split <= (1 - margin) * whole or whole == math.inf else max(split, whole)
 
 
-def weighted_sum(network, sets, budget):
+def weighted_sum(network, sets):
     """Return cost and bytes of a network with some slices, as its docstrings say."""
     groups = network.gate_up, network.down, network.ffn
     margin, layers = network.ffn.margin_fraction, network.ffn.layers
-    runs = [{rows: set() for rows in held} for held in sets]
     total, ffn_groups = 0.0, [0.0, 0.0]
     for length, weight in network.gate_up.weights.items():
         if not weight:
             continue
         found = [best_of(group, group.costs[length], held) for group, held in zip(groups, sets, strict=True)]
-        pair = [split if split[0] <= (1 - margin) * whole[0] else whole for whole, split in found[:2]]
-        pair_cost = sum(item[0] for item in pair) + network.activation[length]
-        whole_pair = sum(whole[0] for whole, _ in found[:2]) + network.activation[length]
+        is_cut = [split <= (1 - margin) * whole for whole, split in found[:2]]
+        pair = [split if cut else whole for cut, (whole, split) in zip(is_cut, found, strict=False)]
+        pair_cost = sum(pair) + network.activation[length]
+        whole_pair = sum(whole for whole, _ in found[:2]) + network.activation[length]
         whole, split = found[2]
-        as_block = whole
-        if split[0] <= (1 - margin) * min(whole_pair, whole[0]) and split[0] < whole[0]:
-            as_block = split
+        takes_split = split <= (1 - margin) * min(whole_pair, whole) and split < whole
+        as_block = split if takes_split else whole
         wholes = [min(item.whole for item in group.costs[length].values()) for group in groups]
-        if as_block[0] < pair_cost:
+        if as_block < pair_cost:
             best = min(wholes[0] + network.activation[length] + wholes[1], wholes[2])
-            total += weight * (counted(as_block[0], best, margin) if as_block is split else as_block[0])
-            runs[2][as_block[1]].update(as_block[2])
+            total += weight * (counted(as_block, best, margin) if takes_split else as_block)
             continue
         total += weight * network.activation[length]
-        for place, (cost, rows, used) in enumerate(pair):
-            own = cost if pair[place] is found[place][0] else counted(cost, wholes[place], margin)
+        for place, cost in enumerate(pair):
+            own = counted(cost, wholes[place], margin) if is_cut[place] else cost
             total += weight * own
             ffn_groups[place] += weight * own
-            if rows:
-                runs[place][rows].update(used)
     alone = not sets[0] and not sets[1]
     total *= 1 + FURTHER_SLICE * max(0, len(sets[2]) - alone)
     total += sum(
         FURTHER_SLICE * max(0, len(held) - 1) * cost for held, cost in zip(sets[:2], ffn_groups, strict=True)
     )
     size = sum(
-        layers * group.spec.slice_bytes(rows) * (len(used) if budget.copies_by_length else 1)
-        for group, own in zip(groups, runs, strict=True)
-        for rows, used in own.items()
+        layers * group.spec.slice_bytes(rows)
+        for group, held in zip(groups, sets, strict=True)
+        for rows in held
     )
     return layers * total, size
 
@@ -290,12 +281,12 @@ def test_no_slices_of_a_network_are_cheaper(made, seed):
     groups = network.gate_up, network.down, network.ffn
     best = math.inf
     for sets in itertools.product(*map(sets_of, groups)):
-        cost, size = weighted_sum(network, sets, budget)
+        cost, size = weighted_sum(network, sets)
         if budget.holds(size):
             best = min(best, cost)
     slices = choose_slices([network], budget)
     chosen = [tuple(slices[group.spec.group]) for group in groups]
-    cost, size = weighted_sum(network, chosen, budget)
+    cost, size = weighted_sum(network, chosen)
     assert cost == pytest.approx(best, rel=1e-5)
     assert budget.holds(size)
 
@@ -316,12 +307,12 @@ def test_with_many_slices_it_is_near_the_best_and_never_worse_than_without_block
     exact = [tuple(choose_slices([network], budget)[group.spec.group]) for group in groups]
     monkeypatch.setattr("heterollm.solver.ffn_slices.ALL_TRIPLES", 0)
     found = [tuple(choose_slices([network], budget)[group.spec.group]) for group in groups]
-    cost, size = weighted_sum(network, found, budget)
+    cost, size = weighted_sum(network, found)
     assert budget.holds(size)
-    assert cost <= 1.05 * weighted_sum(network, exact, budget)[0]
+    assert cost <= 1.05 * weighted_sum(network, exact)[0]
     ffn_groups = choose_slices([network.gate_up, network.down], budget)
     without = [tuple(ffn_groups["gate_up"]), tuple(ffn_groups["down"]), ()]
-    assert cost <= weighted_sum(network, without, budget)[0] * (1 + 1e-12)
+    assert cost <= weighted_sum(network, without)[0] * (1 + 1e-12)
 
 
 def resident_bytes(plan, specs, copies_by_length):

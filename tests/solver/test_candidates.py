@@ -43,6 +43,7 @@ class FakeNpu:
     standard_lengths: tuple[int, ...]
     row_alignment: int
     name: str = "the NPU"
+    addressable_bytes: int | None = None
 
     def forms(self, weight, *, columns, length, integer_inputs=False):
         # Like a form in tiles of tokens, which not every length has.

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import OptionError, PlanError
+from heterollm.profiler.records import CopyKey, Record
 from heterollm.solver import Budget, Objective, Solver
 from heterollm.solver.candidates import candidates
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
 from heterollm.solver.options import evaluate
 from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.profile_costs import overheads_of
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)
@@ -115,6 +117,41 @@ def test_a_wait_for_the_whole_queue_delays_the_gpus_part_too(made):
         for empty in (False, True)
     ]
     assert [evaluate(spec, 32, alone, one).time_us for one in costs] == [187.0, 187.0]
+
+
+def test_mapping_is_priced_by_size_and_delays_the_gpu(sample_profile, made):
+    """From a profile of mapped memory; one of coherent memory has no such price."""
+    times_us = {("acquire", 8192): 30.0, ("release", 8192): 10.0}
+    times_us |= {("acquire", 8192 + 10**6): 130.0, ("release", 8192 + 10**6): 110.0}
+
+    def overheads(coherent):
+        profile = sample_profile(coherent=coherent, activation_dtype="float16")
+        for (method, size), time_us in times_us.items():
+            profile.add(Record(CopyKey(method, size), (time_us,), taken_s=1e9))
+        return overheads_of(profile)
+
+    assert overheads(True).mapping_us(10**6) == 0.0
+    assert not overheads(True).empties_queue
+    mapped = overheads(False)
+    assert mapped.empties_queue
+    # Two buffers of 20 us, less the time of 8192 bytes, and 0.1 us for a thousand bytes.
+    assert mapped.mapping_us(0) == pytest.approx(2 * (20.0 - 0.8192))
+    assert mapped.mapping_us(10**6) - mapped.mapping_us(0) == pytest.approx(200.0)
+
+    class Costs(made.costs):
+        def gpu_us(self, spec, member_rows, tokens):
+            return 1000.0
+
+        def npu_us(self, spec, member_rows, length, form):
+            return 700.0
+
+    spec, split = made.spec("o", (128,), columns=64), RowsPlacement((64,), (32,))
+    own = Overheads(map_us=mapped.map_us, map_us_per_value=mapped.map_us_per_value, empties_queue=True)
+    map_us = own.mapping_us(32 * (64 + 64))
+    found = evaluate(spec, 32, split, Costs(0, overheads=own, slowdown=Slowdown()))
+    assert found.time_us == pytest.approx(map_us + 1000.0)
+    alone = evaluate(spec, 32, RowsPlacement((128,), (32,)), Costs(0, overheads=own, slowdown=Slowdown()))
+    assert alone.time_us == pytest.approx(2 * own.mapping_us(32 * (64 + 128)) + 700.0)
 
 
 PLAN_IN_A_PROCESS = """

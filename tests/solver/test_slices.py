@@ -80,40 +80,32 @@ def small_tables(made, seed):
             costs[length] = {(): SliceCost(whole=draw.uniform(50, 150))}
             for rows in (64, 128, 192, 256):
                 whole = draw.uniform(20, 150) if rows == 256 else math.inf
-                run = (draw.choice([1, 32, 64]),)
-                costs[length][(rows,)] = SliceCost(whole, draw.uniform(20, 150), run, run)
+                costs[length][(rows,)] = SliceCost(whole, draw.uniform(20, 150))
         groups.append(GroupCosts(spec, draw.choice([1, 3]), costs, weights, margin))
     size = groups[0].spec.weight.weight_bytes(1, 64)
     budget = draw.choice([0, draw.randint(64, 3000) * size]) if limited else None
-    return groups, Budget(budget, draw.choice([False, True]))
+    return groups, Budget(budget)
 
 
-def cost_and_bytes(group, held, copies_by_length):
+def cost_and_bytes(group, held):
     """Return the cost and the bytes of a set of slices, written out from the definition.
 
     At each length the best cut is taken if it beats the best placement on one processor by the margin. A cut
     that would not beat the best such placement of *any* set by the margin counts a millionth more than that.
     Each slice after the first must make all passes one percent cheaper.
     """
-    total, lengths_of = 0.0, {rows: set() for rows in held}
+    total = 0.0
     for length, table in group.costs.items():
         if not group.weights[length]:
             continue
-        whole, whole_rows = min((table[rows].whole, rows) for rows in ((), *held))
-        split, split_rows = min(((table[rows].split, rows) for rows in held), default=(math.inf, ()))
+        whole = min(table[rows].whole for rows in ((), *held))
+        split = min((table[rows].split for rows in held), default=math.inf)
         best_whole, factor = min(item.whole for item in table.values()), 1 - group.margin_fraction
+        cost = whole
         if split <= whole * factor:
-            lengths_of[split_rows].update(table[split_rows].split_lengths)
             cost = split if split <= best_whole * factor else max(split, best_whole * (1 + 1e-6))
-        else:
-            cost = whole
-            if whole_rows:
-                lengths_of[whole_rows].update(table[whole_rows].whole_lengths)
         total += group.weights[length] * cost
-    size = sum(
-        group.spec.weight.weight_bytes(sum(rows), 64) * (len(lengths) if copies_by_length else 1)
-        for rows, lengths in lengths_of.items()
-    )
+    size = sum(group.spec.weight.weight_bytes(sum(rows), 64) for rows in held)
     return group.layers * total * (1 + 0.01 * max(0, len(held) - 1)), group.layers * size
 
 
@@ -124,7 +116,7 @@ def test_no_set_of_slices_is_cheaper(made, seed):
     sets = [held for count in range(4) for held in itertools.combinations(sizes, count)]
 
     def both(choice):
-        found = [cost_and_bytes(*pair, budget.copies_by_length) for pair in zip(groups, choice, strict=True)]
+        found = [cost_and_bytes(*pair) for pair in zip(groups, choice, strict=True)]
         return sum(cost for cost, _ in found), sum(size for _, size in found)
 
     every = [both(choice) for choice in itertools.product(sets, repeat=2)]
@@ -172,19 +164,6 @@ def test_one_slice_can_be_the_compromise_of_many_lengths(made):
     assert set(choose_slices([group], Budget())["o"]) == {(128,)}
 
 
-def test_a_copy_for_each_length_counts(made):
-    group = two_lengths(made, 100.0)
-    costs = {
-        length: {rows: replace(item, split_lengths=(length,)) for rows, item in table.items()}
-        for length, table in group.costs.items()
-    }
-    group = replace(group, costs=costs)
-    size = group.spec.weight.weight_bytes(64, 64)
-    assert choose_slices([group], Budget(size)) == {"o": {(64,): (1, 64)}}
-    assert choose_slices([group], Budget(size, copies_by_length=True)) == {"o": {}}
-    assert choose_slices([group], Budget(2 * size, copies_by_length=True)) == {"o": {(64,): (1, 64)}}
-
-
 def test_under_a_budget_a_cut_is_measured_against_what_is_held(made):
     """The whole group on the NPU would be nearly as good as the cut, but does not fit."""
     costs = {1: {(): SliceCost(300.0), (64,): SliceCost(split=98.0), (256,): SliceCost(whole=100.0)}}
@@ -204,7 +183,6 @@ def test_a_length_without_a_copy_is_not_run(made, seed):
         return Solver(made.model(), made.limits(), made.proportional(seed), budget=budget, chunk_length=64)
 
     slices, specs = solver(10**9).slices({1: 1.0}), made.model()
-    assert {lengths for held in slices.values() for lengths in held.values()} == {(1,)}
     size = sum(
         spec.weight.weight_bytes(sum(rows), spec.columns) for spec in specs for rows in slices[spec.group]
     )

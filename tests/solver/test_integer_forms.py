@@ -1,0 +1,76 @@
+"""Integer forms in the solver: legal with stepped scales and a calibration, padded to 32 in decode."""
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.ops import Member, OpSpec, WeightFormat, ffn_spec
+from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
+from heterollm.solver.candidates import NpuLimits, candidates
+from heterollm.solver.profile_costs import limits_of
+
+STEPPED = WeightFormat(4, 32, stepped=True)
+GATE_UP = OpSpec("gate_up", 0, (Member("gate", 512), Member("up", 512)), 256, STEPPED, "x", "y")
+DOWN = OpSpec("down", 0, (Member("down", 256),), 512, STEPPED, "y", "z")
+FFN = ffn_spec(GATE_UP, DOWN)
+LENGTHS = (1, 32, 64, 256)
+
+
+def profile() -> Profile:
+    made = Profile(
+        {"npu": "an NPU", "npu_standard_lengths": list(LENGTHS), "npu_row_alignment": 64, "device": "host"}
+    )
+    for length in (1, 32, 64):
+        for spec, forms in ((GATE_UP, ("matmul_nbits", "integer")), (FFN, ("ffn", "ffn_integer"))):
+            for form in forms:
+                if length > 1 or form not in INTEGER_FORMS:
+                    point = LinearPoint.of(spec, length, form=form)
+                    made.add(Record(LinearKey("npu", point, "code"), (10.0,)))
+    return made
+
+
+def free(spec: OpSpec) -> OpSpec:
+    weight = structs.replace(spec.weight, stepped=False)
+    return replace(spec, weight=weight, then=None if spec.then is None else replace(spec.then, weight=weight))
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_integer_forms_need_both_a_calibration_and_stepped_scales(calibrated: bool, stepped: bool) -> None:
+    limits = limits_of(profile(), calibrated=calibrated)
+    for spec, form in ((GATE_UP, "integer"), (FFN, "ffn_integer")):
+        asked = spec if stepped else free(spec)
+        for length in LENGTHS:  # 256 was not measured
+            assert (form in limits.forms(asked, length)) == (calibrated and stepped and length > 1)
+        # The others are the same: a profile serves both kinds of scales.
+        assert limits.forms(asked, 32)[-1] in ("matmul_nbits", "ffn", "integer", "ffn_integer")
+        assert {"matmul_nbits", "ffn"} & set(limits.forms(asked, 1))
+
+
+def test_a_decoded_token_may_run_in_an_integer_graph_of_32() -> None:
+    limits = limits_of(profile(), calibrated=True)
+    found = [placement for placement in candidates(GATE_UP, 1, limits) if placement.npu_lengths]
+    whole = {(one.form, one.npu_lengths) for one in found if one.npu_rows == GATE_UP.member_rows}
+    assert whole == {("matmul_nbits", (1,)), ("integer", (32,))}
+    assert len(found) == len(set(found))
+    for one in found:
+        one.check(GATE_UP, 1)
+    plain = limits_of(profile())
+    assert {one.npu_lengths for one in candidates(GATE_UP, 1, plain)} == {(), (1,)}
+
+
+def test_only_a_whole_ffn_has_an_integer_form() -> None:
+    limits = limits_of(profile(), calibrated=True)
+    for placement in candidates(FFN, 64, limits):
+        assert placement.form != "ffn_integer" or placement.npu_rows == FFN.member_rows
+    forms = {placement.form for placement in candidates(FFN, 64, limits)}
+    assert forms == {"ffn", "ffn_integer"}
+
+
+def test_other_forms_are_padded_as_before() -> None:
+    limits = NpuLimits(LENGTHS, 64, lambda _spec, length: ("plain", "tiles") if length >= 64 else ("plain",))
+    lengths = {(one.form, one.npu_lengths) for one in candidates(GATE_UP, 20, limits) if one.npu_lengths}
+    assert ("tiles", (64,)) not in lengths
+    assert ("plain", (32,)) in lengths
