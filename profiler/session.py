@@ -245,7 +245,7 @@ def _tune(
             progress(f"Tuning GPU kernels: {what}", round(done_fraction * total_ms), total_ms)
 
     integer_inputs = sorted({spec.integer_inputs for shape in shapes for spec in shape.layer})
-    weight = shapes[0].layer[0].weight if shapes else None
+    weight = shapes[0].layer[0].weight.layout if shapes else None
     half = device.activation_dtype.itemsize == 2
     jobs = default_jobs(half=half, weight=weight, integer_inputs=integer_inputs or (False,))
     try:

@@ -192,7 +192,7 @@ def _linear(profile: Profile, splits: set[_Split]) -> Iterator[LinearRow]:
     for key, record, times in _timed(_newest(profile, LinearKey)):
         whole = (_weight(key.point), key.point.member_rows) not in splits
         rate = key.point.flops / times.median_us / 1e3
-        yield LinearRow(key.processor, key.point, whole, times, rate, record.values.get("cycles"))
+        yield LinearRow(key.processor, key.point, whole, times, rate, record.values.get("cpu_us"))
 
 
 def _layers(profile: Profile) -> Iterator[LayerRow]:
@@ -218,9 +218,9 @@ def _graphs(profile: Profile, splits: set[_Split]) -> Iterator[GraphRow]:
 
 def _sweeps(profile: Profile) -> Iterator[SweepRow]:
     for key, record in _newest(profile, SweepKey):
-        cycles = record.values.get("cycles", 0.0)
-        if cycles > 0 or record.samples_us:
-            yield SweepRow(key.point, cycles if cycles > 0 else record.median_us, cycles > 0)
+        cpu_us = record.values.get("cpu_us", 0.0)
+        if cpu_us > 0 or record.samples_us:
+            yield SweepRow(key.point, cpu_us if cpu_us > 0 else record.median_us, cpu_us > 0)
 
 
 def _failures(records: Iterable[Record]) -> Iterator[Failure]:

@@ -93,7 +93,7 @@ class LinearRow(Struct, frozen=True, rename={"processor": "part"}):
         whole: Whether it is the whole group, and no shard of a split.
         times: Times of a pass.
         gflops: 10⁹ operations a second, two for each multiply-add.
-        cycles: Cycles of the NPU, where it counts them.
+        cpu_us: CPU time of a run of an emulated NPU.
     """
 
     processor: Processor
@@ -101,7 +101,7 @@ class LinearRow(Struct, frozen=True, rename={"processor": "part"}):
     whole: bool
     times: RecordTimes
     gflops: float
-    cycles: float | None
+    cpu_us: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +197,13 @@ class SweepRow:
 
     Args:
         point: The weight and its tokens.
-        cost: Cycles where they are counted, else microseconds.
-        counted: Whether ``cost`` is in cycles.
+        cost_us: CPU time where the NPU is emulated, else time.
+        emulated: Whether ``cost_us`` is CPU time.
     """
 
     point: LinearPoint
-    cost: float
-    counted: bool
+    cost_us: float
+    emulated: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,10 @@ from heterollm.kernels.formats import LinearWeight, concatenate_rows, take_rows
 from heterollm.kernels.gpu import GpuLinear, SharedArray, kernel_source_hash, scratch_codes
 from heterollm.kernels.npu import (
     GRAPH_VERSION,
+    FfnRanges,
     FfnShard,
     GraphForm,
+    LinearRanges,
     LinearShard,
     NpuBackend,
     NpuGraph,
@@ -44,11 +46,15 @@ from heterollm.profiler.work import FFN_ACTIVATION, SkippedPoints, Tier, WorkPoi
 
 __all__ = ["LinearBench", "code_of", "linear_tasks", "npu_run_s"]
 
-COUNTED_RUNS: Final = 3
-"""Runs whose cycles are counted; the smallest repeats."""
+EMULATED_RUNS: Final = 3
+"""Emulated runs whose CPU time is measured; the smallest repeats."""
 
 EMULATED_SAMPLES: Final = 3
 """Samples on an emulated NPU, whose times mean nothing."""
+
+LINEAR_RANGES: Final = LinearRanges(8.0, 8.0)
+FFN_RANGES: Final = FfnRanges(8.0, 8.0, 8.0, 8.0, 64.0, 64.0)
+"""Ranges of random activations for integer forms; times do not depend on them."""
 
 STAGE: Final = "Linear layers"
 TASK_S: Final = 1.0
@@ -176,7 +182,7 @@ class LinearBench:
                 key,
                 lambda: self._run_us(call, cold=cold),
                 lambda: self._run_us(call, cold=False),
-                values=lambda: _cycles(npu, shard, point),
+                values=lambda: _cpu_times(npu, shard, point),
                 most=MOST_SAMPLES if real else EMULATED_SAMPLES,
             )
         finally:
@@ -220,7 +226,15 @@ class LinearBench:
             name = f"random {spec.member_rows}"
             weight, layer, rounded = concatenate_rows(members), spec.layer, spec.integer_inputs
             if spec.then is None:
-                group.shards[rows] = LinearShard(weight, layer, spec.group, ranges, name, rounded)
+                group.shards[rows] = LinearShard(
+                    weight,
+                    layer,
+                    spec.group,
+                    ranges,
+                    name,
+                    rounded,
+                    LINEAR_RANGES if spec.weight.stepped else None,
+                )
             else:
                 [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
                 group.shards[rows] = FfnShard(
@@ -232,6 +246,7 @@ class LinearBench:
                     weights_key=name,
                     cut=ranges[0],
                     integer_inputs=rounded,
+                    ranges=FFN_RANGES if spec.weight.stepped else None,
                 )
         return group.shards[rows]
 
@@ -278,11 +293,11 @@ class LinearBench:
         return held
 
 
-def _cycles(npu: NpuBackend, shard: NpuShard, point: LinearPoint) -> dict[str, float]:
-    """Return the cycles of a run, where the backend counts them."""
+def _cpu_times(npu: NpuBackend, shard: NpuShard, point: LinearPoint) -> dict[str, float]:
+    """Return the least and the most CPU time of a run, where it is emulated."""
     form: GraphForm = point.form  # type: ignore[assignment]
-    cycles = npu.count_cycles(shard, point.tokens, form, runs=COUNTED_RUNS)
-    return {} if cycles is None else {"cycles": float(min(cycles))}
+    times_us = npu.cpu_times_us(shard, point.tokens, form, runs=EMULATED_RUNS)
+    return {} if times_us is None else {"cpu_us": min(times_us), "cpu_us_most": max(times_us)}
 
 
 # -- tasks -------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class PointFilter:
         key = record.key
         if isinstance(key, LinearKey) and not record.failed:
             lengths = self._times_us.setdefault((key.processor, replace(key.point, tokens=0, form="")), {})
-            time_us = record.values.get("cycles", record.median_us)
+            time_us = record.values.get("cpu_us", record.median_us)
             lengths.setdefault(key.point.tokens, {})[key.point.form] = time_us
 
     def objection(self, work: WorkPoint) -> SkipReason | None:

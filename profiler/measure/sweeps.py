@@ -1,9 +1,10 @@
 """Measures an NPU as section 3 of the HeteroLLM paper does: stages, order of operands, the effect of ``k``.
 
-Stages and order: one weight at lengths on and off the standard ones, with float weights in both orders and
-with 4-bit weights in their plain form. Effect of ``k``: weights of one size, from few inputs and many outputs
-to the contrary, plain and, where a form splits ``k``, as a k-split. Weights may come from a cache. On an
-emulator cycles are counted, elsewhere runs are timed. The records are kept apart from those that plans read.
+Stages and order: one weight at lengths on and off the standard ones, with float weights in both orders
+and with 4-bit weights in their plain form. Effect of ``k``: weights of one size, from few inputs and many
+outputs to the contrary, plain and, where a form splits ``k``, as a k-split. Weights may come from a
+cache. On an emulator the CPU time of runs is measured, elsewhere runs are timed. The records are kept
+apart from those that plans read.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ EMULATED_WEIGHTS: Final = 3 << 20
 
 COLUMN_TOKENS: Final = (1, 256)
 EMULATED_COLUMN_TOKENS: Final = (1, 32)
-COUNTED_RUNS: Final = 5
+EMULATED_RUNS: Final = 5
 RUNS: Final = 8
 STAGE_ROWS: Final = 32
 
@@ -86,7 +87,7 @@ def _task(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Task:
     first = keys[0].point
     graphs = len(keys) if npu.copies_by_length else len({key.point.form for key in keys})
     size = first.rows * first.columns
-    runs = COUNTED_RUNS if npu.time_kind == "emulated" else RUNS
+    runs = EMULATED_RUNS if npu.time_kind == "emulated" else RUNS
     estimate_s = NOTHING_COMPUTED_S
     if device.gpu.computes:
         run_s = sum(npu_run_s(device, key.point.flops, key.point.weight_bytes) for key in keys)
@@ -109,26 +110,26 @@ def _measure(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Itera
     try:
         for key in keys:
             if npu.time_kind == "emulated":
-                yield _counted(npu, shard, key)
+                yield _emulated(npu, shard, key)
             else:
                 yield _timed(device, npu, shard, key)
     finally:
         npu.release(shard)
 
 
-def _counted(npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:
-    """Count cycles, right after a graph of whole tiles: an emulator skips zeros in rows beyond the length."""
+def _emulated(npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:
+    """Measure CPU time after a graph of whole tiles: an emulator skips zeros in rows beyond the length."""
     point, form = key.point, cast("GraphForm", key.point.form)
     longest = -(-point.tokens // STAGE_ROWS) * STAGE_ROWS
     try:
         if longest != point.tokens:
-            npu.count_cycles(shard, longest, form, runs=1)
-        cycles = npu.count_cycles(shard, point.tokens, form, runs=COUNTED_RUNS)
+            npu.cpu_times_us(shard, longest, form, runs=1)
+        times_us = npu.cpu_times_us(shard, point.tokens, form, runs=EMULATED_RUNS)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
-    if cycles is None:
-        return Record(key, error=f"{npu.name} counts no cycles.")
-    return Record(key, values={"cycles": float(min(cycles))})
+    if times_us is None:
+        return Record(key, error=f"{npu.name} emulates nothing.")
+    return Record(key, values={"cpu_us": min(times_us), "cpu_us_most": max(times_us)})
 
 
 def _timed(device: Device, npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:

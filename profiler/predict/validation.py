@@ -23,7 +23,7 @@ from heterollm.profiler.records import LinearPoint, Processor
 __all__ = ["PointTimes", "Score", "choices", "held_out_predictions", "percentile", "score"]
 
 PointTimes: TypeAlias = Mapping[LinearPoint, float]
-"""Microseconds, or cycles, of shards on one processor."""
+"""Microseconds, or another cost, of shards on one processor."""
 
 MOST_FOLDS: Final = 10
 """Of more shapes several are kept out together, since every fold costs a fit."""

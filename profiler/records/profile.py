@@ -50,6 +50,9 @@ class Description(Struct, frozen=True):
     time: str
     cache_bytes: Count
     npu_copies_by_length: bool
+    npu_io_by_graph: bool = False
+    npu_addressable_bytes: Count | None = None
+    activation_dtype: str = ""
 
 
 class RunEntry(Struct, frozen=True):
@@ -103,6 +106,19 @@ class Profile:
     def copies_by_length(self) -> bool:
         """Whether each standard length of an NPU graph holds weights of its own."""
         return bool(self.description["npu_copies_by_length"])
+
+    @property
+    def graph_activation_bytes(self) -> int:
+        """Size of an element of an NPU graph's own input and output; 0 if a graph has none of its own."""
+        if not self.description.get("npu_io_by_graph", False):
+            return 0
+        return 4 if self.description.get("activation_dtype") == "float32" else 2
+
+    @property
+    def addressable_bytes(self) -> int | None:
+        """Most bytes that the NPU's graphs can take together; None without a limit."""
+        found = self.description.get("npu_addressable_bytes")
+        return None if found is None else int(found)
 
     @property
     def time_kind(self) -> str:

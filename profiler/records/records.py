@@ -302,7 +302,7 @@ class DriftKey(
 class SweepKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time of one weight on the NPU, for reports on the device: neither plans nor predictions read it.
 
-    ``values["cycles"]`` are its cycles instead, where the NPU is emulated.
+    ``values["cpu_us"]`` is the CPU time of a run instead, where the NPU is emulated.
 
     Args:
         point: The weight, at any number of tokens.

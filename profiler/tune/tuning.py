@@ -25,6 +25,7 @@ from heterollm.kernels.gpu import (
     all_parameters,
     default_parameters,
     differences,
+    gpu_style,
 )
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure import Timer
@@ -208,11 +209,12 @@ def candidates_for(runtime: GpuRuntime, shape: ShapeClass, style: KernelStyle) -
             by_number.setdefault(next(iter(changed)), []).append(parameters)
     for name, group in by_number.items():
         # Neighbours of the default first.
-        values = LEGAL[style, default.many][name]
+        values = LEGAL[default.style, default.many][name]
         middle = values.index(getattr(default, name))
         places = {other: values.index(getattr(other, name)) for other in group}
         by_number[name] = sorted(group, key=lambda other: abs(places[other] - middle))
-    return list(_in_turns(list(by_number.values())))
+    other = [default_parameters("simt", shape)] if default.style == "half" else []
+    return [*other, *_in_turns(list(by_number.values()))]
 
 
 def _in_turns(groups: list[list[KernelParameters]]) -> Iterator[KernelParameters]:
@@ -231,7 +233,9 @@ def _tune_one(
     report: Callable[[float], None],
 ) -> TuningOutcome:
     begin_ns = timer()
-    style: KernelStyle = "vector" if runtime.traits.is_cpu else "simt"
+    style: KernelStyle = "vector"
+    if not runtime.traits.is_cpu:
+        style = gpu_style(job.shape, has_half=runtime.traits.has_half)
     default = default_parameters(style, job.shape)
     bench = _Bench(runtime, job, default)
     left_s = max(budget_s - (timer() - begin_ns) / 1e9, 0.05)

@@ -7,14 +7,13 @@ that it offers. The rest is left out and counted (design, section 8: "pruned by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from msgspec import structs
 
-from heterollm.base import round_up
-from heterollm.kernels.npu import NpuBackend
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Processor
@@ -75,10 +74,15 @@ GPU_TOKENS: Final[Mapping[int, Tier]] = {
 near linear."""
 
 SPLIT_TOKENS: Final = (1, 64, 256)
-"""Tokens at which the default run measures splits, and sees whether time is linear in rows."""
+"""Tokens at which the default run measures splits, and sees whether time is linear in rows. The narrowest
+split is among them, so that times of others lie between measured ones."""
 
 NPU_FIRST_LENGTHS: Final = (1, 256)
 """Lengths that no plan can do without: decode, and a prompt."""
+
+NPU_SPLIT_LENGTHS: Final = (*SPLIT_TOKENS, 32)
+FFN_SPLIT_LENGTHS: Final = (*NPU_FIRST_LENGTHS, 32)
+"""The same on the NPU: a graph of 32 tokens runs decode of a few tokens and short prompts."""
 
 LONGEST_DEFAULT: Final = 1024
 """Length above which the NPU is left to the full grid: time grows with length there."""
@@ -188,24 +192,31 @@ def _shape_points(
             yield from _ffn_points(spec, npu, skipped)
 
 
-def _splits_of(spec: OpSpec, alignment: int, fractions: Mapping[float, Tier]) -> _Splits:
-    """Return the distinct legal splits of a group."""
+def _splits_of(
+    spec: OpSpec, alignment: int, fractions: Mapping[float, Tier], widths: Sequence[int] = ()
+) -> _Splits:
+    """Return the distinct legal splits of a group: at fractions, the narrowest, and those of more widths."""
     tiers: dict[tuple[int, ...], Tier] = {}
+    longest = max(spec.member_rows)
     # The lowest tier first: it keeps a split that several fractions round to.
     for fraction, tier in sorted(fractions.items(), key=lambda item: item[1]):
         rows = split_rows(spec.member_rows, fraction, alignment)
         if any(rows) and rows != spec.member_rows:
             tiers.setdefault(rows, tier)
-    possible = (max(spec.member_rows) - 1) // alignment
-    return _Splits(dict(sorted(tiers.items())), len(fractions) - len(tiers), max(0, possible - len(tiers)))
+    unaligned = len(fractions) - len(tiers)
+    for width in (alignment, *widths):
+        if width < longest:
+            rows = split_rows(spec.member_rows, width / longest, alignment)
+            tiers[rows] = min(tiers.get(rows, 1), 1)
+    possible = (longest - 1) // alignment
+    return _Splits(dict(sorted(tiers.items())), unaligned, max(0, possible - len(tiers)))
 
 
 def _gpu_points(
     spec: OpSpec, splits: _Splits, max_buffer_bytes: int, skipped: SkippedPoints
 ) -> Iterator[WorkPoint]:
-    # Members are packed in multiples of 64 rows.
-    packed_rows = sum(round_up(rows, 64) for rows in spec.member_rows)
-    fits = spec.weight.weight_bytes(packed_rows, spec.columns) <= max_buffer_bytes
+    # Larger weights are in several buffers, of whole tiles of 64 rows.
+    fits = spec.weight.weight_bytes(64, spec.columns) <= max_buffer_bytes
     for tokens, tier in _gpu_tokens(spec).items():
         if not fits:
             skipped.add("buffer", 1 + len(splits.tiers))
@@ -226,7 +237,8 @@ def _gpu_tokens(spec: OpSpec) -> Mapping[int, Tier]:
     if spec.group != "head":
         return GPU_TOKENS
     tiers: dict[int, Tier] = {tokens: 2 for tokens in GPU_TOKENS if tokens <= HEAD_TOKENS}
-    return tiers | {1: 0, HEAD_TOKENS: 1}
+    # A few tokens at once: speculative decoding, and the steps of kernels up to 8 tokens.
+    return tiers | {1: 0, 8: 1, HEAD_TOKENS: 1}
 
 
 def _npu_points(
@@ -250,14 +262,15 @@ def _npu_points(
             skipped.add("stage", between)
             for npu_rows, split_tier in splits.tiers.items():
                 point = LinearPoint.of(spec, length, member_rows=npu_rows, form=form)
-                wanted = length in SPLIT_TOKENS and (form == forms[0] or split_tier == 0)
+                wanted = length in NPU_SPLIT_LENGTHS and (form == forms[0] or split_tier == 0)
                 yield WorkPoint("npu", point, max(tier, split_tier) if wanted else 2, spec)
 
 
 def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterator[WorkPoint]:
     """Yield an ffn's widths on the NPU; the GPU's shard is several operators, each measured by itself."""
     alignment = ffn_alignment(spec.weight, npu.row_alignment)
-    splits = _splits_of(spec, alignment, FFN_FRACTIONS)
+    # The width is the number of inputs of the down projection.
+    splits = _splits_of(spec, alignment, FFN_FRACTIONS, (K_SPLIT_COLUMNS, K_SPLIT_COLUMNS + alignment))
     small = split_rows(spec.member_rows, FIRST_DECODE_FRACTION, alignment)
     widths: dict[tuple[int, ...], Tier] = {spec.member_rows: 0, **splits.tiers}
     between = splits.between if alignment % STAGE_ROWS == 0 else 0
@@ -280,7 +293,9 @@ def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterat
                 skipped.add("stage", len(forms) * between)
             tier: Tier = whole_tier
             if rows != spec.member_rows:
-                tier = 2 if not first else 0 if length == 1 and rows == small else split_tier
+                tier = max(whole_tier, split_tier) if length in FFN_SPLIT_LENGTHS else 2
+                if length == 1 and rows == small:
+                    tier = 0
             for form in forms:
                 # Plans can do without the other forms.
                 if form != forms[0]:

@@ -27,7 +27,7 @@ from heterollm.solver import ProfileCosts, Solver, best_strategy, limits_of, pow
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
 
-NAME = "sim:snapdragon-8gen3"
+NAME = "sim:snapdragon-8gen3-paper"
 SHAPE = ModelSize(4096, 14336, 8, 32, 8, 128256, False, 128, 2048).shape("wide", group_size=128)
 
 
@@ -81,7 +81,7 @@ def test_everything_is_measured_and_labelled(found):
     [run] = profile.runs.values()
     assert run["finished"]
     assert run["clocks_mhz"] == []  # this machine's clocks say nothing
-    assert "model of snapdragon-8gen3" in run["power"][0]
+    assert "model of snapdragon-8gen3-paper" in run["power"][0]
 
 
 def test_equal_devices_give_equal_profiles(found, tmp_path):

@@ -86,7 +86,7 @@ class FakeNpu:
         self.released: list[LinearShard] = []
         self.prepared: list[tuple[int, GraphForm]] = []
         self.cost_ns: Callable[[int, GraphForm], int] = lambda length, _: 1000 * length
-        self.cycles: tuple[int, ...] | None = None
+        self.emulated_us: tuple[float, ...] | None = None
         self._forms = forms
         self._block_forms: tuple[GraphForm, ...] = ()
 
@@ -101,8 +101,8 @@ class FakeNpu:
         self.compiled_count += 1
         return FakeGraph(self, length, part.rows, part.columns, form)
 
-    def count_cycles(self, part: LinearShard, length: int, form: GraphForm, *, runs: int):
-        return self.cycles
+    def cpu_times_us(self, part: LinearShard, length: int, form: GraphForm, *, runs: int):
+        return self.emulated_us
 
     def release(self, part: LinearShard) -> None:
         self.released.append(part)
@@ -209,11 +209,11 @@ def test_emptying_the_caches_is_outside_the_time(fake, clock, monkeypatch, token
 
 def test_an_emulators_caches_are_left_alone(fake, clock):
     fake.npu.time_kind = "emulated"
-    fake.npu.cycles = (7001, 7000, 9000)
+    fake.npu.emulated_us = (7001.0, 7000.0, 9000.0)
     bench = LinearBench(fake, timer=clock)
     record = linear_of(bench.measure(point_of(SIZES.shape("tiny"), "o")))
     assert bench.evictions == 0
-    assert record.values == {"cycles": 7000.0}
+    assert record.values == {"cpu_us": 7000.0, "cpu_us_most": 9000.0}
 
 
 def test_the_gpu_empties_its_caches_outside_the_time(device, monkeypatch):
@@ -383,7 +383,7 @@ def test_emulated_times_are_not_compared_with_real_ones(fake, clock, monkeypatch
     monkeypatch.setattr(linear_bench, "LinearBench", lambda device: LinearBench(device, timer=clock))
     fake.time_kind = fake.npu.time_kind = "emulated"
     fake.npu.cost_ns = lambda length, form: 10**9
-    fake.npu.cycles = (5,)
+    fake.npu.emulated_us = (5.0,)
     tasks, skipped = linear_tasks(fake, [SIZES.shape("tiny")], tier=0)
     records = [record for task in tasks for record in task.run() if record.key in task.keys]
     assert {record.key for record in records} == {key for task in tasks for key in task.keys}

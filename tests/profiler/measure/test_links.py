@@ -27,7 +27,7 @@ from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Record
 
 @pytest.fixture(scope="module")
 def mapped(device):
-    return OpenClRuntime(device.gpu.context.devices[0], coherent=False)
+    return OpenClRuntime(device.gpu.context.devices[0], shared_memory="mapped")
 
 
 @pytest.fixture(scope="module")

@@ -73,4 +73,4 @@ def test_errors_and_other_numbers_are_recorded():
         raise KernelError("The kernel is gone.")
 
     assert taken(KEY, broken).error == "The kernel is gone."
-    assert taken(KEY, lambda: 3.0, values=lambda: {"cycles": 7.0}).values == {"cycles": 7.0}
+    assert taken(KEY, lambda: 3.0, values=lambda: {"cpu_us": 7.0}).values == {"cpu_us": 7.0}

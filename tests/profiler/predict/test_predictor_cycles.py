@@ -1,4 +1,4 @@
-"""Predictors on the emulator's cycle counts, as bench/emulator_cycles.py collected them."""
+"""Predictors on recorded costs of the emulator: the counts that bench/emulator_cycles.py reads."""
 
 import importlib.util
 from pathlib import Path
@@ -16,9 +16,7 @@ from heterollm.profiler.records import LinearPoint
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 RESULTS = BENCH / "results" / "emulator_cycles.jsonl"
 
-pytestmark = pytest.mark.skipif(
-    not RESULTS.exists(), reason="collect them: python bench/emulator_cycles.py, on an idle machine"
-)
+pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="the recorded counts are missing")
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,10 @@ def test_widths_are_those_that_a_cut_can_use(alignment, block):
     for shape in shapes:
         [spec] = shape.blocks
         widths = {work.point.member_rows[0] for work in points if work.spec == spec}
-        assert len(widths) == 1 + len(FFN_FRACTIONS)
+        # The whole, the fractions, the narrowest and, where there are such widths, both sides of a k-split.
+        assert 1 + len(FFN_FRACTIONS) <= len(widths) <= 1 + len(FFN_FRACTIONS) + 3
+        assert min(widths) == ffn_alignment(spec.weight, alignment)
+        assert (K_SPLIT_COLUMNS in widths) is (spec.member_rows[0] >= K_SPLIT_COLUMNS)
 
 
 def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
@@ -145,8 +148,8 @@ def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
         assert widths[1] == pytest.approx([0.25, 0.5, 1.0], abs=0.02)
         assert widths[256] == pytest.approx([0.5, 1.0], abs=0.02)
         default = [work.point for work in points if work.tier == 1]
-        # Cuts in decode and at 256 tokens alone; the whole block at every usual length.
-        assert {p.tokens for p in default if p.rows < 2 * whole} == {1, 256}
+        # Cuts in decode, of one or a few tokens, and at 256 tokens; the whole block at every usual length.
+        assert {p.tokens for p in default if p.rows < 2 * whole} == {1, 32, 256}
         assert {p.tokens for p in default if p.rows == 2 * whole and p.form == "ffn"} == {
             length for length in STANDARD_LENGTHS if length not in (1, 256, 1024)
         }

@@ -124,16 +124,16 @@ def test_what_is_left_out_is_counted_by_reason():
     head_lengths = sum(length <= HEAD_TOKENS for length in STANDARD_LENGTHS)
     unaligned = {"qkv": 4, "o": 4, "gate_up": 0, "down": 4}
     assert whole.counts["alignment"] == lengths * sum(unaligned.values()) + 4 * head_lengths
-    # 4864 rows have 18 cuts, of which seven are measured; no other group has cuts between.
-    assert whole.counts["stage"] == lengths * (18 - len(NPU_FRACTIONS))
+    # 4864 rows have 18 cuts, of which seven and the narrowest are measured; no other group has cuts between.
+    assert whole.counts["stage"] == lengths * (18 - len(NPU_FRACTIONS) - 1)
     assert whole.counts["linear"] > 0
     assert whole.total == sum(whole.to_dict().values())
 
     _, unsupported = points_of([shape], StatedNpu(256, ()))
-    cuts = {"qkv": 3, "o": 3, "gate_up": 7, "down": 3}
+    cuts = {"qkv": 3, "o": 3, "gate_up": 8, "down": 3}
     missing = lengths * sum(1 + count for count in cuts.values()) + head_lengths * (1 + 3)
-    # And the feed-forward block, whole and at seven widths.
-    missing += lengths * (1 + 7)
+    # And the feed-forward block, whole, at seven widths, the narrowest, and 4096; 4352 is seven eighths.
+    missing += lengths * (1 + 9)
     assert unsupported.counts["unsupported"] == missing
 
     points, small = points_of([shape], StatedNpu(256), max_buffer_bytes=1000)
