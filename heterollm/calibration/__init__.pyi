@@ -1,0 +1,3 @@
+from .records import Calibration as Calibration
+from .records import load_calibration as load_calibration
+from .run import calibrate as calibrate

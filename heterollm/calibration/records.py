@@ -1,0 +1,241 @@
+"""The file of a calibration: the magnitudes of every linear's input and output, and the checks of ranges.
+
+Each record keeps the state of its measurement, so that a calibration that was stopped goes on from its file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from heterollm.base import Amount, CalibrationError, Count, Positive, decode, decode_json, save_file
+from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
+from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
+from heterollm.kernels.ops import Group
+
+__all__ = [
+    "FIX",
+    "LOWEST_OCTAVE",
+    "OCTAVES",
+    "STEPS_PER_OCTAVE",
+    "Calibration",
+    "ChannelOutliers",
+    "FfnCalibration",
+    "LinearCalibration",
+    "RangeErrors",
+    "load_calibration",
+]
+
+FIX: Final = "Run `heterollm calibrate MODEL -o FILE` again."
+SCHEMA_VERSION: Final = 1
+LARGEST_FILE_BYTES: Final = 1 << 28
+
+STEPS_PER_OCTAVE: Final = 8
+LOWEST_OCTAVE: Final = -24
+OCTAVES: Final = 48
+PERCENTILES: Final = (50.0, 99.0, 99.9, 99.99)
+
+
+class RangeErrors(Struct, frozen=True, forbid_unknown_fields=True):
+    """NMSE of a linear or ffn with 16-bit activations on its ranges, in exact arithmetic.
+
+    Args:
+        nmse: Of the whole output.
+        worst_row: Of the worst output row.
+        worst_token: Of the worst token.
+    """
+
+    nmse: Amount
+    worst_row: Amount
+    worst_token: Amount
+
+    @property
+    def passed(self) -> bool:
+        """Whether the errors are within the gate of one linear: 60 dB, 50 dB for a single row or token."""
+        gate = LINEAR_NMSE["fp16"]
+        single = SINGLE_FACTOR * gate
+        return self.nmse <= gate and self.worst_row <= single and self.worst_token <= single
+
+
+class ChannelOutliers(Struct, frozen=True, forbid_unknown_fields=True):
+    """Outliers of one input channel.
+
+    Args:
+        channel: The input.
+        count: Tokens at which its magnitude exceeds the threshold.
+        maximum: Its largest magnitude.
+    """
+
+    channel: Count
+    count: Positive
+    maximum: Amount
+
+
+class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
+    """Magnitudes at a group of linears.
+
+    Args:
+        layer: Decoder layer.
+        group: The group.
+        inputs: Largest magnitude of the input.
+        outputs: Largest magnitude of each member's output, before biases.
+        histogram: Numbers of input values by magnitude, in steps of an eighth of an octave from 2⁻²⁴ on.
+        threshold: Magnitude above which an input is an outlier: eight times the root mean square of the first
+            window.
+        outliers: Channels with outliers, by channel.
+        errors: The check of the ranges; None as long as there was none.
+    """
+
+    layer: Count
+    group: Group
+    inputs: Amount
+    outputs: tuple[Amount, ...]
+    histogram: tuple[Count, ...]
+    threshold: Amount
+    outliers: tuple[ChannelOutliers, ...]
+    errors: RangeErrors | None = None
+
+    @property
+    def percentiles(self) -> dict[float, float]:
+        """Magnitudes below which 50, 99, 99.9 and 99.99 percent of the inputs lie, at most 9 % too large.
+
+        Never use them as ranges: one clipped value ruins a token.
+        """
+        sums = np.cumsum(self.histogram)
+        if not sums.size or not sums[-1]:
+            return dict.fromkeys(PERCENTILES, 0.0)
+        places = np.searchsorted(sums, np.array(PERCENTILES) / 100 * sums[-1])
+        edges = 2.0 ** (LOWEST_OCTAVE + (places + 1) / STEPS_PER_OCTAVE)
+        return {name: min(float(edge), self.inputs) for name, edge in zip(PERCENTILES, edges, strict=True)}
+
+
+class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
+    """Magnitudes inside the feed-forward network of a layer with SiLU and without biases.
+
+    Args:
+        layer: Decoder layer.
+        activated: Largest magnitude of the activated gate.
+        errors: The check of the ranges; None as long as there was none.
+    """
+
+    layer: Count
+    activated: Amount
+    errors: RangeErrors | None = None
+
+
+class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
+    """Static ranges of a model's activations.
+
+    Args:
+        weights_key: Hash of the weights' content, their scales included; a calibration fits no others.
+        model: Name of the model, for messages.
+        text_key: Hash of the token ids.
+        window_tokens: Tokens of a window, each from an empty KV cache.
+        windows: Windows whose magnitudes the records have.
+        windows_planned: Windows of the whole calibration.
+        checked_tokens: Tokens of the check, from one more window.
+        linears: By layer and group.
+        ffns: By layer.
+        version: Version of the file.
+    """
+
+    weights_key: Annotated[str, Meta(max_length=64)]
+    model: Annotated[str, Meta(max_length=500)]
+    text_key: Annotated[str, Meta(max_length=64)]
+    window_tokens: Positive
+    windows: Count
+    windows_planned: Positive
+    checked_tokens: Count
+    linears: tuple[LinearCalibration, ...]
+    ffns: tuple[FfnCalibration, ...]
+    version: Literal[1] = SCHEMA_VERSION
+
+    @property
+    def complete(self) -> bool:
+        """Whether all windows were run and the ranges checked."""
+        return self.windows == self.windows_planned and self.checked_tokens > 0
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the operators whose ranges missed the gate; they keep float activations."""
+        linears = [f"{one.layer}.{one.group}" for one in self.linears if not _passed(one.errors)]
+        return (*linears, *(f"{one.layer}.ffn" for one in self.ffns if not _passed(one.errors)))
+
+    def ranges(self) -> dict[tuple[int, Group], StaticRanges]:
+        """Return the ranges of the operators that passed the check, by layer and group.
+
+        Those of an ffn are for its whole width: partial sums can be larger than their total.
+        """
+        found: dict[tuple[int, Group], StaticRanges] = {}
+        linears = {(one.layer, one.group): one for one in self.linears}
+        for one in self.linears:
+            if _passed(one.errors):
+                found[one.layer, one.group] = LinearRanges(one.inputs, max(one.outputs))
+        for ffn in self.ffns:
+            first, last = linears.get((ffn.layer, "gate_up")), linears.get((ffn.layer, "down"))
+            if _passed(ffn.errors) and first is not None and last is not None:
+                gate, up = first.outputs
+                found[ffn.layer, "ffn"] = FfnRanges(
+                    first.inputs, gate, up, ffn.activated, last.inputs, max(last.outputs)
+                )
+        return found
+
+    def check_weights(self, weights_key: str) -> None:
+        """Refuse other weights than the calibrated ones, or an incomplete calibration.
+
+        Raises:
+            CalibrationError: The weights are others, or the calibration was stopped.
+        """
+        if not self.complete:
+            raise CalibrationError(
+                f"The calibration of {self.model} was stopped after {self.windows} of {self.windows_planned} "
+                "windows.",
+                fix="Run the same `heterollm calibrate` again: it goes on from its file.",
+            )
+        if weights_key != self.weights_key:
+            raise CalibrationError(
+                f"The calibration is of {self.model} with other weights (key {self.weights_key[:12]}, not "
+                f"{weights_key[:12]}).",
+                fix="Load the calibrated checkpoint with --scales stepped and the same group size, or run "
+                "`heterollm calibrate` for this one.",
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically.
+
+        Raises:
+            OptionError: The file cannot be written.
+        """
+        save_file(path, msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        CalibrationError: The file is missing, too large, damaged, or of another version.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise CalibrationError(f"{path} is too large to be a calibration.", fix=FIX)
+        text = path.read_bytes()
+    except OSError as error:
+        raise CalibrationError(
+            f"The calibration {str(path)!r:.200} cannot be read: {error.strerror or error}.", fix=FIX
+        ) from error
+    data = decode_json(text, source=str(path), error=CalibrationError, fix=FIX)
+    found = decode(data, Calibration, source=f"{path} is not a calibration", error=CalibrationError, fix=FIX)
+    for one in found.linears:
+        if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE or not one.outputs:
+            raise CalibrationError(f"{path} is not a calibration: {one.layer}.{one.group} is cut.", fix=FIX)
+        if one.group == "gate_up" and len(one.outputs) != 2:
+            raise CalibrationError(f"{path} is not a calibration: {one.layer}.gate_up has no pair.", fix=FIX)
+    return found
+
+
+def _passed(errors: RangeErrors | None) -> bool:
+    return errors is not None and errors.passed

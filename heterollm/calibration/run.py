@@ -1,0 +1,250 @@
+"""Runs a calibration: windows of text through a model on the GPU alone, then a check of the ranges."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from heterollm.base import CalibrationError, InputError, OptionError, Progress, check_target, silent
+from heterollm.calibration.check import RangeCheck, silu
+from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
+from heterollm.calibration.records import Calibration, FfnCalibration, LinearCalibration, load_calibration
+from heterollm.data import bundled_model
+from heterollm.engine import Engine, EngineThread, start_engine
+from heterollm.kernels.device import Device
+from heterollm.kernels.open import open_device
+from heterollm.kernels.ops import Group, OpSpec
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
+from heterollm.solver import level_plan
+from heterollm.text import Tokenizer, load_tokenizer
+
+__all__ = ["calibrate"]
+
+CALIBRATION_WINDOWS: Final = 8
+WINDOW_TOKENS: Final = 512
+CHECKED_TOKENS: Final = 64
+"""Tokens of the last window that are computed on their grids."""
+
+BUILT_IN_CHARACTERS: Final = 40_000
+"""Length of the built-in text: the end of the bundled model's held-out text."""
+
+
+def calibrate(
+    model: str | Path,
+    texts: Sequence[Path] = (),
+    *,
+    output: Path,
+    windows: int = CALIBRATION_WINDOWS,
+    group_size: int = 32,
+    device: str = "host",
+    gpu_threads: int | None = None,
+    progress: Progress = silent,
+) -> Calibration:
+    """Measure the magnitudes of a model's activations and write them to a file, after every window.
+
+    Runs of the same model, text and options go on from the file of one that was stopped.
+
+    Args:
+        model: A local folder or a hub name.
+        texts: Files of plain text, one after the other; by default a built-in text (Python code).
+        output: The file.
+        windows: Windows of 512 tokens, at most those that the text has; one of them only checks the ranges.
+        group_size: Weights that share a scale; the scales are stepped.
+        device: Device whose GPU computes.
+        gpu_threads: Threads of the GPU on ``host``.
+        progress: Called with a stage's name, steps done and steps in all.
+
+    Raises:
+        OptionError: An option is not legal, or the file cannot be written.
+        InputError: A text cannot be read, or is too short.
+        CalibrationError: The file is of another model, text or version.
+        HeteroLLMError: The checkpoint or the device is not usable.
+    """
+    if windows < 2:
+        raise OptionError(f"A calibration of {windows} windows.", fix="Choose at least 2.")
+    check_target(output, "calibration")
+    checkpoint = Checkpoint(model)
+    config = ModelConfig.from_folder(checkpoint.folder)
+    tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.from_folder(tokenizer.folder)  # raises
+    parts = _windows(tokenizer.encode(_text(texts)), min(WINDOW_TOKENS, config.max_positions), windows)
+    weights = load_weights(
+        checkpoint,
+        config,
+        group_size=group_size,
+        scales="stepped",
+        progress=lambda done, total: progress("Quantising weights", done, total),
+    )
+    fresh = Calibration(
+        weights_key=weights.content_key,
+        model=checkpoint.folder.resolve().name,
+        text_key=hashlib.sha256(parts.tobytes()).hexdigest(),
+        window_tokens=parts.shape[1],
+        windows=0,
+        windows_planned=len(parts) - 1,
+        checked_tokens=0,
+        linears=(),
+        ffns=(),
+    )
+    state = _continued(output, fresh)
+    if state.complete:
+        return state
+    thread = EngineThread()
+    try:
+        opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=0))
+        run = thread.run(lambda: _Run(opened, weights, state, output, progress))
+        try:
+            return thread.run(lambda: run.finish(parts))
+        finally:
+            thread.run(run.close)
+    finally:
+        thread.close()
+
+
+class _Run:
+    """A calibration on an engine; used on the engine thread."""
+
+    def __init__(
+        self, device: Device, weights: ModelWeights, state: Calibration, output: Path, progress: Progress
+    ) -> None:
+        self._state = state
+        self._output = output
+        self._progress = progress
+        self._weights = weights
+        self._specs: dict[tuple[int, Group], OpSpec] = {
+            (spec.layer, spec.group): spec for spec in weights.specs if spec.weight.stepped
+        }
+        earlier = {(one.layer, one.group): one for one in state.linears}
+        self._linears = {key: LinearStatistics(spec, earlier.get(key)) for key, spec in self._specs.items()}
+        self._activated = {one.layer: one.activated for one in state.ffns}
+        self._observer = ActivationObserver(self._specs, device.activation_dtype)
+        tokens = state.window_tokens
+        plan = level_plan(
+            "gpu",
+            weights.specs,
+            device=device.name,
+            precision="w4a16",
+            standard_lengths=(),
+            chunk_length=tokens,
+        )
+        self._engine: Engine = start_engine(
+            device, weights, plan, tokens, progress, observer=self._observer, allow_slow=True
+        )
+        self._observer.follow(self._engine)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def finish(self, parts: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Calibration:
+        """Run the remaining windows, then the check."""
+        total = self._state.windows_planned + 1
+        self._observer.reader = self._measure
+        for done in range(self._state.windows, self._state.windows_planned):
+            self._progress("Calibrating", done, total)
+            self._prefill(parts[done])
+            self._save(windows=done + 1)
+        self._progress("Calibrating", total - 1, total)
+        check = RangeCheck(
+            self._weights,
+            {(one.layer, one.group): one for one in self._state.linears},
+            {one.layer: one for one in self._state.ffns},
+            CHECKED_TOKENS,
+        )
+        self._observer.reader = check.read
+        self._prefill(parts[-1])
+        linears, ffns = tuple(check.linears.values()), tuple(check.ffns.values())
+        self._store(self._state.windows, linears, ffns, check.checked_tokens)
+        self._progress("Calibrating", total, total)
+        return self._state
+
+    def _prefill(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
+        self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", None)
+
+    def _measure(self, spec: OpSpec, x: Floats, y: Floats) -> None:
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+            raise CalibrationError(
+                f"{spec.layer}.{spec.group} has values that are not finite.", fix="The checkpoint is damaged."
+            )
+        self._linears[spec.layer, spec.group].add(x, y)
+        config = self._weights.config
+        plain = config.activation == "silu" and not self._weights.bias(spec.layer, "gate_up")
+        if spec.group == "gate_up" and plain:
+            largest = float(np.abs(silu(y[:, : spec.members[0].rows])).max())
+            self._activated[spec.layer] = max(self._activated.get(spec.layer, 0.0), largest)
+
+    def _save(self, windows: int) -> None:
+        linears = tuple(one.record() for one in self._linears.values())
+        ffns = tuple(FfnCalibration(layer, value) for layer, value in sorted(self._activated.items()))
+        self._store(windows, linears, ffns, 0)
+
+    def _store(
+        self,
+        windows: int,
+        linears: tuple[LinearCalibration, ...],
+        ffns: tuple[FfnCalibration, ...],
+        checked_tokens: int,
+    ) -> None:
+        old = self._state
+        self._state = Calibration(
+            weights_key=old.weights_key,
+            model=old.model,
+            text_key=old.text_key,
+            window_tokens=old.window_tokens,
+            windows=windows,
+            windows_planned=old.windows_planned,
+            checked_tokens=checked_tokens,
+            linears=linears,
+            ffns=ffns,
+        )
+        self._state.save(self._output)
+
+
+def _continued(path: Path, fresh: Calibration) -> Calibration:
+    """Return the state of a file, or a fresh one if there is none.
+
+    Raises:
+        CalibrationError: The file is no calibration, or of other weights, text or windows.
+    """
+    if not path.exists():
+        return fresh
+    found = load_calibration(path)
+    for field in ("weights_key", "text_key", "window_tokens", "windows_planned"):
+        if getattr(found, field) != getattr(fresh, field):
+            raise CalibrationError(
+                f"{path} is a calibration of {found.model} with another {field.replace('_', ' ')}.",
+                fix="Name another file, or delete this one.",
+            )
+    if found.windows and len(found.linears) == 0:
+        raise CalibrationError(f"{path} has no records of its {found.windows} windows.", fix="Delete it.")
+    return found
+
+
+def _text(texts: Sequence[Path]) -> str:
+    if not texts:
+        return (bundled_model() / "held_out.txt").read_text("utf-8")[-BUILT_IN_CHARACTERS:]
+    parts = []
+    for path in texts:
+        try:
+            parts.append(path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"The text {str(path)!r:.200} cannot be read: {error}.", fix="Name files of UTF-8 text."
+            ) from error
+    return "\n\n".join(parts)
+
+
+def _windows(
+    ids: Sequence[int], tokens: int, windows: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """Return the first windows of the text ``[windows, tokens]``."""
+    count = min(windows, len(ids) // tokens)
+    if count < 2:
+        raise InputError(
+            f"The text has {len(ids)} tokens, and two windows have {2 * tokens}.", fix="Give a longer text."
+        )
+    return np.array(ids[: count * tokens], np.int32).reshape(count, tokens)

@@ -1,0 +1,48 @@
+"""The command ``calibrate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heterollm.cli.options import GroupSize, JsonOption, Model, command_group
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+
+@commands.command("calibrate")
+def calibrate_model(
+    model: Model,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="TEXT", help="Files of plain text; by default a built-in one."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The calibration; continued if it exists.")
+    ] = Path("calibration.json"),
+    windows: Annotated[int, typer.Option(help="Windows of 512 tokens to run, at least 2.")] = 8,
+    group_size: GroupSize = 32,
+    gpu_threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the ranges of a model's activations, which integer NPU graphs need."""
+    from heterollm.calibration import calibrate
+    from heterollm.report import calibration_json, calibration_report
+    from heterollm.report import console as report
+
+    with report.progress_bars() as progress:
+        found = calibrate(
+            model,
+            texts or (),
+            output=output,
+            windows=windows,
+            group_size=group_size,
+            gpu_threads=gpu_threads,
+            progress=progress,
+        )
+    path = str(output)
+    report.answer(calibration_report(found, path), calibration_json(found, path), as_json=as_json)

@@ -1,0 +1,298 @@
+"""Calibrations of the bundled model, and the integer graphs that use them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from heterollm.base import CalibrationError, InputError, OptionError
+from heterollm.calibration import calibrate, load_calibration
+from heterollm.cli import main
+from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.npu import FfnRanges, LinearRanges, qnn_available
+from heterollm.llm import LLM
+from heterollm.solver import Plan
+from heterollm.solver.placements import FfnPlacement
+
+torch = pytest.importorskip("torch")
+
+WINDOWS = 3
+USABLE, REASON, _ = qnn_available(emulator=True)
+
+
+@pytest.fixture(scope="module")
+def calibrated(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "calibration.json"
+    calibrate(bundled_model, output=path, windows=WINDOWS, gpu_threads=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ids(bundled_model: Path) -> list[int]:
+    from heterollm.text import Tokenizer
+
+    text = (bundled_model / "held_out.txt").read_text("utf-8")
+    return Tokenizer.from_folder(bundled_model).encode(text[:2000])[:70]
+
+
+def integer_plan(llm: LLM, *, ffn: bool = False) -> Plan:
+    """Return the plan of level ``npu`` with integer graphs of at least 32 tokens in the layers."""
+    entries = []
+    for entry in llm.plan.entries:
+        placement = entry.placement
+        if entry.group == "head" or not placement.npu_lengths:
+            entries.append(entry)
+            continue
+        lengths = tuple(max(32, length) for length in placement.npu_lengths)
+        if ffn and entry.group in ("gate_up", "down"):
+            if entry.group == "gate_up":
+                placed = FfnPlacement(placement.npu_rows[0], lengths, "ffn_integer")
+                entries.append(structs.replace(entry, group="ffn", placement=placed))
+            continue
+        changed = structs.replace(placement, npu_lengths=lengths, form="integer")
+        entries.append(structs.replace(entry, placement=changed))
+    return structs.replace(llm.plan, entries=tuple(entries), slices=())
+
+
+def edited(calibration: Path, folder: Path, **changes: Callable[[dict[str, Any]], None]) -> Path:
+    """Return a copy of a calibration with changed records, by name such as ``linear_0_down``."""
+    data = json.loads(calibration.read_bytes())
+    for name, change in changes.items():
+        _, layer, group = name.split("_", 2)
+        [record] = [one for one in data["linears"] if (one["layer"], one["group"]) == (int(layer), group)]
+        change(record)
+    path = folder / "edited.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_the_magnitudes_are_those_that_transformers_sees(bundled_model: Path, calibrated: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from heterollm.calibration.run import BUILT_IN_CHARACTERS, WINDOW_TOKENS
+    from heterollm.text import Tokenizer
+
+    with LLM.load(bundled_model, device="host", plan="gpu", scales="stepped") as llm:
+        state = {name: torch.from_numpy(values.copy()) for name, values in llm.reference_state_dict()}
+    model = AutoModelForCausalLM.from_pretrained(bundled_model, dtype=torch.float32)
+    model.load_state_dict(state, strict=False)
+    seen: dict[str, list[float]] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def measure(_module: Any, given: Any, made: Any) -> None:
+            values = [float(given[0].abs().max()), float(made.abs().max())]
+            seen[name] = [max(pair) for pair in zip(values, seen.get(name, values), strict=True)]
+
+        return measure
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(hook(name))
+    text = (bundled_model / "held_out.txt").read_text("utf-8")[-BUILT_IN_CHARACTERS:]
+    every = Tokenizer.from_folder(bundled_model).encode(text)
+    for window in range(WINDOWS - 1):
+        part = every[window * WINDOW_TOKENS : (window + 1) * WINDOW_TOKENS]
+        with torch.no_grad():
+            model(torch.tensor([part]))
+    found = load_calibration(calibrated)
+    names = {
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    }
+    assert len(found.linears) == 4 * len(names)
+    for one in found.linears:
+        members = [seen[f"model.layers.{one.layer}.{member}"] for member in names[one.group]]
+        assert one.inputs == pytest.approx(members[0][0], rel=1e-3)
+        assert one.outputs == pytest.approx([member[1] for member in members], rel=1e-3)
+
+
+def test_a_record_has_percentiles_and_outliers(calibrated: Path) -> None:
+    found = load_calibration(calibrated)
+    assert found.complete
+    assert not found.failed
+    assert found.checked_tokens > 0
+    for one in found.linears:
+        percentiles = list(one.percentiles.values())
+        assert percentiles == sorted(percentiles)
+        assert 0 < percentiles[0] < percentiles[-1] <= one.inputs
+        columns = 768 if one.group == "down" else 256
+        assert sum(one.histogram) == (WINDOWS - 1) * found.window_tokens * columns
+        assert all(outlier.maximum > one.threshold for outlier in one.outliers)
+    ranges = found.ranges()
+    assert isinstance(ranges[0, "qkv"], LinearRanges)
+    assert isinstance(ranges[0, "ffn"], FfnRanges)
+
+
+def test_a_stopped_calibration_goes_on(bundled_model: Path, calibrated: Path, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+
+    def stop(stage: str, done: int, _total: int) -> None:
+        if (stage, done) == ("Calibrating", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(bundled_model, output=path, windows=WINDOWS, gpu_threads=1, progress=stop)
+    stopped = load_calibration(path)
+    assert (stopped.windows, stopped.complete) == (1, False)
+    with pytest.raises(CalibrationError, match="stopped after 1 of 2"):
+        stopped.check_weights(stopped.weights_key)
+    begun: list[int] = []
+    calibrate(
+        bundled_model,
+        output=path,
+        windows=WINDOWS,
+        gpu_threads=1,
+        progress=lambda stage, done, _: begun.append(done) if stage == "Calibrating" else None,
+    )
+    assert begun[0] == 1  # the first window did not run again
+    assert path.read_bytes() == calibrated.read_bytes()
+
+
+def load_integer(bundled_model: Path, calibration: Path, device: str, **options: Any) -> LLM:
+    ffn = options.pop("ffn", False)
+    given = {"device": device, "scales": "stepped", "context": 600, "allow_slow": True, **options}
+    with LLM.load(bundled_model, plan="npu", **given) as plain:
+        plan = integer_plan(plain, ffn=ffn)
+    return LLM.load(bundled_model, plan=plan, calibration=calibration, **given)
+
+
+DEVICES = [
+    ("host", False),
+    ("host", True),
+    pytest.param(
+        *("emulator", False), marks=[pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
+    ),
+    pytest.param(
+        *("emulator", True),
+        marks=[pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "ffn"), DEVICES)
+def test_integer_graphs_are_within_the_gate_of_logits(
+    bundled_model: Path, calibrated: Path, ids: list[int], device: str, ffn: bool
+) -> None:
+    with LLM.load(bundled_model, device="host", plan="gpu", scales="stepped", context=600) as llm:
+        session = llm.session()
+        expected = [*session.prefill(ids, all_logits=True), session.decode(5)]
+    with load_integer(bundled_model, calibrated, device, ffn=ffn) as llm:
+        session = llm.session()
+        got = [*session.prefill(ids, all_logits=True), session.decode(5)]
+        labels = [step.label for step in llm.steps("decode", 1) if step.action == "graph"]
+        # Decode runs graphs of 32 tokens.
+        inside = [label for label in labels if "head" not in label]
+        assert all("tokens 0:32" in label and label.endswith("integer") for label in inside)
+        assert not [note for note in llm.notes if "ranges" in note]
+    quality_db = sqnr_db(np.stack(got), np.stack(expected))
+    assert quality_db >= LOGITS_SQNR_DB["fp16"]
+    # They did run: float graphs on the host agree to 100 dB.
+    assert quality_db < 90
+
+
+def test_operators_that_failed_the_check_keep_floats(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, ids: list[int]
+) -> None:
+    def fail(record: dict[str, Any]) -> None:
+        record["errors"]["worst_token"] = 2e-5
+
+    path = edited(calibrated, tmp_path, linear_1_down=fail)
+    assert load_calibration(path).failed == ("1.down",)
+    with load_integer(bundled_model, path, "host") as llm:
+        llm.session().prefill(ids)
+        steps = llm.steps("prefill", len(ids))
+        labels = [step.label for step in steps if (step.operator, step.action) == ("down", "graph")]
+        assert [label.endswith("integer") for label in labels] == [True, False, True, True]
+        [note] = [note for note in llm.notes if "float activations" in note]
+        assert "1 operators" in note
+        assert "1.down" in note
+
+
+def test_saturated_outputs_are_counted(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, ids: list[int]
+) -> None:
+    def narrow(record: dict[str, Any]) -> None:
+        record["outputs"] = [value / 20 for value in record["outputs"]]
+
+    path = edited(calibrated, tmp_path, linear_2_o=narrow)
+    with load_integer(bundled_model, path, "host") as llm:
+        assert not [note for note in llm.notes if "calibrated ranges" in note]
+        llm.session().prefill(ids)
+        [note] = [note for note in llm.notes if "calibrated ranges" in note]
+        assert "1 operators" in note
+        assert "2.o" in note
+
+
+def test_other_weights_are_refused(bundled_model: Path, calibrated: Path) -> None:
+    options: dict[str, Any] = {"device": "host", "plan": "gpu", "calibration": calibrated}
+    with pytest.raises(OptionError, match="stepped"):
+        LLM.load(bundled_model, **options)
+    with pytest.raises(OptionError, match="path of a file"):
+        LLM.load(bundled_model, device="host", calibration=3, scales="stepped")  # type: ignore[arg-type]
+    with pytest.raises(CalibrationError, match="other weights"):
+        LLM.load(bundled_model, scales="stepped", group_size=64, **options)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:1000],
+        lambda text: text.replace('"inputs"', '"input"', 1),
+        lambda text: text.replace('"windows"', '"windows": 3, "windows"', 1),
+        lambda text: text.replace('"inputs": ', '"inputs": -', 1),
+        lambda text: "[]",
+    ],
+)
+def test_damaged_files_are_refused(calibrated: Path, tmp_path: Path, damage: Callable[[str], str]) -> None:
+    path = tmp_path / "damaged.json"
+    path.write_text(damage(calibrated.read_text()))
+    with pytest.raises(CalibrationError):
+        load_calibration(path)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_calibration(tmp_path / "none.json")
+
+
+def test_files_of_other_text_are_refused(bundled_model: Path, calibrated: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 500)
+    with pytest.raises(CalibrationError, match="another text key"):
+        calibrate(bundled_model, [text], output=calibrated, windows=WINDOWS, gpu_threads=1)
+    text.write_text("short")
+    with pytest.raises(InputError, match="two windows"):
+        calibrate(bundled_model, [text], output=tmp_path / "new.json")
+    text.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="cannot be read"):
+        calibrate(bundled_model, [text], output=tmp_path / "new.json")
+    with pytest.raises(OptionError, match="at least 2"):
+        calibrate(bundled_model, output=tmp_path / "new.json", windows=1)
+
+
+def test_the_command_prints_a_summary(
+    bundled_model: Path, calibrated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "calibrate",
+        str(bundled_model),
+        "-o",
+        str(calibrated),
+        "--windows",
+        str(WINDOWS),
+        "--gpu-threads",
+        "1",
+    ]
+    assert main(words) == 0  # complete already
+    assert "ranges of 1024 tokens" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["linears"], summary["ffns"], summary["failed"]) == (16, 4, [])
+    named = {"path", "model", "weights_key", "tokens", "checked_tokens", "linears", "ffns", "failed"}
+    assert set(summary) == named
