@@ -27,8 +27,9 @@ from heterollm.engine import (
     start_engine,
 )
 from heterollm.kernels.device import Device
+from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
 from heterollm.planning import LoadKeywords, LoadOptions, choose_context, plan_for
@@ -90,8 +91,9 @@ class LLM:
             model: A local folder or a hub name.
             progress: Called with the name of a stage, the steps done and the total number of steps.
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
-                ``precision``, ``group_size``, ``symmetric``, ``context``, ``gpu_threads``, ``npu_threads``,
-                ``allow_slow``, ``sync``, ``length_policy``, ``allow_fallback`` and ``trace``.
+                ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
+                ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
+                ``allow_fallback`` and ``trace``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -112,6 +114,8 @@ class LLM:
         thread = EngineThread()
         try:
             opened = thread.run(lambda: _open(asked))
+            if opened.power != "default" and opened.power_switch is not None:
+                thread.rest_when_idle(opened.power_switch)
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
             plan, notes = thread.run(lambda: plan_for(asked, opened, config, specs, context))
@@ -123,9 +127,11 @@ class LLM:
                 precision=asked.precision,
                 group_size=asked.group_size,
                 symmetric=asked.symmetric,
+                scales=asked.scales,
                 float_dtype=opened.activation_dtype,
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
+            ranges = _ranges(asked, weights)
             observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
             engine = thread.run(
                 lambda: start_engine(
@@ -137,6 +143,7 @@ class LLM:
                     allow_fallback=asked.allow_fallback,
                     allow_slow=asked.allow_slow,
                     observer=observer,
+                    ranges=ranges,
                 )
             )
         except BaseException:
@@ -270,6 +277,7 @@ class LLM:
             *self._plan_notes,
             *self._weights.notes,
             *self.device.gpu.variants.notes,
+            *self._engine.integer_notes,
             *self.failures,
         )
 
@@ -328,6 +336,17 @@ class LLM:
         self.close()
 
 
+def _ranges(options: LoadOptions, weights: ModelWeights) -> Mapping[tuple[int, Group], StaticRanges]:
+    """Return the calibrated ranges of the operators that passed the check; none without a calibration."""
+    if options.calibration is None:
+        return {}
+    from heterollm.calibration import load_calibration
+
+    found = load_calibration(Path(options.calibration))
+    found.check_weights(weights.content_key)
+    return found.ranges()
+
+
 def _open(options: LoadOptions) -> Device:
     # A simulated device gives answers only if it computes them.
     return open_device(
@@ -336,12 +355,20 @@ def _open(options: LoadOptions) -> Device:
         npu_threads=options.npu_threads,
         profiling=options.trace,
         simulation=Simulation(numerics=True),
+        power=options.power,
     )
 
 
 def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
     float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
-    return op_specs(config, options.precision, options.group_size, options.symmetric, float_bits=float_bits)
+    return op_specs(
+        config,
+        options.precision,
+        options.group_size,
+        options.symmetric,
+        float_bits=float_bits,
+        scales=options.scales,
+    )
 
 
 def _generation_options(options: AnswerKeywords) -> GenerationOptions:
@@ -379,4 +406,4 @@ def _check_fit(
         activation=config.activation,
     )
     slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)
-    check_memory(memory_need(config, specs, plan, context, slots, device.cache_dtype))
+    check_memory(memory_need(config, specs, plan, context, slots, device.cache_dtype, device.npu))

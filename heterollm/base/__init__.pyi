@@ -14,6 +14,7 @@ from .durations import format_duration as format_duration
 from .durations import format_moment as format_moment
 from .durations import parse_duration as parse_duration
 from .errors import CacheError as CacheError
+from .errors import CalibrationError as CalibrationError
 from .errors import CheckpointError as CheckpointError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError

@@ -11,6 +11,7 @@ from pathlib import Path
 
 __all__ = [
     "CacheError",
+    "CalibrationError",
     "CheckpointError",
     "DeviceError",
     "EngineError",
@@ -80,6 +81,10 @@ class OptionError(HeteroLLMError):
 
 class InputError(HeteroLLMError):
     """The model does not accept a prompt, token id or position."""
+
+
+class CalibrationError(HeteroLLMError):
+    """A calibration file is damaged, incomplete, or of another model."""
 
 
 class CheckpointError(HeteroLLMError):

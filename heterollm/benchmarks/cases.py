@@ -16,7 +16,7 @@ from heterollm.base import OptionError
 from heterollm.benchmarks.plugins import check_engine
 from heterollm.engine import SYNC_OPTIONS
 from heterollm.kernels.open import shares_cores
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import Precision, Scales
 from heterollm.kernels.threads import split_threads
 from heterollm.solver import LENGTH_POLICIES
 
@@ -84,6 +84,7 @@ class Configuration:
         threads: Threads of GPU and NPU; other engines get the sum. None leaves them to the device.
         device: Name of the device; empty for other engines.
         group_size: Weights that share a scale.
+        scales: Scales of 4-bit weights.
         baseline: Whether the bench added the configuration for comparison.
     """
 
@@ -95,6 +96,7 @@ class Configuration:
     threads: Threads | None = None
     device: str = "auto"
     group_size: int = 32
+    scales: Scales = "free"
     baseline: bool = False
 
     @property
@@ -115,7 +117,8 @@ class Configuration:
         if self.sync != "auto":
             parts.append(f"sync {self.sync}")
         split = "" if self.threads is None else f", {self.threads[0]}+{self.threads[1]}"
-        return f"{' '.join(parts)} {self.precision}{split}"
+        kind = "" if self.scales == "free" else f" {self.scales}"
+        return f"{' '.join(parts)} {self.precision}{kind}{split}"
 
 
 def cases_of(
@@ -165,6 +168,7 @@ def expand(
     threads: Sequence[Threads] = (),
     device: str = "auto",
     group_size: int = 32,
+    scales: Scales = "free",
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
@@ -197,6 +201,7 @@ def expand(
             threads=split,
             device=device,
             group_size=group_size,
+            scales="free" if engine != "self" or precision == "fp16" else scales,
         )
         found += [_foreign(base)] if engine != "self" else _own(base, levels, policies, syncs)
     unique = tuple(dict.fromkeys(found))

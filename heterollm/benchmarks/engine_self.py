@@ -52,6 +52,7 @@ class SelfEngine:
             plan=asked.plan_level,
             precision=asked.precision,
             group_size=asked.group_size,
+            scales=asked.scales,
             context=job.context,
             gpu_threads=gpu_threads,
             npu_threads=npu_threads,
@@ -206,7 +207,9 @@ class SelfEngine:
     def _specs(self) -> tuple[OpSpec, ...]:
         asked = self._asked
         bits: Literal[16, 32] = 32 if self._llm.device.activation_dtype == np.float32 else 16
-        return op_specs(self._llm.config, asked.precision, asked.group_size, True, float_bits=bits)
+        return op_specs(
+            self._llm.config, asked.precision, asked.group_size, True, float_bits=bits, scales=asked.scales
+        )
 
     @cached_property
     def _profiled(self) -> ProfiledModel | None:

@@ -32,6 +32,8 @@ def profile_command(
     how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
     arguments = ["profile", str(model), *how, "--device", configuration.device]
     arguments += ["--precision", configuration.precision, "--group-size", str(configuration.group_size)]
+    if configuration.scales != "free":
+        arguments += ["--scales", configuration.scales]
     if configuration.threads is not None:
         gpu, npu = configuration.threads
         arguments += ["--gpu-threads", str(gpu), "--npu-threads", str(npu)]

@@ -63,8 +63,10 @@ def judge(
     return found
 
 
-def _weights(configuration: Configuration) -> tuple[str, int]:
-    return ("fp16", 0) if configuration.precision == "fp16" else ("w4", configuration.group_size)
+def _weights(configuration: Configuration) -> tuple[str, int, str]:
+    if configuration.precision == "fp16":
+        return "fp16", 0, ""
+    return "w4", configuration.group_size, configuration.scales
 
 
 def _rank(configuration: Configuration, facts: Facts) -> int:

@@ -21,6 +21,7 @@ from heterollm.cli.options import (
     MaybeModel,
     Names,
     RowsOption,
+    ScalesOption,
     chosen_format,
     command_group,
     numbers,
@@ -92,6 +93,7 @@ class ConfigurationOptions:
     npu_threads: Annotated[IntegerList | None, numbers(help="Threads of the NPU.")] = None
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
+    scales: ScalesOption = "free"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             threads=_splits(grid.threads, grid.gpu_threads, grid.npu_threads),
             device=grid.device,
             group_size=grid.group_size,
+            scales=grid.scales,
         )
     )
 

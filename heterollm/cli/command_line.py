@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from heterollm.base import BROKEN_PIPE, DONE, FAILED, INTERRUPTED, USAGE, HeteroLLMError
 from heterollm.cli import bench as cli_bench
 from heterollm.cli import cache as cli_cache
+from heterollm.cli import calibrate as cli_calibrate
 from heterollm.cli import compile as cli_compile
 from heterollm.cli import complete as cli_complete
 from heterollm.cli import demo as cli_demo
@@ -88,6 +89,7 @@ for group in (
     cli_compile.commands,
     cli_device.commands,
     cli_profile.commands,
+    cli_calibrate.commands,
     cli_plan.commands,
     cli_bench.commands,
     cli_trace.commands,

@@ -49,6 +49,7 @@ def compile_graphs(
             precision=weights.precision,
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,
+            scales=weights.scales,
             prompts=None if prompt is None else [n for n in prompt if n],
             decode=decode > 0,
             context=context,

@@ -43,6 +43,7 @@ def doctor(opened: DeviceOptions, as_json: JsonOption = False) -> None:
             opened.device,
             gpu_threads=opened.threads.gpu_threads,
             npu_threads=opened.threads.npu_threads,
+            power=opened.power,
             progress=progress,
         )
     report.answer(diagnosis_report(diagnosis), diagnosis.to_dict(), as_json=as_json)

@@ -19,6 +19,10 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm profile MODEL",
         'heterollm generate MODEL "Once upon a time"',
     ),
+    "calibrate": (
+        "heterollm calibrate MODEL -o calibration.json",
+        "heterollm calibrate MODEL prose.txt code.txt -o calibration.json --windows 16",
+    ),
     "generate": (
         'heterollm generate MODEL "Once upon a time" --max-new-tokens 64',
         "heterollm generate MODEL - --temperature 0.7 --seed 1 < prompt.txt",
@@ -79,6 +83,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
     "demo": "Try every plan level with the bundled model; no download.",
+    "calibrate": "Measure the ranges that integer NPU graphs need.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",
     "doctor": "Check every operator on a device against float64.",

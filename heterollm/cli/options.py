@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from heterollm.cli import complete as cli_complete
 from heterollm.engine import Sync
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import Power, Precision, Scales
 
 __all__ = [
     "PRECISIONS",
@@ -32,8 +32,10 @@ __all__ = [
     "Model",
     "ModelOptions",
     "Names",
+    "PowerOption",
     "RowsOption",
     "RunOptions",
+    "ScalesOption",
     "SyncOption",
     "ThreadOptions",
     "TokenOptions",
@@ -121,7 +123,11 @@ DeviceOption = Annotated[
 ]
 PrecisionOption = Annotated[Precision, typer.Option(help="Bits of weights and activations.")]
 GroupSize = Annotated[Literal[32, 64, 128], typer.Option(help="Weights that share a scale.")]
+ScalesOption = Annotated[
+    Scales, typer.Option(help="Scales of 4-bit weights; stepped: as integer NPU graphs need.")
+]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
+PowerOption = Annotated[Power, typer.Option(help="Clocks and cores to ask for on snapdragon.")]
 SyncOption = Annotated[
     Sync, typer.Option(help="How to wait for the GPU; `operator` waits after each operator.")
 ]
@@ -147,6 +153,7 @@ class DeviceOptions:
 
     device: DeviceOption = "auto"
     threads: ThreadOptions = ThreadOptions()
+    power: PowerOption = "burst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,11 @@ class WeightOptions:
     precision: PrecisionOption = "w4a16"
     group_size: GroupSize = 32
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Give 4-bit weights zero points.")] = False
+    scales: ScalesOption = "free"
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File of `calibrate`, for integer NPU graphs."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,7 @@ class RunOptions:
     """Options of running a loaded model."""
 
     threads: ThreadOptions = ThreadOptions()
+    power: PowerOption = "burst"
     allow_slow: Annotated[
         bool, typer.Option("--allow-slow", help="Emulate a model even if a pass takes seconds.")
     ] = False

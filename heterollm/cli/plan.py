@@ -16,6 +16,7 @@ from heterollm.cli.options import (
     JsonOption,
     Model,
     Names,
+    PowerOption,
     ThreadOptions,
     WeightOptions,
     command_group,
@@ -77,7 +78,9 @@ class LimitOptions:
             names=FORBIDDEN,
         ),
     ] = ()
-    npu_gib: Annotated[float | None, typer.Option(help="Largest memory of the NPU's slices.")] = None
+    npu_gib: Annotated[
+        float | None, typer.Option(help="Largest memory of the NPU's graphs; by default the device's limit.")
+    ] = None
     histogram: Annotated[
         str | None,
         typer.Option(
@@ -105,6 +108,7 @@ def plan_model(
     *,
     limits: LimitOptions,
     threads: ThreadOptions,
+    power: PowerOption = "burst",
     as_json: JsonOption = False,
 ) -> None:
     """Solve for the best split of every operator, and show the chosen placements."""
@@ -121,9 +125,12 @@ def plan_model(
         precision=weights.precision,
         group_size=weights.group_size,
         symmetric=not weights.asymmetric,
+        scales=weights.scales,
+        calibration=weights.calibration,
         context=context,
         gpu_threads=threads.gpu_threads,
         npu_threads=threads.npu_threads,
+        power=power,
         request=_request(limits, answer.plan),
     )
     solved = solve_for(model, options, source.profile)

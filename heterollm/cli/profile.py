@@ -14,7 +14,15 @@ from typer.core import TyperGroup
 
 from heterollm.base import FAILED
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import PRECISIONS, DeviceOptions, GroupSize, JsonOption, command_group, one_of
+from heterollm.cli.options import (
+    PRECISIONS,
+    DeviceOptions,
+    GroupSize,
+    JsonOption,
+    ScalesOption,
+    command_group,
+    one_of,
+)
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
@@ -73,6 +81,7 @@ class ShapeOptions:
         ),
     ] = None
     group_size: GroupSize = 32
+    scales: ScalesOption = "free"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +138,10 @@ def profile(
         models=shapes.models or (),
         precisions=cast("list[Precision]", shapes.precision or ["w4a16"]),
         group_size=shapes.group_size,
+        scales=shapes.scales,
         gpu_threads=opened.threads.gpu_threads,
         npu_threads=opened.threads.npu_threads,
+        power=opened.power,
     )
     with profiling:
         for text in profiling.notes(options):

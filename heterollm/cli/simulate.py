@@ -90,13 +90,20 @@ class CaseOptions:
     soc: Annotated[
         str,
         typer.Option(
-            help="snapdragon-8gen3, snapdragon-8elite, or the path of a YAML file.",
+            help="snapdragon-8gen3, snapdragon-8elite (both as this program would use them), "
+            "snapdragon-8gen3-paper (HeteroLLM's conditions), or the path of a YAML file.",
             autocompletion=cli_complete.socs,
         ),
     ] = "snapdragon-8gen3"
     prompt: Annotated[IntegerList, numbers(help="Tokens of the prompt.")] = (256,)
     decode: Annotated[IntegerList, numbers(help="Tokens to decode after the first.")] = (64,)
     plan: Annotated[Names, several(help="gpu, npu, layer, tensor or block.", names=LEVELS)] = ("tensor",)
+    plan_for: Annotated[
+        Literal["all", "prompt"],
+        typer.Option(
+            help="What tensor and block plan for: all lengths alike, as a load does, or this prompt alone."
+        ),
+    ] = "all"
     length_policy: Annotated[
         Sequence[Lengths],
         several(
@@ -151,6 +158,9 @@ def simulate_model(
         Path | None,
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and its picture."),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where the time goes, by operator and processor.")
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Processes of a sweep; by default one for each core.")
     ] = None,
@@ -176,7 +186,12 @@ def simulate_model(
     timeline, picture = _check_timeline(timeline)
     requests = _requests(cases, modelling, trace=timeline is not None)
     if len(requests) == 1 and form in ("table", "json") and out is None:
-        _one(requests[0], timeline, picture, as_json=form == "json")
+        _one(requests[0], timeline, picture, as_json=form == "json", explain=explain)
+    elif explain:
+        raise OptionError(
+            "Only one case, printed as a table or as JSON, can be explained.",
+            fix="Leave out --explain, lists and -o.",
+        )
     else:
         _several(requests, jobs, cluster, form, out)
 
@@ -197,6 +212,7 @@ def _requests(
         models[0],
         prompt=cases.prompt[0],
         decode=cases.decode[0],
+        plan_for=cases.plan_for,
         resolve=cases.resolve,
         overrides=dict(modelling.what_if or ()),
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
@@ -241,7 +257,9 @@ def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
     return path, picture
 
 
-def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool) -> None:
+def _one(
+    request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool, explain: bool
+) -> None:
     """Simulate one case and print its report."""
     from heterollm.report import console as report
     from heterollm.report import simulation_report
@@ -251,7 +269,8 @@ def _one(request: SimulationRequest, timeline: Path | None, picture: Path | None
         result = simulate(request, progress)
     if timeline is not None and result.trace is not None:
         report.show(report.note(_write_timeline(result.trace, timeline, picture)))
-    report.answer(simulation_report(result), result.to_dict(), as_json=as_json)
+    data = result.to_dict() | ({"explained_ms": result.explained()} if explain else {})
+    report.answer(simulation_report(result, explain=explain), data, as_json=as_json)
 
 
 def _several(

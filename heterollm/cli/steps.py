@@ -85,8 +85,11 @@ def _loaded(
         precision=options.precision,
         group_size=options.group_size,
         symmetric=options.symmetric,
+        scales=options.scales,
+        calibration=options.calibration,
         context=options.context,
         gpu_threads=options.gpu_threads,
         npu_threads=options.npu_threads,
+        power=options.power,
     ) as llm:
         return [llm.steps(*one) for one in wanted]

@@ -16,7 +16,7 @@ from heterollm.kernels.gpu import OpenClError
 __all__ = ["SEED", "Check", "DoctorCase", "Seen", "run_case"]
 
 Processor = Literal["GPU", "NPU"]
-Status = Literal["pass", "fail", "not offered"]
+Status = Literal["pass", "fail", "unverified", "not offered"]
 SEED: Final = 20260101
 
 
@@ -28,11 +28,13 @@ class Seen:
         passed: Whether the case succeeded.
         message: The observation.
         fix: Next step for the user if the case failed.
+        verified: Whether the observation shows an effect, and not just that nothing was refused.
     """
 
     passed: bool
     message: str
     fix: str = ""
+    verified: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Check:
         part: ``GPU`` or ``NPU``.
         operator: The operator and its number format.
         case: Lengths, form and split.
-        status: Whether the error is within the gate; ``not offered`` if the processor lacks the operator.
+        status: Whether the error is within the gate; ``unverified`` if there is no refusal and no effect;
+            ``not offered`` if the processor lacks the operator.
         error: NMSE, the larger of the whole's and a tenth of the worst row's or token's; None if it raised or
             there are no numbers.
         gate: Largest error that passes.
@@ -87,9 +90,9 @@ def run_case(case: DoctorCase, compute: ComputeType) -> Check:
     try:
         found = case.run()
         if isinstance(found, Seen):
-            return check(
-                "pass" if found.passed else "fail", None, found.message, "" if found.passed else found.fix
-            )
+            if not found.passed:
+                return check("fail", None, found.message, found.fix)
+            return check("pass" if found.verified else "unverified", None, found.message)
         errors = linear_errors(*found)
     except HeteroLLMError as error:
         return check("fail", None, error.message, error.fix or advice)

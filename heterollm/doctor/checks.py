@@ -9,6 +9,7 @@ from typing import Final
 from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
+from heterollm.doctor.power import power_cases
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import LITMUS_ROUNDS, flag_litmus, refused_strategies
 
@@ -22,11 +23,11 @@ FIX: Final = "Use `--sync sleep_poll`, and update the OpenCL driver."
 
 
 def device_cases(device: Device) -> list[DoctorCase]:
-    """Return every check of a device: GPU, NPU and flag."""
+    """Return every check of a device: GPU, NPU, flag, clocks and cores."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
         cases += npu_cases(device, device.npu)
-    return [*cases, *flag_cases(device)]
+    return [*cases, *flag_cases(device), *power_cases(device)]
 
 
 def flag_cases(device: Device) -> Iterator[DoctorCase]:

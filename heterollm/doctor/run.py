@@ -13,6 +13,7 @@ from heterollm.base import DeviceError, OptionError, Progress, cache_root, forma
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import ComputeType
 from heterollm.kernels.open import list_devices, open_device
+from heterollm.kernels.ops import Power
 from heterollm.kernels.threads import allowed_cores
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def diagnose(
     *,
     gpu_threads: int | None = None,
     npu_threads: int | None = None,
+    power: Power = "burst",
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Open a device and run every operator on each of its processors against the float64 oracle.
@@ -84,6 +86,7 @@ def diagnose(
         name: Name of the device, or ``auto``.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``.
+        power: Clocks and cores to ask for on ``snapdragon``.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
@@ -92,7 +95,7 @@ def diagnose(
     report = progress or silent
     software = _software_facts()
     try:
-        device = open_device(name, gpu_threads=gpu_threads, npu_threads=npu_threads)
+        device = open_device(name, gpu_threads=gpu_threads, npu_threads=npu_threads, power=power)
     except DeviceError as error:
         problem, others = _explain(name, error)
         return Diagnosis(name, software, (), (problem,), (*others, *_vendor_warnings()))
@@ -189,9 +192,9 @@ def _version(package: str) -> str:
 
 def _device_facts(device: Device) -> tuple[tuple[str, str], ...]:
     traits, npu = device.gpu.traits, device.npu
-    sync = "coherent: each processor sees the other's writes when the queue is done"
+    sync = f"coherent ({device.gpu.shared_memory}): no map, each processor sees what the other has written"
     if not traits.coherent:
-        sync = "not coherent: memory is mapped and unmapped at every synchronisation"
+        sync = "not coherent (mapped): memory is mapped and unmapped at every split"
     facts = [
         ("device", f"{device.name} ({device.reason})" if device.reason else device.name),
         ("time", device.time_kind),

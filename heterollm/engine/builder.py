@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from heterollm.engine.step import (
 )
 from heterollm.engine.waits import PassFences
 from heterollm.kernels.gpu import (
+    DeviceMemory,
     GpuRuntime,
     Launch,
     MergedLaunch,
@@ -33,7 +35,7 @@ from heterollm.solver import Placement
 
 __all__ = ["Memory", "PassBuilder", "PlacedOp", "merge_steps"]
 
-Memory: TypeAlias = "SharedArray | Buffer"
+Memory: TypeAlias = "DeviceMemory | Buffer"
 """A buffer, or the memory of one."""
 
 SCRATCH_CODES = Buffer("scratch_codes")
@@ -57,7 +59,7 @@ class PlacedOp:
     placement: Placement
     source: SharedArray
     npu_output: SharedArray
-    gpu_output: SharedArray
+    gpu_output: DeviceMemory
     rounded: RoundedInputs | None
 
     @property
@@ -84,7 +86,7 @@ class PassBuilder:
         tokens: Tokens of the pass, or rows of the head.
         placements: Operator and placement by layer and group.
         fences: The waits of the pass.
-        names: The buffers of all memory that host and device share.
+        names: The buffers of all slots.
         runtime: The GPU.
         after_every_operator: Whether to finish the queue after every operator.
         builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.
@@ -100,7 +102,7 @@ class PassBuilder:
         tokens: int,
         placements: Mapping[tuple[int, Group], tuple[OpSpec, Placement]],
         fences: PassFences,
-        names: Mapping[SharedArray, Buffer],
+        names: Mapping[DeviceMemory, Buffer],
         runtime: GpuRuntime,
         *,
         after_every_operator: bool,
@@ -223,10 +225,30 @@ class PassBuilder:
         """Append a flush of the queue."""
         self._host(op, "flush", self._runtime.flush)
 
-    def acquire(self, op: PlacedOp) -> None:
-        """Append the mapping of the input for reading and of the output for writing."""
-        self._host(op, "acquire_to_read", op.source.acquire_to_read, reads=(op.source,))
-        self._host(op, "acquire", op.npu_output.acquire, writes=(op.npu_output,))
+    def submit_layer(self, layer: int) -> None:
+        """Append a flush behind layers 0, 1, 3, 7 and so on of a pass without graphs, whose fences flush.
+
+        A driver may submit nothing before a flush. So the GPU starts early and has work while the host
+        enqueues as many layers again, at the price of a few flushes a pass.
+        """
+        if layer & (layer + 1) or self.merges or self._after_every_operator:
+            return
+        if not any(step.action == "graph" for step in self.steps):
+            last, label = self.steps[-1], f"flush behind layer {layer}"
+            self.steps.append(self._step(last.operator, layer, "flush", label, self._runtime.flush))
+
+    def acquire(self, op: PlacedOp, read_bytes: int, written_bytes: int) -> None:
+        """Append the mapping of the input for reading and of the output for writing.
+
+        Args:
+            op: The operator.
+            read_bytes: First bytes of the input, which the NPU reads.
+            written_bytes: First bytes of the output, which the NPU writes; kernels may write the others.
+        """
+        read = functools.partial(op.source.acquire_to_read, read_bytes)
+        self._host(op, "acquire_to_read", read, reads=(self.byte_range(op.source, 0, read_bytes),))
+        write = functools.partial(op.npu_output.acquire, written_bytes)
+        self._host(op, "acquire", write, writes=(self.byte_range(op.npu_output, 0, written_bytes),))
 
     def release(self, op: PlacedOp) -> None:
         """Append the unmapping of input and output."""
@@ -296,13 +318,13 @@ class PassBuilder:
         return tuple([memory if isinstance(memory, Buffer) else self.names[memory] for memory in once])
 
 
-def codes_of(rounded: RoundedInputs | None) -> tuple[SharedArray, ...]:
+def codes_of(rounded: RoundedInputs | None) -> tuple[DeviceMemory, ...]:
     """Return the slots of int8 codes, if there are any."""
     memories = () if rounded is None else (rounded.codes, rounded.blocks)
-    return tuple(memory for memory in memories if isinstance(memory, SharedArray))
+    return tuple(memory for memory in memories if isinstance(memory, DeviceMemory))
 
 
-def segments_of(value: Segments | None) -> tuple[SharedArray, ...]:
+def segments_of(value: Segments | None) -> tuple[DeviceMemory, ...]:
     """Return the slots of a linear's output, if there is one."""
     return () if value is None else (value.a, value.b)
 
@@ -311,12 +333,18 @@ def merge_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
     """Return the steps with consecutive launches merged, if the device benefits from it."""
     left = iter(steps)
     found = []
-    for call in merge_launches(runtime, [step.run for step in steps]):
+    for call in merge_launches(runtime, map(_mergeable_call, steps)):
         if isinstance(call, MergedLaunch):
             found.append(_joined([next(left) for _ in call.labels], call))
         else:
             found.append(next(left))
     return found
+
+
+def _mergeable_call(step: Step) -> Call:
+    """Return the call of a step; that of a chain of launches, one step with several labels, is not merged."""
+    run = step.run
+    return run.__call__ if isinstance(run, Launch) and len(run.parts) > 1 else run
 
 
 def _joined(steps: Sequence[Step], launch: MergedLaunch) -> Step:

@@ -6,7 +6,7 @@ prepared. Running the pass means calling its steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,13 +15,14 @@ from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, merge_step
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import INPUT_SLOTS, pool_sizes
-from heterollm.engine.splits import SplitEmitter
+from heterollm.engine.slots import INPUT_SLOTS, is_private, pool_sizes
+from heterollm.engine.splits import NO_RANGES, SplitEmitter
 from heterollm.engine.step import Buffer, LinearWork, Step, shard_name
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, GpuLinear, RoundedInputs, Segments, SharedArray
+from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, GpuLinear, KvMemory, RoundedInputs, Segments
+from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import ModelWeights
@@ -41,6 +42,7 @@ class Compiler:
         context: int,
         progress: Progress,
         fences: Fences,
+        ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -50,9 +52,14 @@ class Compiler:
         self._runtime = device.gpu
         self._fences = fences
         self._check = SlotCheck.from_environment(device.gpu)
-        self._splits = SplitEmitter(device, weights)
+        self._splits = SplitEmitter(device, weights, ranges)
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
-        self.pool = Pool(device.gpu, sizes)
+        self.pool = Pool(device.gpu, {slot: size for slot, size in sizes.items() if not is_private(slot)})
+        self.private = {
+            slot: DeviceMemory(device.gpu.scratch(size), size)
+            for slot, size in sizes.items()
+            if is_private(slot)
+        }
         self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
         self.step = device.gpu.shared((STEP_WORDS,), np.int32)
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
@@ -74,9 +81,22 @@ class Compiler:
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
         tensors = GlueTensors(device.gpu, weights, context)
-        self._glue = GlueEmitter(device, weights.config, self.pool, tensors, self.tokens, self.step, context)
-        named = {name: self.pool[name] for name in self.pool} | {"tokens": self.tokens, "step": self.step}
+        slots: dict[str, DeviceMemory] = {name: self.pool[name] for name in self.pool} | self.private
+        self._slots = slots
+        self._glue = GlueEmitter(
+            device, weights.config, self.pool, self.private, tensors, self.tokens, self.step, context
+        )
+        named = slots | {"tokens": self.tokens, "step": self.step}
         self._names = {memory: Buffer(name) for name, memory in named.items()}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on the integer graphs of the passes so far."""
+        return self._splits.notes
+
+    def reset_counts(self) -> None:
+        """Count saturated outputs from 0 again."""
+        self._splits.saturation.reset()
 
     def close(self) -> None:
         """Drop the packed weights; no compiled pass may run afterwards."""
@@ -92,7 +112,7 @@ class Compiler:
     # -- passes --------------------------------------------------------------------------------------
 
     def compile_pass(
-        self, phase: Phase, tokens: int, bucket: int, cache: SharedArray, *, builds_graphs: bool = True
+        self, phase: Phase, tokens: int, bucket: int, cache: KvMemory, *, builds_graphs: bool = True
     ) -> CompiledPass:
         """Return the steps of ``tokens`` tokens through all layers, without the head.
 
@@ -115,6 +135,7 @@ class Compiler:
             glue.attention(builder, layer, bucket, cache, op.rounded)
             delta = self._linear(builder, op)
             delta = self._feed_forward(builder, layer, delta)
+            builder.submit_layer(layer)
         return CompiledPass.of(self._finished(builder, f"{phase} of {tokens}"), delta, cache)
 
     def compile_head(
@@ -130,11 +151,11 @@ class Compiler:
             self._head_of_gpu(builder, op)
         glue.soft_cap(builder)
         self._splits.end(builder, waits=self._plan.uses_npu)
-        written = (*segments_of(output), self.pool["residual"])
+        written = (*segments_of(output), self.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
 
     def _begin(
-        self, phase: Phase, tokens: int, cache: SharedArray | None = None, *, builds_graphs: bool
+        self, phase: Phase, tokens: int, cache: KvMemory | None = None, *, builds_graphs: bool
     ) -> PassBuilder:
         own = [self._specs[-1, "head"]] if cache is None else self._weights.specs[:-1]
         placed = self._plan.operators(phase, tokens, own, rows=tokens)
@@ -143,14 +164,14 @@ class Compiler:
             tokens,
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
-            self._names if cache is None else self._names | {cache: Buffer("kv_cache")},
+            self._names | dict.fromkeys(cache.memories if cache else (), Buffer("kv_cache")),
             self._runtime,
             after_every_operator=self._fences.after_every_operator,
             builds_graphs=builds_graphs,
         )
 
     def _finished(
-        self, builder: PassBuilder, where: str, written: Sequence[SharedArray] = ()
+        self, builder: PassBuilder, where: str, written: Sequence[DeviceMemory] = ()
     ) -> tuple[Step, ...]:
         """Return all steps of a pass, checked if the environment requests it, and merged."""
         found = builder.steps
@@ -174,7 +195,7 @@ class Compiler:
             placement,
             source=self.pool[INPUT_SLOTS[spec.group]],
             npu_output=self.pool[npu_output],
-            gpu_output=self.pool[gpu_output],
+            gpu_output=self._slots[gpu_output],
             rounded=self._rounded(spec, placement),
         )
 
@@ -187,7 +208,7 @@ class Compiler:
         if not spec.integer_inputs or placement.npu_rows == spec.member_rows:
             return None
         slot = INPUT_SLOTS[spec.group]
-        codes, blocks = self.pool[f"{slot}_codes"], self.pool[f"{slot}_blocks"]
+        codes, blocks = self.private[f"{slot}_codes"], self.private[f"{slot}_blocks"]
         return RoundedInputs(codes, blocks, spec.weight.bits, spec.weight.block)
 
     def _linear(self, builder: PassBuilder, op: PlacedOp) -> Segments:

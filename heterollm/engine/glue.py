@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, segments_of
@@ -10,10 +11,11 @@ from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     ROUNDING,
+    DeviceMemory,
     GpuGlue,
     GpuLinear,
     HeadShape,
-    KvLayer,
+    KvMemory,
     Launch,
     Rotation,
     RoundedInputs,
@@ -32,13 +34,25 @@ PARTIAL = Buffer("attention_partial")
 
 
 class GlueEmitter:
-    """Emits the operators that the GPU always computes; ``step`` is the step buffer, ``tokens`` holds ids."""
+    """Emits the operators that the GPU always computes.
+
+    Args:
+        device: The device.
+        config: The model's configuration.
+        pool: Slots that the processors share.
+        private: Slots that only kernels read and write.
+        tensors: Norms, biases and RoPE tables.
+        tokens: Ids of the tokens.
+        step: The step buffer.
+        context: Positions of every session.
+    """
 
     def __init__(
         self,
         device: Device,
         config: ModelConfig,
         pool: Pool,
+        private: Mapping[str, DeviceMemory],
         tensors: GlueTensors,
         tokens: SharedArray,
         step: SharedArray,
@@ -47,6 +61,7 @@ class GlueEmitter:
         self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config = config
         self._pool = pool
+        self._private = private
         self._tensors = tensors
         self._tokens = tokens
         self._step = step
@@ -54,7 +69,7 @@ class GlueEmitter:
 
     def embedding(self, builder: PassBuilder, table: GpuLinear) -> None:
         """Append the token embedding, which begins the residual stream."""
-        residual, scale = self._pool["residual"], self._config.embedding_scale
+        residual, scale = self._private["residual"], self._config.embedding_scale
         launch = table.embed_launch(self._tokens, residual, count=builder.tokens, scale=scale)
         builder.kernel("embedding", None, launch, reads=(self._tokens,), writes=(residual,))
 
@@ -75,7 +90,7 @@ class GlueEmitter:
             delta: Values to add to the residual stream first; None at the start of the model.
             rounded: Buffers for int8 codes of the output, or None.
         """
-        residual, out = self._pool["residual"], self._pool["linear_input"]
+        residual, out = self._private["residual"], self._pool["linear_input"]
         launch = self._layers.rms_norm(
             residual,
             self._tensors.norm(layer, norm),
@@ -95,15 +110,16 @@ class GlueEmitter:
         updated = () if delta is None else (residual,)
         builder.kernel("norm", layer, launch, reads=reads, writes=(*updated, out, *codes_of(rounded)))
 
-    def rope(self, builder: PassBuilder, layer: int, qkv: Segments, cache: SharedArray) -> None:
+    def rope(self, builder: PassBuilder, layer: int, qkv: Segments, cache: KvMemory) -> None:
         """Append RoPE, which also writes keys and values to the cache."""
-        config, tensors, query = self._config, self._tensors, self._pool["query"]
+        config, tensors, query = self._config, self._tensors, self._private["query"]
         rope = config.per_layer[layer].rope
+        kv = cache.layer(layer)
         launch = self._layers.rope_and_store(
             qkv,
             tensors.bias(layer, "qkv"),
             query,
-            KvLayer(cache, layer),
+            kv,
             self._step,
             shape=self._shape,
             rotation=Rotation(
@@ -115,10 +131,15 @@ class GlueEmitter:
             tokens=builder.tokens,
         )
         reads = (*segments_of(qkv), self._step)
-        builder.kernel("rope", layer, launch, reads=reads, writes=(query, cache))
+        builder.kernel("rope", layer, launch, reads=reads, writes=(query, kv.memory))
 
     def attention(
-        self, builder: PassBuilder, layer: int, bucket: int, cache: SharedArray, rounded: RoundedInputs | None
+        self,
+        builder: PassBuilder,
+        layer: int,
+        bucket: int,
+        cache: KvMemory,
+        rounded: RoundedInputs | None,
     ) -> None:
         """Append attention over the cache; a long context has several parts, whose results are joined.
 
@@ -129,10 +150,11 @@ class GlueEmitter:
             cache: The KV cache.
             rounded: Buffers for int8 codes of the output, or None.
         """
-        config, query, out = self._config, self._pool["query"], self._pool["attention_output"]
+        config, query, out = self._config, self._private["query"], self._pool["attention_output"]
+        kv = cache.layer(layer)
         first, *rest = self._layers.attention(
             query,
-            KvLayer(cache, layer),
+            kv,
             out,
             self._step,
             shape=self._shape,
@@ -141,7 +163,7 @@ class GlueEmitter:
             bucket=bucket,
             rounded=rounded,
         )
-        reads, codes = (query, cache, self._step), codes_of(rounded)
+        reads, codes = (query, kv.memory, self._step), codes_of(rounded)
         if not rest:
             builder.kernel("attention", layer, first, reads=reads, writes=(out, *codes))
         elif rest[0].label == ROUNDING:
@@ -175,7 +197,7 @@ class GlueEmitter:
 
     def final_norm(self, builder: PassBuilder, delta: Segments, op: PlacedOp) -> None:
         """Append the norm before the head, for the rows in the step buffer."""
-        config, residual = self._config, self._pool["residual"]
+        config, residual = self._config, self._private["residual"]
         launch = self._layers.final_norm(
             residual,
             self._tensors.final_norm,

@@ -1,31 +1,44 @@
-"""Keys and values of one session, in memory that both processors can address."""
+"""Keys and values of one session, in the GPU's memory: only its kernels read them."""
 
 from __future__ import annotations
 
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import SharedArray, head_stride
+from heterollm.kernels.gpu import DeviceMemory, KvMemory, head_stride
 from heterollm.model import ModelConfig
 
 __all__ = ["KvCache"]
 
 
 class KvCache:
-    """``[layer][k|v][kv_head][position][head_dim]`` of the device's cache type, each head page-aligned."""
+    """``[layer][k|v][kv_head][position][head_dim]`` of the device's cache type, each head page-aligned.
 
-    __slots__ = ("__weakref__", "_head_dim", "_heads", "memory")
+    Layers that exceed the GPU's largest buffer together are in several memories.
+    """
+
+    __slots__ = ("__weakref__", "_gpu", "_position_bytes", "_stride_bytes", "memory")
 
     def __init__(self, device: Device, config: ModelConfig, context: int) -> None:
-        self._heads = config.layers * 2 * config.kv_heads
-        self._head_dim = config.head_dim
-        stride = head_stride(context, config.head_dim, device.cache_dtype)
-        self.memory: SharedArray = device.gpu.shared((self._heads * stride,), device.cache_dtype)
+        item = device.cache_dtype.itemsize
+        self._position_bytes = config.head_dim * item
+        self._stride_bytes = head_stride(context, config.head_dim, device.cache_dtype) * item
+        self._gpu = gpu = device.gpu
+        layer_bytes = 2 * config.kv_heads * self._stride_bytes
+        each = min(config.layers, max(1, gpu.traits.max_buffer_bytes // layer_bytes))
+        sizes = [min(each, config.layers - first) * layer_bytes for first in range(0, config.layers, each)]
+        self.memory = KvMemory(tuple(DeviceMemory(gpu.scratch(size), size) for size in sizes), each)
+
+    def stand_in(self) -> KvMemory:
+        """Return memory of no use, to bind to kernels in place of this cache's."""
+        memories = tuple(DeviceMemory(self._gpu.scratch(1), 1) for _ in self.memory.memories)
+        return KvMemory(memories, self.memory.layers_each)
 
     def copy_from(self, other: KvCache, positions: int) -> None:
         """Copy the first ``positions`` positions of a cache of the same shape."""
-        used = positions * self._head_dim
-        other.memory.acquire()
-        self.memory.acquire()
-        source = other.memory.array.reshape(self._heads, -1)
-        self.memory.array.reshape(self._heads, -1)[:, :used] = source[:, :used]
-        other.memory.release()
-        self.memory.release()
+        for target, source in zip(self.memory.memories, other.memory.memories, strict=True):
+            self._gpu.copy_rows(
+                target,
+                source,
+                rows=target.size_bytes // self._stride_bytes,
+                row_bytes=positions * self._position_bytes,
+                stride_bytes=self._stride_bytes,
+            )

@@ -20,6 +20,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.solver import Plan
 
 if TYPE_CHECKING:
+    from heterollm.kernels.npu import NpuBackend
     from heterollm.model import ModelConfig
 
 __all__ = ["MemoryNeed", "available_bytes", "check_memory", "memory_need", "return_freed_memory"]
@@ -36,25 +37,25 @@ class MemoryNeed:
 
     Args:
         gpu_weights: Packed weights of the GPU, which holds every row, and the embedding.
-        npu_weights: The NPU's copies of its shards.
+        npu_graphs: The NPU's graphs: copies of its shards, and inputs and outputs of their own.
         kv_cache: Keys and values of one session.
         slots: Buffers that the processors exchange.
     """
 
     gpu_weights: int
-    npu_weights: int
+    npu_graphs: int
     kv_cache: int
     slots: int
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.gpu_weights + self.npu_weights + self.kv_cache + self.slots
+        return self.gpu_weights + self.npu_graphs + self.kv_cache + self.slots
 
     def __str__(self) -> str:
         named = {
             "weights on the GPU": self.gpu_weights,
-            "copies on the NPU": self.npu_weights,
+            "graphs on the NPU": self.npu_graphs,
             "KV cache": self.kv_cache,
             "activations": self.slots,
         }
@@ -68,15 +69,33 @@ def memory_need(
     context: int,
     slots: Mapping[str, int],
     cache_dtype: np.dtype[Any],
+    npu: NpuBackend | None = None,
 ) -> MemoryNeed:
-    """Return the bytes that a model needs with a plan, a context, slots of some bytes and a cache type."""
+    """Return the bytes that a model needs.
+
+    Args:
+        config: The model.
+        specs: Every group of it.
+        plan: The plan.
+        context: Positions of a session.
+        slots: Bytes of the buffers that the processors exchange.
+        cache_dtype: Element type of the KV cache.
+        npu: The NPU, whose open graphs never take more than it can address; None counts each slice once.
+    """
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
     one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
+    graphs = plan.npu_bytes(
+        specs,
+        copies_by_length=npu is not None and npu.copies_by_length,
+        activation_bytes=npu.activation_dtype.itemsize if npu is not None and npu.io_by_graph else 0,
+    )
+    if npu is not None and npu.addressable_bytes is not None:
+        graphs = min(graphs, npu.addressable_bytes)
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding,
-        npu_weights=plan.npu_bytes(specs, copies_by_length=False),
+        npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(slots.values()),
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.kernels.formats import concatenate_rows, take_columns, take_rows
-from heterollm.kernels.npu import FfnShard, LinearShard, NpuShard
+from heterollm.kernels.npu import FfnRanges, FfnShard, LinearRanges, LinearShard, NpuShard, StaticRanges
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelWeights
 
 __all__ = ["npu_shard"]
 
 
-def npu_shard(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) -> NpuShard:
+def npu_shard(
+    weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...], ranges: StaticRanges | None = None
+) -> NpuShard:
     """Return the NPU's shard of an operator.
 
     Args:
@@ -20,17 +22,22 @@ def npu_shard(weights: ModelWeights, spec: OpSpec, npu_rows: tuple[int, ...]) ->
         spec: A group of linears, or an ffn operator.
         npu_rows: Leading rows of each member, not all of them 0; equal ones for the members of an ffn, whose
             intermediate width is split at a multiple of two scale blocks.
+        ranges: Calibrated ranges of the operator's activations, which integer forms need. Those of an ffn are
+            for its whole width, since partial sums can be larger; other shards of it get none.
     """
     group = spec.group if spec.then is None else "gate_up"
-    ranges = tuple((0, rows) for rows in npu_rows)
-    members = zip(weights.linear(spec.layer, group), ranges, strict=True)
+    row_ranges = tuple((0, rows) for rows in npu_rows)
+    members = zip(weights.linear(spec.layer, group), row_ranges, strict=True)
     stacked = concatenate_rows([take_rows(member, [rows]) for member, rows in members if rows[1]])
     key, rounded = weights.content_key, spec.integer_inputs
     if spec.then is None:
-        return LinearShard(stacked, spec.layer, group, ranges, key, rounded)
+        linear = ranges if isinstance(ranges, LinearRanges) else None
+        return LinearShard(stacked, spec.layer, group, row_ranges, key, rounded, linear)
     (down,) = weights.linear(spec.then.layer, "down")
     width = npu_rows[0]
     biases = weights.bias(spec.layer, group)
     bias = np.concatenate([part[:width] for part in biases]) if biases else None
     columns = take_columns(down, 0, width)
-    return FfnShard(stacked, columns, weights.config.activation, bias, spec.layer, key, (0, width), rounded)
+    whole = ranges if isinstance(ranges, FfnRanges) and npu_rows == spec.member_rows else None
+    activation = weights.config.activation
+    return FfnShard(stacked, columns, activation, bias, spec.layer, key, (0, width), rounded, whole)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from heterollm.base import EngineError
 from heterollm.engine.step import Call, Step
-from heterollm.kernels.gpu import Launch, MergedLaunch, OpenClError, Segments, SharedArray
+from heterollm.kernels.gpu import KvMemory, Launch, MergedLaunch, OpenClError, Segments
 from heterollm.kernels.ops import Phase
 
 __all__ = ["CompiledPass", "PassError", "compiling"]
@@ -30,11 +30,11 @@ class CompiledPass:
     calls: tuple[Call, ...]
     cache_launches: tuple[Launch | MergedLaunch, ...] = ()
     output: Segments | None = None
-    bound_cache: SharedArray | None = None
+    bound_cache: KvMemory | None = None
 
     @classmethod
     def of(
-        cls, steps: tuple[Step, ...], output: Segments | None = None, cache: SharedArray | None = None
+        cls, steps: tuple[Step, ...], output: Segments | None = None, cache: KvMemory | None = None
     ) -> CompiledPass:
         """Return the pass with these steps."""
         calls = tuple(step.run for step in steps)
@@ -45,11 +45,12 @@ class CompiledPass:
         )
         return cls(steps, calls, launches, output, cache)
 
-    def bind_cache(self, cache: SharedArray) -> None:
+    def bind_cache(self, cache: KvMemory) -> None:
         """Bind a session's cache to the kernels, unless it is bound already."""
-        if self.bound_cache is not cache:
-            for launch in self.cache_launches:
-                launch.replace(self.bound_cache, cache)
+        if self.bound_cache is not None and self.bound_cache is not cache:
+            for old, new in zip(self.bound_cache.memories, cache.memories, strict=True):
+                for launch in self.cache_launches:
+                    launch.replace(old, new)
             self.bound_cache = cache
 
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -30,11 +30,20 @@ from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.observer import EngineActivity, Observer
 from heterollm.engine.passes import CompiledPass, PassError, compiling
 from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_HEAD_ROW, STEP_LENGTH, STEP_POSITION, OpenClError
-from heterollm.kernels.ops import Join, Phase
+from heterollm.kernels.gpu import (
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    DeviceMemory,
+    KvMemory,
+    OpenClError,
+)
+from heterollm.kernels.npu import StaticRanges
+from heterollm.kernels.ops import Group, Join, Phase
 from heterollm.kernels.sync import Pool, WaitLimits, prepare_fence, resynchronise
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
@@ -67,6 +76,8 @@ class Engine:
         progress: Called while weights are packed.
         allow_fallback: Whether the GPU continues alone, with the same KV cache, after a failure of the NPU.
         observer: Follows the engine, for example to trace it.
+        ranges: Calibrated ranges by layer and group, which integer NPU graphs need; other operators that the
+            plan places in such graphs compute with float activations.
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
@@ -82,6 +93,7 @@ class Engine:
         *,
         allow_fallback: bool = False,
         observer: Observer | None = None,
+        ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -94,10 +106,10 @@ class Engine:
             self.fences.watch(observer.watch)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
-        self._compiler = Compiler(device, weights, plan, context, progress, self.fences)
+        self._compiler = Compiler(device, weights, plan, context, progress, self.fences, ranges)
         self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
-        self._no_cache = device.gpu.shared((1,), device.cache_dtype)
+        self._no_cache: KvMemory | None = None
         self._heads: dict[tuple[Phase, int, tuple[int, ...], Join], CompiledPass] = {}
         self._tokens = self._compiler.tokens
         self._step = self._compiler.step
@@ -110,6 +122,20 @@ class Engine:
     def pool(self) -> Pool:
         """The slots that both processors share."""
         return self._compiler.pool
+
+    @property
+    def private(self) -> Mapping[str, DeviceMemory]:
+        """The slots that only kernels read and write."""
+        return self._compiler.private
+
+    @property
+    def integer_notes(self) -> tuple[str, ...]:
+        """Operators without suitable ranges, and saturated outputs, of the integer graphs so far."""
+        return self._compiler.notes
+
+    def reset_counts(self) -> None:
+        """Count saturated outputs from 0 again."""
+        self._compiler.reset_counts()
 
     @property
     def kept_passes(self) -> tuple[tuple[Phase, int, int], ...]:
@@ -126,8 +152,11 @@ class Engine:
         live = {id(cache.memory) for cache in self._caches}
         for compiled in self._passes.values():
             if id(compiled.bound_cache) not in live:
+                assert self._no_cache is not None  # a pass was compiled for a cache
                 compiled.bind_cache(self._no_cache)
         cache = KvCache(self.device, self._config, self.context)
+        if self._no_cache is None:
+            self._no_cache = cache.stand_in()
         self._caches.add(cache)
         return cache
 
@@ -256,7 +285,7 @@ class Engine:
 
     def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
         self._call(self._head_pass(compiled, phase, rows).calls)
-        self._logits_slot.acquire()
+        self._logits_slot.acquire(rows * self.last_logits.nbytes)
 
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
         for row in range(0, len(target), HEAD_ROWS):

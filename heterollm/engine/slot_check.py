@@ -22,7 +22,7 @@ from typing import Final
 
 from heterollm.base import EngineError, OptionError
 from heterollm.engine.step import Buffer, Step
-from heterollm.kernels.gpu import GpuRuntime, Launch, SharedArray
+from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch
 from heterollm.kernels.sync import LateWriter
 
 __all__ = ["CHECK_VARIABLE", "SlotCheck"]
@@ -101,9 +101,9 @@ class SlotCheck:
     def checked(
         self,
         steps: Sequence[Step],
-        names: Mapping[SharedArray, Buffer],
+        names: Mapping[DeviceMemory, Buffer],
         where: str,
-        written: Iterable[SharedArray] = (),
+        written: Iterable[DeviceMemory] = (),
         *,
         merged: bool = False,
     ) -> list[Step]:
@@ -111,7 +111,7 @@ class SlotCheck:
 
         Args:
             steps: The steps in order.
-            names: The buffers of all memory that host and device share.
+            names: The buffers of all slots.
             where: Name of the pass in messages.
             written: Slots that were written before the pass.
             merged: Whether launches are merged afterwards. Delays then come only before a merged launch, or
@@ -136,7 +136,7 @@ class SlotCheck:
         return delayed
 
     def _compare(
-        self, course: _Course, step: Step, launch: Launch, names: Mapping[SharedArray, Buffer]
+        self, course: _Course, step: Step, launch: Launch, names: Mapping[DeviceMemory, Buffer]
     ) -> None:
         """Refuse a step whose buffers differ from the arguments of its kernel."""
         reads = {buffer.name for buffer in step.reads}
@@ -146,7 +146,7 @@ class SlotCheck:
         for argument, may_write in zip(
             launch.arguments, self._runtime.written_arguments(launch.kernel), strict=True
         ):
-            if isinstance(argument, SharedArray) and argument in names:
+            if isinstance(argument, DeviceMemory) and argument in names:
                 seen.add(names[argument].name)
                 writable |= {names[argument].name} if may_write else set()
         for what, found in (

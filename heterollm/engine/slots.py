@@ -1,4 +1,4 @@
-"""The slots of the pool: their readers and sizes."""
+"""The slots of a pass: their readers, sizes and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan
 
-__all__ = ["HEAD_ROWS", "INPUT_SLOTS", "pool_sizes"]
+__all__ = ["HEAD_ROWS", "INPUT_SLOTS", "is_private", "pool_sizes"]
 
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
@@ -25,6 +25,15 @@ INPUT_SLOTS: Final[dict[Group, str]] = {
 }
 """Input slot of each group. The slots ``<name>_codes`` and ``<name>_blocks`` hold rounded inputs, see
 :class:`heterollm.kernels.gpu.RoundedInputs`."""
+
+
+PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output")
+"""Slots that neither the host nor the NPU reads or writes."""
+
+
+def is_private(slot: str) -> bool:
+    """Return whether only kernels of the GPU read and write a slot, which is then in the GPU's memory."""
+    return slot in PRIVATE_SLOTS or slot.endswith(("_codes", "_blocks"))
 
 
 def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:

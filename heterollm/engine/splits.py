@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from heterollm.engine.builder import PassBuilder, PlacedOp
 from heterollm.engine.npu_shards import npu_shard
-from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, shard_name
+from heterollm.engine.saturation import SaturationCount
+from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GpuLinear, Launch, Segments, SharedArray
-from heterollm.kernels.npu import NpuGraph
+from heterollm.kernels.gpu import DeviceMemory, GpuLinear, Launch, Segments, SharedArray
+from heterollm.kernels.npu import INTEGER_FORMS, NpuGraph, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import Placement
 
-__all__ = ["SplitEmitter"]
+__all__ = ["NO_RANGES", "SplitEmitter"]
+
+NO_RANGES: Final[Mapping[tuple[int, Group], StaticRanges]] = MappingProxyType({})
+SHOWN_NAMES: Final = 6
 
 
 class SplitEmitter:
@@ -23,17 +29,41 @@ class SplitEmitter:
     The order of an operator's steps on coherent memory is: the kernels that write its input, the mark, the
     GPU's shard, the wait for the mark, the NPU's graphs. So the GPU continues from the input's kernels to its
     shard without waiting for the host. No wait follows, since the kernels that read the output are enqueued
-    after the NPU has returned. Mapped memory must be acquired before the GPU's shard is enqueued.
+    after the NPU has returned. A map waits for the whole queue, so that mapped memory must be acquired before
+    the GPU's shard is enqueued. Only the bytes of the NPU are mapped: under a sequence split the GPU writes
+    its tokens to the same slot meanwhile.
     """
 
-    def __init__(self, device: Device, weights: ModelWeights) -> None:
+    def __init__(
+        self,
+        device: Device,
+        weights: ModelWeights,
+        ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
+    ) -> None:
         self._device = device
         self._weights = weights
+        self._ranges = ranges
+        self._float_operators: dict[str, None] = {}
+        self.saturation = SaturationCount()
         self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Operators that keep float activations against the plan, and saturated outputs."""
+        names = list(self._float_operators)
+        if not names:
+            return self.saturation.notes()
+        shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
+        return (
+            f"The calibration has no ranges that suit {len(names)} operators, which compute with float "
+            f"activations instead of integers: {shown}.",
+            *self.saturation.notes(),
+        )
 
     def clear(self) -> None:
         """Drop the graphs; no compiled pass may run afterwards."""
         self._graphs.clear()
+        self.saturation.clear()
 
     def linear(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> Segments:
         """Append the steps of a group of linears, whose GPU weights are ``linear``, and return the output."""
@@ -57,7 +87,7 @@ class SplitEmitter:
             self._split(builder, op, own)
             return Segments(op.npu_output, op.gpu_output, rows, placement.npu_rows)
         # A sequence split has one segment: the GPU writes the rows after those of the NPU.
-        self._split(builder, op, self._tokens_left(builder, op, linear), one_output=True)
+        self._split(builder, op, self._tokens_left(builder, op, linear))
         return Segments(op.npu_output, op.npu_output, rows, placement.npu_rows)
 
     def ffn(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> Segments:
@@ -97,21 +127,17 @@ class SplitEmitter:
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _split(
-        self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step], *, one_output: bool = False
-    ) -> None:
+    def _split(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
         """Append the steps of both processors.
 
         Args:
             builder: The pass so far.
             op: The operator.
             gpu: Steps of the GPU's shard, if it has one.
-            one_output: Whether both processors write one slot. A kernel must not write mapped memory, so the
-                processors take turns if the memory is not coherent.
         """
         mapped = not op.source.coherent
         if mapped:
-            self._start_mapped(builder, op, gpu, one_output=one_output)
+            self._start_mapped(builder, op, gpu)
         else:
             self._start(builder, op, gpu)
         self._graph_runs(builder, op)
@@ -138,24 +164,20 @@ class SplitEmitter:
             _enqueue(builder, op, gpu)
             builder.wait(op)
 
-    def _start_mapped(
-        self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step], *, one_output: bool
-    ) -> None:
-        if one_output:
-            builder.steps += gpu
+    def _start_mapped(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
         # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
         builder.mark(op)
         builder.wait(op)
-        builder.acquire(op)
-        if not one_output:
-            _enqueue(builder, op, gpu)
+        tokens, item = sum(op.placement.npu_lengths), self._device.activation_dtype.itemsize
+        builder.acquire(op, tokens * op.spec.columns * item, tokens * _npu_rows(op) * item)
+        _enqueue(builder, op, gpu)
 
     def _rows(
         self,
         builder: PassBuilder,
         op: PlacedOp,
         launch: Launch,
-        output: SharedArray,
+        output: DeviceMemory,
         npu_rows: tuple[int, ...],
     ) -> list[Step]:
         """Return the steps of the rows of each member from ``npu_rows`` on."""
@@ -180,11 +202,12 @@ class SplitEmitter:
     def _graph_runs(self, builder: PassBuilder, op: PlacedOp) -> None:
         spec, placement = op.spec, op.placement
         dtype, total = self._device.activation_dtype, sum(placement.npu_lengths)
-        rows = sum(placement.npu_rows) if spec.then is None else spec.then.rows
+        rows = _npu_rows(op)
         x = op.source.view(dtype, (total, spec.columns))
         y = op.npu_output.view(dtype, (total, rows))
         shard = shard_name(op.name, spec, tuple((0, own) for own in placement.npu_rows))
-        form = "" if placement.form is None else f" as {placement.form}"
+        chosen = self._form(spec, placement)
+        form = "" if chosen is None else f" as {chosen}"
         first = 0
         for length in placement.npu_lengths:
             if spec.then is None:
@@ -197,23 +220,42 @@ class SplitEmitter:
             label = f"{shard} tokens {first}:{first + length}{form}"
             run: Call = NOT_RUN
             if builder.builds_graphs:
-                run = self._graph(spec, placement, length).bind(x[tokens], y[tokens])
+                run = self._graph(spec, placement, chosen, length).bind(x[tokens], y[tokens])
+                if chosen in INTEGER_FORMS:
+                    own = y[first : min(first + length, builder.tokens)]
+                    run = self.saturation.counted(run, own, self._ranges[spec.layer, spec.group], op.name)
             builder.graph(op, run, label, reads, writes, work)
             first += length
 
-    def _graph(self, spec: OpSpec, placement: Placement, length: int) -> NpuGraph:
+    def _form(self, spec: OpSpec, placement: Placement) -> str | None:
+        """Return the planned form, or the default in place of an integer one without ranges."""
+        if placement.form not in INTEGER_FORMS:
+            return placement.form
+        whole = spec.then is None or placement.npu_rows == spec.member_rows
+        if whole and (spec.layer, spec.group) in self._ranges:
+            return placement.form
+        self._float_operators[operator_name(spec.group, spec.layer)] = None
+        return None
+
+    def _graph(self, spec: OpSpec, placement: Placement, form: str | None, length: int) -> NpuGraph:
         npu = self._device.npu
         assert npu is not None  # loading has checked the plan
-        key = (spec.layer, spec.group, placement.npu_rows, placement.form, length)
+        key = (spec.layer, spec.group, placement.npu_rows, form, length)
         if key not in self._graphs:
             # The shard is not kept: its stacked members are a second copy of the weights.
-            shard = npu_shard(self._weights, spec, placement.npu_rows)
-            self._graphs[key] = npu.prepare(shard, length, placement.form)  # type: ignore[arg-type]
+            ranges = self._ranges.get((spec.layer, spec.group)) if form in INTEGER_FORMS else None
+            shard = npu_shard(self._weights, spec, placement.npu_rows, ranges)
+            self._graphs[key] = npu.prepare(shard, length, form)  # type: ignore[arg-type]
         return self._graphs[key]
 
 
 def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:
     return builder.byte_range(slot, first * row_bytes, (first + count) * row_bytes)
+
+
+def _npu_rows(op: PlacedOp) -> int:
+    """Return the rows of the NPU's output."""
+    return sum(op.placement.npu_rows) if op.spec.then is None else op.spec.then.rows
 
 
 def _enqueue(builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:

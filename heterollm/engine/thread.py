@@ -10,14 +10,20 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from heterollm.base import EngineError, check_process, mark_device_opened
+
+if TYPE_CHECKING:
+    from heterollm.kernels.device import PowerSwitch
 
 __all__ = ["EngineThread"]
 
 T = TypeVar("T")
 Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+
+IDLE_S: Final = 0.25
+"""Time without a call after which the processors rest: longer than a caller takes between two tokens."""
 
 
 class EngineThread:
@@ -31,12 +37,13 @@ class EngineThread:
         check_process()
         mark_device_opened()
         self._calls: Calls = queue.SimpleQueue()
+        self._switches: list[PowerSwitch] = []
         self._lock = threading.Lock()
         self._closed = False
         # A daemon, so that a program ends without closing the model. The thread holds the queue and not this
         # object, so that dropping a model without closing it ends the thread.
         self._thread = threading.Thread(
-            target=_work, args=(self._calls,), name="heterollm-engine", daemon=True
+            target=_work, args=(self._calls, self._switches), name="heterollm-engine", daemon=True
         )
         self._thread.start()
 
@@ -69,6 +76,10 @@ class EngineThread:
             return call()
         return self.submit(call).result()
 
+    def rest_when_idle(self, switch: PowerSwitch) -> None:
+        """Let a processor rest whenever no call came for a while, and wake it before the next one."""
+        self.run(lambda: self._switches.append(switch))
+
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Let the queued calls finish, run ``last`` after them, and end the thread. May be called twice."""
         if not self._thread.is_alive():  # closed before, or lost in a fork
@@ -89,8 +100,22 @@ class EngineThread:
         self._calls.put(None)
 
 
-def _work(calls: Calls) -> None:
-    while (item := calls.get()) is not None:
+def _work(calls: Calls, switches: list[PowerSwitch]) -> None:
+    awake = True
+    while True:
+        try:
+            item = calls.get(timeout=IDLE_S if awake and switches else None)
+        except queue.Empty:
+            awake = False
+            for switch in switches:
+                switch.rest()
+            continue
+        if item is None:
+            return
+        if not awake:
+            awake = True
+            for switch in switches:
+                switch.wake()
         call, future = item
         if future.set_running_or_notify_cancel():
             try:

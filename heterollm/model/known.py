@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import Precision, Scales
 from heterollm.model.checkpoint import checkpoint_folder, is_hub_name, other_format
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
@@ -179,12 +179,21 @@ inputs of 896 that the larger blocks do not divide evenly into tiles."""
 
 
 def default_shapes(
-    precision: Precision = "w4a16", *, group_size: int = 32, float_bits: Literal[16, 32] = 16
+    precision: Precision = "w4a16",
+    *,
+    group_size: int = 32,
+    float_bits: Literal[16, 32] = 16,
+    scales: Scales = "free",
 ) -> tuple[ModelShape, ...]:
     """Return the shapes of :data:`DEFAULT_MODELS`; the arguments are those of :func:`model_shape`."""
     return tuple(
         model_shape(
-            KNOWN_MODELS[key].config, name, precision=precision, group_size=group_size, float_bits=float_bits
+            KNOWN_MODELS[key].config,
+            name,
+            precision=precision,
+            group_size=group_size,
+            float_bits=float_bits,
+            scales=scales,
         )
         for name, key in DEFAULT_MODELS
     )

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from heterollm.kernels.formats import effective_block
-from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, WeightFormat
+from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, Scales, WeightFormat
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import FAMILIES, Norm, TensorNames
 
@@ -165,6 +165,7 @@ def op_specs(
     symmetric: bool,
     *,
     float_bits: Literal[16, 32] = 16,
+    scales: Scales = "free",
 ) -> tuple[OpSpec, ...]:
     """List every group of every layer in order of execution, and the head.
 
@@ -178,6 +179,7 @@ def op_specs(
         group_size: Inputs that share one scale.
         symmetric: Whether 4-bit weights have no zero points.
         float_bits: Bits of the weights at precision ``fp16``: 32 if the device computes in float32.
+        scales: Scales of the 4-bit weights.
 
     Raises:
         OptionError: No legal block divides the inputs of some group.
@@ -189,7 +191,9 @@ def op_specs(
         if precision != "fp16":
             block = effective_block(columns, group_size)
             head = group == "head"
-            weight = WeightFormat(EMBEDDING_BITS, block) if head else WeightFormat(4, block, symmetric)
+            weight = WeightFormat(4, block, symmetric, scales == "stepped")
+            if head:
+                weight = WeightFormat(EMBEDDING_BITS, block)
         members = tuple(
             Member(member, _rows(config, member)) for member in linear_names(config, layer)[group]
         )

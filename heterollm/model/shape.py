@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.ops import OpSpec, Precision, ffn_specs
+from heterollm.kernels.ops import OpSpec, Precision, Scales, ffn_specs
 from heterollm.model.config import ModelConfig
 from heterollm.model.layout import HEAD_LAYER, op_specs
 
@@ -88,13 +88,14 @@ def model_shape(
     group_size: int = 32,
     symmetric: bool = True,
     float_bits: Literal[16, 32] = 16,
+    scales: Scales = "free",
 ) -> ModelShape:
     """Return the shape of a model under a name for reports; see :func:`op_specs` for the other arguments.
 
     Raises:
         OptionError: No legal block divides the inputs of some group.
     """
-    specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits)
+    specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
     return shape_of_specs(config, specs, name)
 
 

@@ -97,7 +97,8 @@ def quantized_view(file: TensorFile, name: str, weight: WeightFormat) -> Quantiz
     """Return a quantised tensor over the mapped file."""
     zeros = None if weight.symmetric else file.bits(name + ZERO_POINTS)
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
-    return QuantizedTensor(file.bits(name + CODES), file.bits(name + SCALES), zeros, bits, weight.block)
+    codes, scales = file.bits(name + CODES), file.bits(name + SCALES)
+    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.stepped)
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -213,7 +214,9 @@ def _quantize_rows(
     values = checkpoint.read(name, rows)
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
     try:
-        return quantize(values, bits=bits, block=weight.block, symmetric=weight.symmetric)
+        return quantize(
+            values, bits=bits, block=weight.block, symmetric=weight.symmetric, stepped=weight.stepped
+        )
     except CheckpointError as error:
         raise CheckpointError(f"Tensor {name}: {error.message}", fix=error.fix) from error
 

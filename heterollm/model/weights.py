@@ -15,13 +15,14 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import CheckpointError, cache_root
 from heterollm.kernels.formats import (
     QUANTIZER_VERSION,
+    STEPPED_VERSION,
     LinearWeight,
     QuantizedTensor,
     shape_only_array,
     shape_only_weight,
     take_rows,
 )
-from heterollm.kernels.ops import Group, OpSpec, Precision, WeightFormat
+from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, WeightFormat
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import Norm
@@ -157,6 +158,7 @@ def load_weights(
     precision: Precision = "w4a16",
     group_size: int = 32,
     symmetric: bool = True,
+    scales: Scales = "free",
     float_dtype: DTypeLike = np.float16,
     progress: ByteProgress | None = None,
     cancelled: threading.Event | None = None,
@@ -169,6 +171,7 @@ def load_weights(
         precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights) or ``fp16``.
         group_size: Inputs that share one scale, except at ``fp16``.
         symmetric: Whether 4-bit weights have no zero points.
+        scales: Scales of the 4-bit weights.
         float_dtype: Type of the weights at ``fp16``: float16, or float32 if the device computes in it.
         progress: Called with the bytes done and the total while the checkpoint is hashed and then quantised,
             if the cache does not have the result.
@@ -183,12 +186,15 @@ def load_weights(
     checkpoint.validate(config)
     dtype = np.dtype(float_dtype)
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
-    specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits)
+    specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
     notes = tuple(shortened_blocks(specs, group_size))
     for note in notes:
         logger.warning("%s", note)
     formats = _formats(config, specs)
-    variant = f"{dtype}" if precision == "fp16" else f"{group_size} {symmetric} {QUANTIZER_VERSION}"
+    variant = f"{dtype}"
+    if precision != "fp16":
+        kind = "" if scales == "free" else f" {scales} {STEPPED_VERSION}"
+        variant = f"{group_size} {symmetric} {QUANTIZER_VERSION}{kind}"
 
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0

@@ -27,7 +27,7 @@ from heterollm.base import (
 )
 from heterollm.engine import HEAD_ROWS, npu_shard
 from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, GraphForm, QnnNpu
-from heterollm.kernels.ops import Group, OpSpec, Precision, ffn_specs
+from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, ffn_specs
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.planning.choice import choose_plan
 from heterollm.planning.load_options import LoadOptions, choose_context
@@ -135,6 +135,7 @@ def precompile(
     precision: Precision = "w4a16",
     group_size: int = 32,
     symmetric: bool = True,
+    scales: Scales = "free",
     prompts: Sequence[int] | None = None,
     decode: bool = True,
     context: int | None = None,
@@ -146,9 +147,10 @@ def precompile(
         model: A local folder or a hub name.
         soc: Qualcomm's number of the chip, a key of :data:`heterollm.kernels.npu.SOCS`.
         plan: A plan made for ``snapdragon``, a plan file, or a level.
-        precision: As for :meth:`heterollm.LLM.load`, and so are the next two.
+        precision: As for :meth:`heterollm.LLM.load`, and so are the next three.
         group_size: Weights that share a scale.
         symmetric: Whether 4-bit codes have no zero point.
+        scales: Scales of the 4-bit weights.
         prompts: Standard lengths of prompts to compile for; all that the plan uses by default.
         decode: Whether to compile the graphs of one token.
         context: Positions of a session; decides with the plan which lengths are used.
@@ -159,7 +161,7 @@ def precompile(
             compiler, or the disk has too little room; the last before anything is compiled.
     """
     report = progress or silent
-    LoadOptions(plan=plan, precision=precision, group_size=group_size, symmetric=symmetric)
+    LoadOptions(plan=plan, precision=precision, group_size=group_size, symmetric=symmetric, scales=scales)
     if soc not in SOCS:
         known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
         raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")
@@ -174,6 +176,7 @@ def precompile(
         precision=precision,
         group_size=group_size,
         symmetric=symmetric,
+        scales=scales,
         float_dtype=np.float16,
         progress=lambda done, total: report("Quantising weights", done, total),
     )

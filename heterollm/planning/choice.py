@@ -74,7 +74,9 @@ def plan_for(
 
     def profiled() -> ProfiledModel | None:
         profile = stored_profile(device)
-        return None if profile is None else ProfiledModel(profile, config, specs, options.precision)
+        if profile is None:
+            return None
+        return ProfiledModel(profile, config, specs, options.precision, options.calibration is not None)
 
     def solve(level: str) -> Plan | None:
         model = profiled()

@@ -35,17 +35,28 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     if profile is not None:
         found: Profile | None = Profile.load(profile)
     else:
-        opened = open_device(options.device, gpu_threads=options.gpu_threads, npu_threads=options.npu_threads)
+        opened = open_device(
+            options.device,
+            gpu_threads=options.gpu_threads,
+            npu_threads=options.npu_threads,
+            power=options.power,
+        )
         found = stored_profile(opened)
         if found is None:
             raise no_profile(opened.name, model, options.precision, options.group_size)
     assert found is not None
     half = found.description.get("activation_dtype") == "float16"
     specs = op_specs(
-        config, options.precision, options.group_size, options.symmetric, float_bits=16 if half else 32
+        config,
+        options.precision,
+        options.group_size,
+        options.symmetric,
+        float_bits=16 if half else 32,
+        scales=options.scales,
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
-    return solve_plan(ProfiledModel(found, config, specs, options.precision), asked)
+    calibrated = options.calibration is not None
+    return solve_plan(ProfiledModel(found, config, specs, options.precision, calibrated), asked)
 
 
 def no_profile(

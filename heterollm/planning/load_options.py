@@ -8,7 +8,7 @@ from typing import Final, TypedDict, get_args
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
 from heterollm.solver import LENGTH_POLICIES, LengthPolicy, Plan, PlanRequest
 
@@ -34,9 +34,14 @@ class LoadOptions:
             rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
         group_size: Weights that share a scale: 32, 64 or 128.
         symmetric: Whether 4-bit codes have no zero point of their own.
+        scales: ``free``, or ``stepped`` so that the NPU may compute in integers: each scale of a 4-bit row is
+            1 to 16 times one number.
+        calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
+        npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
+        power: Clocks and cores to ask for on ``snapdragon``: ``burst``, ``balanced`` or ``default``, which
+            asks for none. Other devices ignore it.
         allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
         sync: How the processors wait for each other, in place of the plan's strategy: a strategy of
             :mod:`heterollm.kernels.sync.fence`, ``operator`` to finish the GPU's queue after every
@@ -57,9 +62,12 @@ class LoadOptions:
     precision: Precision = "w4a16"
     group_size: int = 32
     symmetric: bool = True
+    scales: Scales = "free"
+    calibration: str | Path | None = None
     context: int | None = None
     gpu_threads: int | None = None
     npu_threads: int | None = None
+    power: Power = "burst"
     allow_slow: bool = False
     sync: Sync = "auto"
     length_policy: LengthPolicy = "padding"
@@ -73,8 +81,16 @@ class LoadOptions:
             )
         if self.request is not None and not isinstance(self.request, PlanRequest):
             raise OptionError(f"The request is {self.request!r:.80}.", fix="Give a PlanRequest.")
-        check_weights(self.precision, self.group_size, self.symmetric)
+        check_weights(self.precision, self.group_size, self.symmetric, self.scales)
+        if self.calibration is not None and not isinstance(self.calibration, str | Path):
+            raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
+        if self.calibration is not None and (self.scales != "stepped" or self.precision != "w4a16"):
+            raise OptionError(
+                "A calibration is for weights of precision w4a16 with stepped scales.",
+                fix="Choose scales stepped, or leave the calibration out.",
+            )
         for what, given, legal in (
+            ("power", self.power, POWERS),
             ("sync", self.sync, SYNC_OPTIONS),
             ("length policy", self.length_policy, LENGTH_POLICIES),
         ):
@@ -93,9 +109,12 @@ class LoadKeywords(TypedDict, total=False):
     precision: Precision
     group_size: int
     symmetric: bool
+    scales: Scales
+    calibration: str | Path | None
     context: int | None
     gpu_threads: int | None
     npu_threads: int | None
+    power: Power
     allow_slow: bool
     sync: Sync
     length_policy: LengthPolicy
@@ -103,7 +122,7 @@ class LoadKeywords(TypedDict, total=False):
     trace: bool
 
 
-def check_weights(precision: object, group_size: object, symmetric: object) -> None:
+def check_weights(precision: object, group_size: object, symmetric: object, scales: object = "free") -> None:
     """Refuse a number format that no checkpoint can be given.
 
     Raises:
@@ -117,6 +136,19 @@ def check_weights(precision: object, group_size: object, symmetric: object) -> N
         raise OptionError(f"group_size is {group_size!r}.", fix="Choose 32, 64 or 128.")
     if not isinstance(symmetric, bool):
         raise OptionError(f"symmetric is {symmetric!r}.", fix="Choose True or False.")
+    if scales not in get_args(Scales):
+        raise OptionError(
+            f"There are no scales {scales!r:.80}.", fix=f"Choose {' or '.join(get_args(Scales))}."
+        )
+    if scales == "stepped" and precision == "fp16":
+        raise OptionError(
+            "Weights of precision fp16 have no scales, stepped or free.", fix="Choose w4a16 or w4a8."
+        )
+    if scales == "stepped" and not symmetric:
+        raise OptionError(
+            "Stepped scales are for symmetric weights: integer NPU graphs take no zero points.",
+            fix="Choose symmetric weights, or free scales.",
+        )
 
 
 def choose_context(config: ModelConfig, context: int | None) -> int:

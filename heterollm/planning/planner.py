@@ -51,12 +51,14 @@ class ProfiledModel:
         config: The model.
         specs: Every group of the model.
         precision: Precision of the linears.
+        calibrated: Whether it has calibrated ranges, which integer graphs need.
     """
 
     profile: Profile
     config: ModelConfig
     specs: tuple[OpSpec, ...]
     precision: Precision
+    calibrated: bool = False
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -71,7 +73,7 @@ class ProfiledModel:
     @cached_property
     def limits(self) -> NpuLimits | None:
         """Limits of the NPU; None without an NPU."""
-        return limits_of(self.profile)
+        return limits_of(self.profile, calibrated=self.calibrated)
 
     @cached_property
     def has_ffn(self) -> bool:
@@ -87,6 +89,14 @@ class ProfiledModel:
     def copies_by_length(self) -> bool:
         """Whether each length of a resident slice holds weights of its own."""
         return self.profile.copies_by_length
+
+    def npu_bytes(self, plan: Plan) -> int:
+        """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
+        return plan.npu_bytes(
+            self.specs,
+            copies_by_length=self.copies_by_length,
+            activation_bytes=self.profile.graph_activation_bytes,
+        )
 
     @property
     def missing(self) -> frozenset[str]:
@@ -189,6 +199,7 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
         "specs": model.specs,
         "shape": model.shape,
         "precision": model.precision,
+        "calibrated": model.calibrated,
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
@@ -218,8 +229,9 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
             forbidden=request.forbidden,
         ),
         Budget(
-            None if request.npu_gib is None else int(request.npu_gib * GIB),
+            model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB),
             copies_by_length=model.copies_by_length,
+            activation_bytes=model.profile.graph_activation_bytes,
         ),
         chunk_length=min(request.context, longest),
         head_rows=HEAD_ROWS,

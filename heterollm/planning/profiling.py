@@ -17,7 +17,7 @@ from heterollm.data import bundled_model
 from heterollm.engine import check_precision
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
 from heterollm.planning.load_options import check_weights
 from heterollm.profiler import RunSummary, SessionOptions, essential_work, profile_device
@@ -84,8 +84,10 @@ class ProfilingSession:
             default a documented set.
         precisions: Of weights and activations.
         group_size: Weights that share a scale.
+        scales: Scales of 4-bit weights; with ``stepped`` ones the NPU's integer forms are measured too.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
+        power: Clocks and cores to ask for on ``snapdragon``.
 
     Raises:
         OptionError: An option is not legal.
@@ -101,16 +103,20 @@ class ProfilingSession:
         models: Sequence[str | Path] = (),
         precisions: Sequence[Precision] = ("w4a16",),
         group_size: int = 32,
+        scales: Scales = "free",
         gpu_threads: int | None = None,
         npu_threads: int | None = None,
+        power: Power = "burst",
     ) -> None:
         if not precisions:
             raise OptionError("No precision is named.", fix=f"Choose {' or '.join(get_args(Precision))}.")
         for precision in precisions:
-            check_weights(precision, group_size, True)
+            check_weights(precision, group_size, True, scales)
         found_models = [find_model(model, closest=False) for model in models]
         configs = [(model.config, model.name) for model in found_models]
-        self.device: Device = open_device(device, gpu_threads=gpu_threads, npu_threads=npu_threads)
+        self.device: Device = open_device(
+            device, gpu_threads=gpu_threads, npu_threads=npu_threads, power=power
+        )
         self.named = bool(configs)
         float_bits: Literal[16, 32] = 32 if self.device.activation_dtype == np.float32 else 16
         try:
@@ -119,11 +125,16 @@ class ProfilingSession:
                 configs = [(read_config(bundled_model()), "the bundled model")]
             shapes: list[ModelShape] = []
             for precision in dict.fromkeys(precisions):
-                found = default_shapes(precision, group_size=group_size, float_bits=float_bits)
+                found = default_shapes(precision, group_size=group_size, float_bits=float_bits, scales=scales)
                 if configs:
                     found = tuple(
                         model_shape(
-                            config, name, precision=precision, group_size=group_size, float_bits=float_bits
+                            config,
+                            name,
+                            precision=precision,
+                            group_size=group_size,
+                            float_bits=float_bits,
+                            scales=scales,
                         )
                         for config, name in configs
                     )

@@ -2,6 +2,8 @@ from . import console as console
 from . import profile as profile
 from . import trace as trace
 from .bench import bench_reports as bench_reports
+from .calibration import calibration_json as calibration_json
+from .calibration import calibration_report as calibration_report
 from .demo import demo_report as demo_report
 from .doctor import diagnosis_report as diagnosis_report
 from .page_bench import bench_page as bench_page

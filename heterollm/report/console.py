@@ -235,8 +235,9 @@ class _FittingTable(Table):
             column.width = 1
             sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
             widths.append(max(size.maximum for size in sizes))
-            number = column.justify == "right"  # a number stays with its unit; words may fold paths
-            cells = [size.maximum if number else min(size.minimum, FOLDED_WIDTH) for size in sizes[1:]]
+            # A number stays with its unit; words may fold paths.
+            whole = column.no_wrap or column.justify == "right"
+            cells = [size.maximum if whole else min(size.minimum, FOLDED_WIDTH) for size in sizes[1:]]
             least.append(max(sizes[0].minimum, *cells, 1))
         room = options.max_width - (super().__rich_measure__(console, options).minimum - len(widths))
         if sum(least) > room:
@@ -300,6 +301,7 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
 def devices_table(statuses: Sequence[DeviceStatus]) -> Group:
     """Return the table of devices, and the reason and the fix of each unusable one."""
     made = table("device", "usable", "GPU", "NPU")
+    made.columns[0].no_wrap = True
     lines: list[Text] = []
     for status in statuses:
         yes = "yes" if status.time == "real" else status.time

@@ -33,7 +33,10 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
             parts.append(_finding("FAIL", "red", where, check.fix))
     parts += [_finding("FAIL", "red", one.message, one.fix) for one in diagnosis.problems]
     parts += [_finding("NOTE", "yellow", one.message, one.fix) for one in diagnosis.warnings]
+    unverified = dict.fromkeys(check.operator for check in diagnosis.checks if check.status == "unverified")
     verdict = f"Device {diagnosis.device}: everything passed."
+    if unverified:
+        verdict = f"Device {diagnosis.device}: nothing failed; unverified: {', '.join(unverified)}."
     if not diagnosis.passed:
         verdict = f"Device {diagnosis.device} is not usable as it is."
     parts.append(Text(verdict, "bold green" if diagnosis.passed else "bold red"))
@@ -58,6 +61,8 @@ def _cell(checks: Sequence[Check]) -> Text:
     if failed:
         return Text(f"FAIL  {len(failed)} of {len(checks)}", "bold red")
     errors = [check.error for check in checks if check.error is not None]
+    if not errors and checks[0].status == "unverified":
+        return Text(f"unverified  {checks[0].message}", "yellow")
     if not errors and checks[0].status == "pass":
         return Text(f"pass  {checks[0].message}", "green")
     if not errors:

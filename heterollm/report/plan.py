@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from heterollm.base import format_bytes, format_duration
+from heterollm.base import GIB, format_bytes, format_duration
 from heterollm.report.console import table
 from heterollm.solver import describe
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
-    from heterollm.planning import LengthChoice, Solved
+    from heterollm.planning import LengthChoice, ProfiledModel, Solved
     from heterollm.solver import Plan, PredictedOperator, PredictedPass
 
 __all__ = ["lengths_table", "pass_table", "plan_report"]
@@ -52,11 +53,9 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         )
     )
     parts += [Text(chunked(plan, prompt)) for prompt in prompts if prompt > plan.chunk_length]
-    held = plan.npu_bytes(model.specs, copies_by_length=model.copies_by_length)
-    words = ""
-    if model.copies_by_length:
-        words = ", with a copy for each length; --npu-gib bounds them"
-    parts.append(Text(f"The NPU holds slices of {format_bytes(held)} in all layers{words}."))
+    parts.append(Text(held_words(model, plan)))
+    if explain and plan.slices:
+        parts.append(slices_table(model, plan))
     if not solved.notes:
         parts.append(Text(verdict(passes)))
     if solved.length_choice is not None:
@@ -67,6 +66,37 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
     if model.missing:
         parts.append(Text(f"Missing in the profile and in the times: {', '.join(sorted(model.missing))}."))
     return Group(*parts)
+
+
+def held_words(model: ProfiledModel, plan: Plan) -> str:
+    """Return a sentence about the memory of the NPU's graphs."""
+    profile, limit = model.profile, plan.request.npu_gib if plan.request is not None else None
+    words = [f"The NPU's graphs take {format_bytes(model.npu_bytes(plan))} in all layers"]
+    if model.copies_by_length:
+        words.append("weights counted for each length")
+    if profile.graph_activation_bytes:
+        words.append("inputs and outputs of every graph included")
+    if limit is not None:
+        words.append(f"{format_bytes(int(limit * GIB))} were allowed")
+    elif profile.addressable_bytes is not None:
+        words.append(f"{format_bytes(profile.addressable_bytes)} can be addressed (--npu-gib)")
+    return f"{', '.join(words)}."
+
+
+def slices_table(model: ProfiledModel, plan: Plan) -> Table:
+    """Return the resident slices of a plan with the lengths and the memory of their graphs."""
+    made = table("group", ">rows of each member", "lengths", ">graphs", ">memory", title="The NPU's graphs")
+    for held in plan.slices:
+        layers = held.layers[1] - held.layers[0] + 1
+        own = structs.replace(plan, slices=(held,), entries=())
+        made.add_row(
+            held.group,
+            " + ".join(map(str, held.npu_rows)),
+            ", ".join(map(str, held.lengths)),
+            str(layers * len(held.lengths)),
+            format_bytes(model.npu_bytes(own)),
+        )
+    return made
 
 
 def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:

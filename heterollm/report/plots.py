@@ -17,7 +17,14 @@ from msgspec.structs import replace
 from heterollm.base import OptionError
 from heterollm.kernels.npu import K_SPLIT_COLUMNS
 from heterollm.profiler import HeldOut, held_out
-from heterollm.report.tables_npu import Curves, column_curves, is_counted, order_ratios, stage_curves
+from heterollm.report.tables_npu import (
+    EMULATED_COST,
+    Curves,
+    column_curves,
+    is_emulated,
+    order_ratios,
+    stage_curves,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,16 +100,16 @@ def stage_plot(summary: ProfileSummary) -> Figure | None:
     rows = max(groups.values(), key=lambda found: (len(found), found[0].point.weight.bits, found[0].point))
     if len({row.point.tokens for row in rows}) < 2:
         return None
-    counted = summary.time_kind == "emulated" and all(row.cycles for row in rows)
+    emulated = summary.time_kind == "emulated" and all(row.cpu_us for row in rows)
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         name = row.point.form.replace("_", " ") or "only form"
-        cost = (row.cycles or 0.0) / 1e6 if counted else row.times.median_us / 1e3
-        curves[name][row.point.tokens] = cost
+        cost_us = (row.cpu_us or 0.0) if emulated else row.times.median_us
+        curves[name][row.point.tokens] = cost_us / 1e3
     point = rows[0].point
     detail = f"{point.group} {point.shape}, {point.weight}"
     figure, axes = _figure(summary, "NPU: cost against tokens", detail)
-    unit = "Mcycles of the emulated NPU" if counted else f"{summary.time_kind} time, ms"
+    unit = f"{EMULATED_COST}, ms" if emulated else f"{summary.time_kind} time, ms"
     longest = max(row.point.tokens for row in rows)
     step_curves(axes[0], curves, unit, logarithmic=longest > LONGEST_LINEAR_AXIS)
     return figure
@@ -120,7 +127,7 @@ def _stages_of_sweeps(summary: ProfileSummary) -> Figure | None:
 
 
 def _npu_unit(summary: ProfileSummary) -> str:
-    return "Mcycles of the emulated NPU" if is_counted(summary) else f"{summary.time_kind} time, ms"
+    return f"{EMULATED_COST}, ms" if is_emulated(summary) else f"{summary.time_kind} time, ms"
 
 
 def columns_plot(summary: ProfileSummary) -> Figure | None:
@@ -132,7 +139,7 @@ def columns_plot(summary: ProfileSummary) -> Figure | None:
     for name, curve in curves.items():  # costs differ much between tokens: a panel for each
         panels[name.partition(",")[0]][name] = curve
     figure, axes = _figure(summary, "NPU: effect of k", "4-bit weights of one size", panels=len(panels))
-    unit = "cycles a weight" if is_counted(summary) else "ns for 1000 weights"
+    unit = "CPU ns for 1000 weights" if is_emulated(summary) else "ns for 1000 weights"
     for panel, found in zip(axes, panels.values(), strict=True):
         step_curves(panel, found, unit, xlabel="inputs k", logarithmic=False)
         panel.set_ylim(bottom=0)
@@ -150,11 +157,11 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
         axes[0].axhline(1.0, color="0.4", linewidth=1, linestyle=":")
         return figure
     slices: dict[LinearPoint, dict[str, float]] = defaultdict(dict)
-    counted = summary.time_kind == "emulated"
+    emulated = summary.time_kind == "emulated"
     for row in summary.linear:
         linear = row.whole and not row.point.is_ffn
         if row.processor == "npu" and linear and not row.point.weight.quantized:
-            cost = row.cycles if counted else row.times.median_us
+            cost = row.cpu_us if emulated else row.times.median_us
             if cost:
                 slices[replace(row.point, form="")][row.point.form] = cost
     pairs = {
@@ -166,7 +173,7 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
     for point, costs in sorted(pairs.items(), key=lambda item: item[0]):
         ratios[point.shape][point.tokens] = costs["activation_first"] / costs["weight_first"]
     figure, axes = _figure(summary, "NPU: order and shape of float weights", "", panels=2)
-    unit = "cycles" if counted else "time"
+    unit = "CPU time" if emulated else "time"
     step_curves(axes[0], _few(ratios), f"{unit} of x·W over W·x")
     axes[0].axhline(1.0, color="0.4", linewidth=1, linestyle=":")
     rates: dict[str, dict[int, float]] = defaultdict(dict)
@@ -174,8 +181,8 @@ def order_plot(summary: ProfileSummary) -> Figure | None:
         rates[point.shape][point.tokens] = point.flops / min(costs.values())
     step_curves(
         axes[1],
-        _few(rates) if counted else _scaled(_few(rates), 1e-3),
-        "operations a cycle" if counted else "GFLOP/s",
+        _scaled(_few(rates), 1e-3),
+        "GFLOP/s of emulation" if emulated else "GFLOP/s",
         legend=False,
     )
     return figure

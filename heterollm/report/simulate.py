@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,7 +13,7 @@ from heterollm.report.tables_sweep import sweep_table
 
 if TYPE_CHECKING:
     from heterollm.base import Section
-    from heterollm.simulate import PhaseUse, SimulatedRow, SimulationResult
+    from heterollm.simulate import GraphUse, PhaseUse, SimulatedRow, SimulationResult, TimeUse
 
 __all__ = ["sections_report", "simulation_report", "sweep_report"]
 
@@ -31,8 +31,13 @@ def sections_report(sections: Sequence[Section]) -> RenderableType:
     return Group(*parts)
 
 
-def simulation_report(result: SimulationResult) -> RenderableType:
-    """Return the result of a simulation as tables."""
+def simulation_report(result: SimulationResult, *, explain: bool = False) -> RenderableType:
+    """Return the result of a simulation as tables.
+
+    Args:
+        result: The result.
+        explain: Whether to say where the time went.
+    """
     data = result.to_dict()
     head = (
         f"{result.model} on {result.device}, plan level {result.plan.level}, sync {result.sync}: "
@@ -61,12 +66,62 @@ def simulation_report(result: SimulationResult) -> RenderableType:
     if result.prefill.frames is not None:
         rates.add_row("frames in time", *_cells(phases, _frames))
     parts += [Text(), rates, Text(f"Time to the first token: {data['ttft_ms']:.1f} ms (simulated).")]
+    if not result.graphs.fits:
+        parts.append(Text(_refused(result.graphs)))
     slower = result.slowdown()
     if slower is not None:
         words = ", ".join(f"{phase} {factor:.2f} times" for phase, factor in slower.items())
         parts.append(Text(f"With the game it takes longer: {words}."))
     parts.append(Text("Energy is a range between assumptions: only two numbers about power are published."))
+    if explain:
+        parts += [Text(), *_explanation(result)]
     return Group(*parts)
+
+
+USES: Final[dict[TimeUse, str]] = {
+    "both": "both",
+    "gpu": "GPU",
+    "npu": "NPU",
+    "start": "starts",
+    "copies": "copies",
+    "maps": "maps",
+    "waits": "waits",
+    "submission": "submits",
+}
+"""Titles of the uses of time."""
+
+
+def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
+    """Yield a table for each phase with the time of each operator, and a line about the NPU's graphs."""
+    graphs = result.graphs
+    for use in [result.prefill, *([result.decode] if result.decode else [])]:
+        shown = table(f"simulated {use.phase}, ms", *(f">{title}" for title in (*USES.values(), "all")))
+        account = use.account()
+        for one in account:
+            shown.add_row(one.operator, *_ms([one.used_us[kind] for kind in USES]), *_ms([one.total_us]))
+        sums = [sum(one.used_us[kind] for one in account) for kind in USES]
+        shown.add_row("all", *_ms(sums), *_ms([sum(sums)]))
+        yield shown
+    yield Text(
+        "Both compute, or one alone; while neither does, a graph starts, QNN copies its inputs and outputs, "
+        "memory is mapped, or the control thread waits or submits. What a processor hides is in its column."
+    )
+    limit = "" if graphs.limit_gib is None else f" of {graphs.limit_gib:g} GiB that the NPU can address"
+    yield Text(
+        f"The plan has {graphs.count} NPU graphs, which take {graphs.held_gib:.1f} GiB{limit}; "
+        f"opening them takes {graphs.opening_s:.1f} s (simulated)."
+    )
+
+
+def _ms(times_us: Sequence[float]) -> list[str]:
+    return [f"{time_us / 1e3:.1f}" if time_us >= 50 else "" for time_us in times_us]
+
+
+def _refused(graphs: GraphUse) -> str:
+    return (
+        f"The plan does not fit: its NPU graphs take {graphs.held_gib:.1f} GiB, and the NPU "
+        f"addresses {graphs.limit_gib:g} GiB. The times hold only for a device that could open them."
+    )
 
 
 def _cells(phases: Sequence[PhaseUse | None], text: Callable[[PhaseUse], str]) -> list[str]:

@@ -12,13 +12,22 @@ from heterollm.kernels.npu import K_SPLIT_COLUMNS
 if TYPE_CHECKING:
     from heterollm.profiler import ProfileSummary, SweepRow
 
-__all__ = ["Curves", "column_curves", "is_counted", "npu_sections", "order_ratios", "stage_curves"]
+__all__ = [
+    "EMULATED_COST",
+    "Curves",
+    "column_curves",
+    "is_emulated",
+    "npu_sections",
+    "order_ratios",
+    "stage_curves",
+]
 
 Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 """Values by tokens or inputs, by the name of the curve."""
 
 STAGE_TOKENS: Final = 32
 ORDERS: Final = ("weight_first", "activation_first")
+EMULATED_COST: Final = "CPU time of emulation"
 RISE: Final = 1.25
 """Ratio of a weight's cost to the least that counts as a rise."""
 
@@ -29,14 +38,15 @@ def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
         note = "Not measured; `heterollm profile --update --characterise` measures them."
         yield Section("NPU: stages, order of operands and effect of k", notes=(note,))
         return
-    unit = "Mcycles" if is_counted(summary) else f"ms, {summary.time_kind} time"
+    cost = EMULATED_COST if is_emulated(summary) else f"{summary.time_kind} time"
+    unit = f"ms, {cost}"
     stages = stage_curves(summary)
     yield _table(f"NPU: stages, {unit}", "tokens", stages, [_steps(*item) for item in stages.items()])
     ratios = order_ratios(summary)
     notes = ["Activation first (x·W) over weight first (W·x)."] if ratios else []
     yield _table("NPU: order of operands", "tokens", ratios, [*notes, *_missing(summary)])
     columns = column_curves(summary)
-    unit = "cycles a weight" if is_counted(summary) else f"ns for 1000 weights, {summary.time_kind} time"
+    unit = f"ns for 1000 weights, {cost}"
     knees = [_knee(name, curve) for name, curve in columns.items() if "k-split" not in name]
     if summary.time_kind == "simulated":
         knees.append("A simulated NPU has this limit as a parameter: the table only checks the model.")
@@ -44,11 +54,10 @@ def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
 
 
 def stage_curves(summary: ProfileSummary) -> Curves:
-    """Return the cost of one square weight by tokens, in ms or millions of cycles, by format and form."""
+    """Return the cost of one square weight by tokens, in ms, by format and form."""
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for row in _square(summary):
-        scale = 1e6 if is_counted(summary) else 1e3
-        curves[f"{row.point.weight} {_form(row)}"][row.point.tokens] = row.cost / scale
+        curves[f"{row.point.weight} {_form(row)}"][row.point.tokens] = row.cost_us / 1e3
     return curves
 
 
@@ -56,7 +65,7 @@ def order_ratios(summary: ProfileSummary) -> Curves:
     """Return the cost of activation first over that of weight first by tokens, by format."""
     costs: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in _square(summary):
-        costs[str(row.point.weight), row.point.tokens][row.point.form] = row.cost
+        costs[str(row.point.weight), row.point.tokens][row.point.form] = row.cost_us
     ratios: dict[str, dict[int, float]] = defaultdict(dict)
     for (weight, tokens), found in costs.items():
         if set(ORDERS) <= set(found):
@@ -65,15 +74,14 @@ def order_ratios(summary: ProfileSummary) -> Curves:
 
 
 def column_curves(summary: ProfileSummary) -> Curves:
-    """Return the cost of a weight by inputs ``k``, in cycles or in ns for 1000, by tokens and form."""
+    """Return the cost of a weight by inputs ``k``, in ns for 1000, by tokens and form."""
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for row in summary.sweeps:
         point = row.point
         if point.rows != point.columns:
-            scale = 1.0 if is_counted(summary) else 1e6
             form = ", k-split" if point.form == "k_chunked" else ""
             name = f"{point.tokens} token{'s' if point.tokens > 1 else ''}{form}"
-            curves[name][point.columns] = row.cost * scale / (point.rows * point.columns)
+            curves[name][point.columns] = row.cost_us * 1e6 / (point.rows * point.columns)
     return dict(sorted(curves.items()))
 
 
@@ -81,9 +89,9 @@ def _square(summary: ProfileSummary) -> list[SweepRow]:
     return [row for row in summary.sweeps if row.point.rows == row.point.columns]
 
 
-def is_counted(summary: ProfileSummary) -> bool:
-    """Return whether the sweeps count cycles of the NPU instead of time."""
-    return all(row.counted for row in summary.sweeps)
+def is_emulated(summary: ProfileSummary) -> bool:
+    """Return whether the sweeps have the CPU time of emulation instead of time."""
+    return all(row.emulated for row in summary.sweeps)
 
 
 def _form(row: SweepRow) -> str:

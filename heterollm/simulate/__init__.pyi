@@ -1,4 +1,6 @@
+from .account import TimeUse as TimeUse
 from .request import SimulationRequest as SimulationRequest
+from .result import GraphUse as GraphUse
 from .result import PhaseUse as PhaseUse
 from .result import SimulationResult as SimulationResult
 from .row import ROW_FIELDS as ROW_FIELDS

@@ -12,9 +12,9 @@ from msgspec import structs
 from heterollm.base import LABEL, Progress, cache_name, cache_root
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec
-from heterollm.kernels.sim import SIMULATED
+from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
 from heterollm.model import ModelConfig, shape_of_specs
-from heterollm.planning import ProfiledModel, solve_plan
+from heterollm.planning import ProfiledModel, choose_context, solve_plan
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
 from heterollm.solver import (
@@ -25,6 +25,7 @@ from heterollm.solver import (
     Plan,
     PlanLevel,
     PlanRequest,
+    RequestedLevel,
     level_plan,
 )
 
@@ -63,11 +64,7 @@ def planned(
         return ProfiledModel(profile, config, tuple(specs), "w4a16")
 
     if request.level in SOLVED_LEVELS:
-        # The lengths are known: this prompt once, then single tokens.
-        prompt = min(request.prompt, max(device.standard_lengths))
-        histogram = {1: float(max(1, request.decode)), prompt: 1.0}
-        asked = PlanRequest(config.max_positions, level=request.level, histogram=histogram)
-        plan = solve_plan(profiled(), asked).plan
+        plan = solve_plan(profiled(), plan_request(device, config, request)).plan
     else:
         by_time = request.length_policy == "auto" and request.level != "gpu"
         policy: LengthPolicy = "padding"
@@ -84,6 +81,23 @@ def planned(
             length_costs=profiled().npu_us if by_time else None,
         )
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
+
+
+def plan_request(device: Device, config: ModelConfig, request: SimulationRequest) -> PlanRequest:
+    """Return what the solver is asked for: what a load asks, or a plan for the simulated lengths alone.
+
+    Args:
+        device: The device, whose NPU limits what its graphs may take.
+        config: The model.
+        request: The simulated case.
+    """
+    level = cast("RequestedLevel", request.level)
+    if request.plan_for == "prompt":
+        prompt = min(request.prompt, max(device.standard_lengths))
+        histogram = {1: float(max(1, request.decode)), prompt: 1.0}
+        return PlanRequest(config.max_positions, level=level, histogram=histogram)
+    context = max(choose_context(config, None), request.prompt + request.decode)
+    return PlanRequest(context, level=level)
 
 
 def profile_of(
@@ -123,10 +137,9 @@ def with_one_strategy(profile: Profile, device: Device, strategy: Strategy) -> P
         device: The device.
         strategy: The strategy.
     """
-    from heterollm.kernels.sim import clock_of
-
     costs = clock_of(device).costs
-    back_us = costs.finish_us + costs.write_us if strategy == "finish" else 0.0
+    copies = strategy == "finish" and bool(soc_of(device).hand_over.driver_copies)
+    back_us = costs.finish_us + costs.write_us if copies else 0.0
     records: dict[Key, Record] = {}
     for key, record in profile.records.items():
         if not isinstance(key, FenceKey):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, get_args
@@ -9,12 +10,14 @@ from typing import Final, Literal, TypeAlias, get_args
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.npu import GraphForm
-from heterollm.kernels.sim import GpuLoad
+from heterollm.kernels.sim import GpuLoad, load_soc
 
 __all__ = [
     "LENGTH_CHOICES",
+    "PLAN_FOR_CHOICES",
     "PLAN_LEVELS",
     "SYNC_CHOICES",
+    "PlanFor",
     "SimulatedLengthPolicy",
     "SimulatedSync",
     "SimulationRequest",
@@ -26,6 +29,11 @@ SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 LENGTH_CHOICES: Final[tuple[SimulatedLengthPolicy, ...]] = get_args(SimulatedLengthPolicy)
 """Policies of ``npu`` and ``layer`` for lengths without a graph; ``online`` builds the exact graph in the
 prompt's time."""
+
+PlanFor: TypeAlias = Literal["all", "prompt"]
+PLAN_FOR_CHOICES: Final[tuple[PlanFor, ...]] = get_args(PlanFor)
+"""Lengths that the solver plans for: all of a session alike, as a load does, or the simulated prompt and its
+decode alone."""
 
 SimulatedSync: TypeAlias = Literal["finish", "poll", "predict"]
 SYNC_CHOICES: Final[Mapping[SimulatedSync, Strategy]] = {
@@ -49,6 +57,7 @@ class SimulationRequest:
         prompt: Tokens of the prompt.
         decode: Tokens decoded after the first.
         level: Level of the plan.
+        plan_for: What the solver plans for.
         length_policy: How lengths without a graph run; the solver's levels need none.
         sync: How the processors wait for each other.
         resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
@@ -56,7 +65,7 @@ class SimulationRequest:
         overrides: Parameters of the SoC by dotted name.
         head_bits: Bits of the head and the embedding.
         every_form: Whether the NPU's graphs may have forms that HeteroLLM lacks; None allows them at
-            ``block`` only.
+            ``block``, and elsewhere as the SoC says.
         numerics: Whether values are computed, too, from a checkpoint with weights; its head has 8 bits.
         trace: Whether every pass is recorded.
         left_out: Graph forms that the NPU does not offer, to measure their gain.
@@ -70,6 +79,7 @@ class SimulationRequest:
     prompt: int = 256
     decode: int = 64
     level: str = "tensor"
+    plan_for: PlanFor = "all"
     length_policy: SimulatedLengthPolicy = "auto"
     sync: SimulatedSync = "predict"
     resolve: bool = False
@@ -84,6 +94,7 @@ class SimulationRequest:
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
             ("plan level", self.level, PLAN_LEVELS),
+            ("choice of lengths to plan for", self.plan_for, PLAN_FOR_CHOICES),
             ("length policy", self.length_policy, LENGTH_CHOICES),
             ("sync", self.sync, tuple(SYNC_CHOICES)),
             ("number of head bits", self.head_bits, (4, 8)),
@@ -106,5 +117,15 @@ class SimulationRequest:
 
     @property
     def forms(self) -> bool:
-        """Whether the NPU offers every graph form."""
-        return self.level == "block" if self.every_form is None else self.every_form
+        """Whether the NPU offers every graph form; of an unknown SoC, whether the level asks for them."""
+        if self.every_form is not None:
+            return self.every_form
+        return self.level == "block" or _has_every_form(self.soc, tuple(self.overrides.items()))
+
+
+@functools.cache
+def _has_every_form(soc: str, overrides: tuple[tuple[str, float], ...]) -> bool:
+    try:
+        return bool(load_soc(soc, dict(overrides)).npu.every_form)
+    except OptionError:  # the simulation itself says why
+        return False

@@ -6,15 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from heterollm.base import Amount, Count
+from heterollm.base import GIB, Amount, Count
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.kernels.sim import EnergyRange, SimulatedSpan, SimulatedTotals, energy
+from heterollm.kernels.sim import EnergyRange, SimulatedSpan, SimulatedTotals, clock_of, energy, soc_of
 from heterollm.profiler.measure import usage_between
+from heterollm.simulate.account import OperatorUse, time_account
 from heterollm.solver import Placement, Plan, notation
 from heterollm.trace import Trace
 
-__all__ = ["Frames", "PhaseUse", "SimulationResult", "padding_us", "splits_of", "used"]
+__all__ = [
+    "Frames",
+    "GraphUse",
+    "PhaseUse",
+    "SimulationResult",
+    "graphs_of",
+    "padding_us",
+    "splits_of",
+    "used",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,50 @@ class PhaseUse:
             "frames": None if self.frames is None else asdict(self.frames),
         }
 
+    def account(self) -> tuple[OperatorUse, ...]:
+        """Return where the time went, by operator."""
+        return time_account(self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphUse:
+    """The NPU's graphs of a plan.
+
+    Args:
+        count: Graphs of all layers and lengths.
+        held_gib: Memory of their weights, counted for each length, and of their own inputs and outputs.
+        limit_gib: Memory that the NPU can address; None without a limit.
+        opening_s: Simulated time to open them all, once they are built.
+    """
+
+    count: int
+    held_gib: float
+    limit_gib: float | None
+    opening_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the NPU can hold them all at once."""
+        return self.limit_gib is None or self.held_gib <= self.limit_gib
+
+
+def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
+    """Return the NPU's graphs of a plan.
+
+    Args:
+        device: The simulated device.
+        plan: The plan.
+        specs: All groups of the model.
+    """
+    soc, npu = soc_of(device), device.npu
+    count = sum((held.layers[1] - held.layers[0] + 1) * len(held.lengths) for held in plan.slices)
+    held_bytes = 0
+    if npu is not None:
+        item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
+        held_bytes = plan.npu_bytes(specs, copies_by_length=npu.copies_by_length, activation_bytes=item_bytes)
+    limit_gib = soc.npu.address_space_gib or None
+    return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
+
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
@@ -101,7 +155,9 @@ class SimulationResult:
         note: Approximations of the model.
         plan: The plan that ran.
         sync: How the processors waited for each other.
+        plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
+        graphs: The NPU's graphs of the plan, for all of its lengths.
         prefill: The prompt.
         decode: The tokens after the first; None for a simulation of the prompt alone.
         ttft_us: Time to the first token.
@@ -117,7 +173,9 @@ class SimulationResult:
     note: str
     plan: Plan
     sync: str
+    plan_for: str
     length_policy: str
+    graphs: GraphUse
     prefill: PhaseUse
     decode: PhaseUse | None
     ttft_us: float
@@ -143,6 +201,17 @@ class SimulationResult:
         """Energy of a decoded token, the middle of its range; None without decode."""
         return None if self.decode is None else self.decode.energy.middle_joules / self.decode.tokens
 
+    def explained(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return the milliseconds of each use of time by phase and operator."""
+        phases = [self.prefill, *([self.decode] if self.decode else [])]
+        return {
+            phase.phase: {
+                one.operator: {use: used_us / 1e3 for use, used_us in one.used_us.items()}
+                for one in phase.account()
+            }
+            for phase in phases
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
         decode = self.decode
@@ -155,7 +224,12 @@ class SimulationResult:
             "note": self.note,
             "plan_level": self.plan.level,
             "sync": self.sync,
+            "plan_for": self.plan_for,
             "length_policy": self.length_policy,
+            "npu_graphs": self.graphs.count,
+            "npu_gib": self.graphs.held_gib,
+            "npu_limit_gib": self.graphs.limit_gib,
+            "npu_opening_s": self.graphs.opening_s,
             "prompt_tokens": self.prefill.tokens,
             "decode_tokens": 0 if decode is None else decode.tokens,
             "ttft_ms": self.ttft_us / 1e3,
@@ -201,8 +275,6 @@ def used(
         spans: The work of each processor in it.
         padding: NPU time on padded rows, in microseconds.
     """
-    from heterollm.kernels.sim import clock_of, soc_of
-
     clock = clock_of(device)
     after, elapsed_us = clock.totals, clock.now_us - begin_us
     usage = usage_between(before, after, elapsed_us)

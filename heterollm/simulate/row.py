@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from heterollm.base import Count, InputError, PositiveNumber, decode
+from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
 from heterollm.simulate.result import Frames
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class SimulatedRow:
         model: Name or path, as the user gave it.
         soc: Name or path, as the user gave it.
         plan_level: Level of the plan.
+        plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
         sync: How the processors waited for each other.
         resolve: Whether the plan was solved for ``sync``.
@@ -42,6 +43,10 @@ class SimulatedRow:
         device: Name of the simulated device.
         fingerprint: Fingerprint of the device, its parameters included.
         note: Approximations of the model.
+        npu_graphs: Graphs of the plan, for all layers and lengths.
+        npu_gib: Memory of their weights, counted for each length, and of their own inputs and outputs.
+        npu_limit_gib: Memory that the NPU can address; None without a limit.
+        npu_opening_s: Time to open them all, once they are built.
         ttft_ms: Time to the first token.
         prefill_ms: Time of the prompt.
         prefill_tokens_per_second: Rate of the prompt.
@@ -60,6 +65,7 @@ class SimulatedRow:
     model: str
     soc: str
     plan_level: str
+    plan_for: str
     length_policy: str
     sync: str
     resolve: bool
@@ -74,6 +80,10 @@ class SimulatedRow:
     device: str | None = None
     fingerprint: str | None = None
     note: str | None = None
+    npu_graphs: Count | None = None
+    npu_gib: Amount | None = None
+    npu_limit_gib: PositiveNumber | None = None
+    npu_opening_s: Amount | None = None
     ttft_ms: PositiveNumber | None = None
     prefill_ms: PositiveNumber | None = None
     prefill_tokens_per_second: PositiveNumber | None = None
@@ -107,6 +117,7 @@ class SimulatedRow:
             model=request.model,
             soc=request.soc,
             plan_level=request.level,
+            plan_for=request.plan_for,
             length_policy=request.length_policy,
             sync=request.sync,
             resolve=request.resolve,

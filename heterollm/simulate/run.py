@@ -21,7 +21,7 @@ from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simu
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
 from heterollm.simulate.plan import planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
-from heterollm.simulate.result import PhaseUse, SimulationResult, padding_us, splits_of, used
+from heterollm.simulate.result import PhaseUse, SimulationResult, graphs_of, padding_us, splits_of, used
 from heterollm.solver import SOLVED_LEVELS, Plan
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -72,7 +72,9 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         note=found.note,
         plan=plan,
         sync=request.sync,
+        plan_for=request.plan_for,
         length_policy=request.length_policy,
+        graphs=graphs_of(device, plan, specs),
         prefill=prefill,
         decode=decode,
         ttft_us=prefill.elapsed_us,

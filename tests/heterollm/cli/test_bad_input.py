@@ -336,11 +336,11 @@ def without(package: str) -> Callable[..., Any]:
     return lambda name, *rest: None if name == package else original(name, *rest)
 
 
-def no_devices() -> list[Any]:
+def no_devices(*_asking: object) -> list[Any]:
     return []
 
 
-def no_runtime() -> list[Any]:
+def no_runtime(*_asking: object) -> list[Any]:
     raise DeviceError("No OpenCL runtime was found (PLATFORM_NOT_FOUND_KHR).", fix="Install one.")
 
 

@@ -120,6 +120,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run, fake):
 
 def test_options_reach_the_model(run, fake):
     words = "--device host --plan npu --precision fp16 --group-size 64 --asymmetric --context 99"
+    words += " --scales stepped"
     words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3"
     words += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
     words += " --sync poll --allow-fallback"
@@ -133,9 +134,12 @@ def test_options_reach_the_model(run, fake):
         "precision": "fp16",
         "group_size": 64,
         "symmetric": False,
+        "scales": "stepped",
+        "calibration": None,
         "context": 99,
         "gpu_threads": 1,
         "npu_threads": 2,
+        "power": "burst",
         "allow_slow": True,
         "sync": "poll",
         "allow_fallback": True,

@@ -204,4 +204,4 @@ def test_memory_counts_the_copies_of_blocks(
     plan = block_plan(plain, lambda _, tokens: padded(tokens))
     need = memory_need(plain.config, specs, plan, 256, {}, np.dtype(np.float32))
     own = block.weight.weight_bytes(2 * 128, block.columns) + block.weight.weight_bytes(block.columns, 128)
-    assert need.npu_weights == plain.config.layers * own
+    assert need.npu_graphs == plain.config.layers * own

@@ -1,4 +1,4 @@
-"""Memory that host and device do not share coherently: the way of map and unmap, as on a real GPU."""
+"""Memory that host and GPU share by maps, or as shared virtual memory: the ways of a real GPU."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterollm.kernels.gpu import OpenClRuntime, SharedArray
+from heterollm.kernels.gpu import MemoryKind, OpenClRuntime, SharedArray
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Plan, level_plan, model_shape
@@ -69,7 +69,10 @@ def plan(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> str
 
 
 class SeparateMemory(SharedArray):
-    """Memory of the device alone: the host sees a copy, which is worthless unless it is acquired."""
+    """Memory of the device alone: the host sees a copy, which is worthless unless it is acquired.
+
+    Only the acquired bytes are copied, and copied back at the release.
+    """
 
     __slots__ = ("reading", "transfers")
 
@@ -82,20 +85,20 @@ class SeparateMemory(SharedArray):
     def _spoil(self):
         self.array.reshape(-1).view(np.uint8).fill(0xFF)
 
-    def acquire(self):
+    def acquire(self, size_bytes=None):
         if self._mapped is None:
-            cl.enqueue_copy(self._queue, self.array, self.buffer, is_blocking=True)
-            self._mapped = True
+            self._mapped = self.array.reshape(-1).view(np.uint8)[:size_bytes]
+            cl.enqueue_copy(self._queue, self._mapped, self.buffer, is_blocking=True)
             self.transfers += 1
 
-    def acquire_to_read(self):
-        self.acquire()
+    def acquire_to_read(self, size_bytes=None):
+        self.acquire(size_bytes)
         self.reading = True
 
     def release(self):
         if self._mapped is not None:
             if not self.reading:
-                cl.enqueue_copy(self._queue, self.buffer, self.array, is_blocking=True)
+                cl.enqueue_copy(self._queue, self.buffer, self._mapped, is_blocking=True)
             self._mapped = None
             self.reading = False
             self._spoil()
@@ -118,23 +121,34 @@ def separate_memory(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
     return made
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind) -> None:
+    """Open devices with a kind of shared memory from now on."""
+    monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, shared_memory=kind))
+
+
 @pytest.fixture
 def incoherent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, coherent=False))
+    choose(monkeypatch, "mapped")
 
 
-def test_mapping_changes_no_logit(
+@pytest.mark.parametrize("kind", ["mapped", "svm"])
+def test_no_kind_of_memory_changes_a_logit(
+    kind: MemoryKind,
     plan: str | Plan,
     checkpoint: Callable[..., Path],
     host_llm: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
-    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids = token_ids(201)
+    choose(monkeypatch, "host")
     expected = logits(host_llm(checkpoint("llama"), plan=plan), ids)
-    request.getfixturevalue("incoherent")
+    choose(monkeypatch, kind)
     llm = host_llm(checkpoint("llama"), plan=plan)
-    assert not llm._engine.pool["logits"].coherent
+    assert llm.device.gpu.shared_memory == kind
+    pool = llm._engine.pool
+    assert {pool[name].coherent for name in pool} == {kind == "svm"}
+    assert all(isinstance(pool[name].buffer, cl.SVM) for name in pool) == (kind == "svm")
     np.testing.assert_array_equal(logits(llm, ids), expected)
 
 
@@ -167,8 +181,8 @@ def test_the_parts_of_a_row_cut_start_together(
     llm = host_llm(folder, plan=cut_plan("rows", host_llm(folder, plan="gpu")))
     steps = [step for step in llm.steps("prefill", 64) if step.name == "0.qkv"]
     assert [(step.action, *map(str, (*step.reads, *step.writes))) for step in steps[2:6]] == [
-        ("acquire_to_read", "linear_input"),
-        ("acquire", "npu_output"),
+        ("acquire_to_read", f"linear_input[0:{64 * 192 * 4}]"),
+        ("acquire", f"npu_output[0:{64 * 64 * 4}]"),
         ("kernel", "linear_input", "gpu_output"),
         ("flush",),
     ]

@@ -6,21 +6,23 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 import heterollm.engine.memory
-from heterollm.base import GIB, MIB, DeviceError
+from heterollm.base import GIB, MIB, DeviceError, PlanError
 from heterollm.engine import available_bytes, check_memory, memory_need
 from heterollm.engine.memory import MemoryNeed
 from heterollm.kernels.npu import LinearShard
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs
-from heterollm.solver import level_plan
+from heterollm.solver import check_plan, level_plan
 
 
 def need_of(bundled_model: Path, level: str, context: int = 100, tied: bool = True) -> tuple[MemoryNeed, int]:
@@ -45,7 +47,7 @@ def test_every_part_is_counted_once(bundled_model: Path) -> None:
     need, head = need_of(bundled_model, "gpu")
     assert head == 2048 * 256 * 17 // 16
     assert need.gpu_weights == weights * 9 // 16 + head
-    assert need.npu_weights == 0
+    assert need.npu_graphs == 0
     assert need.slots == 1024
     # 100 positions of 32 float32 are 12,800 bytes: four pages for each of 4 heads, k and v, in 4 layers.
     assert need.kv_cache == 4 * 2 * 4 * 4 * 4096
@@ -56,8 +58,76 @@ def test_an_untied_embedding_and_the_plans_copies_come_on_top(bundled_model: Pat
     gpu, head = need_of(bundled_model, "gpu")
     assert need_of(bundled_model, "gpu", tied=False)[0].gpu_weights == gpu.gpu_weights + head
     layers = gpu.gpu_weights - head
-    assert need_of(bundled_model, "layer")[0].npu_weights == layers
-    assert need_of(bundled_model, "npu")[0].npu_weights == layers + head
+    assert need_of(bundled_model, "layer")[0].npu_graphs == layers
+    assert need_of(bundled_model, "npu")[0].npu_graphs == layers + head
+
+
+@dataclass(frozen=True)
+class Packaging:
+    """The properties of an NPU that its memory depends on."""
+
+    copies_by_length: bool
+    io_by_graph: bool
+    addressable_bytes: int | None
+    name: str = "the NPU"
+
+    @property
+    def activation_dtype(self) -> Any:
+        return np.dtype(np.float16)
+
+
+def test_graphs_of_each_length_count_with_inputs_and_outputs_up_to_the_address_space(
+    bundled_model: Path,
+) -> None:
+    config = ModelConfig.from_folder(bundled_model)
+    specs = op_specs(config, "w4a16", 32, True)
+    plan = level_plan(
+        "layer", specs, device="d", precision="w4a16", standard_lengths=(1, 32, 64), chunk_length=64
+    )
+
+    def graphs(npu: Any) -> int:
+        return memory_need(config, specs, plan, 100, {}, np.dtype(np.float16), npu).npu_graphs
+
+    once = graphs(None)
+    assert once == sum(spec.weight_bytes() for spec in specs[:-1])
+    assert graphs(Packaging(False, False, None)) == once
+    lengths = {length for held in plan.slices for length in held.lengths}
+    assert len(lengths) > 1
+    assert graphs(Packaging(True, False, None)) == len(lengths) * once
+    # 4 layers: q, k, v of 256 inputs; o; gate and up; down of 768 inputs. Two bytes an element.
+    elements = 4 * (256 + 512 + 256 + 256 + 256 + 2 * 768 + 768 + 256)
+    both = graphs(Packaging(True, True, None))
+    assert both == len(lengths) * once + 2 * sum(lengths) * elements
+    assert graphs(Packaging(True, True, both - 1)) == both - 1
+
+
+def test_a_pass_whose_graphs_exceed_the_address_space_is_refused(bundled_model: Path) -> None:
+    config = ModelConfig.from_folder(bundled_model)
+    specs = op_specs(config, "w4a16", 32, True)
+    plan = level_plan(
+        "layer", specs, device="d", precision="w4a16", standard_lengths=(32, 64), chunk_length=64
+    )
+    one = max(
+        sum(
+            spec.graph_bytes(spec.member_rows, (length,), copies_by_length=True, activation_bytes=2)
+            for spec in specs[:-1]
+        )
+        for length in (32, 64)
+    )
+
+    class Npu(Packaging):
+        standard_lengths = (32, 64)
+        row_alignment = 1
+
+        def forms(self, *_: Any, **__: Any) -> tuple[str, ...]:
+            return ("matmul_nbits",)
+
+    def check(npu: Any) -> None:
+        check_plan(plan, specs, npu, longest=100, head_rows=32)
+
+    check(Npu(True, True, one))
+    with pytest.raises(PlanError, match=r"A prefill pass of .* tokens needs NPU graphs of .* addresses"):
+        check(Npu(True, True, one - 1))
 
 
 def test_the_context_counts(bundled_model: Path) -> None:
@@ -66,12 +136,12 @@ def test_the_context_counts(bundled_model: Path) -> None:
 
 
 def test_what_fits_passes_and_what_does_not_is_refused_with_the_sum() -> None:
-    need = MemoryNeed(gpu_weights=3 * GIB, npu_weights=GIB, kv_cache=512 * MIB, slots=0)
+    need = MemoryNeed(gpu_weights=3 * GIB, npu_graphs=GIB, kv_cache=512 * MIB, slots=0)
     check_memory(need, 5 * GIB)
     with pytest.raises(DeviceError) as caught:
         check_memory(need, 4 * GIB)
     assert caught.value.message == (
-        "The model takes 4.5 GiB of memory (3.0 GiB weights on the GPU + 1.0 GiB copies on the NPU "
+        "The model takes 4.5 GiB of memory (3.0 GiB weights on the GPU + 1.0 GiB graphs on the NPU "
         "+ 512.0 MiB KV cache), and 4.0 GiB are available."
     )
     assert "smaller context" in caught.value.fix
@@ -129,7 +199,7 @@ def anonymous_mib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Anonymous:")).split()[1]) / 1024
 
-gpu = open_device("host").gpu
+gpu = open_device("host", shared_memory="host").gpu
 before = anonymous_mib()
 memory = gpu.shared((64 << 20,), np.uint8)
 print(anonymous_mib() - before)

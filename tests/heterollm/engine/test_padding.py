@@ -67,6 +67,12 @@ def fill_with_nan(engine: Engine, names: list[str]) -> None:
         assert np.isnan(slot[: slot.nbytes // 4 * 4].view(np.float32)).all()
 
 
+def fill_private_with_nan(engine: Engine, names: list[str]) -> None:
+    for name in names:
+        slot = engine.private[name]
+        engine.device.gpu.copy(slot.buffer, np.full(slot.size_bytes, 0xFF, np.uint8))
+
+
 @pytest.fixture
 def poisoned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function from whose call on every pass finds NaN in all slots, and every head in its own."""
@@ -76,11 +82,13 @@ def poisoned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
         def start_on_nan(engine, *arguments):
             fill_with_nan(engine, list(engine.pool))
+            fill_private_with_nan(engine, list(engine.private))
             start(engine, *arguments)
 
         def head_on_nan(engine, *arguments):
             pool = engine.pool
             fill_with_nan(engine, ["logits", *(name for name in HEAD_SLOTS if name in set(pool))])
+            fill_private_with_nan(engine, [name for name in HEAD_SLOTS if name in engine.private])
             head(engine, *arguments)
 
         monkeypatch.setattr(Engine, "_write_step", start_on_nan)
@@ -143,11 +151,13 @@ def test_padding_is_not_written_to_the_cache(
     length: int, llm: LLM, token_ids: Callable[[int], list[int]]
 ) -> None:
     session = llm.session()
-    memory = session._cache.memory
-    memory.array.view(np.uint8).fill(0xFF)
+    (memory,), gpu = session._cache.memory.memories, llm.device.gpu
+    content = np.full(memory.size_bytes, 0xFF, np.uint8)
+    gpu.copy(memory.buffer, content)
     session.prefill(token_ids(length))
+    gpu.copy(content, memory.buffer)
     config = llm.config
-    blocks = memory.array.reshape(config.layers * 2 * config.kv_heads, -1)
+    blocks = content.view(np.float32).reshape(config.layers * 2 * config.kv_heads, -1)
     positions = blocks[:, : llm.context * config.head_dim].reshape(len(blocks), llm.context, -1)
     assert np.isfinite(positions[:, :length]).all()
     assert np.isnan(positions[:, length:]).all()

@@ -28,10 +28,12 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, compute: str = "fp32"
 
 
 ASYMMETRIC: dict[str, Any] = {"group_size": 64, "symmetric": False}
+STEPPED: dict[str, Any] = {"scales": "stepped"}
 FLOATS: dict[str, Any] = {"precision": "fp16"}
 # The level layer runs the graphs of npu with the kernels of gpu.
 SLOW = (
     ("llama", ASYMMETRIC, "layer"),
+    ("llama", STEPPED, "layer"),
     ("llama", FLOATS, "layer"),
     *(("qwen2", FLOATS, level) for level in ("gpu", "npu")),
 )
@@ -46,7 +48,7 @@ SLOW = (
             marks=pytest.mark.slow if (family, options, level) in SLOW else (),
         )
         for family, options in (
-            *(("llama", {}), ("llama", ASYMMETRIC), ("llama", FLOATS)),
+            *(("llama", {}), ("llama", ASYMMETRIC), ("llama", STEPPED), ("llama", FLOATS)),
             *(("qwen2", {}), ("qwen2", FLOATS)),
         )
         for level in LEVELS

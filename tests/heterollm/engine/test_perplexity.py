@@ -54,6 +54,12 @@ def test_quantisation_costs_little_and_small_blocks_least(measured: Callable[...
     assert costs[2] < 0.015
 
 
+def test_stepped_scales_cost_hardly_more(measured: Callable[..., float]) -> None:
+    exact = measured("fp16")
+    free, stepped = (measured(f"w4a16 block 32 {kind}") / exact - 1 for kind in ("symmetric", "stepped"))
+    assert 0.0 < stepped < free + 0.005
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_zero_points_cost_little_too(block: int, measured: Callable[..., float]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from heterollm.base import EngineError, GraphError, InputError, KernelError
 from heterollm.engine import Session
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
-from heterollm.kernels.gpu import OpenClError
+from heterollm.kernels.gpu import DeviceMemory, OpenClError
 from heterollm.llm import LLM
 
 VOCAB = 256
@@ -439,10 +439,10 @@ def test_a_session_inside_the_loop_of_a_stream(llm: LLM) -> None:
 def test_a_forgotten_session_gives_its_memory_back(models: Callable[..., LLM]) -> None:
     llm = models(plan="gpu")
 
-    def use(session: Session, length: int = 30) -> weakref.ref[np.ndarray]:
+    def use(session: Session, length: int = 30) -> weakref.ref[DeviceMemory]:
         session.prefill(make_ids(length))
         session.decode(1)
-        return weakref.ref(session._cache.memory.array)
+        return weakref.ref(session._cache.memory)
 
     # Each in a pass of its own, which nothing else will bind again.
     gone = [use(llm.session(), length) for length in (41, 42, 43)]

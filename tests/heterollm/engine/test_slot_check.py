@@ -12,6 +12,7 @@ from heterollm.engine import glue
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
 from heterollm.engine.step import Buffer, Step
+from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.llm import LLM
@@ -105,12 +106,16 @@ def test_right_orders_pass_and_delays_change_no_logit(
     load: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
     checking: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The flag is checked on slots in shared virtual memory, as a GPU would have them."""
     ids = token_ids(47)
     plain = load(plan=plans(kind), sync=sync)
     expected = logits(plain, ids)
     assert late_writes(plain) == 0
     checking(KINDS.index(kind) + 1)
+    if sync == "flag":
+        monkeypatch.setenv(MEMORY_VARIABLE, "svm")
     llm = load(plan=plans(kind), sync=sync)
     np.testing.assert_array_equal(logits(llm, ids), expected)
     assert late_writes(llm) >= 2

@@ -30,21 +30,25 @@ HIDDEN, WIDTH = 2048, 5632
 
 
 def make_engine(
-    placements: dict[str, Placement], tokens: int = 40, sync: SyncChoice = "event", **options: Any
+    placements: dict[str, Placement],
+    tokens: int = 40,
+    sync: SyncChoice = "event",
+    layers: int = 2,
+    **options: Any,
 ) -> Engine:
     """Return an engine without weights whose passes of so many tokens have placements of their own.
 
     Its NPU has a graph for 40 tokens, so that a row cut of such a pass needs no padding.
     """
     whole = find_model("tinyllama-1.1b").config
-    config = dataclasses.replace(whole, layers=2, per_layer=whole.per_layer[:2])
+    config = dataclasses.replace(whole, layers=layers, per_layer=whole.per_layer[:layers])
     specs = op_specs(config, "w4a16", 128, True)
     entries = [
-        PlanEntry("prefill", (tokens, tokens), (-1, 1), group, placement)  # type: ignore[arg-type]
+        PlanEntry("prefill", (tokens, tokens), (-1, layers - 1), group, placement)  # type: ignore[arg-type]
         for group, placement in placements.items()
     ]
     entries += [
-        PlanEntry(phase, (1, CHUNK), (-1, 1), group, GPU_ONLY)
+        PlanEntry(phase, (1, CHUNK), (-1, layers - 1), group, GPU_ONLY)
         for phase, group in itertools.product(("prefill", "decode"), GROUPS)
     ]
     device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=(40,), every_form=True))
@@ -96,6 +100,7 @@ def test_a_pass_reads_like_a_decoder() -> None:
         "gpu kernel 0.gate_up linear_input -> gpu_output",
         "gpu kernel 0.activation gpu_output -> activated",
         "gpu kernel 0.down activated -> gpu_output",
+        "host flush 0.down",
     ]
     second = [line.replace(" 0.", " 1.") for line in first]
     second[0] = "gpu kernel 1.norm residual gpu_output -> residual linear_input"
@@ -112,6 +117,14 @@ def test_a_pass_reads_like_a_decoder() -> None:
         works
         == [LinearWork(40, HIDDEN, 2 * WIDTH, 2 * 40 * HIDDEN * 2 * WIDTH, 2 * WIDTH * HIDDEN * 33 // 64)] * 2
     )
+
+
+def test_a_pass_on_the_gpu_alone_is_submitted_early_and_seldom() -> None:
+    """Each flush covers as many layers as all before it."""
+    steps = make_engine({}, layers=9).steps("prefill", 40)
+    assert [step.layer for step in steps if step.action == "flush"] == [0, 1, 3, 7]
+    graphs = make_engine({"o": KINDS["npu"][0]}, layers=9).steps("prefill", 40)
+    assert not [step for step in graphs if step.action == "flush"]
 
 
 # -- a placement of each kind --------------------------------------------------------------------------------
@@ -132,7 +145,13 @@ def graph(first: int, stop: int, rows: int = HIDDEN) -> str:
 
 BEHIND = Buffer("attention_output", 32 * O_ROW, 40 * O_ROW), Buffer("npu_output", 32 * O_ROW, 40 * O_ROW)
 TOKENS_BEHIND = f"gpu kernel 0.o {BEHIND[0]} -> {BEHIND[1]}"
-ACQUIRE = ["host acquire_to_read 0.o attention_output", "host acquire 0.o npu_output"]
+
+
+def acquire(tokens: int, rows: int = HIDDEN) -> list[str]:
+    source, target = Buffer("attention_output", 0, tokens * O_ROW), Buffer("npu_output", 0, tokens * rows * 2)
+    return [f"host acquire_to_read 0.o {source}", f"host acquire 0.o {target}"]
+
+
 RELEASE = ["host release 0.o attention_output", "host release 0.o npu_output"]
 
 KINDS: dict[str, tuple[Placement, list[str]]] = {
@@ -148,10 +167,10 @@ KINDS: dict[str, tuple[Placement, list[str]]] = {
 }
 ON_MAPPED_MEMORY: dict[str, list[str]] = {
     "gpu": [SHARD],
-    "npu": [MARK, WAIT, *ACQUIRE, graph(0, 64), *RELEASE],
-    "row": [MARK, WAIT, *ACQUIRE, SHARD, FLUSH, graph(0, 40, 512), *RELEASE],
-    # Both processors write one slot, which a kernel must not do while the host holds it.
-    "sequence": [TOKENS_BEHIND, MARK, WAIT, *ACQUIRE, graph(0, 32), *RELEASE],
+    "npu": [MARK, WAIT, *acquire(64), graph(0, 64), *RELEASE],
+    "row": [MARK, WAIT, *acquire(40, 512), SHARD, FLUSH, graph(0, 40, 512), *RELEASE],
+    # Both processors write one slot: the host holds only the tokens of the NPU.
+    "sequence": [MARK, WAIT, *acquire(32), TOKENS_BEHIND, FLUSH, graph(0, 32), *RELEASE],
 }
 
 

@@ -176,7 +176,7 @@ def test_a_new_length_finds_nothing_out(load: Callable[..., LLM], monkeypatch: p
     def never(*_: object) -> None:
         raise AssertionError("measured after loading")
 
-    monkeypatch.setattr("heterollm.kernels.sync.fence.flag_litmus", never)
+    monkeypatch.setattr("heterollm.kernels.sync.litmus.flag_litmus", never)
     monkeypatch.setattr("heterollm.kernels.gpu.waiting._median_us", never)
     for length in (3, 40, 77):
         llm.session().prefill(list(range(length)))
@@ -193,7 +193,7 @@ def host() -> Device:
 def like(host: Device, *, gpu: tuple[int, ...], npu: tuple[int, ...], coherent: bool = True) -> Any:
     runtime = host.gpu
     if not coherent:
-        runtime = type(host.gpu)(host.gpu.context.devices[0], coherent=False)
+        runtime = type(host.gpu)(host.gpu.context.devices[0], shared_memory="mapped")
     return SimpleNamespace(gpu=runtime, split=ThreadSplit(gpu, npu))
 
 
@@ -255,6 +255,8 @@ def test_the_slots_are_the_same_for_any_number_of_layers(
     for layers in (1, 2, 5):
         folder = checkpoint("llama", num_hidden_layers=layers)
         plan = half_rows_plan(host_llm(folder, plan="gpu"))
-        pool = host_llm(folder, plan=plan)._engine.pool
-        found.append({name: pool[name].array.nbytes for name in pool})
+        engine = host_llm(folder, plan=plan)._engine
+        pool, private = engine.pool, engine.private
+        found.append({name: memory.size_bytes for name, memory in private.items()})
+        found[-1] |= {name: pool[name].size_bytes for name in pool}
     assert found[0] == found[1] == found[2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import CacheError, CheckpointError, EngineError, OptionError
-from heterollm.kernels.formats import QuantizedTensor, quantize, weight_format
+from heterollm.kernels.formats import QuantizedTensor, quantize, row_steps, weight_format
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm.model.layout import HEAD_LAYER, linear_names
@@ -71,6 +71,28 @@ def test_each_weight_is_the_quantised_tensor(folders, cache, family, symmetric):
     assert weight_format(weights.embedding) == weight_format(weights.head) == WeightFormat(8, 32)
     assert (weights.head is weights.embedding) == (family == "tied")
     assert weights.linear(HEAD_LAYER, "head") == (weights.head,)
+
+
+def test_stepped_scales_have_a_cache_file_of_their_own(folders, cache):
+    free = load(folders / "llama")
+    stepped = load(folders / "llama", scales="stepped")
+    assert free.content_key != stepped.content_key
+    assert len(files(cache)) == 2
+    checkpoint = Checkpoint(folders / "llama")
+    for spec in stepped.specs:
+        assert spec.weight.stepped == (spec.group != "head")
+        names = linear_names(stepped.config, spec.layer)[spec.group]
+        for weight, name in zip(stepped.linear(spec.layer, spec.group), names.values(), strict=True):
+            assert weight_format(weight) == spec.weight
+            if spec.weight.stepped:
+                assert row_steps(weight.scales).reaches_largest.all()
+                values = checkpoint.read(name)
+                expected = quantize(values, bits=4, block=spec.weight.block, stepped=True)
+                np.testing.assert_array_equal(weight.codes, expected.codes)
+                np.testing.assert_array_equal(weight.scales, expected.scales)
+    assert weight_format(stepped.embedding) == WeightFormat(8, 32)
+    assert_same(load(folders / "llama", scales="stepped"), stepped)  # from the cache
+    assert len(files(cache)) == 2
 
 
 def test_norms_and_biases_stay_as_they_are(folders, cache):

@@ -3,15 +3,13 @@
 import collections
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from heterollm.base import CacheError, OptionError, PlanError
 from heterollm.cli import main
-from heterollm.kernels.npu import SOCS, QnnNpu, qnn_available
+from heterollm.kernels.npu import QnnNpu, qnn_available
 from heterollm.kernels.npu import qnn as npu_qnn
-from heterollm.kernels.npu.qnn_socs import this_soc
 from heterollm.llm import LLM
 from heterollm.planning import Precompiled, precompile
 from heterollm.planning.ahead import GroupBuild
@@ -136,20 +134,6 @@ def test_what_cannot_be_compiled_is_refused(cache, bundled_model, options, error
 def test_lengths_that_are_no_numbers(capsys, bundled_model, text):
     assert main(["compile", str(bundled_model), "--soc", "57", f"--prompt={text}"]) == 2
     assert "--prompt" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("machine", "number"), [("SM8650", "57"), ("SM8750P", "69"), ("sc8380xp", "60"), ("QCS9100", "QCS9100")]
-)
-def test_a_chip_is_known_by_its_number(monkeypatch, machine, number):
-    monkeypatch.setattr(Path, "read_text", lambda *_: f"{machine}\n")
-    assert this_soc() == number
-
-
-def test_chips_have_different_numbers_and_names():
-    assert (
-        len({soc.machine for soc in SOCS.values()}) == len({soc.name for soc in SOCS.values()}) == len(SOCS)
-    )
 
 
 def test_the_report_says_what_does_not_load_and_what_to_copy(tmp_path):

@@ -12,14 +12,14 @@ from heterollm.report.tables_npu import npu_sections
 FLOATS = {"weight_first": 1.0, "activation_first": 4.0}
 
 
-def swept(sample_profile, per_weight, *, counted=False, forms=FLOATS):
+def swept(sample_profile, per_weight, *, emulated=False, forms=FLOATS):
     """Return the summary of a profile whose weights cost what is said by their inputs."""
     profile = sample_profile()
 
     def add(rows, columns, tokens, bits, form, cost):
         point = LinearPoint("o", (rows,), columns, tokens, bits, 32 if bits == 4 else 0, form=form)
         key = SweepKey(point, "graph")
-        profile.add(Record(key, values={"cycles": cost}) if counted else Record(key, (cost,)))
+        profile.add(Record(key, values={"cpu_us": cost}) if emulated else Record(key, (cost,)))
 
     for form, factor in forms.items():
         for tokens in (1, 32, 33, 64, 65):
@@ -68,10 +68,10 @@ def test_a_simulation_checks_nothing_but_its_model(sample_profile):
     assert "A simulated NPU has this limit as a parameter" in section.notes[-1]
 
 
-def test_cycles_are_called_cycles(sample_profile):
-    stages, _, columns = npu_sections(swept(sample_profile, {1024: 1.0}, counted=True))
-    assert "Mcycles" in stages.title
-    assert "cycles a weight" in columns.title
+def test_cpu_time_is_called_so(sample_profile):
+    stages, _, columns = npu_sections(swept(sample_profile, {1024: 1.0}, emulated=True))
+    assert "ms, CPU time of emulation" in stages.title
+    assert "CPU time of emulation" in columns.title
 
 
 def test_what_was_not_measured_is_named(sample_profile):

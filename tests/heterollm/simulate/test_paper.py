@@ -54,7 +54,7 @@ def test_the_page_is_what_its_rows_render_to(committed):
 
 def test_the_rows_are_those_of_the_committed_model(committed):
     """Parameters that were fitted anew leave the page behind until it is written again."""
-    fingerprint = open_device("sim:snapdragon-8gen3").fingerprint()
+    fingerprint = open_device("sim:snapdragon-8gen3-paper").fingerprint()
     exact = {row.fingerprint for row in committed if not row.every_form and row.length_policy != "online"}
     assert len(exact) == 1
     forms = {row.fingerprint for row in committed if row.every_form}
@@ -77,7 +77,7 @@ FOUND = dict.fromkeys(
     [
         *("device", "fingerprint", "note", "ttft_ms", "prefill_ms", "prefill_tokens_per_second", "prefill"),
         *("decode_tokens_per_second", "prefill_joules", "decode_joules_per_token", "average_watts", "decode"),
-        *("slowdown", "cuts"),
+        *("npu_graphs", "npu_gib", "npu_limit_gib", "npu_opening_s", "slowdown", "cuts"),
     ]
 )
 

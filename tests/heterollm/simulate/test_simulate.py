@@ -18,7 +18,7 @@ from heterollm.profiler.records import Profile
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.request import PLAN_LEVELS
 
-SMALL = "llama-3.2-1b"
+SMALL, PAPER = "llama-3.2-1b", "snapdragon-8gen3-paper"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,9 +31,12 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results():
     """Each level once, of a small model."""
-    return {
-        level: simulate(SimulationRequest(SMALL, prompt=256, decode=8, level=level)) for level in PLAN_LEVELS
-    }
+    return {level: simulate(case(SMALL, prompt=256, decode=8, level=level)) for level in PLAN_LEVELS}
+
+
+def case(model, **options):
+    """The paper's conditions, planned for the prompt alone."""
+    return SimulationRequest(model, soc=PAPER, **({"plan_for": "prompt"} | options))
 
 
 def parts_of(spans, part):
@@ -47,7 +50,7 @@ def test_every_level_runs_and_is_labelled(results):
         assert (data["plan_level"], data["time"], data["device"]) == (
             level,
             "simulated",
-            "sim:snapdragon-8gen3",
+            f"sim:{PAPER}",
         )
         for name in (
             "ttft_ms",
@@ -93,7 +96,7 @@ def test_the_levels_come_in_the_papers_order(results):
 def test_small_kernels_make_cuts_too_dear_to_decode_with():
     """Of half a billion weights a queue that a cut leaves empty costs more than the cut gains."""
     decode = {
-        level: simulate(SimulationRequest("qwen2.5-0.5b", prompt=32, decode=4, level=level)).decode
+        level: simulate(case("qwen2.5-0.5b", prompt=32, decode=4, level=level)).decode
         for level in ("gpu", "layer", "tensor", "block")
     }
     rates = {level: use.tokens_per_second for level, use in decode.items()}
@@ -126,7 +129,7 @@ def test_both_parts_run_at_once_where_operators_are_cut(results):
 
 def joules_of(spans, polling_us, elapsed_us):
     """Power times time by each split of the power, from what the parts did, least first."""
-    power, busy_us = load_soc("snapdragon-8gen3").power, {"gpu": 0.0, "npu": 0.0, "host": 0.0}
+    power, busy_us = load_soc(PAPER).power, {"gpu": 0.0, "npu": 0.0, "host": 0.0}
     for span in spans:
         busy_us[span.processor] += span.end_us - span.begin_us
     moved_gbytes = sum(span.dram_bytes for span in spans) / 1e9
@@ -165,20 +168,18 @@ def test_nothing_is_counted_twice_or_left_out(results):
 
 
 def test_equal_requests_give_equal_results(results):
-    again = simulate(SimulationRequest(SMALL, prompt=256, decode=8, level="tensor"))
+    again = simulate(case(SMALL, prompt=256, decode=8, level="tensor"))
     assert again.to_dict() == results["tensor"].to_dict()
     assert again.prefill.spans == results["tensor"].prefill.spans
 
 
 def test_the_driver_costs_what_fast_synchronisation_saves(results):
     fast = results["tensor"]
-    slow = simulate(SimulationRequest(SMALL, prompt=256, decode=8, level="tensor", sync="finish"))
+    slow = simulate(case(SMALL, prompt=256, decode=8, level="tensor", sync="finish"))
     assert slow.plan.entries == fast.plan.entries  # the plan is kept
     assert slow.ttft_us > fast.ttft_us
     assert slow.decode.elapsed_us > 2 * fast.decode.elapsed_us
-    solved = simulate(
-        SimulationRequest(SMALL, prompt=256, decode=8, level="tensor", sync="finish", resolve=True)
-    )
+    solved = simulate(case(SMALL, prompt=256, decode=8, level="tensor", sync="finish", resolve=True))
     assert solved.ttft_us <= slow.ttft_us
     # Solved for what it costs, decode is left to the GPU where that is faster.
     assert solved.decode.elapsed_us < slow.decode.elapsed_us
@@ -194,11 +195,8 @@ def test_the_whole_stack_says_what_was_published_of_a_large_model():
         "tensor": {"level": "tensor"},
         "driver": {"level": "tensor", "sync": "finish"},
     }
-    found = {
-        name: simulate(SimulationRequest("llama-3-8b", prompt=256, decode=16, **how))
-        for name, how in asked.items()
-    }
-    long = simulate(SimulationRequest("llama-3-8b", prompt=1024, decode=0, level="tensor"))
+    found = {name: simulate(case("llama-3-8b", prompt=256, decode=16, **how)) for name, how in asked.items()}
+    long = simulate(case("llama-3-8b", prompt=1024, decode=0, level="tensor"))
     prefill = {name: result.prefill.tokens_per_second for name, result in found.items()}
     decode = {name: result.decode.tokens_per_second for name, result in found.items()}
     for simulated, published in (
@@ -214,7 +212,7 @@ def test_the_whole_stack_says_what_was_published_of_a_large_model():
 
 
 def test_polling_burns_what_sleeping_saves(results):
-    polled = simulate(SimulationRequest(SMALL, prompt=256, decode=8, level="layer", sync="poll"))
+    polled = simulate(case(SMALL, prompt=256, decode=8, level="layer", sync="poll"))
     slept = results["layer"]
     assert polled.prefill.busy_fraction["host"] > slept.prefill.busy_fraction["host"]
     assert slept.prefill.elapsed_us < 1.02 * polled.prefill.elapsed_us
@@ -223,13 +221,13 @@ def test_polling_burns_what_sleeping_saves(results):
 def test_length_policies_of_an_odd_length():
     ttft = {}
     for policy in ("auto", "padding", "pipe", "online"):
-        result = simulate(SimulationRequest(SMALL, prompt=300, decode=0, level="layer", length_policy=policy))
+        result = simulate(case(SMALL, prompt=300, decode=0, level="layer", length_policy=policy))
         ttft[policy] = result.ttft_us
         assert (result.prefill.padding_us > 0) == (policy != "online"), policy
         assert result.decode is None
     # A graph of the exact length wastes nothing, but is built while the user waits.
     assert ttft["online"] > ttft["padding"] > ttft["pipe"] >= ttft["auto"] * 0.999
-    exact = simulate(SimulationRequest(SMALL, prompt=256, decode=0, level="layer"))
+    exact = simulate(case(SMALL, prompt=256, decode=0, level="layer"))
     assert exact.prefill.padding_us == 0
 
 
@@ -237,7 +235,7 @@ def test_a_game_slows_down_what_needs_the_gpu():
     load = parse_load("60fps:5ms")
     slower = {}
     for level in ("gpu", "layer"):
-        result = simulate(SimulationRequest(SMALL, prompt=256, decode=4, level=level, load=load))
+        result = simulate(case(SMALL, prompt=256, decode=4, level=level, load=load))
         slower[level] = result.slowdown()["prefill"]
         # No frame of the time in which graphs were built counts.
         frames = result.prefill.frames
@@ -254,7 +252,7 @@ def test_long_kernels_cost_frames():
     """A frame waits for the kernel that runs: those of a prompt on the GPU alone are the longest."""
     kept, load = {}, parse_load("60fps:3ms")
     for level in ("gpu", "tensor"):
-        request = SimulationRequest(SMALL, prompt=1024, decode=0, level=level, load=load)
+        request = case(SMALL, prompt=1024, decode=0, level=level, load=load)
         result = simulate(request)
         frames = result.prefill.frames
         longest_us = max(span.end_us - span.begin_us for span in parts_of(result.prefill.spans, "gpu"))
@@ -267,20 +265,18 @@ def test_long_kernels_cost_frames():
 
 
 def test_a_large_model_is_simulated_quickly():
-    request = SimulationRequest("llama-3-8b", prompt=1024, decode=50, level="gpu")
-    simulate(SimulationRequest("llama-3-8b", prompt=8, decode=1, level="gpu"))
+    request = case("llama-3-8b", prompt=1024, decode=50, level="gpu")
+    simulate(case("llama-3-8b", prompt=8, decode=1, level="gpu"))
     begin = time.process_time()
     simulate(request)
     assert time.process_time() - begin < 2.0 + 50 * 0.020
 
 
 def test_what_if_changes_a_parameter(results):
-    slow = simulate(
-        SimulationRequest(SMALL, prompt=256, decode=0, level="layer", overrides={"npu.array_tflops": 1.0})
-    )
+    slow = simulate(case(SMALL, prompt=256, decode=0, level="layer", overrides={"npu.array_tflops": 1.0}))
     assert slow.ttft_us > 2 * results["layer"].ttft_us
     with pytest.raises(OptionError, match="no parameter"):
-        simulate(SimulationRequest(SMALL, level="gpu", overrides={"npu.warp": 1.0}))
+        simulate(case(SMALL, level="gpu", overrides={"npu.warp": 1.0}))
 
 
 def test_simulated_and_measured_profiles_are_not_compared(results):

@@ -1,0 +1,74 @@
+"""The plan of a large model keeps within the memory that the NPU can address, and serves every length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from heterollm.base import GIB, silent
+from heterollm.kernels.open import open_device
+from heterollm.kernels.ops import Precision
+from heterollm.kernels.sim import Simulation
+from heterollm.model import find_model, op_specs
+from heterollm.planning import ProfiledModel, solve_plan
+from heterollm.simulate.plan import profile_of
+from heterollm.solver import Plan, PlanRequest
+
+PROMPTS = (32, 64, 100, 128, 256, 300, 512, 1024)
+PRECISION: Precision = "w4a16"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ProfiledModel:
+    """Llama-3-8B on a simulated SoC that addresses 4 GiB."""
+    found = find_model("llama-3-8b")
+    specs = op_specs(found.config, PRECISION, 128, True)
+    overrides = {"npu.address_space_gib": 4.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        device = open_device("sim:snapdragon-8gen3-paper", simulation=Simulation(overrides=overrides))
+        profile = profile_of(device, "llama-3-8b", found.config, specs, silent)
+    return ProfiledModel(profile, found.config, specs, PRECISION)
+
+
+@pytest.fixture(scope="module")
+def rate(model: ProfiledModel) -> Callable[[Plan, int], float]:
+    """Return tokens a second of a prompt, or of decode at 1 token."""
+
+    def tokens_per_s(plan: Plan, prompt: int) -> float:
+        if prompt == 1:
+            token = model.predict(plan, "decode", 1)
+            assert token is not None
+            return token.tokens_per_s
+        passes = [
+            model.predict(plan, "prefill", tokens, position=first) for first, tokens in plan.chunks(prompt)
+        ]
+        return prompt / sum(found.time_us for found in passes if found is not None)
+
+    return tokens_per_s
+
+
+def test_the_default_plan_fits_and_serves_all_lengths(
+    model: ProfiledModel, rate: Callable[[Plan, int], float]
+) -> None:
+    assert model.profile.addressable_bytes == 4 * GIB
+    everything = solve_plan(model, PlanRequest(npu_gib=1000.0)).plan
+    assert model.npu_bytes(everything) > 4 * GIB
+    plan = solve_plan(model, PlanRequest()).plan
+    assert 2 * GIB < model.npu_bytes(plan) <= 4 * GIB
+    # A plan for prompts of 256 tokens alone is worse for most prompts, and no better at decode.
+    narrow = solve_plan(model, PlanRequest(histogram={1: 16.0, 256: 1.0})).plan
+    gains = {prompt: rate(plan, prompt) / rate(narrow, prompt) for prompt in (1, *PROMPTS)}
+    assert math.prod(gains[prompt] for prompt in PROMPTS) > 1.0, gains
+    assert min(gains.values()) > 0.9, gains
+    # With a graph for every length and no limit no prompt is more than twice as fast.
+    assert all(rate(everything, prompt) < 2.0 * rate(plan, prompt) for prompt in (1, *PROMPTS))
+
+
+@pytest.mark.parametrize("gib", [0.0, 0.5, 3.0, 8.0])
+def test_every_limit_is_kept(model: ProfiledModel, gib: float) -> None:
+    plan = solve_plan(model, PlanRequest(npu_gib=gib)).plan
+    assert model.npu_bytes(plan) <= gib * GIB
+    assert plan.uses_npu is bool(gib)

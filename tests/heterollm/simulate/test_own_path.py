@@ -1,0 +1,203 @@
+"""The path of this program on a modelled device: maps, copies, limits, and where the time goes."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.base import OptionError
+from heterollm.cli import main
+from heterollm.kernels.open import open_device
+from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
+from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
+from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.report.tables_sweep import read_simulated
+from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate.account import USES
+
+SMALL, OWN, PAPER = "llama-3.2-1b", "snapdragon-8gen3", "snapdragon-8gen3-paper"
+MAPPED = {"memory.fine_grained_svm": 0.0}
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("own")))
+        yield
+
+
+def asked(**options):
+    return SimulationRequest(SMALL, prompt=256, decode=4, **options)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Layer level with shared and with mapped memory, and in the paper's conditions."""
+    return {
+        "shared": simulate(asked(level="layer")),
+        "mapped": simulate(asked(level="layer", overrides=MAPPED)),
+        "paper": simulate(asked(level="layer", soc=PAPER)),
+    }
+
+
+def used_us(result, use):
+    return sum(one.used_us[use] for one in result.prefill.account())
+
+
+def test_mapped_memory_takes_the_engines_mapped_path(results):
+    shared = open_device(f"sim:{OWN}")
+    mapped = open_device(f"sim:{OWN}", simulation=Simulation(overrides=MAPPED))
+    assert (shared.gpu.traits.coherent, mapped.gpu.traits.coherent) == (True, False)
+    assert used_us(results["shared"], "maps") == used_us(results["paper"], "maps") == 0
+    assert used_us(results["mapped"], "maps") > 0
+    assert results["mapped"].plan.entries == results["shared"].plan.entries
+    lost_us = {name: result.prefill.lost_us.get("map", 0.0) for name, result in results.items()}
+    assert lost_us["mapped"] > lost_us["shared"] == 0
+    assert (
+        results["mapped"].prefill.elapsed_us > results["shared"].prefill.elapsed_us + 0.9 * lost_us["mapped"]
+    )
+
+
+@pytest.mark.parametrize("mapped_bytes", [None, 4096])
+def test_a_map_costs_the_call_and_the_caches_of_its_bytes(mapped_bytes):
+    device = open_device(f"sim:{OWN}", simulation=Simulation(overrides=MAPPED))
+    clock, costs = clock_of(device), soc_of(device).hand_over
+    memory = device.gpu.shared((1 << 20,), np.float16)
+    cleaned_us = (mapped_bytes or memory.array.nbytes) / (costs.map_gbps * 1e3)
+    begin_us = clock.now_us
+    memory.acquire(mapped_bytes)
+    memory.acquire()  # it is mapped already
+    assert clock.now_us - begin_us == pytest.approx(costs.map_us + cleaned_us)
+    begin_us = clock.now_us
+    memory.release()
+    memory.release()
+    assert clock.now_us - begin_us == pytest.approx(costs.unmap_us + cleaned_us)
+
+
+def test_the_account_adds_up_to_the_time_of_each_phase(results):
+    for result in results.values():
+        for phase in (result.prefill, result.decode):
+            account = phase.account()
+            assert sum(one.total_us for one in account) == pytest.approx(phase.elapsed_us)
+            assert all(set(one.used_us) == set(USES) and min(one.used_us.values()) >= 0 for one in account)
+            npu_us = sum(one.used_us[use] for one in account for use in ("both", "npu", "start", "copies"))
+            assert npu_us <= phase.busy_fraction["npu"] * phase.elapsed_us * (1 + 1e-9)
+            gpu_us = sum(one.used_us[use] for one in account for use in ("both", "gpu"))
+            assert gpu_us == pytest.approx(phase.busy_fraction["gpu"] * phase.elapsed_us)
+        names = {one.operator for one in result.prefill.account()}
+        assert names == {"qkv", "o", "gate_up", "down", "head", "attention", "other"}
+
+
+def test_graphs_are_copied_to_and_started_where_the_soc_says_so(results):
+    assert used_us(results["paper"], "copies") == 0 < used_us(results["shared"], "copies")
+    # Layer level runs four graphs a layer, nothing beside them, and hides nothing of a start.
+    soc, layers = load_soc(OWN), 16
+    assert used_us(results["shared"], "start") == pytest.approx(4 * layers * soc.npu.execute_us)
+    work = NpuWork(4096, 4096, 256, 4, 128)
+    paper, own = npu_time(load_soc(PAPER), work), npu_time(soc, work)
+    assert paper.copy_us == 0
+    assert own.copy_us == pytest.approx(256 * (4096 + 4096) * 2 / (soc.npu.io_copy_gbps * 1e3))
+    assert own.fixed_us == pytest.approx(soc.npu.execute_us + own.copy_us)
+
+
+def test_a_load_plans_for_all_lengths_within_what_the_npu_addresses():
+    small = {"npu.address_space_gib": 0.5}
+    found = {
+        prompt: simulate(replace(asked(overrides=small), prompt=prompt, decode=0)) for prompt in (64, 256)
+    }
+    assert found[64].plan.entries == found[256].plan.entries
+    assert found[64].graphs.limit_gib == 0.5
+    assert 0 < found[64].graphs.held_gib <= 0.5
+    assert found[64].graphs.fits
+    alone = simulate(replace(asked(overrides=small, plan_for="prompt"), decode=0))
+    assert alone.plan.entries != found[256].plan.entries
+    assert alone.prefill.elapsed_us <= found[256].prefill.elapsed_us
+    assert alone.graphs.fits
+    # A level that follows a rule holds all it needs, and is told where that does not fit.
+    layer = simulate(replace(asked(level="layer", overrides=small), decode=0))
+    assert not layer.graphs.fits
+    assert layer.graphs.opening_s == pytest.approx(layer.graphs.count * load_soc(OWN).build.session_us / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "slower"),
+    [
+        ({"npu.clock_factor": 0.5}, True),
+        ({"npu.integer_graphs": 1.0}, False),
+        ({"npu.io_copy_gbps": 0.0}, False),
+        ({"npu.execute_us": 400.0}, True),
+    ],
+)
+def test_each_parameter_of_the_npu_changes_a_prompt(results, changed, slower):
+    found = simulate(replace(asked(level="layer", overrides=changed), decode=0))
+    assert (found.prefill.elapsed_us > results["shared"].prefill.elapsed_us) == slower
+    assert found.prefill.elapsed_us != results["shared"].prefill.elapsed_us
+
+
+def test_integer_graphs_unpack_nothing_and_do_not_spill():
+    native = load_soc(OWN, {"npu.integer_graphs": 1})
+    time = npu_time(native, NpuWork(4096, 14336, 256, 4, 128))
+    assert time.dequantise_us == time.spill_us == 0
+    # Their rate is the published one, in whole tiles and without loading them.
+    flops = 2 * 4096 * 14336 * 256
+    assert time.array_us >= flops / (native.npu.int16_tflops * 1e6)
+    # Weights of 8 bits and graphs of 8-bit inputs are as they were.
+    for work in (NpuWork(4096, 4096, 256, 8, 128), NpuWork(4096, 4096, 256, 4, 128, integer_inputs=True)):
+        assert npu_time(native, work) == npu_time(load_soc(OWN), work)
+
+
+def test_the_kernel_for_few_tokens_reads_no_faster_than_the_dram():
+    work = linear_work(4096, 4096, 1, block=128)
+    times = [
+        gpu_time(load_soc(OWN, {"gpu.small_gbps": rate}), work).alone_us for rate in (10.0, 20.0, 1e3, 1e4)
+    ]
+    assert times[0] == pytest.approx(2 * times[1])
+    assert times[1] > times[2] == times[3]
+
+
+def test_the_command_says_where_the_time_goes(capfd):
+    given = ["simulate", SMALL, "--prompt", "64", "--decode", "2", "--plan", "layer"]
+    assert main([*given, "--explain"]) == 0
+    shown = capfd.readouterr().out
+    assert "simulated prefill" in " ".join(shown.split())
+    assert all(title in shown for title in ("starts", "copies", "maps", "waits", "gate_up", "NPU graphs"))
+    assert main([*given, "--explain", "--json"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    operators = data["explained_ms"]["prefill"].values()
+    assert sum(sum(one.values()) for one in operators) == pytest.approx(data["prefill_ms"])
+    assert main([*given, "--json"]) == 0
+    assert "explained_ms" not in json.loads(capfd.readouterr().out)
+    assert main(["simulate", SMALL, "--prompt", "64,128", "--explain"]) != 0
+    assert "Only one case" in capfd.readouterr().err
+
+
+def test_what_the_solver_plans_for_is_checked():
+    with pytest.raises(OptionError, match="plan for"):
+        SimulationRequest(SMALL, plan_for="none")
+
+
+def test_the_rows_of_the_what_ifs_are_those_of_the_committed_model():
+    sys.path.insert(0, str(BENCH))
+    try:
+        what_if = importlib.import_module("what_if")
+    finally:
+        sys.path.remove(str(BENCH))
+    rows = read_simulated(BENCH / "results" / "simulated_path.jsonl")
+    cases = what_if.path_cases()
+    named = ("model", "soc", "plan_level", "plan_for", "what_if", "prompt_tokens", "decode_tokens")
+    stated = [[getattr(row, name) for name in named] for row in rows]
+    assert stated == [[getattr(SimulatedRow.of(case), name) for name in named] for case in cases]
+    assert not [row.error for row in rows if row.error]
+    again = "Run `python bench/what_if.py --out bench/results/simulated_path.jsonl`."
+    for row in rows:
+        device = open_device(f"sim:{row.soc}", simulation=Simulation(overrides=row.what_if))
+        assert row.fingerprint == device.fingerprint(), again
+    lines = what_if.what_if_table(rows)
+    assert len(lines) == 1 + len(what_if.CHANGES)
+    # Alone and with all above it, the first change is the same.
+    assert lines[1][1:3] == lines[1][3:5]
