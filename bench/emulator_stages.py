@@ -1,9 +1,8 @@
-"""Counts what one fp16 weight costs on the emulator at many lengths, in both orders, and draws it.
+"""Measures the CPU time of emulating one fp16 weight at many lengths, in both orders, and draws it.
 
-As in emulator_cycles.py a count is inflated by whatever else the processor does and never lowered: points are
-visited in turns and the smallest count of each is drawn. Before each visit a graph of whole tiles runs, so
-that rows beyond a length are no zeros, which the emulator would skip. Raw counts are kept as JSON lines; a
-second run adds to them, and `--minutes 0` only draws.
+Points are visited in turns, and the smallest time of each is drawn: other load adds to single times. Before
+each visit a graph of whole tiles runs, so that rows beyond a length are no zeros, which the emulator would
+skip. Times are kept as JSON lines; a second run adds to them, and `--minutes 0` only draws.
 
     python bench/emulator_stages.py --minutes 4
 """
@@ -35,18 +34,18 @@ NAMES: Final[dict[GraphForm, str]] = {
 RUNS: Final = 20
 HERE: Final = Path(__file__).resolve().parent
 
-Counts: TypeAlias = dict[tuple[str, int], list[int]]
-"""Cycles of every run by order and tokens."""
+Times: TypeAlias = dict[tuple[str, int], list[float]]
+"""CPU time of every run in microseconds by order and tokens."""
 
 
-def read_counts(path: Path) -> Counts:
-    """Return the counts in a results file, none if there is no file."""
-    counts: Counts = defaultdict(list)
+def read_times(path: Path) -> Times:
+    """Return the times in a results file, none if there is no file."""
+    times: Times = defaultdict(list)
     if path.exists():
         for line in path.read_text("utf-8").splitlines():
             row = json.loads(line)
-            counts[row["form"], row["tokens"]] += row["cycles"]
-    return counts
+            times[row["form"], row["tokens"]] += row["cpu_us"]
+    return times
 
 
 def collect(path: Path, minutes: float) -> None:
@@ -72,8 +71,14 @@ def collect(path: Path, minutes: float) -> None:
                     for form in NAMES:
                         for fill in fillers:
                             fill()
-                        cycles = npu.count_cycles(part, tokens, form, runs=RUNS)
-                        row = {"form": form, "tokens": tokens, "size": SIZE, "cycles": cycles, **conditions()}
+                        times_us = npu.cpu_times_us(part, tokens, form, runs=RUNS)
+                        row = {
+                            "form": form,
+                            "tokens": tokens,
+                            "size": SIZE,
+                            "cpu_us": times_us,
+                            **conditions(),
+                        }
                         with path.open("a", encoding="utf-8") as file:
                             file.write(json.dumps(row) + "\n")
                 rounds += 1
@@ -82,24 +87,24 @@ def collect(path: Path, minutes: float) -> None:
             npu.close()
 
 
-def draw(counts: Counts, target: Path) -> None:
-    """Draw the smallest counts: both orders, and the one that moves in clean steps alone."""
+def draw(times: Times, target: Path) -> None:
+    """Draw the smallest times: both orders, and the one that moves in clean steps alone."""
     smallest: dict[str, dict[int, float]] = defaultdict(dict)
-    for (form, tokens), cycles in counts.items():
-        smallest[form][tokens] = min(cycles) / 1e3
+    for (form, tokens), times_us in times.items():
+        smallest[form][tokens] = min(times_us) / 1e3
     curves = {name: smallest[form] for form, name in NAMES.items()}
-    title = f"Orders and steps of 32 tokens\nemulator, emulated cycles\nfp16 weight of {SIZE} x {SIZE}"
+    title = f"Orders and steps of 32 tokens\nemulator, CPU time of emulation\nfp16 weight of {SIZE} x {SIZE}"
     figure, (both, alone) = new_figure(title, panels=2)
-    step_curves(both, curves, "kcycles", logarithmic=False)
+    step_curves(both, curves, "CPU time, ms", logarithmic=False)
     name = NAMES["weight_first"]
-    step_curves(alone, {name: curves[name]}, "kcycles", logarithmic=False)
+    step_curves(alone, {name: curves[name]}, "CPU time, ms", logarithmic=False)
     for panel in (both, alone):
         panel.set_ylim(bottom=0)
     save_png(figure, target)
 
 
 def main() -> None:
-    """Count, then draw."""
+    """Measure, then draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,13 +114,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.minutes > 0:
         collect(options.out, options.minutes)
-    counts = read_counts(options.out)
-    if not counts:
-        raise SystemExit(f"{options.out} has no counts; run without --minutes 0.")
-    draw(counts, options.picture)
-    print(
-        f"{options.picture}: the smallest of {sum(map(len, counts.values()))} counts of {len(counts)} points"
-    )
+    times = read_times(options.out)
+    if not times:
+        raise SystemExit(f"{options.out} has no times; run without --minutes 0.")
+    draw(times, options.picture)
+    print(f"{options.picture}: the smallest of {sum(map(len, times.values()))} times of {len(times)} points")
 
 
 if __name__ == "__main__":

@@ -20,15 +20,18 @@ from typing import Any, Final
 
 import ablation_table
 import aims
+import what_if
 
 from heterollm.benchmarks import BenchRow, best_of, read_rows
 from heterollm.benchmarks.verdict import compare_rows
+from heterollm.report.tables_sweep import read_simulated
 
 __all__ = ["BLOCKS", "differences", "phrases", "written"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = "README.md"
 MEASURED: Final = "docs/measured.md"
+SIMULATION: Final = "docs/simulation.md"
 PAPER_MAP: Final = "docs/paper-map.md"
 
 Row = Mapping[str, Any]
@@ -364,8 +367,18 @@ def simulated(level: str, prompt: int, **asked: object) -> Row:
     return one(rows_of("simulated_paper"), **{**found, **plain, **asked})
 
 
+def own_path(level: str, prompt: int) -> Row:
+    """Return a row of Llama-3-8B on this program's own path."""
+    return one(rows_of("simulated_path"), plan_level=level, prompt_tokens=prompt, what_if={})
+
+
+def refused(row: Row) -> bool:
+    """Whether the NPU's graphs of a row's plan take more than the NPU can address."""
+    return bool(row["npu_limit_gib"]) and row["npu_gib"] > row["npu_limit_gib"]
+
+
 def simulated_table() -> str:
-    """The README's table of simulated rates."""
+    """The README's table of simulated rates: the paper's conditions beside this program's path."""
     lines = []
     for name, level, asked in (
         ("`gpu`", "gpu", {}),
@@ -374,16 +387,37 @@ def simulated_table() -> str:
         ("`tensor`, driver's waits (`--sync finish`)", "tensor", {"sync": "finish"}),
         ("`block`, k-chunked graphs where they pay", "block", {"every_form": True}),
     ):
-        rates = [
-            ""
-            if asked.get("sync") and prompt != 256
-            else f"{simulated(level, prompt, **asked)['prefill_tokens_per_second']:.0f}"
+        driver = bool(asked.get("sync"))
+        paper = [
+            "" if driver and prompt != 256 else simulated(level, prompt, **asked)
             for prompt in (64, 256, 1024)
         ]
-        decode = simulated(level, 256, **asked)["decode_tokens_per_second"]
-        lines.append((name, *rates, f"{decode:.1f}"))
-    head = "simulated | prefill 64 | prefill 256 | prefill 1024 | decode behind 256"
-    return table(head, "lrrrr", lines).replace("|  |", "| |")
+        own = ["" if driver else own_path(level, prompt) for prompt in (64, 256, 1024)]
+        lines.append((name, *_rates(paper), *_rates(own)))
+    phases = "64 | 256 | 1024 | decode"
+    made = table(f"simulated | paper: {phases} | own path: {phases}", "lrrrrrrrr", lines)
+    return made.replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _rates(rows: Sequence[Row | str]) -> list[str]:
+    """Return the rates of prompts and of the decode behind 256; † where the NPU would refuse the plan."""
+    cells = []
+    for row in rows:
+        dagger = "" if isinstance(row, str) or not refused(row) else " †"
+        cells.append(row if isinstance(row, str) else f"{row['prefill_tokens_per_second']:.0f}{dagger}")
+    middle = rows[1]
+    decode = "" if isinstance(middle, str) else f"{middle['decode_tokens_per_second']:.1f}"
+    return [*cells, decode]
+
+
+def what_if_table() -> str:
+    """The table of what each change to this program's path would be worth."""
+    rows = read_simulated(ROOT / "bench" / "results" / "simulated_path.jsonl")
+    head = (
+        "simulated, one change after the other | prefill 256, alone | decode, alone "
+        "| prefill 256, with those above | decode, with those above"
+    )
+    return table(head, "lrrrr", what_if.what_if_table(rows))
 
 
 def chunk_gain(limit: int) -> str:
@@ -409,10 +443,10 @@ def driver_gains() -> str:
     return f"{min(gains):.1f} to {max(gains):.1f}"
 
 
-def emulated(form: str, tokens: int) -> int:
-    """Return the least count of cycles."""
+def emulated(form: str, tokens: int) -> float:
+    """Return the least CPU time of emulation, in microseconds."""
     return min(
-        min(row["cycles"])
+        min(row["cpu_us"])
         for row in rows_of("emulator_stages")
         if (row["form"], row["tokens"]) == (form, tokens)
     )
@@ -423,6 +457,7 @@ def emulated(form: str, tokens: int) -> int:
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (README, "rates"): measured_table,
     (README, "simulated rates"): simulated_table,
+    (SIMULATION, "what-ifs"): what_if_table,
     (MEASURED, "perplexity"): perplexity_table,
     (README, "published model"): lambda: published_table((0, 2048, 7680)),
     (MEASURED, "published model"): lambda: published_table((0, 256, 512, 2048, 7680)),

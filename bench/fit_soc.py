@@ -1,6 +1,7 @@
 """Fits the free parameters of the model of a Snapdragon 8 Gen 3 and prints every residual.
 
     python bench/fit_soc.py                 # the residuals of the committed file
+    python bench/fit_soc.py --write         # the YAML files again, with the committed fit
     python bench/fit_soc.py --fit --write   # fit, write the YAML files and the table in docs/soc-model.md
     python bench/fit_soc.py --ablate        # fit again without each mechanism
     python bench/fit_soc.py --plot          # docs/simulated_soc_stages.png
@@ -17,7 +18,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from soc_files import TABLE_FILE, soc_of, starting_values, with_power, write_files, write_table
+from soc_files import PAPER, TABLE_FILE, soc_of, starting_values, with_power, write_files, write_table
 from soc_numbers import NUMBERS, markdown, residuals
 from soc_values import FREE
 
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the YAML files and the table")
     parser.add_argument("--ablate", action="store_true", help="fit without each mechanism in turn")
     parser.add_argument("--plot", action="store_true", help="draw docs/simulated_soc_stages.png")
-    parser.add_argument("--soc", default="snapdragon-8gen3", help="whose residuals to print without --fit")
+    parser.add_argument("--soc", default=PAPER, help="whose residuals to print without --fit")
     options = parser.parse_args()
     if options.plot:
         from soc_plot import draw

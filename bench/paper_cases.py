@@ -12,6 +12,7 @@ from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync
 from heterollm.simulate.row import load_text
 
 PAPER_MODELS: Final = ("llama-3-8b", "llama-2-7b", "llama-3.2-3b", "internlm2-1.8b")
+PAPER_SOC: Final = "snapdragon-8gen3-paper"
 LENGTHS: Final = (64, 256, 1024)
 ODD_LENGTHS: Final = (135, 300, 525, 600, 1000)
 DECODE_AFTER: Final = 256
@@ -54,6 +55,7 @@ class Way:
             prompt=prompt,
             decode=decode,
             level=self.level,
+            plan_for="prompt",
             length_policy=self.length_policy,
             sync=self.sync,
             resolve=self.resolve,
@@ -85,9 +87,7 @@ RESOLVED: Final = Way("tensor, driver, solved for it", "tensor", sync="finish", 
 GAME_WAYS: Final = (GPU, LAYER, TENSOR)
 
 
-def paper_cases(
-    models: Sequence[str] = PAPER_MODELS, soc: str = "snapdragon-8gen3"
-) -> tuple[SimulationRequest, ...]:
+def paper_cases(models: Sequence[str] = PAPER_MODELS, soc: str = PAPER_SOC) -> tuple[SimulationRequest, ...]:
     """Return every case, in an order in which neighbours share profiles and plans.
 
     Args:

@@ -41,6 +41,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         for block in (32, 64, 128)
         for symmetric in (True, False)
     },
+    **{f"w4a16 block {block} stepped": {"group_size": block, "scales": "stepped"} for block in (32, 64)},
     "w4a8 block 32 symmetric": {"precision": "w4a8"},
 }
 

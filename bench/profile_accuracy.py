@@ -4,11 +4,10 @@ For each predictor and processor: median and 90th percentile of the relative err
 of time lost by choosing splits (and, between NPU graphs of one shard, forms) by predicted times; beside a
 constant rate. The aims are printed with what was reached, and where errors are largest.
 
-On a device, from its profile; on the emulator, from its cycle counts, which are collected first where the
-results file lacks them (bench/emulator_cycles.py; a second run only evaluates):
+On a device, from its profile; on the emulator, from recorded costs (bench/emulator_cycles.py):
 
     python bench/profile_accuracy.py --device host [--profile FILE]
-    python bench/profile_accuracy.py --device emulator [--minutes 10]
+    python bench/profile_accuracy.py --device emulator
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, get_args
 
-from emulator_cycles import RESULTS, all_points, collect, settled
+from emulator_cycles import RESULTS, all_points, read_counts, settled
 
 from heterollm.profiler.predict import BASELINE, CANDIDATES, PointTimes, Score, held_out_predictions
 from heterollm.profiler.predict.time_model import ShapeModel
@@ -34,9 +33,9 @@ ALL_FOLDS: Final = 1000
 SHOWN_PLACES: Final = 5
 
 
-def emulator_times(path: Path, minutes: float) -> dict[Processor, PointTimes]:
-    """Return the emulator's smallest cycle counts of the points that have settled."""
-    counts = collect(path, minutes)
+def emulator_times(path: Path) -> dict[Processor, PointTimes]:
+    """Return the emulator's smallest recorded costs of the points that settled."""
+    counts = read_counts(path)
     found = {point: float(min(entry)) for point, entry in counts.items() if settled(entry)}
     print(f"{len(found)} of {len(all_points())} points have settled; the others are left out.\n")
     return {"gpu": {}, "npu": found}
@@ -128,11 +127,10 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("host", "emulator", "snapdragon"), default="host")
     parser.add_argument("--profile", type=Path, help="a profile file; the device's newest by default")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="cycle counts of the emulator")
-    parser.add_argument("--minutes", type=float, default=10.0, help="longest time to collect them")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="recorded costs on the emulator")
     options = parser.parse_args()
     if options.device == "emulator" and options.profile is None:
-        report("emulator", emulator_times(options.out, options.minutes))
+        report("emulator", emulator_times(options.out))
         return
     stored = [path for path in stored_profiles() if path.name.startswith(options.device)]
     path = options.profile or max(stored, key=lambda found: found.stat().st_mtime, default=None)

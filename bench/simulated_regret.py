@@ -127,7 +127,7 @@ def main() -> None:
     """Print errors and regrets."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-3-8b")
-    parser.add_argument("--soc", default="snapdragon-8gen3")
+    parser.add_argument("--soc", default="snapdragon-8gen3-paper")
     parser.add_argument("--prompt", type=int, default=256)
     options = parser.parse_args()
     name = f"sim:{options.soc}"

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 from soc_chain import LLAMA_3_8B, run
-from soc_values import ELITE_RATIOS, KNOWN
+from soc_values import ELITE_RATIOS, KNOWN, OWN_PATH
 
 from heterollm.base import atomic_path
 from heterollm.kernels.sim import SocParameters
@@ -19,6 +19,7 @@ from heterollm.kernels.sim.soc.power_model import split_joules
 from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, quantities, soc_parameters, unit_of
 
 __all__ = [
+    "PAPER",
     "SLOWER",
     "TABLE_FILE",
     "additive_watts",
@@ -33,6 +34,7 @@ __all__ = [
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "kernels" / "sim" / "soc"
 TABLE_FILE: Final = ROOT / "docs" / "soc-model.md"
+PAPER: Final = "snapdragon-8gen3-paper"
 NAME: Final = "snapdragon-8gen3"
 ELITE: Final = "snapdragon-8elite"
 
@@ -101,11 +103,11 @@ def starting_values() -> dict[str, float]:
 
 
 def soc_of(values: Mapping[str, float]) -> SocParameters:
-    """Return the parameters that hold these values of an 8 Gen 3."""
+    """Return the parameters that hold these values of an 8 Gen 3 under the paper's conditions."""
     sources: dict[str, Source] = {
         name: KNOWN[name].source if name in KNOWN else "prior" for name in quantities()
     }
-    return soc_parameters(NAME, DESCRIPTION, values, sources)
+    return soc_parameters(PAPER, DESCRIPTION, values, sources)
 
 
 def times_modelled(soc: SocParameters, assumed: Assumed) -> float:
@@ -161,14 +163,21 @@ def additive_watts(soc: SocParameters) -> tuple[float, float, float]:
 
 
 DESCRIPTION: Final = (
-    "A model of the Snapdragon 8 Gen 3 (SM8650: Adreno 750, Hexagon V75, LPDDR5X). Fitted to published "
-    "numbers, most of them HeteroLLM's of Llama-3-8B at W4A16, by bench/fit_soc.py, which prints what the "
-    "model misses and by how much. Times that follow from it are simulated, never measured."
+    "A model of the Snapdragon 8 Gen 3 (SM8650: Adreno 750, Hexagon V75, LPDDR5X) under HeteroLLM's "
+    "conditions: its kernels, its pool of shared memory and its graphs, which this program lacks. Fitted to "
+    "published numbers, most of them HeteroLLM's of Llama-3-8B at W4A16, by bench/fit_soc.py, which prints "
+    "what the model misses and by how much. Times that follow from it are simulated, never measured."
+)
+OWN_DESCRIPTION: Final = (
+    "A model of the Snapdragon 8 Gen 3 as this program would use it: the fitted chip of "
+    "snapdragon-8gen3-paper, with this program's kernels, graphs and memory in place of the paper's, by "
+    "public reports of others and by assumptions. Nothing here was measured with this program, and times "
+    "that follow are simulated."
 )
 ELITE_DESCRIPTION: Final = (
     "An EXTRAPOLATION to the Snapdragon 8 Elite (SM8750: Adreno 830, Hexagon V79, LPDDR5X-5300): the "
-    "fitted 8 Gen 3 times the ratios that Qualcomm states between the two, and otherwise equal to it. No "
-    "measurement of an 8 Elite went into it, and none was compared with it."
+    "modelled 8 Gen 3 as this program would use it, times the ratios that Qualcomm states between the two, "
+    "and otherwise equal to it. No measurement of an 8 Elite went into it, and none was compared with it."
 )
 HEAD: Final = (
     "Written by `python bench/fit_soc.py --fit --write`; change the script, not this file.\n"
@@ -190,7 +199,7 @@ TEMPLATE_HEAD: Final = (
 
 
 def texts(soc: SocParameters) -> dict[str, str]:
-    """Return the text of each YAML file by name, given the fitted 8 Gen 3."""
+    """Return the text of each YAML file by name, given the 8 Gen 3 fitted under the paper's conditions."""
     values = soc.values()
     notes = {name: known.note for name, known in KNOWN.items()}
     for name, assumed in SPLITS.items():
@@ -203,7 +212,11 @@ def texts(soc: SocParameters) -> dict[str, str]:
         )
         notes[f"power.{name}.base_watts"] = told
         notes[f"power.{name}.dram_joules_per_gbyte"] = "Assumed: 2 to 3 pJ for each bit."
-    elite = {name: _rounded(values[name] * ELITE_RATIOS.get(name, (1.0, ""))[0]) for name in values}
+    own: dict[str, float] = {name: known.value for name, known in OWN_PATH.items()}
+    own_sources: dict[str, Source] = {name: known.source for name, known in OWN_PATH.items()}
+    own_notes = {name: known.note for name, known in OWN_PATH.items()}
+    ours = {**values, **own}
+    elite = {name: _rounded(ours[name] * ELITE_RATIOS.get(name, (1.0, ""))[0]) for name in ours}
     ratios = {
         name: f"{ELITE_RATIOS[name][0]:.3g} times the 8 Gen 3. {ELITE_RATIOS[name][1]}"
         if name in ELITE_RATIOS
@@ -212,7 +225,8 @@ def texts(soc: SocParameters) -> dict[str, str]:
     }
     extrapolated: dict[str, Source] = dict.fromkeys(values, "extrapolated")
     return {
-        NAME: file_text(NAME, DESCRIPTION, values, dict(soc.sources), notes, head=HEAD),
+        PAPER: file_text(PAPER, DESCRIPTION, values, dict(soc.sources), notes, head=HEAD),
+        NAME: file_text(NAME, OWN_DESCRIPTION, own, own_sources, own_notes, head=HEAD, based_on=PAPER),
         ELITE: file_text(ELITE, ELITE_DESCRIPTION, elite, extrapolated, ratios, head=ELITE_HEAD),
         TEMPLATE: _template(values),
     }

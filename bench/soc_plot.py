@@ -1,7 +1,8 @@
-"""Draws the modelled NPU's steps and order effect beside the cycle counts of Qualcomm's emulator.
+"""Draws the modelled NPU's steps and order effect beside the CPU time of Qualcomm's emulator.
 
-Times and cycles are different things: each panel has an axis of its own, and only the places of the steps and
-the direction of the order effect are to be compared. Modelled times are without the fixed cost of a graph.
+Modelled times and CPU times of emulation are different things: each panel has an axis of its own, and
+only the places of the steps and the direction of the order effect are to be compared. Modelled times are
+without the fixed cost of a graph.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from emulator_stages import HERE, NAMES, SIZE, TOKENS, read_counts
+from emulator_stages import HERE, NAMES, SIZE, TOKENS, read_times
 
 from heterollm.kernels.sim import SocParameters
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
@@ -43,10 +44,10 @@ def coded_curves(soc: SocParameters) -> dict[str, dict[int, float]]:
 
 
 def emulated_curves() -> dict[str, dict[int, float]]:
-    """Return thousands of emulated cycles by tokens in both orders: the smallest of each point."""
-    counts = read_counts(COUNTS)
+    """Return the CPU time of emulation in ms by tokens in both orders: the smallest of each point."""
+    times_us = read_times(COUNTS)
     return {
-        name: {tokens: min(counts[form, tokens]) / 1e3 for tokens in TOKENS if counts[form, tokens]}
+        name: {tokens: min(times_us[form, tokens]) / 1e3 for tokens in TOKENS if times_us[form, tokens]}
         for form, name in NAMES.items()
     }
 
@@ -54,12 +55,12 @@ def emulated_curves() -> dict[str, dict[int, float]]:
 def draw(soc: SocParameters) -> Path:
     """Draw three panels and return the picture's path."""
     figure, panels = new_figure(
-        f"Orders and steps of 32 tokens\n{soc.name}, simulated time\nand the emulator's cycles", panels=3
+        f"Orders and steps of 32 tokens\n{soc.name}, simulated time\nand CPU time of emulation", panels=3
     )
     step_curves(panels[0], coded_curves(soc), "simulated ms, int4, 14336 x 4096", logarithmic=False)
     float_curves = modelled_curves(soc, SIZE, SIZE)
     step_curves(panels[1], float_curves, f"simulated us, fp16, {SIZE} x {SIZE}", logarithmic=False)
-    step_curves(panels[2], emulated_curves(), f"emulated kcycles, fp16, {SIZE} x {SIZE}", logarithmic=False)
+    step_curves(panels[2], emulated_curves(), f"CPU ms, fp16, {SIZE} x {SIZE}", logarithmic=False)
     for panel in panels:
         panel.set_ylim(bottom=0)
     save_png(figure, PICTURE)

@@ -1,4 +1,4 @@
-"""What is known of a Snapdragon 8 Gen 3 before the fit, and what others are extrapolated by.
+"""What is known of a Snapdragon 8 Gen 3 before the fit, what this program's path differs by, and ratios.
 
 Values here are published or stated as assumptions; those marked ``fitted`` are only where the fit starts.
 """
@@ -11,7 +11,7 @@ from typing import Final
 
 from heterollm.kernels.sim.soc.quantities import Source
 
-__all__ = ["ELITE_RATIOS", "FREE", "KNOWN", "Known"]
+__all__ = ["ELITE_RATIOS", "FREE", "KNOWN", "OWN_PATH", "Known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ KNOWN: Final[Mapping[str, Known]] = {
         "By FFN-down at 64 tokens, where HeteroLLM's NPU is at most 1.5 times its GPU; not above 0.62, or "
         "the row of 128 tokens would be faster than it is. Another engine reaches 0.3 (llm.npu, Table 3).",
     ),
+    "gpu.small_gbps": Known(10_000.0, "prior", "No limit: the papers' kernels read as fast as DRAM allows."),
     "gpu.attention_tflops": Known(0.44, "fitted", "By the prefill of 1024 tokens beside that of 256."),
     "gpu.kernel_gap_us": Known(
         2.5, "prior", "A busy queue; its submission, 10 to 20 us by HeteroLLM, is CPU time beside it."
@@ -103,6 +104,17 @@ KNOWN: Final[Mapping[str, Known]] = {
         "prior",
         "The rest is hidden behind kernels queued before. The published numbers allow 0 to 0.5, not 1.",
     ),
+    "npu.clock_factor": Known(1.0, "published", "The fitted rates contain the papers' clocks."),
+    "npu.every_form": Known(0, "published", "HeteroLLM has one graph for a linear; `block` adds others."),
+    "npu.integer_graphs": Known(0, "published", "HeteroLLM: FP16 activations."),
+    "npu.int16_tflops": Known(
+        9.3,
+        "published",
+        "GenieX#1266, Snapdragon X Elite, Qwen3-4B: 1230 to 1340 tokens a second x 2 x 3.6 billion weights. "
+        "Another chip, and all of its prefill.",
+    ),
+    "npu.io_copy_gbps": Known(0, "published", "HeteroLLM: all processors share one memory pool."),
+    "npu.address_space_gib": Known(0, "published", "HeteroLLM runs 8 billion weights; it names no limit."),
     "memory.limit_gbps": Known(61.9, "published", "HeteroLLM v2, the best seen; 68 on paper."),
     "memory.corun_slowdown": Known(1.06, "fitted", "By the gain of tensor over layer level."),
     "memory.cache_mib": Known(
@@ -111,20 +123,99 @@ KNOWN: Final[Mapping[str, Known]] = {
         "Qualcomm publishes none. It decides which models count as larger than the caches, which all of the "
         "paper's do, and how much is read to measure bandwidth: with up to 32 MiB the same.",
     ),
+    "npu.io_by_graph": Known(
+        0, "published", "HeteroLLM, section 4.3: all graphs use a few buffers of one pool."
+    ),
+    "memory.fine_grained_svm": Known(1, "published", "HeteroLLM: a mapped pool, which no pass maps again."),
     "hand_over.finish_us": Known(400.0, "published", "HeteroLLM v2: clFinish takes about 400 us."),
     "hand_over.write_us": Known(400.0, "published", "HeteroLLM v1: clEnqueueWriteBuffer, whatever the size."),
     "hand_over.refill_us": Known(75.0, "published", "HeteroLLM: 50 to 100 us more into an empty queue."),
     "hand_over.poll_us": Known(8.0, "prior", "HeteroLLM: a few microseconds, and as much to notify the NPU."),
+    "hand_over.map_us": Known(0, "published", "HeteroLLM maps nothing in a pass."),
+    "hand_over.unmap_us": Known(0, "published", "HeteroLLM unmaps nothing in a pass."),
+    "hand_over.map_gbps": Known(0, "published", "HeteroLLM maps nothing in a pass."),
+    "hand_over.driver_copies": Known(
+        1, "published", "HeteroLLM: without fast synchronisation data are copied through the driver."
+    ),
     "build.graph_us": Known(
         (408_000 - 135 * (2_050_000 - 408_000) / 865) / 4,
         "published",
         "Line through 408 ms at 135 tokens and 2050 ms at 1000 tokens, both of four graphs (HeteroLLM).",
     ),
     "build.graph_us_per_token": Known((2_050_000 - 408_000) / 865 / 4, "published", "The same line."),
+    "build.session_us": Known(0, "prior", "HeteroLLM names none."),
+    "build.shared_graphs": Known(1, "prior", "HeteroLLM builds four graphs for a length."),
     "cpu.submit_us": Known(15.0, "published", "HeteroLLM: 10 to 20 us."),
     "cpu.sleep_granularity_us": Known(90.0, "published", "HeteroLLM: usleep, 80 to 100 us."),
 }
 """All parameters but power, which follows from the fitted chain."""
+
+OWN_PATH: Final[Mapping[str, Known]] = {
+    "gpu.gemm_tflops": Known(
+        0.4,
+        "prior",
+        "This program's kernel has the structure of llama.cpp's generic one, which reached about 0.5 on a "
+        "Snapdragon X Elite before its Adreno kernel came (llama.cpp#19840); 0.3 to 0.5. With Adreno kernels "
+        "llama.cpp reaches 0.65 on this chip: 116 tokens a second x 2 x 2.77 billion weights (Qwen2.5-3B "
+        "Q4_0, 512 tokens, OnePlus 12).",
+    ),
+    "gpu.small_tflops": Known(0.19, "prior", "As gemm_tflops, relative to the paper's."),
+    "gpu.small_gbps": Known(
+        15.0,
+        "prior",
+        "50 to 70 % of what llama.cpp's Adreno kernel reads: 14.05 tokens a second x 1.8 GB, 25 GB/s "
+        "(Qwen2.5-3B Q4_0, OnePlus 12); 12 to 18.",
+    ),
+    "gpu.attention_tflops": Known(0.2, "prior", "As gemm_tflops, relative to the paper's."),
+    "npu.execute_us": Known(
+        200.0, "published", "clpeak#197, ONNX Runtime with QNN on a Snapdragon X: 196 us for a trivial graph."
+    ),
+    "npu.execute_exposed_fraction": Known(
+        1.0, "prior", "The engine calls the session after its wait; nothing starts a graph ahead."
+    ),
+    "npu.clock_factor": Known(
+        1.0,
+        "prior",
+        "The paper's clocks. Without the burst mode the NPU is clocked lower and sleeps between graphs: no "
+        "number is published; a guess is 0.5, from 0.33 to 0.67.",
+    ),
+    "npu.every_form": Known(1, "prior", "This program's graphs; a load plans with them."),
+    "npu.io_copy_gbps": Known(
+        12.0,
+        "prior",
+        "onnxruntime-qnn passes plain memory, which QNN copies into and out of its own buffers; 10 to 15.",
+    ),
+    "npu.address_space_gib": Known(
+        3.5, "published", "onnxruntime-qnn#606: 3.5 GiB for each process domain of a Hexagon."
+    ),
+    "npu.io_by_graph": Known(1, "published", "onnxruntime-qnn#752: its default."),
+    "memory.fine_grained_svm": Known(
+        1,
+        "published",
+        "Adreno 740, 750 and 830 report fine-grained SVM with atomics (clinfo#92, llama.cpp#10693, #17370). "
+        "0 is mapped memory.",
+    ),
+    "hand_over.map_us": Known(
+        220.0,
+        "prior",
+        "A blocking map is taken to cost what a blocking upload does: 4940 ms for 22267 (MNN with QNN and "
+        "OpenCL on an SM8850, public log).",
+    ),
+    "hand_over.unmap_us": Known(
+        45.0,
+        "prior",
+        "An unmap is taken to cost what an upload without wait does: 1011 ms for 22267 (same log).",
+    ),
+    "hand_over.map_gbps": Known(20.0, "prior", "A guess, from 5 to 60: no number is published."),
+    "hand_over.driver_copies": Known(0, "prior", "The engine's memory is shared or mapped, never copied."),
+    "build.session_us": Known(
+        100_000.0,
+        "prior",
+        "0.1 to 0.49 s: clpeak#197 has 488 ms with compilation; from a context binary less.",
+    ),
+    "build.shared_graphs": Known(0, "prior", "A graph holds its layer's weights."),
+}
+"""Where the path of this program's code differs from the paper's conditions, by public reports."""
 
 DRAM_RATIO: Final = 5300 / 4800
 GPU_RATIO: Final = 1.40
@@ -134,8 +225,10 @@ ELITE_RATIOS: Final[Mapping[str, tuple[float, str]]] = {
     "gpu.gemm_tflops": (GPU_RATIO, "Qualcomm: Adreno 40 % faster."),
     "gpu.prepare_gweights_per_s": (GPU_RATIO, "Qualcomm: Adreno 40 % faster."),
     "gpu.small_tflops": (GPU_RATIO, "Qualcomm: Adreno 40 % faster."),
+    "gpu.small_gbps": (DRAM_RATIO, "LPDDR5X at 5300 instead of 4800 MHz."),
     "gpu.attention_tflops": (GPU_RATIO, "Qualcomm: Adreno 40 % faster."),
     "npu.array_tflops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
+    "npu.int16_tflops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dequantize_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dequantize_int8_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dram_gbps": (DRAM_RATIO, "LPDDR5X at 5300 instead of 4800 MHz."),

@@ -1,0 +1,192 @@
+"""The OpenCL programs that a phone-class GPU would build, recorded with the project's own launch code.
+
+Nothing runs: a GPU runtime that only notes files, names and defines stands in for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from heterollm.kernels.formats import QuantizedTensor
+from heterollm.kernels.gpu import (
+    STEP_WORDS,
+    GpuGlue,
+    GpuLinear,
+    GpuRuntime,
+    HeadShape,
+    KernelParameters,
+    KernelStyle,
+    KvLayer,
+    Rotation,
+    RoundedInputs,
+    Scores,
+    Segments,
+    SharedArray,
+    Variant,
+)
+from heterollm.kernels.gpu.sources import read_sources
+from heterollm.kernels.open import open_device
+
+ROWS: Final = 256
+COLUMNS: Final = 2048
+BLOCK: Final = 32
+HEADS: Final = ((8, 2, 128), (32, 4, 64), (4, 4, 128))
+"""Query heads, key heads and elements of a head: groups of four, eight and one."""
+
+SLOT_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program to compile.
+
+    Args:
+        name: Name in the tables, such as ``linear w4 f16 T64``.
+        kernel: Kernel function.
+        files: Source files in order.
+        defines: Preprocessor definitions, sorted.
+    """
+
+    name: str
+    kernel: str
+    files: tuple[str, ...]
+    defines: tuple[tuple[str, str | int], ...]
+
+    @property
+    def source(self) -> str:
+        """The OpenCL C of the program."""
+        return read_sources(self.files)
+
+    @property
+    def options(self) -> str:
+        """The compiler's options."""
+        return " ".join(f"-D{key}={value}" for key, value in self.defines)
+
+
+class ProgramRecorder:
+    """A GPU runtime that notes what it is asked to build, and otherwise is the simulated one.
+
+    Args:
+        runtime: The simulated GPU; it computes nothing.
+    """
+
+    def __init__(self, runtime: GpuRuntime) -> None:
+        self.traits = runtime.traits
+        self.label = ""
+        self.programs: dict[str, Program] = {}
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the simulated runtime has
+        return getattr(self._runtime, name)
+
+    def kernel(
+        self, files: Sequence[str], name: str, defines: Mapping[str, str | int] | None = None
+    ) -> object:
+        """Note a program under the present label."""
+        defined = tuple(sorted((defines or {}).items()))
+        known = {(own.kernel, own.files, own.defines) for own in self.programs.values()}
+        if (name, tuple(files), defined) not in known:
+            label = self.label
+            if name == "quantize_activations":
+                label = f"quantize_activations w{dict(defined)['CODE_BITS']} f16"
+            elif name == "attention_join":
+                label = f"attention_join {self.label.partition(' ')[2]}"
+            while label in self.programs:
+                label += "+"
+            self.programs[label] = Program(label, name, tuple(files), defined)
+        return self._runtime.kernel(files, name, defines)
+
+
+def _weight(bits: int) -> Any:  # noqa: ANN401 - either kind of weight
+    if bits > 8:
+        return np.zeros((ROWS, COLUMNS), np.float16)
+    groups = COLUMNS // BLOCK
+    codes = np.zeros((ROWS, groups, BLOCK * bits // 8), np.uint8)
+    return QuantizedTensor(codes, np.zeros((ROWS, groups), np.float16), None, bits, BLOCK)
+
+
+def _record_linears(runtime: ProgramRecorder, slot: SharedArray) -> None:
+    def record(
+        bits: int,
+        tokens: int,
+        *,
+        rounds: bool = False,
+        style: KernelStyle = "simt",
+        parameters: KernelParameters | None = None,
+        note: str = "",
+    ) -> None:
+        layer = GpuLinear.pack(runtime, [_weight(bits)], activation_dtype=np.float16, integer_inputs=rounds)
+        variant = Variant(parameters.style if parameters else style, parameters=parameters)
+        half = " half" if variant.style == "half" else ""
+        runtime.label = f"linear w{bits}{'a8' if rounds else ''} f16 T{tokens}{half}{note}"
+        layer.launch(slot, slot, tokens=tokens, style=variant, label="linear")
+
+    for bits in (4, 8, 16):
+        for tokens in (1, 2, 4, 8, 64):
+            record(bits, tokens)
+    for bits in (4, 8):
+        for tokens in (1, 8, 64):
+            record(bits, tokens, rounds=True)
+    for bits in (4, 8, 16):
+        record(bits, 64, style="half")
+    wide = KernelParameters("half", True, 64, item_tokens=8, depth_inputs=32)
+    record(4, 64, parameters=wide, note=" tile 64x8x32")
+    wide = KernelParameters("simt", True, 64, item_tokens=8, depth_inputs=16)
+    record(4, 64, parameters=wide, note=" tile 64x8x16")
+    for item_tokens, depth in ((4, 32), (8, 16), (8, 32)):
+        chosen = KernelParameters("simt", True, 32, item_tokens=item_tokens, depth_inputs=depth)
+        for rounds in (False, True):
+            record(4, 64, rounds=rounds, parameters=chosen, note=f" tile 32x{item_tokens}x{depth}")
+    runtime.traits = replace(runtime.traits, has_integer_dot=False)
+    for tokens in (1, 8, 64):
+        record(4, tokens, rounds=True, note=" without dp4acc")
+    runtime.traits = replace(runtime.traits, has_integer_dot=True)
+
+
+def _record_glue(
+    runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int], rounds: bool
+) -> None:
+    layers = GpuGlue(runtime, np.float16, np.float16, style="simt")
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    shape = HeadShape(*heads, 512)
+    hidden, kind = shape.query_columns, f"f16{' codes' if rounds else ''}"
+    rounded = RoundedInputs(slot, slot, 4, BLOCK) if rounds else None
+    one, two = Segments(slot, slot, (hidden,), (hidden,)), Segments(slot, slot, (hidden,) * 2, (hidden,) * 2)
+    runtime.label = f"rms_norm {kind}"
+    layers.rms_norm(slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=rounded)
+    runtime.label = f"gated_activation {kind}"
+    layers.gated_activation(two, slot, tokens=16, intermediate=hidden, rounded=rounded)
+    runtime.label = "join_logits f16"
+    layers.join_logits(Segments(slot, slot, (1024,), (512,)), slot, rows=1)
+    runtime.label = "soft_cap f16"
+    layers.soft_cap(slot, 30.0, rows=1, vocabulary=1024)
+    cache = KvLayer(slot, 0)
+    runtime.label = f"rope_and_store f16 hd{shape.head_dim}"
+    qkv = Segments(slot, slot, shape.rows, shape.rows)
+    layers.rope_and_store(qkv, None, slot, cache, step, shape=shape, rotation=Rotation(slot, slot), tokens=16)
+    for tokens, parts in ((1, 1), (1, 4), (64, 1)):
+        # Parts of the context are an argument: what differs is only the kernel that joins them.
+        runtime.label = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
+        options = {"tokens": tokens, "bucket": 512, "parts": parts, "rounded": rounded}
+        layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
+
+
+@functools.cache
+def programs() -> tuple[Program, ...]:
+    """Return the programs of the `simt` style with float16 activations, in the order of the tables."""
+    runtime = ProgramRecorder(open_device("sim:snapdragon-8gen3").gpu)
+    slot = runtime.shared((SLOT_BYTES,), np.uint8)
+    _record_linears(runtime, slot)
+    for heads in HEADS:
+        _record_glue(runtime, slot, heads, rounds=False)
+    _record_glue(runtime, slot, HEADS[0], rounds=True)
+    for bits in (4, 8):
+        runtime.label = f"embedding w{bits}"
+        table = GpuLinear.pack(runtime, [_weight(bits)], activation_dtype=np.float16)
+        table.embed_launch(slot, slot, count=1, style="simt")
+    return tuple(runtime.programs.values())

@@ -1,0 +1,157 @@
+"""Simulates this program's own path on a modelled Snapdragon, and what each change of it would be worth.
+
+    python bench/what_if.py --out bench/results/simulated_path.jsonl   # simulates: some minutes
+    python bench/what_if.py --from bench/results/simulated_path.jsonl  # prints the table of these rows
+
+All times are simulated. ``bench/figures.py`` writes the tables into README.md and docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from heterollm.base import HeteroLLMError, check_target, labelled
+from heterollm.base.output_file import save_file
+from heterollm.benchmarks import to_jsonl
+from heterollm.report import console
+from heterollm.report.tables_sweep import read_simulated
+from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
+
+__all__ = ["CHANGES", "LEVEL", "MODEL", "PATH_LEVELS", "SOC", "Change", "path_cases", "what_if_table"]
+
+MODEL: Final = "llama-3-8b"
+SOC: Final = "snapdragon-8gen3"
+PATH_LEVELS: Final = ("gpu", "layer", "tensor", "block")
+PROMPTS: Final = (64, 256, 1024)
+DECODED: Final = 16
+LEVEL: Final = "block"
+"""Level of the what-ifs: the solver's widest choice, which a load takes by default where it pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change that a contributor with a phone could check.
+
+    Args:
+        name: The change in words.
+        before: Parameters without it, where the file of the SoC has it done.
+        after: Parameters with it, where the file has it not done.
+    """
+
+    name: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+CHANGES: Final = (
+    Change("shared virtual memory in place of maps", {"memory.fine_grained_svm": 0.0}, {}),
+    Change("burst clocks, guessed as twice the default ones", {"npu.clock_factor": 0.5}, {}),
+    Change("NPU graphs that all fit, the most that packaging can give", {}, {"npu.address_space_gib": 0.0}),
+    Change(
+        "GPU kernels as fast as llama.cpp's for Adreno",
+        {},
+        {
+            "gpu.gemm_tflops": 0.65,
+            "gpu.small_tflops": 0.31,
+            "gpu.small_gbps": 25.0,
+            "gpu.attention_tflops": 0.33,
+        },
+    ),
+    Change("16-bit integer activations on the NPU", {}, {"npu.integer_graphs": 1.0}),
+)
+"""In the order in which to try them: those first that need a switch and no code."""
+
+
+def overrides(done: Sequence[Change]) -> dict[str, float]:
+    """Return the parameters with some changes done and the others not."""
+    found: dict[str, float] = {}
+    for change in CHANGES:
+        found.update(change.after if change in done else change.before)
+    return found
+
+
+def steps() -> Iterator[tuple[str, tuple[Change, ...], tuple[Change, ...]]]:
+    """Yield the rows of the table: the name, the change alone, and with all those above it."""
+    yield "none of them", (), ()
+    for place, change in enumerate(CHANGES):
+        yield change.name, (change,), CHANGES[: place + 1]
+
+
+def path_cases() -> tuple[SimulationRequest, ...]:
+    """Return the cases of both tables, each once, planned for all lengths."""
+    own = [
+        SimulationRequest(MODEL, soc=SOC, prompt=prompt, decode=DECODED if prompt == 256 else 0, level=level)
+        for level in PATH_LEVELS
+        for prompt in PROMPTS
+    ]
+    asked = dict.fromkeys(
+        tuple(sorted(overrides(done).items())) for _, alone, above in steps() for done in (alone, above)
+    )
+    what_ifs = [
+        SimulationRequest(MODEL, soc=SOC, prompt=256, decode=DECODED, level=LEVEL, overrides=dict(changed))
+        for changed in asked
+    ]
+    return (*own, *what_ifs)
+
+
+def what_if_table(rows: Sequence[SimulatedRow]) -> list[tuple[str, ...]]:
+    """Return the cells of each change: tokens a second of prompt and decode, alone and with all above it.
+
+    Args:
+        rows: Rows of :func:`path_cases`.
+    """
+    lines = []
+    for name, alone, above in steps():
+        cells = [name]
+        for done in (alone, above):
+            row = _row(rows, overrides(done))
+            cells += [f"{row.prefill_tokens_per_second:.0f}", f"{row.decode_tokens_per_second:.1f}"]
+        lines.append(tuple(cells))
+    return lines
+
+
+def _row(rows: Sequence[SimulatedRow], changed: Mapping[str, float]) -> SimulatedRow:
+    for row in reversed(rows):
+        if dict(row.what_if) == dict(changed) and row.plan_level == LEVEL and row.error is None:
+            return row
+    raise SystemExit(f"No row has the parameters {dict(changed)}.")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Simulate or read the cases, write them, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="show its rows")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON lines")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    asked = parser.parse_args(given)
+    out = None if asked.out is None else labelled(asked.out)
+    try:
+        if out is not None:
+            check_target(out, "result")
+        if asked.read is not None:
+            rows = read_simulated(asked.read)
+        else:
+            with console.progress_bars() as progress:
+                rows = run_sweep(path_cases(), jobs=asked.jobs, progress=progress)
+        if out is not None:
+            save_file(out, to_jsonl(rows).encode())
+    except HeteroLLMError as error:
+        print(f"{error}\n{error.fix or ''}", file=sys.stderr)
+        return 1
+    if failed := [row.error for row in rows if row.error is not None]:
+        print("\n".join(failed), file=sys.stderr)
+        return 1
+    for cells in what_if_table(rows):
+        print("simulated | " + " | ".join(cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
