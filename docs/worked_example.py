@@ -27,6 +27,7 @@ PAGE: Final = HERE / "how-the-split-works.md"
 FIGURE: Final = HERE / "simulated_operator_cut.svg"
 TEMPLATE: Final = HERE / "operator_cut.template.svg"
 MODEL: Final = "llama-3-8b"
+SOC: Final = "snapdragon-8gen3-paper"
 GROUP: Final = "down"
 TOKENS: Final = 256
 FORM: Final = "matmul_nbits"
@@ -100,7 +101,7 @@ def _empty_cache() -> Iterator[Path]:
 def solved() -> Example:
     """Return the example, by what the page's two commands do."""
     with _empty_cache() as cache:
-        profile_ahead(SimulationRequest(MODEL))
+        profile_ahead(SimulationRequest(MODEL, soc=SOC))
         (path,) = (cache / "profiles" / "simulated").glob("*.json")
         request = PlanRequest(level="tensor", histogram={TOKENS: 1.0})
         found = solve_for(MODEL, LoadOptions(group_size=128, request=request), path)
