@@ -19,6 +19,7 @@ FLOORS = (
     ("heterollm.llm",),
     ("heterollm.planning",),
     ("heterollm.trace",),
+    ("heterollm.calibration",),
     ("heterollm.engine",),
     ("heterollm.text", "heterollm.data"),
     ("heterollm.solver",),
