@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from heterollm.cli import main
-from heterollm.kernels.gpu import OpenClRuntime
+from heterollm.kernels.gpu import OpenClRuntime, is_complete
 from heterollm.kernels.gpu import runtime as opencl_runtime
+from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.sync.faults import Gate
+from heterollm.kernels.sync.fence import BlockingFence
 from heterollm.llm import LLM
 from heterollm.solver import Plan, model_shape
 from heterollm.solver.placements import RowsPlacement
@@ -288,6 +291,46 @@ def host_llm() -> Iterator[Callable[..., LLM]]:
     yield load
     for llm in loaded:
         llm.close()
+
+
+@pytest.fixture
+def shards_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold each shard of the GPU until the NPU's graph runs, and that graph until the GPU's shard has ended.
+
+    For models that are loaded from now on with ``sync="event"``. So a trace shows the GPU's shard within the
+    graph on a machine of any speed, unless the engine lets one processor wait for the other: a gate stands
+    behind each mark, which the graph opens.
+    """
+    mark, bind = BlockingFence.mark, SessionGraph.bind
+    gates: dict[Any, Gate] = {}
+    held: dict[Any, Any] = {}
+
+    def mark_and_close(fence: Any) -> None:
+        mark(fence)
+        runtime = fence._runtime
+        if runtime not in gates:
+            gates[runtime] = Gate(runtime)
+        # Each kernel stands for some seconds at most: together they stand for a minute.
+        for _ in range(20):
+            gates[runtime].close()
+        held[runtime] = gates[runtime]._launch()
+
+    def bind_to_meet(graph: SessionGraph, x: Any, y: Any) -> Callable[[], None]:
+        call = bind(graph, x, y)
+
+        def run() -> None:
+            for runtime, event in held.items():
+                assert not is_complete(event), "the graph did not run before the GPU's shard had ended"
+                gates[runtime].open()
+            call()
+            for runtime in held:
+                runtime.finish()
+            held.clear()
+
+        return run
+
+    monkeypatch.setattr(BlockingFence, "mark", mark_and_close)
+    monkeypatch.setattr(SessionGraph, "bind", bind_to_meet)
 
 
 @pytest.fixture
