@@ -2,6 +2,7 @@ import json
 import os
 import re
 import runpy
+import sys
 import tempfile
 from pathlib import Path
 
@@ -110,6 +111,28 @@ def write_random_model(folder, family="llama", *, dtype="float32", max_shard_siz
     generation = {"bos_token_id": 1, "eos_token_id": [2, 5]}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def calls_of():
+    """A function that counts the calls of Python functions in a call: work, on a machine of any speed."""
+
+    def count(call):
+        calls = 0
+
+        def watch(frame, event, argument):
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(watch)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    return count
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,7 @@ def test_threads_share_the_model(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert together == alone
 
 
@@ -357,7 +356,7 @@ def test_a_model_closed_while_it_answers_finishes_the_answer(bundled_model: Path
     for closer in closers:
         closer.start()
     for closer in closers:
-        closer.join(30)
+        closer.join(120)
     assert not any(closer.is_alive() for closer in closers)
     assert first.text + "".join(step.text for step in stream) == stream.result.text
     assert (stream.result.generated_tokens, stream.result.stop_reason) == (200, "length")
@@ -372,7 +371,7 @@ def test_a_dropped_model_ends_its_thread(bundled_model: Path) -> None:
     assert session.prefill([1, 2]).shape == (2048,)
     del session
     gc.collect()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -632,30 +631,24 @@ def test_auto_chooses_the_host_here_and_says_why(bundled_model: Path) -> None:
         assert any("auto chose host" in note and "no Snapdragon" in note for note in llm.notes)
 
 
-def test_importing_is_quick(tmp_path: Path) -> None:
-    # The processor's time, which what else runs here does not lengthen as it does the clock's.
-    script = "import time; begin = time.process_time(); import heterollm; print(time.process_time() - begin)"
-    times = [
-        float(
-            subprocess.run(
-                [sys.executable, "-c", script], capture_output=True, cwd=tmp_path, check=True
-            ).stdout
-        )
-        for _ in range(3)
-    ]
-    assert min(times) < 0.3
+def test_importing_loads_little(tmp_path: Path) -> None:
+    """Few modules, and none of the large libraries, so that an import is quick on any machine."""
+    script = "import sys; before = set(sys.modules); import heterollm; print(*set(sys.modules) - before)"
+    command = [sys.executable, "-P", "-c", script]
+    loaded = subprocess.run(command, capture_output=True, cwd=tmp_path, check=True, text=True).stdout.split()
+    large = {"numpy", "scipy", "sklearn", "joblib", "onnxruntime", "pyopencl", "transformers", "torch"}
+    assert not large & {name.partition(".")[0] for name in loaded}
+    assert len(loaded) < 200
 
 
 def test_progress_is_told_in_stages(bundled_model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     told: dict[str, list[tuple[int, int]]] = {}
-    begin = time.perf_counter()
 
     def progress(stage: str, done: int, total: int) -> None:
         told.setdefault(stage, []).append((done, total))
 
     LLM.load(bundled_model, device="host", progress=progress).close()
-    assert time.perf_counter() - begin < 60
     assert list(told) == ["Quantising weights", "Packing weights for the GPU", "Preparing graphs and kernels"]
     for steps in told.values():
         assert steps == sorted(steps)

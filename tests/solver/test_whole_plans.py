@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-import time
 from dataclasses import replace
 
 import pytest
@@ -121,19 +120,14 @@ def test_a_form_that_is_fast_changes_the_plan():
     assert both.plan(device="d", precision="w4a16").placement("prefill", 256, layers[3]).form == "k_chunked"
 
 
-def processor_s(call):
-    begin = time.process_time()
-    call()
-    return time.process_time() - begin
-
-
-def test_a_whole_model_takes_under_a_second_and_another_length_milliseconds():
+def test_a_whole_model_takes_some_million_calls_and_another_length_some_thousand(calls_of):
+    """Of functions: a second for the model and milliseconds for another length, on the machine of CI."""
     layers = [replace(spec, layer=layer) for layer in range(WIDE.layers) for spec in WIDE.layer]
     limits = NpuLimits(STANDARD_LENGTHS, 256, lambda spec, length: ("matmul_nbits",))
     solver = Solver((*layers, WIDE.head), limits, Rates())
-    assert min(processor_s(lambda: solver.plan(device="d", precision="w4a16")) for _ in range(2)) < 1.0
+    assert calls_of(lambda: solver.plan(device="d", precision="w4a16")) < 2_500_000
     slices = solver.slices({1: 100.0, 256: 1.0})
     lengths = (2, 45, 135, 300, 525, 777, 1023)
     remembered = replace(solver, costs=CachedCosts(solver.costs))
-    times_s = [processor_s(lambda tokens=tokens: remembered.length(tokens, slices)) for tokens in lengths]
-    assert statistics.median(times_s) < 0.005
+    calls = [calls_of(lambda tokens=tokens: remembered.length(tokens, slices)) for tokens in lengths]
+    assert statistics.median(calls) < 3000

@@ -11,7 +11,7 @@ import pytest
 
 from heterollm.base import MIB, GraphError
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GpuLinear
+from heterollm.kernels.gpu import GpuLinear, kernel_times_ns
 from heterollm.kernels.gpu.traits import host_cache_bytes
 from heterollm.kernels.npu import GraphForm, LinearShard
 from heterollm.kernels.npu.qnn import BuiltGraph
@@ -223,11 +223,19 @@ def test_the_gpu_empties_its_caches_outside_the_time(device, monkeypatch):
     linear = GpuLinear.pack(timer.runtime, [weight], activation_dtype=np.float32)
     x, y = timer.runtime.shared((1, 128), np.float32), timer.runtime.shared((1, 64), np.float32)
     launch = linear.launch(x, y, tokens=1, label="small")
-    reading_us = min(timer.time_us([timer._evictor()]) for _ in range(3))
-    assert timer.evictions == 0
-    cold_us = min(timer.time_us([launch], cold=True) for _ in range(5))
-    assert timer.evictions == 5
-    assert 0 < cold_us < reading_us / 4
+    read, emptied, asked = timer._evictor(), [], []
+    timer._eviction = lambda: emptied.append(read())
+    monkeypatch.setattr(
+        timer_module, "kernel_times_ns", lambda event: asked.append(kernel_times_ns(event)) or asked[-1]
+    )
+    timer.time_us([launch])
+    assert (timer.evictions, emptied) == (0, [])
+    asked.clear()
+    cold_us = timer.time_us([launch], cold=True)
+    assert timer.evictions == len(emptied) == 1
+    last, first = asked
+    assert cold_us == (last.end - first.start) / 1e3 > 0
+    assert kernel_times_ns(emptied[0]).end <= first.start
 
 
 def test_rounding_is_timed_with_a_launch_that_does_it_itself(device):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import time
 
 import msgspec
 import numpy as np
@@ -400,19 +399,19 @@ class TestPredictor:
         through_file = Profile.from_json(made.to_json())
         assert Predictor.fit(through_file).to_json() == predictor.to_json()
 
-    def test_ten_thousand_predictions_take_under_a_second(self, predictor):
+    def test_a_prediction_takes_few_calls(self, predictor, calls_of):
+        """Of functions: ten thousand predictions take a second on the machine of CI."""
         rng = random.Random(2)
         points = [
             linear_point(
                 "o", (rng.randrange(64, 9000),), rng.choice((1024, 1536, 4096)), rng.choice(NPU_TOKENS)
             )
-            for _ in range(10_000)
+            for _ in range(200)
         ]
-        begin = time.process_time()
-        for point in points:
-            predictor.predict_us(point, "gpu")
-            predictor.predict_us(replace(point, form="matmul_nbits"), "npu")
-        assert time.process_time() - begin < 2.0
+        for part, form in (("gpu", None), ("npu", "matmul_nbits")):
+            asked = [replace(point, form=form) if form else point for point in points]
+            calls = calls_of(lambda: [predictor.predict_us(point, part) for point in asked])  # noqa: B023
+            assert calls < 50 * len(points)
 
     def test_a_profile_without_enough_is_refused(self):
         made = profile()
