@@ -7,8 +7,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from heterollm.kernels.threads import split_threads
+
+# A slow machine fails no test, and each run has the same examples.
+settings.register_profile(
+    "heterollm",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("heterollm")
 
 # PoCL takes both from the environment of the process's first OpenCL call, which any test may make: the number
 # of threads that `host` has by default, and a cache that outlives every test that moves heterollm's.

@@ -268,19 +268,19 @@ def test_an_idle_engine_thread_rests_once_and_wakes_for_the_next_call(monkeypatc
     monkeypatch.setattr("heterollm.engine.thread.IDLE_S", 0.02)
     thread, switch = EngineThread(), Switch()
     thread.rest_when_idle(switch)
-    assert switch.rested.wait(10)
+    assert switch.rested.wait(120)
     time.sleep(0.1)
     assert switch.calls == ["rest"]
     switch.rested.clear()
     thread.run(lambda: switch.calls.append("work"))
     assert switch.calls[:3] == ["rest", "wake", "work"]
-    assert switch.rested.wait(10)
+    assert switch.rested.wait(120)
     thread.close()
     assert switch.calls == ["rest", "wake", "work", "rest"]
 
 
 def test_a_busy_engine_thread_asks_for_nothing(monkeypatch):
-    monkeypatch.setattr("heterollm.engine.thread.IDLE_S", 10.0)
+    monkeypatch.setattr("heterollm.engine.thread.IDLE_S", 600.0)
     thread, switch = EngineThread(), Switch()
     thread.rest_when_idle(switch)
     for _ in range(20):

@@ -182,7 +182,7 @@ def test_an_interrupted_run_is_resumed_and_a_finished_one_repeated(tmp_path: Pat
 
 
 SCRIPT = """
-import sys, time
+import sys
 from pathlib import Path
 from heterollm.profiler import runner
 from heterollm.profiler.records.profile import Profile
@@ -193,14 +193,13 @@ runner.SAVE_EVERY_S = 0.0
 
 def task(number):
     def run():
-        time.sleep(0.005)
+        print(number, flush=True)
         return [Record(BandwidthKey("gpu", number, False), (1.0,))]
     return Task("counting", (BandwidthKey("gpu", number, False),), run, 1.0)
 
 path = Path(sys.argv[1])
 new = Profile({"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0})
 profile = Profile.load(path) if path.exists() else new
-print("begun", flush=True)
 runner.run_tasks(profile, [task(number) for number in range(40)], runner.ProfileOptions(), path=path)
 """
 
@@ -213,15 +212,14 @@ def test_a_run_killed_at_random_moments_is_resumed_without_loss(tmp_path: Path) 
     for _ in range(4):
         process = subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE)
         assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(generator.uniform(0.02, 0.2))
+        # With the line of a task the ones before it are kept; how far the next one came is left to chance.
+        for _ in range(generator.randint(2, 9)):
+            process.stdout.readline()
         process.kill()
         process.wait()
         process.stdout.close()
-        if path.exists():
-            counts.append(len(Profile.load(path).records))
-    assert counts == sorted(counts)
-    assert counts[-1] > 0
+        counts.append(len(Profile.load(path).records))
+    assert counts == sorted(set(counts))
     subprocess.run([sys.executable, str(script), str(path)], check=True, stdout=subprocess.DEVNULL)
     profile = Profile.load(path)
     assert len(profile.records) == 40

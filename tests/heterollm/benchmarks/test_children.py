@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from multiprocessing.connection import Connection
 
 import psutil
 import pytest
@@ -19,8 +19,8 @@ from heterollm.benchmarks.engine import Job
 PARENT = """
 import time
 from heterollm.benchmarks.children import start
-print(start(time.sleep, 60).pid, flush=True)
-time.sleep(60)
+print(start(time.sleep, 600).pid, flush=True)
+time.sleep(600)
 """
 
 
@@ -46,7 +46,7 @@ def loading(model, engine="self", **options):
 
 
 def gone(process):
-    return process in psutil.wait_procs([process], timeout=30)[0]
+    return process in psutil.wait_procs([process], timeout=120)[0]
 
 
 def test_a_child_chooses_its_own_threads_and_sends_no_telemetry(started, monkeypatch):
@@ -66,13 +66,20 @@ def test_a_closed_child_ends(started):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_a_child_ends_in_the_middle_of_its_work_when_its_parent_is_interrupted(started, bundled_model):
+def test_a_child_ends_in_the_middle_of_its_work_when_its_parent_is_interrupted(
+    started, bundled_model, monkeypatch
+):
     child, process = started()
-    timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM])
+    poll = Connection.poll
+
+    def poll_and_be_killed(pipe, timeout_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return poll(pipe, timeout_s)
+
+    monkeypatch.setattr(Connection, "poll", poll_and_be_killed)
 
     def ask():
         with signals_interrupt():
-            timer.start()
             child.ask("load", *loading(bundled_model))
 
     with pytest.raises(TerminatedInterrupt):

@@ -414,20 +414,26 @@ def run_script(body: str, model: Path, surroundings: dict[str, str]) -> subproce
 
 
 INTERRUPTED = """
-import sys, threading, time
+import signal, sys, threading
 from heterollm import LLM
 
 model, wanted = sys.argv[1:]
-told = threading.Event()
+told, interrupted = threading.Event(), threading.Event()
+
+def interrupt(*_):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
 
 def progress(stage, done, total):
     if stage == wanted and not told.is_set() and (done or wanted != "Quantising weights"):
         told.set()
         print("there", flush=True)
-        time.sleep(0.2)
+        interrupted.wait(100)
 
 try:
-    # Slow steps, so that the signal comes in the middle.
+    # The step goes on once the signal has come.
     LLM.load(model, device="host", plan="npu", progress=progress)
 except KeyboardInterrupt:
     print("interrupted", threading.active_count())
@@ -454,7 +460,7 @@ def test_ctrl_c_during_load(
     )
     assert process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert out == "interrupted 1\n", err
     assert process.returncode == 0
     assert not list(cache.rglob("*.partial"))

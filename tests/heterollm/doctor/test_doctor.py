@@ -27,6 +27,7 @@ from heterollm.report import diagnosis_report
 def diagnosis():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor_checks, "LITMUS_ROUNDS", 300)
+        patch.setattr(doctor_checks, "LIMIT_S", 600.0)
         return diagnose("host")
 
 
