@@ -10,6 +10,9 @@ import pytest
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.llm import LLM
 
+OPTIMISED = True
+"""Models have the programs that users have."""
+
 LEVELS = ("gpu", "npu", "layer")
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 

@@ -15,6 +15,9 @@ from heterollm.llm import LLM
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 
+OPTIMISED = True
+"""This process builds the programs of those that it starts, whose logits it compares."""
+
 PROMPT = [5, 6, 7, 8, 9]
 BEGIN = """
 import hashlib, json, sys, time

@@ -58,7 +58,7 @@ def _own_cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def profiled(bundled_model):
     """The bundled model, profiled on this machine by the command that a user runs."""
-    options = ["--device", "host", "--quick", "--budget", "20s"]
+    options = ["--device", "host", "--quick", "--budget", "5s"]
     assert main(["profile", str(bundled_model), *options]) == 0
     return bundled_model
 
@@ -129,9 +129,11 @@ def test_a_plan_on_host_is_one_list_of_steps(profiled, tmp_path):
     found = []
     for plan in ("auto", target, Plan.load(target)):
         with LLM.load(profiled, device="host", plan=plan, allow_fallback=True) as llm:
-            passes = sorted({length for prompt in (*LENGTHS, 1100) for _, length in llm.plan.chunks(prompt)})
+            # Some of the lengths: here each pass compiles kernels.
+            prompts = (*LENGTHS[::8], 1100)
+            passes = sorted({length for prompt in prompts for _, length in llm.plan.chunks(prompt)})
             steps = [llm.steps("prefill", tokens) for tokens in passes]
-            steps += [llm.steps("decode", tokens) for tokens in range(1, 17)]
+            steps += [llm.steps("decode", tokens) for tokens in (1, 2, 7, 16)]
             found.append((llm.plan, steps))
     assert found[0] == found[1] == found[2]
 

@@ -3,25 +3,9 @@ import pytest
 
 from heterollm.kernels.cases import LayerCases
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
-from heterollm.kernels.gpu import GpuGlue, OpenClRuntime
+from heterollm.kernels.gpu import GpuGlue
 
 LAYERS: dict[tuple, GpuGlue] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plain_builds():
-    """Build the linear kernels for GPUs without optimisation, which takes PoCL a quarter of the time.
-
-    A phone has a compiler of its own; what PoCL optimises are the kernels for processors.
-    """
-    build = OpenClRuntime._build
-
-    def plain(runtime, source, options, name):
-        return build(runtime, source, [*options, *(["-cl-opt-disable"] * ("simt" in name))], name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenClRuntime, "_build", plain)
-        yield
 
 
 @pytest.fixture
