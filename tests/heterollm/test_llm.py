@@ -173,7 +173,7 @@ def test_threads_share_the_model(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     assert together == alone
 
 
@@ -356,7 +356,7 @@ def test_a_model_closed_while_it_answers_finishes_the_answer(bundled_model: Path
     for closer in closers:
         closer.start()
     for closer in closers:
-        closer.join(120)
+        closer.join(600)
     assert not any(closer.is_alive() for closer in closers)
     assert first.text + "".join(step.text for step in stream) == stream.result.text
     assert (stream.result.generated_tokens, stream.result.stop_reason) == (200, "length")
@@ -371,7 +371,7 @@ def test_a_dropped_model_ends_its_thread(bundled_model: Path) -> None:
     assert session.prefill([1, 2]).shape == (2048,)
     del session
     gc.collect()
-    thread.join(120)
+    thread.join(600)
     assert not thread.is_alive()
 
 

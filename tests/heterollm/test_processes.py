@@ -54,7 +54,7 @@ def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on():
         [sys.executable, "-P", "-W", "ignore", "-c", SCRIPT, str(bundled_model())],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=600,
     )
     found = json.loads(done.stdout)
     assert len(found) == 4
@@ -84,4 +84,4 @@ if __name__ == "__main__":
 def test_a_spawned_child_loads_beside_its_parent(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
-    subprocess.run([sys.executable, "-P", str(script)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-P", str(script)], check=True, timeout=600)

@@ -38,7 +38,7 @@ def test_a_complete_cache_that_cannot_be_written_is_used():
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=600,
             )
             assert done.returncode == 0, done.stderr
             answers.append(done.stdout)

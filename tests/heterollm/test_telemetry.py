@@ -30,6 +30,6 @@ def test_nothing_is_written_into_the_home_folder(tmp_path):
     left_out = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | folders
     subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, str(bundled_model())], check=True, env=environment, timeout=300
+        [sys.executable, "-P", "-c", SCRIPT, str(bundled_model())], check=True, env=environment, timeout=600
     )
     assert not list(home.rglob("*"))

@@ -24,14 +24,17 @@ def runtime():
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_builds():
-    """Build the linear kernels for GPUs without optimisation, which takes PoCL a quarter of the time.
+    """Build the kernels for GPUs without optimisation, which takes PoCL a quarter of the time.
 
     A phone has a compiler of its own; what PoCL optimises are the kernels for processors.
     """
     build = OpenClRuntime._build
 
     def plain(runtime, source, options, name):
-        return build(runtime, source, [*options, *(["-cl-opt-disable"] * ("simt" in name))], name)
+        groups = any(option.startswith("-DWG=") and option != "-DWG=1" for option in options)
+        if groups or "simt" in name:
+            options = [*options, "-cl-opt-disable"]
+        return build(runtime, source, options, name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OpenClRuntime, "_build", plain)

@@ -252,7 +252,7 @@ def run(script, **surroundings):
         capture_output=True,
         text=True,
         env=environment | surroundings,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -268,13 +268,13 @@ def test_an_idle_engine_thread_rests_once_and_wakes_for_the_next_call(monkeypatc
     monkeypatch.setattr("heterollm.engine.thread.IDLE_S", 0.02)
     thread, switch = EngineThread(), Switch()
     thread.rest_when_idle(switch)
-    assert switch.rested.wait(120)
+    assert switch.rested.wait(600)
     time.sleep(0.1)
     assert switch.calls == ["rest"]
     switch.rested.clear()
     thread.run(lambda: switch.calls.append("work"))
     assert switch.calls[:3] == ["rest", "wake", "work"]
-    assert switch.rested.wait(120)
+    assert switch.rested.wait(600)
     thread.close()
     assert switch.calls == ["rest", "wake", "work", "rest"]
 

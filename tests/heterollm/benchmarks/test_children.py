@@ -46,7 +46,7 @@ def loading(model, engine="self", **options):
 
 
 def gone(process):
-    return process in psutil.wait_procs([process], timeout=120)[0]
+    return process in psutil.wait_procs([process], timeout=600)[0]
 
 
 def test_a_child_chooses_its_own_threads_and_sends_no_telemetry(started, monkeypatch):

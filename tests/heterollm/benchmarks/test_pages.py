@@ -211,7 +211,7 @@ def test_pages_fit_a_phone_and_a_desk(rows, changed, sample_profile, tmp_path):
         *("--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"),
         (tmp_path / "all.html").as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600)
     result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
     assert result, done.stderr
     found = {item["name"]: item for item in json.loads(result[1])}

@@ -115,7 +115,7 @@ def test_the_command_keeps_rows_and_leaves_no_process(bundled_model, tmp_path, n
         time.sleep(0.02)
     children = process.children(recursive=True)
     process.send_signal(number)
-    shown, said = process.communicate(timeout=30)
+    shown, said = process.communicate(timeout=600)
     assert process.returncode == code, said
     whole, row = read_rows(out)
     assert (whole.test, len(whole.times.samples_ns), whole.interrupted) == ("pp8", 2, None)
@@ -123,4 +123,4 @@ def test_the_command_keeps_rows_and_leaves_no_process(bundled_model, tmp_path, n
     assert (row.test, len(row.times.samples_ns), row.asked.repetitions) == ("tg600", 1, 2)
     assert "Interrupted by" in " ".join(shown.split())
     assert children
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not psutil.wait_procs(children, timeout=600)[1]

@@ -408,7 +408,7 @@ def run_script(body: str, model: Path, surroundings: dict[str, str]) -> subproce
         text=True,
         cwd=model.parent,
         env=surroundings,
-        timeout=120,
+        timeout=600,
         check=True,
     )
 
@@ -430,7 +430,7 @@ def progress(stage, done, total):
     if stage == wanted and not told.is_set() and (done or wanted != "Quantising weights"):
         told.set()
         print("there", flush=True)
-        interrupted.wait(100)
+        interrupted.wait(600)
 
 try:
     # The step goes on once the signal has come.
@@ -460,7 +460,7 @@ def test_ctrl_c_during_load(
     )
     assert process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert out == "interrupted 1\n", err
     assert process.returncode == 0
     assert not list(cache.rglob("*.partial"))

@@ -21,7 +21,7 @@ def run(words, closed="", **surroundings):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -58,7 +58,7 @@ def test_no_file_takes_the_descriptor_of_a_closed_stream():
         "import os; from heterollm.base import hold_descriptors as hold; hold(); os._exit(os.open('/', 0))"
     )
     done = subprocess.run(
-        ["/bin/sh", "-c", f"{shlex.join([sys.executable, '-Pc', script])} <&- >&- 2>&-"], timeout=60
+        ["/bin/sh", "-c", f"{shlex.join([sys.executable, '-Pc', script])} <&- >&- 2>&-"], timeout=600
     )
     assert done.returncode > 2
 
@@ -67,7 +67,7 @@ def test_nobody_reads_the_messages():
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-Pm", "heterollm", "nothing"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write, text=True, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write, text=True, timeout=600)
     os.close(write)
     assert (done.returncode, done.stdout) == (141, "")
 

@@ -99,7 +99,7 @@ def fake(monkeypatch):
 def process(*arguments, cwd, **options):
     command = [sys.executable, "-m", "heterollm", *map(str, arguments)]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, **options
+        command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=600, **options
     )
 
 
@@ -403,7 +403,7 @@ def test_ctrl_c_while_generating(bundled_model, tmp_path):
     try:
         assert running.stdout.read(1)
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=120)
+        _, err = running.communicate(timeout=600)
     finally:
         running.kill()
     assert running.returncode == 130
@@ -426,7 +426,7 @@ def test_a_reader_that_goes_away_is_no_error(bundled_model, tmp_path):
         assert running.stdout.read(1)
         running.stdout.close()
         err = running.stderr.read()
-        assert running.wait(timeout=120) == 141
+        assert running.wait(timeout=600) == 141
     finally:
         running.kill()
     assert b"Traceback" not in err

@@ -58,6 +58,12 @@ def load(
     return loaded
 
 
+@pytest.fixture(scope="module")
+def half_rows_of_llama(checkpoint: Callable[..., Path], half_rows_plan: Callable[..., Plan]) -> Plan:
+    with LLM.load(checkpoint("llama"), device="host", plan="gpu") as llm:
+        return half_rows_plan(llm)
+
+
 def count(llm: LLM, calls: Counter[str], tokens: int) -> tuple[Counter[str], int]:
     """Return the calls of a pass whose kernels and graphs are compiled, and the number of its splits."""
     session = llm.session()
@@ -104,14 +110,11 @@ def test_a_split_in_shared_virtual_memory_has_one_wait_at_most(
     tokens: int,
     sync: str,
     load: Callable[[MemoryKind, str | Plan, str], LLM],
-    host_llm: Callable[..., LLM],
-    checkpoint: Callable[..., Path],
-    half_rows_plan: Callable[..., Plan],
+    half_rows_of_llama: Plan,
     calls: Counter[str],
 ) -> None:
     """The driver's wait with ``event``; none with a poll, of which the pass's end has one more."""
-    plan = half_rows_plan(host_llm(checkpoint("llama"), plan="gpu"))
-    found, splits = count(load("svm", plan, sync), calls, tokens)
+    found, splits = count(load("svm", half_rows_of_llama, sync), calls, tokens)
     assert splits == 9
     assert (found["map"], found["unmap"], found["copy"]) == (0, 0, 0)
     assert found["finish"] == 1
@@ -120,13 +123,10 @@ def test_a_split_in_shared_virtual_memory_has_one_wait_at_most(
 
 def test_a_split_of_mapped_memory_maps_its_input_and_its_output(
     load: Callable[[MemoryKind, str | Plan, str], LLM],
-    host_llm: Callable[..., LLM],
-    checkpoint: Callable[..., Path],
-    half_rows_plan: Callable[..., Plan],
+    half_rows_of_llama: Plan,
     calls: Counter[str],
 ) -> None:
     """And the pass its tokens, step and logits."""
-    plan = half_rows_plan(host_llm(checkpoint("llama"), plan="gpu"))
-    found, splits = count(load("mapped", plan, "event"), calls, 1)
+    found, splits = count(load("mapped", half_rows_of_llama, "event"), calls, 1)
     assert (found["map"], found["unmap"]) == (2 * splits + 3, 2 * splits + 3)
     assert (found["wait"], found["finish"], found["copy"]) == (splits, 1, 0)

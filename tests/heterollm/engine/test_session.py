@@ -431,7 +431,7 @@ def test_a_session_inside_the_loop_of_a_stream(llm: LLM) -> None:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(120)
+    thread.join(600)
     assert not thread.is_alive()
     assert len(results) == 12
 

@@ -25,7 +25,7 @@ from pathlib import Path
 model, meeting, mine, other = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 def meet():
     (meeting / mine).touch()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not (meeting / other).exists():
         assert time.monotonic() < end, "the other process did not come"
         time.sleep(0.001)
@@ -71,7 +71,7 @@ def run_two(script: str, model: Path, folder: Path, *arguments: str) -> list[dic
     ]
     answers = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         assert "damaged" not in err
         assert "again" not in err

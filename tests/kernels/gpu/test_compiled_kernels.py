@@ -41,7 +41,7 @@ def compiled(source, kernel, options=()):
         pytest.skip(f"needs {CLANG}, such as `apt install {CLANG}`")
     command = [CLANG, "-x", "cl", "-cl-std=CL3.0", "-target", "spir64", "-O2", "-S", "-emit-llvm", "-o", "-"]
     command += ["-Xclang", "-finclude-default-header", f"-D{DOT}=1", *options, "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     body = (
         re.search(rf"^define [^\n]*@{kernel}\(.*?^\}}", done.stdout, re.M | re.S).group().splitlines()[1:-1]

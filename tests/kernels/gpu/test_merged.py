@@ -202,4 +202,4 @@ def test_workers_in_parallel_keep_the_order(threads):
     """In a process of its own, since the number of OpenCL threads is fixed at the first use."""
     variables = {key: value for key, value in os.environ.items() if key != "POCL_MAX_PTHREAD_COUNT"}
     command = [sys.executable, "-c", PARALLEL, __file__, str(threads)]
-    subprocess.run(command, check=True, timeout=120, cwd="/", env=variables)
+    subprocess.run(command, check=True, timeout=600, cwd="/", env=variables)

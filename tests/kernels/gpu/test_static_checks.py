@@ -111,7 +111,7 @@ def clang():
 def compiler_says(clang: str, source: str, *options: str) -> str:
     command = [clang, "-x", "cl", "-target", "spir64", "-Xclang", "-finclude-default-header"]
     command += ["-Wall", "-Werror", "-Wno-unused-function", "-fsyntax-only", *options, "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=600, check=False)
     return "" if done.returncode == 0 else done.stderr
 
 
@@ -438,7 +438,7 @@ def simulate(name: str, folder: Path) -> tuple[int, str]:
     }
     command = [sys.executable, "-P", __file__, name]
     done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout), done.stderr

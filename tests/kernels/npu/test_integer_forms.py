@@ -158,7 +158,7 @@ def compiled(tmp_path):
     def compile_graph(shard, form, length, options):
         model = write_graph(shard, form, np.dtype(np.float16), tmp_path, length)
         command = [sys.executable, "-P", "-c", OPEN_AND_TRACE, str(model), json.dumps(options)]
-        subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=300)
+        subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=600)
         [schematic] = tmp_path.glob("*_schematic.bin")
         text = schematic.read_bytes().decode("latin-1")
         schematic.unlink()

@@ -311,7 +311,7 @@ class TestBinaries:
         command = [sys.executable, "-P", "-c", SECOND_PROCESS, str(weights)]
         options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         both = [subprocess.Popen(command, **options) for _ in range(2)]
-        outputs = [process.communicate(timeout=60) for process in both]
+        outputs = [process.communicate(timeout=600) for process in both]
         assert sorted(out.strip() for out, _ in outputs) == ["0 1", "1 0"], outputs
         third = subprocess.run(command, check=True, **options)
         assert third.stdout == "0 1\n"  # and no line of the emulator's own

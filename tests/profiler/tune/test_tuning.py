@@ -403,7 +403,7 @@ def test_what_takes_the_process_down_stays_in_quarantine(runtime, pytestconfig, 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 3, done.stderr
