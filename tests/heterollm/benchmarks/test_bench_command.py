@@ -119,6 +119,7 @@ def test_a_killed_process_is_an_error_in_its_rows(bundled_model, monkeypatch):
     assert "memory" in second.error
 
 
+@pytest.mark.slow  # test_engines.py compares the engines in this process
 def test_transformers_computes_the_same(bundled_model):
     pytest.importorskip("torch")
     configurations = expand(engines=["self", "transformers"], levels=["gpu"], device="host")
