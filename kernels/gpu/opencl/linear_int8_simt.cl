@@ -14,16 +14,18 @@ static inline int DOT4(uint codes, uint input) {
 // The product of a block is the sum of codes times codes, less the zero point's share, times both scales. Exact up to
 // the scales, as no sum reaches 2^24.
 
+// Sixteen inputs are four words of codes. Rows of codes are multiples of them, which one access reads.
+#define CODE_VECTORS(p) ((__global const uint4 *)(p))
+
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
 #ifdef TOKENS
 
 #define CLEAR_TOTAL(t) float total##t = 0.0f;
 #define CLEAR_SUM(t) int sum##t = 0;
-// Sixteen inputs are four words of codes.
 #define ADD_QUADS(t)                                                                                         \
   {                                                                                                          \
-    const uint4 input = vload4(0, x_codes + (t * stride + (b * BLOCK + k) / 4));                                           \
+    const uint4 input = inputs[t * vectors];                                                                 \
     sum##t += DOT4(quads.x, input.x) + DOT4(quads.y, input.y);                                               \
     sum##t += DOT4(quads.z, input.z) + DOT4(quads.w, input.w);                                               \
   }
@@ -40,14 +42,14 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
   // Rows past the last token are read, but their sums are not stored.
-  const uint stride = (uint)columns / 4, blocks = (uint)columns / BLOCK;
+  const uint vectors = (uint)columns / 16, blocks = (uint)columns / BLOCK;
   weights += first_weight(tile.x, weight_columns, first_column) + lane;
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
   scales += groups;
 #ifdef ASYMMETRIC
   zeros += groups;
 #endif
-  x_codes += (size_t)token * stride;
+  x_codes += (size_t)token * (vectors * 4);
   x_blocks += (size_t)token * blocks;
   REPEAT(TOKENS, CLEAR_TOTAL)
   for (uint b = slice; b < blocks; b += SLICES) {
@@ -55,7 +57,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
     const float scale = load_half(scales, group), zero = ZERO(group);
     __global const weight_t *source = weights + b * (BLOCK / WORD_INPUTS * LANES);
     REPEAT(TOKENS, CLEAR_SUM)
-    for (uint k = 0; k < BLOCK; k += 16, source += 16 / WORD_INPUTS * LANES) {
+    __global const uint4 *inputs = CODE_VECTORS(x_codes) + b * (BLOCK / 16);
+    for (uint k = 0; k < BLOCK; k += 16, source += 16 / WORD_INPUTS * LANES, inputs++) {
 #if BITS == 4
       const uint q0 = source[0], q1 = source[LANES];
       const uint4 quads = (uint4)(QUAD(q0, 0), QUAD(q0, 1), QUAD(q1, 0), QUAD(q1, 1));
@@ -128,7 +131,7 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   do {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (ITEMS <= INPUT_RUNS || item < INPUT_RUNS) {
-      inputs[item % ROW_RUNS * TILE_TOKENS + item / ROW_RUNS] = vload4(0, x_codes);
+      inputs[item % ROW_RUNS * TILE_TOKENS + item / ROW_RUNS] = *CODE_VECTORS(x_codes);
       x_codes += DEPTH / 4;
     }
     if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS)

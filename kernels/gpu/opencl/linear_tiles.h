@@ -56,10 +56,10 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
 // them. token_step is TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time; every block is a
 // multiple of it. There are at least LANES work-items.
 #ifndef TILE_TOKENS
-#define TILE_TOKENS 32
+#define TILE_TOKENS 64
 #endif
 #ifndef ITEM_TOKENS
-#define ITEM_TOKENS 4
+#define ITEM_TOKENS 16
 #endif
 #ifndef DEPTH
 #define DEPTH 16
