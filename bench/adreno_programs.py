@@ -134,14 +134,15 @@ def _record_linears(runtime: ProgramRecorder, slot: SharedArray) -> None:
             record(bits, tokens, rounds=True)
     for bits in (4, 8, 16):
         record(bits, 64, style="half")
-    wide = KernelParameters("half", True, 64, item_tokens=8, depth_inputs=32)
-    record(4, 64, parameters=wide, note=" tile 64x8x32")
-    wide = KernelParameters("simt", True, 64, item_tokens=8, depth_inputs=16)
-    record(4, 64, parameters=wide, note=" tile 64x8x16")
-    for item_tokens, depth in ((4, 32), (8, 16), (8, 32)):
-        chosen = KernelParameters("simt", True, 32, item_tokens=item_tokens, depth_inputs=depth)
-        for rounds in (False, True):
-            record(4, 64, rounds=rounds, parameters=chosen, note=f" tile 32x{item_tokens}x{depth}")
+    tiles: tuple[tuple[KernelStyle, bool, tuple[tuple[int, int, int], ...]], ...] = (
+        ("simt", False, ((32, 4, 16), (32, 8, 16), (64, 8, 16))),
+        ("half", False, ((32, 8, 16), (64, 8, 32), (64, 16, 32))),
+        ("simt", True, ((32, 4, 16), (32, 4, 32), (32, 8, 16))),
+    )
+    for style, rounds, sizes in tiles:
+        for step, sums, depth in sizes:
+            chosen = KernelParameters(style, True, step, item_tokens=sums, depth_inputs=depth)
+            record(4, 64, rounds=rounds, parameters=chosen, note=f" tile {step}x{sums}x{depth}")
     runtime.traits = replace(runtime.traits, has_integer_dot=False)
     for tokens in (1, 8, 64):
         record(4, tokens, rounds=True, note=" without dp4acc")
@@ -174,6 +175,13 @@ def _record_glue(
         runtime.label = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
         options = {"tokens": tokens, "bucket": 512, "parts": parts, "rounded": rounded}
         layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
+    if not rounds:
+        # Twice the rows of a work-group, to show that it is no better.
+        half = runtime.programs.get(f"attention {kind} hd{shape.head_dim} group{shape.group} T64")
+        if half is not None:
+            defines = (*((key, value) for key, value in half.defines if key != "ROWS"), ("ROWS", 16))
+            name = f"{half.name} rows 16"
+            runtime.programs[name] = replace(half, name=name, defines=tuple(sorted(defines)))
 
 
 @functools.cache

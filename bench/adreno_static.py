@@ -124,7 +124,9 @@ def _unpack(folder: Path, architecture: str, root: Path, packages: Sequence[str]
     (apt / "etc/trusted.gpg.d").mkdir(exist_ok=True)
     (apt / "state/status").touch()
     own = [Path("/etc/apt/sources.list"), Path("/etc/apt/sources.list.d/debian.sources")]
-    text = "\n".join(path.read_text() for path in own if path.exists())
+    lines = "\n".join(path.read_text() for path in own if path.exists()).splitlines()
+    # A comment may name another archive, which need not be in reach.
+    text = "\n".join(line for line in lines if not line.startswith("#"))
     mirror = (
         found.group()
         if (found := re.search(r"https?://\S*/debian\b", text))

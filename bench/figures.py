@@ -33,6 +33,7 @@ README: Final = "README.md"
 MEASURED: Final = "docs/measured.md"
 SIMULATION: Final = "docs/simulation.md"
 PAPER_MAP: Final = "docs/paper-map.md"
+DEVICES: Final = "docs/devices-and-drivers.md"
 
 Row = Mapping[str, Any]
 
@@ -357,6 +358,29 @@ def pair(first: str, model: str, label: str, test: str) -> str:
     return f"{row['ratio']:.2f} ({row['ratio_least']:.2f} to {row['ratio_largest']:.2f})"
 
 
+def adreno_table() -> str:
+    """Mesa's compiler on the kernels for an Adreno 740, by both front ends."""
+    kept = json.loads((ROOT / "bench" / "results" / "adreno_static.json").read_text("utf-8"))["tables"]
+    fronts = kept["mesa 740"], kept["llvm 740"]
+    lines = []
+    for program in fronts[0]:
+        cells = [f"`{program}`"]
+        for rows in fronts:
+            row = rows.get(program)
+            names = ("registers", "waves", "private_bytes")
+            cells += [""] * 4 if row is None else [str(row[name]) for name in names]
+            if row is not None:
+                counts = program.startswith("linear") and row["loop_products"]
+                cells.append(f"{row['loop_slots'] / row['loop_products']:.2f}" if counts else "")
+        lines.append(cells)
+    columns = "registers | waves | private B | slots"
+    return (
+        table(f"program | Mesa: {columns} | LLVM: {columns}", "lrrrrrrrr", lines)
+        .replace("|  |", "| |")
+        .replace("|  |", "| |")
+    )
+
+
 # -- simulated -------------------------------------------------------------------------------------------
 
 
@@ -467,6 +491,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MEASURED, "memory"): memory_table,
     (MEASURED, "startup"): startup_table,
     (MEASURED, "gains"): gains_table,
+    (DEVICES, "Adreno"): adreno_table,
 }
 """Tables by page and name."""
 

@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeAlias, cast, get_args
+from typing import Final, Literal, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
 from heterollm.benchmarks.plugins import check_engine
 from heterollm.engine import SYNC_OPTIONS
 from heterollm.kernels.open import shares_cores
-from heterollm.kernels.ops import Precision, Scales
+from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
 from heterollm.solver import LENGTH_POLICIES
 
@@ -85,6 +85,7 @@ class Configuration:
         device: Name of the device; empty for other engines.
         group_size: Weights that share a scale.
         scales: Scales of 4-bit weights.
+        power: Clocks and cores asked for; empty for other engines.
         baseline: Whether the bench added the configuration for comparison.
     """
 
@@ -97,6 +98,7 @@ class Configuration:
     device: str = "auto"
     group_size: int = 32
     scales: Scales = "free"
+    power: Power | Literal[""] = "burst"
     baseline: bool = False
 
     @property
@@ -117,6 +119,8 @@ class Configuration:
         if self.sync != "auto":
             parts.append(f"sync {self.sync}")
         split = "" if self.threads is None else f", {self.threads[0]}+{self.threads[1]}"
+        if self.power != "burst":
+            parts.append(f"power {self.power}")
         kind = "" if self.scales == "free" else f" {self.scales}"
         return f"{' '.join(parts)} {self.precision}{kind}{split}"
 
@@ -169,6 +173,7 @@ def expand(
     device: str = "auto",
     group_size: int = 32,
     scales: Scales = "free",
+    power: Power = "burst",
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
@@ -202,6 +207,7 @@ def expand(
             device=device,
             group_size=group_size,
             scales="free" if engine != "self" or precision == "fp16" else scales,
+            power=power,
         )
         found += [_foreign(base)] if engine != "self" else _own(base, levels, policies, syncs)
     unique = tuple(dict.fromkeys(found))
@@ -260,7 +266,14 @@ def _foreign(base: Configuration) -> Configuration:
     threads = None if base.threads is None else (sum(base.threads), 0)
     precision: Precision = "w4a16" if base.precision == "w4a8" else base.precision
     return replace(
-        base, plan_level="", length_policy="", sync="", device="", threads=threads, precision=precision
+        base,
+        plan_level="",
+        length_policy="",
+        sync="",
+        device="",
+        threads=threads,
+        precision=precision,
+        power="",
     )
 
 

@@ -57,6 +57,7 @@ class SelfEngine:
             gpu_threads=gpu_threads,
             npu_threads=npu_threads,
             sync=cast("Sync", asked.sync),
+            power=asked.power or "burst",
             trace=job.trace,
             length_policy="padding"
             if asked.length_policy == "auto"

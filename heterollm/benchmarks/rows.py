@@ -57,6 +57,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sync: str = ""
     group_size: Count = 0
     scales: Literal["", "free", "stepped"] = ""
+    power: str = ""
     n_threads: Count | None = None
     gpu_threads: Count | None = None
     npu_threads: Count | None = None
@@ -328,6 +329,7 @@ def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions
         sync=configuration.sync,
         group_size=configuration.group_size,
         scales=configuration.scales,
+        power=configuration.power,
         n_threads=configuration.n_threads,
         gpu_threads=None if split is None else split[0],
         npu_threads=None if split is None else split[1],

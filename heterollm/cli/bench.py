@@ -20,6 +20,7 @@ from heterollm.cli.options import (
     JsonOption,
     MaybeModel,
     Names,
+    PowerOption,
     RowsOption,
     ScalesOption,
     chosen_format,
@@ -94,6 +95,7 @@ class ConfigurationOptions:
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
     scales: ScalesOption = "free"
+    power: PowerOption = "burst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             device=grid.device,
             group_size=grid.group_size,
             scales=grid.scales,
+            power=grid.power,
         )
     )
 

@@ -286,7 +286,10 @@ class GpuLinear:
             if not self.format.symmetric:
                 defines["ASYMMETRIC"] = 1
         files.append("linear_wide.h" if chosen == "vector" else "linear_tiles.h")
-        name = f"linear_{'int8_' if self.integer_inputs else ''}{chosen}"
+        if chosen == "half":
+            defines["HALF_SUMS"] = 1
+        source = "vector" if chosen == "vector" else "simt"
+        name = f"linear_{'int8_' if self.integer_inputs else ''}{source}"
         sizes = (np.int32(request.width), np.int32(rows), *self._parameters)
         part = (np.int32(self.columns), np.int32(request.columns[0]))
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4

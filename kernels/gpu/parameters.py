@@ -82,12 +82,12 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
     },
     ("simt", True): {
         "token_step": SIMT_TILES,
-        "item_tokens": (4, 8),
+        "item_tokens": (4, 8, 16),
         "depth_inputs": (16, 32),
     },
     ("half", True): {
         "token_step": SIMT_TILES,
-        "item_tokens": (4, 8),
+        "item_tokens": (4, 8, 16),
         # Half sums are added to float totals after so many products; after 64 they miss the gate of FP16.
         "depth_inputs": (16, 32),
     },
@@ -168,7 +168,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         token_step: Most tokens that share one pass over the weights.
         items: Work-items per row tile (vector) or per column (simt).
         item_tokens: Tokens whose sums a work-item holds in registers; 0 in the vector kernels for as many as
-            fit.
+            fit. The others hold fewer of a short step, whose work-groups would lack work-items.
         part_columns: Columns whose sums a work-item holds in registers; 0 for as many as fit.
         depth_inputs: Inputs whose weights are unpacked at a time (vector) or staged in local memory (simt).
         prefetch_bytes: Distance of the weights' prefetch; 0 for none.
@@ -213,6 +213,10 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "simt" and not self.many:
             # The int8 kernel does not stage its inputs.
             _check((self.depth_inputs == 0) == shape.integer_inputs, f"depth for {shape}", self.depth_inputs)
+        if self.style == "simt" and self.many:
+            # Those of the int8 kernel take twice the registers.
+            most = 8 if shape.integer_inputs else 16
+            _check(self.item_tokens <= most, f"item_tokens for {shape}", self.item_tokens)
         if self.style == "half":
             _check(suits_half(shape), f"a kernel for {shape}", self.kernel)
         if self.style != "vector" and self.many:
@@ -224,8 +228,12 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "vector":
             return 1
         if self.many:
-            return LANES // SIMT_ITEM_COLUMNS * (self.token_step // self.item_tokens)
+            return LANES // SIMT_ITEM_COLUMNS * (self.token_step // self._sums(self.token_step))
         return LANES * self.items
+
+    def _sums(self, step: int) -> int:
+        """Return the tokens of a work-item, so few of a step that a work-group has LANES work-items."""
+        return min(self.item_tokens, step // SIMT_ITEM_COLUMNS)
 
     def local_bytes(self) -> int:
         """Return the local memory of a work-group."""
@@ -260,8 +268,9 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style != "vector":
             # A short prompt gets the smallest tile that holds it.
             step = min(self.token_step, next((size for size in SIMT_TILES if tokens <= size), tokens))
-            local = LANES // SIMT_ITEM_COLUMNS, step // self.item_tokens
-            defines |= {"TILE_TOKENS": step, "ITEM_TOKENS": self.item_tokens}
+            sums = self._sums(step)
+            local = LANES // SIMT_ITEM_COLUMNS, step // sums
+            defines |= {"TILE_TOKENS": step, "ITEM_TOKENS": sums}
             size = local[0] * tiles, local[1] * -(-tokens // step)
             return LaunchGrid("many", step, size, local, defines)
         # Equal steps: a short last step would unpack all weights again for a few tokens.
@@ -292,8 +301,9 @@ def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameter
     if style == "vector" and shape.tokens == "many":
         return KernelParameters(style, True, 128, items=2, depth_inputs=128, prefetch_bytes=4096)
     if shape.tokens == "many":
-        whole = (shape.weight.block or 16) % 32 == 0 and shape.integer_inputs
-        return KernelParameters(style, True, 32, item_tokens=4, depth_inputs=32 if whole else 16)
+        step, sums = (32, 8) if shape.integer_inputs else (64, 16)
+        depth = 32 if shape.integer_inputs and shape.weight.block % 32 == 0 else 16
+        return KernelParameters(style, True, step, item_tokens=sums, depth_inputs=depth)
     if style == "half":
         style = "simt"
     step = 1 if shape.tokens == "one" else FEW_TOKEN_STEPS[-1]

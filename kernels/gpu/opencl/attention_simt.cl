@@ -21,6 +21,14 @@
 #define LANE_5 y
 #define LANE_6 z
 #define LANE_7 w
+#define LANE_8 x
+#define LANE_9 y
+#define LANE_10 z
+#define LANE_11 w
+#define LANE_12 x
+#define LANE_13 y
+#define LANE_14 z
+#define LANE_15 w
 
 #define CLEAR_SCORE(r) float4 score##r = 0.0f;
 #define ADD_LOW(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4], piece.lo, score##r);

@@ -14,16 +14,18 @@ static inline int DOT4(uint codes, uint input) {
 // The product of a block is the sum of codes times codes, less the zero point's share, times both scales. Exact up to
 // the scales, as no sum reaches 2^24.
 
+// Sixteen inputs are four words of codes. Rows of codes are multiples of them, which one access reads.
+#define CODE_VECTORS(p) ((__global const uint4 *)(p))
+
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
 #ifdef TOKENS
 
 #define CLEAR_TOTAL(t) float total##t = 0.0f;
 #define CLEAR_SUM(t) int sum##t = 0;
-// Sixteen inputs are four words of codes.
 #define ADD_QUADS(t)                                                                                         \
   {                                                                                                          \
-    const uint4 input = vload4(0, x_codes + (t * stride + (b * BLOCK + k) / 4));                                           \
+    const uint4 input = inputs[t * vectors];                                                                 \
     sum##t += DOT4(quads.x, input.x) + DOT4(quads.y, input.y);                                               \
     sum##t += DOT4(quads.z, input.z) + DOT4(quads.w, input.w);                                               \
   }
@@ -40,14 +42,14 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
   // Rows past the last token are read, but their sums are not stored.
-  const uint stride = (uint)columns / 4, blocks = (uint)columns / BLOCK;
+  const uint vectors = (uint)columns / 16, blocks = (uint)columns / BLOCK;
   weights += first_weight(tile.x, weight_columns, first_column) + lane;
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
   scales += groups;
 #ifdef ASYMMETRIC
   zeros += groups;
 #endif
-  x_codes += (size_t)token * stride;
+  x_codes += (size_t)token * (vectors * 4);
   x_blocks += (size_t)token * blocks;
   REPEAT(TOKENS, CLEAR_TOTAL)
   for (uint b = slice; b < blocks; b += SLICES) {
@@ -55,7 +57,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
     const float scale = load_half(scales, group), zero = ZERO(group);
     __global const weight_t *source = weights + b * (BLOCK / WORD_INPUTS * LANES);
     REPEAT(TOKENS, CLEAR_SUM)
-    for (uint k = 0; k < BLOCK; k += 16, source += 16 / WORD_INPUTS * LANES) {
+    __global const uint4 *inputs = CODE_VECTORS(x_codes) + b * (BLOCK / 16);
+    for (uint k = 0; k < BLOCK; k += 16, source += 16 / WORD_INPUTS * LANES, inputs++) {
 #if BITS == 4
       const uint q0 = source[0], q1 = source[LANES];
       const uint4 quads = (uint4)(QUAD(q0, 0), QUAD(q0, 1), QUAD(q1, 0), QUAD(q1, 1));
@@ -72,12 +75,22 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-#define CLEAR_SUMS(r)                                                                                        \
+#define CLEAR_TOTAL(r)                                                                                       \
   float4 total##r = 0.0f;                                                                                    \
   int4 sum##r = 0;
 #define STORED(r) total##r
-#define ADD_QUAD(r, input)                                                                                   \
-  sum##r += (int4)(DOT4(value.x, input), DOT4(value.y, input), DOT4(value.z, input), DOT4(value.w, input));
+// The products of a word of each of four columns with a token's.
+#define ADD_WORD(r, part)                                                                                    \
+  sum##r += (int4)(DOT4(v0.part, input.part), DOT4(v1.part, input.part), DOT4(v2.part, input.part),          \
+                   DOT4(v3.part, input.part));
+#define MULTIPLY(r)                                                                                          \
+  {                                                                                                          \
+    const uint4 input = own_inputs[k * TILE_TOKENS + r];                                                     \
+    ADD_WORD(r, x)                                                                                           \
+    ADD_WORD(r, y)                                                                                           \
+    ADD_WORD(r, z)                                                                                           \
+    ADD_WORD(r, w)                                                                                           \
+  }
 #define ADD_BLOCK(r)                                                                                         \
   {                                                                                                          \
     const float2 input = block_inputs[strip * ITEM_TOKENS + r];                                              \
@@ -85,75 +98,71 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
     total##r = FMA(product, scale * input.x, total##r);                                                      \
     sum##r = 0;                                                                                              \
   }
+// Codes are staged as vectors of sixteen inputs. A work-item stages at most one of those of the inputs.
+#define ROW_RUNS (DEPTH / 16)
+#define INPUT_RUNS (TILE_TOKENS * ROW_RUNS)
+#define WEIGHT_RUNS (LANES * ROW_RUNS)
+#define RUN_ROWS (16 / WORD_INPUTS * LANES)
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_int8_simt_many(
     INT8_ARGUMENTS) {
-  __local uint4 inputs[DEPTH / 4 * TILE_TOKENS / 4];
-  __local uint4 values[DEPTH / 4 * LANES / 4];
+  // values[k / 16][column] and inputs[k / 16][token]
+  __local uint4 values[ROW_RUNS * LANES], inputs[ROW_RUNS * TILE_TOKENS];
   __local float2 block_inputs[TILE_TOKENS];
-  __local uint *input_slots = (__local uint *)inputs, *value_slots = (__local uint *)values;
   const uint column = get_local_id(0), strip = get_local_id(1);
-  const uint item = strip * ITEMS_X + column;
+  const uint item = strip * ITEMS_X + column, lane = item % LANES;
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * token_step;
   const uint count = min((uint)token_step, tokens - token);
   const uint stride = (uint)columns / 4, blocks = (uint)columns / BLOCK;
-  x_codes += (size_t)token * stride;
-  x_blocks += (size_t)token * blocks;
-  weights += first_weight(tile.x, weight_columns, first_column);
-  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + column * 4;
+  // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
+  x_codes += (size_t)token * stride + (min(item / ROW_RUNS, count - 1) * stride + item % ROW_RUNS * 4);
+  x_blocks += (size_t)token * blocks + min(item, count - 1) * blocks;
+  weights += first_weight(tile.x, weight_columns, first_column) + item / LANES * RUN_ROWS + lane;
+  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + column;
   scales += groups;
 #ifdef ASYMMETRIC
   zeros += groups;
 #endif
-  REPEAT(ITEM_TOKENS, CLEAR_SUMS)
-  for (uint start = 0; start < columns; start += DEPTH) {
+  __local const uint4 *own_values = values + column, *own_inputs = inputs + strip * ITEM_TOKENS;
+  REPEAT(ITEM_TOKENS, CLEAR_TOTAL)
+  uint start = 0;
+  // There is a first step, as in linear_simt.cl.
+  do {
     barrier(CLK_LOCAL_MEM_FENCE);
-    // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
-    SPREAD(i, TILE_TOKENS * DEPTH / 16) {
-      const uint t = i / (DEPTH / 16), k = i % (DEPTH / 16) * 4;
-      const uint4 codes = vload4(0, x_codes + (min(t, count - 1) * stride + start / 4 + k));
-      __local uint *slot = input_slots + k * TILE_TOKENS + t;
-      slot[0] = codes.x;
-      slot[TILE_TOKENS] = codes.y;
-      slot[2 * TILE_TOKENS] = codes.z;
-      slot[3 * TILE_TOKENS] = codes.w;
+    if (ITEMS <= INPUT_RUNS || item < INPUT_RUNS) {
+      inputs[item % ROW_RUNS * TILE_TOKENS + item / ROW_RUNS] = *CODE_VECTORS(x_codes);
+      x_codes += DEPTH / 4;
     }
-    SPREAD(i, LANES * DEPTH / WORD_INPUTS) {
-      const uint lane = i % LANES, word = i / LANES;
-      const uint q = weights[(start / WORD_INPUTS + word) * LANES + lane];
-      __local uint *slot = value_slots + word * QUADS * LANES + lane;
-      slot[0] = QUAD(q, 0);
+    if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS)
+      UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS); turn++) {
+        __global const weight_t *q = weights + turn * (ITEMS / LANES) * RUN_ROWS;
+        __local uint4 *slot = values + item + turn * ITEMS;
 #if BITS == 4
-      slot[LANES] = QUAD(q, 1);
+        const uint low = q[0], high = q[LANES];
+        slot[0] = (uint4)(QUAD(low, 0), QUAD(low, 1), QUAD(high, 0), QUAD(high, 1));
+#else
+        slot[0] = (uint4)(q[0], q[LANES], q[2 * LANES], q[3 * LANES]);
 #endif
-    }
+      }
+    weights += DEPTH / WORD_INPUTS * LANES;
     // The block's own numbers are needed once a block, not once a step.
     const uint b = start / BLOCK;
-    if (start % BLOCK == 0)
-      SPREAD(i, TILE_TOKENS) block_inputs[i] = x_blocks[min(i, count - 1) * blocks + b];
+    if ((DEPTH == BLOCK || start % BLOCK == 0) && item < TILE_TOKENS)
+      block_inputs[item] = x_blocks[b];
     barrier(CLK_LOCAL_MEM_FENCE);
-    UNROLL for (uint k = 0; k < DEPTH / 4; k++) {
-      const uint4 value = values[k * (LANES / 4) + column];
-      const uint4 input = inputs[(k * TILE_TOKENS + strip * ITEM_TOKENS) / 4];
-      ADD_QUAD(0, input.x)
-      ADD_QUAD(1, input.y)
-      ADD_QUAD(2, input.z)
-      ADD_QUAD(3, input.w)
-#if ITEM_TOKENS == 8
-      const uint4 more = inputs[(k * TILE_TOKENS + strip * ITEM_TOKENS) / 4 + 1];
-      ADD_QUAD(4, more.x)
-      ADD_QUAD(5, more.y)
-      ADD_QUAD(6, more.z)
-      ADD_QUAD(7, more.w)
-#endif
+    UNROLL for (uint k = 0; k < ROW_RUNS; k++) {
+      __local const uint4 *value = own_values + k * LANES;
+      const uint4 v0 = value[0], v1 = value[ITEMS_X], v2 = value[2 * ITEMS_X], v3 = value[3 * ITEMS_X];
+      REPEAT(ITEM_TOKENS, MULTIPLY)
     }
-    if ((start + DEPTH) % BLOCK == 0) {
-      const float4 scale = SCALE4(b * LANES), zero = ZERO4(b * LANES);
+    if (DEPTH == BLOCK || (start + DEPTH) % BLOCK == 0) {
+      const uint group = b * LANES;
+      const float4 scale = SCALE4(group), zero = ZERO4(group);
       REPEAT(ITEM_TOKENS, ADD_BLOCK)
     }
-  }
-  y += (size_t)(first_token + token) * rows + tile.y;
+  } while ((start += DEPTH) < columns);
+  y += (size_t)(first_token + token) * rows + tile.y + column;
   REPEAT(ITEM_TOKENS, STORE_ROW)
 }
 #endif

@@ -1,4 +1,7 @@
 // Linear layers for GPUs: a column for each work-item, inputs and weights staged in local memory.
+//
+//   HALF_SUMS   many tokens: multiplies halves, at twice the rate of floats on a GPU whose sums are halves, too; act_t
+//               is half and the device has cl_khr_fp16
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
@@ -24,21 +27,46 @@
 #define RUN 32
 #endif
 
-#define CLEAR_TOTAL(t) float total##t = 0.0f;
 #if TOKENS <= 2
 // A whole run at once. The sums of a block are vectors, as vectors of inputs are read; they are added up at its end.
+#define CLEAR_TOTAL(t) float total##t = 0.0f;
+#define CLEAR_TOTALS REPEAT(TOKENS, CLEAR_TOTAL)
 #define CLEAR_DOT(t) float4 dot##t = 0.0f;
+#define CLEAR_DOTS REPEAT(TOKENS, CLEAR_DOT)
 #define ADD_LOW(t) dot##t = FMA(staged[t * STAGED_ROW + at], low, dot##t);
 #define ADD_HIGH(t) dot##t = FMA(staged[t * STAGED_ROW + at + 1], high, dot##t);
-#define DOT(t) across(dot##t)
+#define ADD_FOUR REPEAT(TOKENS, ADD_LOW)
+#define ADD_SCALED(t) total##t = FMA(across(dot##t), scale, total##t);
+#define ADD_DOT(t) total##t += across(dot##t);
+#define ADD_ALL_SCALED REPEAT(TOKENS, ADD_SCALED)
+#define ADD_ALL REPEAT(TOKENS, ADD_DOT)
 #else
-// Four inputs at a time: the inputs of a whole run, and vectors of sums, would take all registers.
-#define CLEAR_DOT(t) float dot##t = 0.0f;
-#define ADD_LOW(t) dot##t += dot(staged[t * STAGED_ROW + at], low);
-#define DOT(t) dot##t
+// Four inputs at a time: those of a whole run would take all registers. The tokens of an input are staged as a vector,
+// and so are the sums.
+#define VECTOR_OF(count) float##count
+#define FLOATS(count) VECTOR_OF(count)
+typedef FLOATS(TOKENS) tokens_t;
+#define CLEAR_TOTALS tokens_t totals = 0.0f;
+#define CLEAR_DOTS tokens_t dots = 0.0f;
+#define ADD_FOUR                                                                                             \
+  {                                                                                                          \
+    __local const tokens_t *inputs = (__local const tokens_t *)staged + 4 * at;                              \
+    dots = FMA(inputs[0], (tokens_t)low.x, dots);                                                            \
+    dots = FMA(inputs[1], (tokens_t)low.y, dots);                                                            \
+    dots = FMA(inputs[2], (tokens_t)low.z, dots);                                                            \
+    dots = FMA(inputs[3], (tokens_t)low.w, dots);                                                            \
+  }
+#define ADD_ALL_SCALED totals = FMA(dots, (tokens_t)scale, totals);
+#define ADD_ALL totals += dots;
+#define total0 totals.s0
+#define total1 totals.s1
+#define total2 totals.s2
+#define total3 totals.s3
+#define total4 totals.s4
+#define total5 totals.s5
+#define total6 totals.s6
+#define total7 totals.s7
 #endif
-#define ADD_SCALED(t) total##t = FMA(DOT(t), scale, total##t);
-#define ADD_DOT(t) total##t += DOT(t);
 
 #if BITS <= 8
 // Multiplies the codes of a word with the staged inputs from vector `from` on.
@@ -47,7 +75,7 @@
   {                                                                                                          \
     const uint at = from;                                                                                    \
     const float4 low = VALUES_LOW(word, zero), high = VALUES_HIGH(word, zero);                               \
-    REPEAT(TOKENS, ADD_LOW)                                                                                  \
+    ADD_FOUR                                                                                                 \
     REPEAT(TOKENS, ADD_HIGH)                                                                                 \
   }
 // The words of a run without the four codes of vector `at`.
@@ -57,7 +85,7 @@
   {                                                                                                          \
     const uint at = from;                                                                                    \
     const float4 low = VALUES_LOW(word, zero);                                                               \
-    REPEAT(TOKENS, ADD_LOW)                                                                                  \
+    ADD_FOUR                                                                                                 \
   }
 #define NEXT_CODES(q, at) (uint4)((q).yzw, 0)
 #endif
@@ -84,23 +112,39 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
   zeros += groups;
 #endif
 #endif
-  REPEAT(TOKENS, CLEAR_TOTAL)
+  CLEAR_TOTALS
   for (uint start = 0; start < columns; start += STAGED_INPUTS) {
     const uint depth = min((uint)STAGED_INPUTS, columns - start);
     barrier(CLK_LOCAL_MEM_FENCE);
     // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
     for (uint i = slice * LANES + lane; i < TOKENS * (STAGED_INPUTS / 8); i += LANES * SLICES) {
+#if TOKENS <= 2
       const uint t = i / (STAGED_INPUTS / 8), k = i % (STAGED_INPUTS / 8) * 8;
+#else
+      const uint t = i % TOKENS, k = i / TOKENS * 8;
+#endif
       if (k < depth) {
         const float8 v = load_act8(x, min(t, count - 1) * columns + start + k);
+#if TOKENS <= 2
         staged[t * STAGED_ROW + k / 4] = v.lo;
         staged[t * STAGED_ROW + k / 4 + 1] = v.hi;
+#else
+        __local float *slot = (__local float *)staged + k * TOKENS + t;
+        slot[0] = v.s0;
+        slot[TOKENS] = v.s1;
+        slot[2 * TOKENS] = v.s2;
+        slot[3 * TOKENS] = v.s3;
+        slot[4 * TOKENS] = v.s4;
+        slot[5 * TOKENS] = v.s5;
+        slot[6 * TOKENS] = v.s6;
+        slot[7 * TOKENS] = v.s7;
+#endif
       }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     for (uint g = slice * STEP; g < depth; g += SLICES * STEP) {
       __global const weight_t *source = weights + (start + g) / WORD_INPUTS * LANES;
-      REPEAT(TOKENS, CLEAR_DOT)
+      CLEAR_DOTS
 #if BITS <= 8
       const uint group = (start + g) / BLOCK * LANES;
       const float zero = ZERO(group), scale = load_half(scales, group);
@@ -119,18 +163,18 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
         const uint stop = min(k + RUN, depth) / 4;
         for (uint at = k / 4; at < stop; q = NEXT_CODES(q, at), at++) {
           const float4 low = VALUES_LOW(q.x, zero);
-          REPEAT(TOKENS, ADD_LOW)
+          ADD_FOUR
         }
 #endif
       }
-      REPEAT(TOKENS, ADD_SCALED)
+      ADD_ALL_SCALED
 #else
       for (uint at = g / 4; at < min(g + STEP, depth) / 4; at++, source += RUN * LANES) {
         const float4 low = (float4)(load_weight(source, 0), load_weight(source, LANES),
                                     load_weight(source, 2 * LANES), load_weight(source, 3 * LANES));
-        REPEAT(TOKENS, ADD_LOW)
+        ADD_FOUR
       }
-      REPEAT(TOKENS, ADD_DOT)
+      ADD_ALL
 #endif
     }
   }
@@ -142,87 +186,159 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-#define CLEAR_SUM(r) float4 sum##r = 0.0f;
+// Inputs and weights are staged as vectors of four inputs.
+
+#ifdef HALF_SUMS
+typedef half element_t;
+typedef half4 element4_t;
+typedef half8 element8_t;
+#define LOAD_INPUTS(p) (*(__global const half8 *)(p))
+// Sums of halves lose the 1e-6 gate within some 64 products, so they are added to float totals every DEPTH inputs,
+// which is at most 32. The weights are unpacked with their scale, so that a sum is as large as a part of an output,
+// which a half holds.
+#define CLEAR_TOTAL(r) float4 total##r = 0.0f;
+#define BEGIN_SUM(r) element4_t sum##r = (element4_t)(0);
+#define FLUSH_SUM(r) total##r += convert_float4(sum##r);
+#define STORED(r) total##r
+#else
+typedef float element_t;
+typedef float4 element4_t;
+typedef float8 element8_t;
+#define LOAD_INPUTS(p) load_act8(p, 0)
+#define CLEAR_TOTAL(r) element4_t sum##r = 0.0f;
+#define BEGIN_SUM(r)
+#define FLUSH_SUM(r)
 #define STORED(r) sum##r
+#endif
+
+// The weights that a work-item unpacks at a time: a word of codes, or four weights.
+#if BITS == 4
+#define UNPACKED 8
+#else
+#define UNPACKED 4
+#endif
+#define UNPACKED_ROWS (UNPACKED / WORD_INPUTS * LANES)
+#define WEIGHT_RUNS (DEPTH / UNPACKED * LANES)
+
+#if BITS <= 8
+#ifdef HALF_SUMS
+#define LOAD_SCALE                                                                                           \
+  const half scale = scales[group], offset = (half)(1024.0f + ZERO(group));
+// Codes i and i + 4 of four bits, or i and i + 2 of eight: 0x6400 is 1024, whose lowest bits count by one.
+#define PAIR(q, i)                                                                                           \
+  (as_half2((((q) >> (BITS * (i))) & (CODE_MASK << 16 | CODE_MASK)) | 0x64006400u) - offset) * scale
+#else
+#define LOAD_SCALE                                                                                           \
+  const float scale = load_half(scales, group), shift = -scale * ZERO(group);
+#endif
+#endif
+
+// Eight inputs of a token: a work-item stages up to four of such runs.
+#define ROW_RUNS (DEPTH / 8)
+#define INPUT_RUNS (TILE_TOKENS * ROW_RUNS)
+#if ITEM_TOKENS * DEPTH == 512
+#define INPUT_TURNS 4
+#elif ITEM_TOKENS * DEPTH == 256
+#define INPUT_TURNS 2
+#else
+#define INPUT_TURNS 1
+#endif
+// Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
+#define FIND_INPUTS(n)                                                                                       \
+  __global const act_t *source##n =                                                                          \
+      x + (min((item + n * ITEMS) / ROW_RUNS, count - 1) * columns + item % ROW_RUNS * 8);
+#define STAGE_INPUTS(n)                                                                                      \
+  if (ITEMS <= INPUT_RUNS || item < INPUT_RUNS) {                                                            \
+    const element8_t v = LOAD_INPUTS(source##n);                                                             \
+    source##n += DEPTH;                                                                                      \
+    input_slot[n * (ITEMS / ROW_RUNS)] = v.lo;                                                               \
+    input_slot[n * (ITEMS / ROW_RUNS) + TILE_TOKENS] = v.hi;                                                 \
+  }
+#define MULTIPLY(r)                                                                                          \
+  {                                                                                                          \
+    const element4_t four = input[r];                                                                        \
+    sum##r = FMA((element4_t)four.x, first, sum##r);                                                         \
+    sum##r = FMA((element4_t)four.y, second, sum##r);                                                        \
+    sum##r = FMA((element4_t)four.z, third, sum##r);                                                         \
+    sum##r = FMA((element4_t)four.w, fourth, sum##r);                                                        \
+  }
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_simt_many(LINEAR_ARGUMENTS) {
-  __local float4 inputs[DEPTH * TILE_TOKENS / 4];
-  __local float4 values[DEPTH * LANES / 4];
-  __local float *input_slots = (__local float *)inputs, *value_slots = (__local float *)values;
+  // values[k / 4][column], and behind them inputs[k / 4][token]. The offset, which no compiler knows, is a part of the
+  // address: a constant beyond the 4 KiB that a load of an Adreno adds would cost an addition for each load.
+  __local element4_t values[DEPTH / 4 * (LANES + TILE_TOKENS)];
+  __local element4_t *inputs =
+      (__local element4_t *)((__local char *)values + (tokens > 0 ? DEPTH / 4 * LANES * sizeof(element4_t) : 0));
   const uint column = get_local_id(0), strip = get_local_id(1);
-  const uint item = strip * ITEMS_X + column;
+  const uint item = strip * ITEMS_X + column, lane = item % LANES;
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * token_step;
   const uint count = min((uint)token_step, tokens - token);
   x += (size_t)(first_token + token) * columns;
-  weights += first_weight(tile.x, weight_columns, first_column);
+  weights += first_weight(tile.x, weight_columns, first_column) + item / LANES * UNPACKED_ROWS + lane;
 #if BITS <= 8
-  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK);
+  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
   scales += groups;
 #ifdef ASYMMETRIC
   zeros += groups;
 #endif
 #endif
-  REPEAT(ITEM_TOKENS, CLEAR_SUM)
+  __local element4_t *value_slot = values + (item / LANES * (UNPACKED / 4 * LANES) + lane);
+  __local element4_t *input_slot = inputs + (item % ROW_RUNS * (2 * TILE_TOKENS) + item / ROW_RUNS);
+  __local const element4_t *own_values = values + column, *own_inputs = inputs + strip * ITEM_TOKENS;
+  REPEAT(INPUT_TURNS, FIND_INPUTS)
+  REPEAT(ITEM_TOKENS, CLEAR_TOTAL)
 
-  for (uint start = 0; start < columns; start += DEPTH) {
+  uint start = 0;
+  // There is a first step. Without one the sums would have another value behind the loop, and Mesa's compiler would
+  // convert them to outputs in every step.
+  do {
     barrier(CLK_LOCAL_MEM_FENCE);
-    SPREAD(i, TILE_TOKENS * DEPTH / 8) {
-      const uint t = i / (DEPTH / 8), k = i % (DEPTH / 8) * 8;
-      // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
-      const float8 v = load_act8(x, min(t, count - 1) * columns + start + k);
-      __local float *slot = input_slots + k * TILE_TOKENS + t;
-      slot[0] = v.s0;
-      slot[TILE_TOKENS] = v.s1;
-      slot[2 * TILE_TOKENS] = v.s2;
-      slot[3 * TILE_TOKENS] = v.s3;
-      slot[4 * TILE_TOKENS] = v.s4;
-      slot[5 * TILE_TOKENS] = v.s5;
-      slot[6 * TILE_TOKENS] = v.s6;
-      slot[7 * TILE_TOKENS] = v.s7;
-    }
-    SPREAD(i, LANES * DEPTH / WORD_INPUTS) {
-      const uint lane = i % LANES, k = i / LANES * WORD_INPUTS;
-      __local float *slot = value_slots + k * LANES + lane;
-      const uint at = (start + k) / WORD_INPUTS * LANES + lane;
+    REPEAT(INPUT_TURNS, STAGE_INPUTS)
 #if BITS <= 8
-      const uint group = (start + k) / BLOCK * LANES + lane;
-      const float scale = load_half(scales, group), zero = ZERO(group);
-      const uint q = weights[at];
-      const float4 low = VALUES_LOW(q, zero) * scale;
-      slot[0] = low.x;
-      slot[LANES] = low.y;
-      slot[2 * LANES] = low.z;
-      slot[3 * LANES] = low.w;
+    const uint group = start / BLOCK * LANES;
+    LOAD_SCALE
+#endif
+    if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS)
+      UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS); turn++) {
+        __global const weight_t *q = weights + turn * (ITEMS / LANES) * UNPACKED_ROWS;
+        __local element4_t *slot = value_slot + turn * (ITEMS / LANES) * (UNPACKED / 4 * LANES);
+#if BITS <= 8
+#ifdef HALF_SUMS
+        const half2 a = PAIR(q[0], 0), b = PAIR(q[0], 1);
 #if BITS == 4
-      const float4 high = VALUES_HIGH(q, zero) * scale;
-      slot[4 * LANES] = high.x;
-      slot[5 * LANES] = high.y;
-      slot[6 * LANES] = high.z;
-      slot[7 * LANES] = high.w;
+        const half2 c = PAIR(q[0], 2), d = PAIR(q[0], 3);
+        slot[0] = (half4)(a.x, b.x, c.x, d.x);
+        slot[LANES] = (half4)(a.y, b.y, c.y, d.y);
+#else
+        slot[0] = (half4)(a.x, b.x, a.y, b.y);
 #endif
 #else
-      slot[0] = load_weight(weights, at);
+        slot[0] = FMA(CODES_LOW(q[0]), FACTORS_LOW * scale, (float4)shift);
+#if BITS == 4
+        slot[LANES] = FMA(CODES_HIGH(q[0]), FACTORS_HIGH * scale, (float4)shift);
 #endif
-    }
+#endif
+#elif defined(HALF_SUMS)
+        slot[0] = (half4)(q[0], q[LANES], q[2 * LANES], q[3 * LANES]);
+#else
+        slot[0] = (float4)(load_weight(q, 0), load_weight(q, LANES), load_weight(q, 2 * LANES),
+                           load_weight(q, 3 * LANES));
+#endif
+      }
+    weights += DEPTH / WORD_INPUTS * LANES;
     barrier(CLK_LOCAL_MEM_FENCE);
-    UNROLL for (uint k = 0; k < DEPTH; k++) {
-      const float4 value = values[k * (LANES / 4) + column];
-      const float4 input = inputs[(k * TILE_TOKENS + strip * ITEM_TOKENS) / 4];
-      sum0 = FMA((float4)input.x, value, sum0);
-      sum1 = FMA((float4)input.y, value, sum1);
-      sum2 = FMA((float4)input.z, value, sum2);
-      sum3 = FMA((float4)input.w, value, sum3);
-#if ITEM_TOKENS == 8
-      const float4 more = inputs[(k * TILE_TOKENS + strip * ITEM_TOKENS) / 4 + 1];
-      sum4 = FMA((float4)more.x, value, sum4);
-      sum5 = FMA((float4)more.y, value, sum5);
-      sum6 = FMA((float4)more.z, value, sum6);
-      sum7 = FMA((float4)more.w, value, sum7);
-#endif
+    REPEAT(ITEM_TOKENS, BEGIN_SUM)
+    __local const element4_t *value = own_values, *input = own_inputs;
+    UNROLL for (uint k = 0; k < DEPTH / 4; k++, value += LANES, input += TILE_TOKENS) {
+      const element4_t v0 = value[0], v1 = value[ITEMS_X], v2 = value[2 * ITEMS_X], v3 = value[3 * ITEMS_X];
+      const element4_t first = (element4_t)(v0.x, v1.x, v2.x, v3.x), second = (element4_t)(v0.y, v1.y, v2.y, v3.y);
+      const element4_t third = (element4_t)(v0.z, v1.z, v2.z, v3.z), fourth = (element4_t)(v0.w, v1.w, v2.w, v3.w);
+      REPEAT(ITEM_TOKENS, MULTIPLY)
     }
-  }
-  y += (size_t)(first_token + token) * rows + tile.y;
+    REPEAT(ITEM_TOKENS, FLUSH_SUM)
+  } while ((start += DEPTH) < columns);
+  y += (size_t)(first_token + token) * rows + tile.y + column;
   REPEAT(ITEM_TOKENS, STORE_ROW)
 }
 #endif

@@ -10,12 +10,9 @@
 #if BITS <= 8
 #ifdef ASYMMETRIC
 #define ZERO(index) (float)zeros[index]
-#define ZERO4(index) convert_float4(vload4(0, zeros + (index)))
 #else
 #define ZERO(index) (float)MIDDLE
-#define ZERO4(index) (float4)((float)MIDDLE)
 #endif
-#define SCALE4(index) vload_half4(0, scales + (index))
 // Four codes of a word less their zero point. A mask without a shift leaves the code times 2^(BITS i), which the exact
 // factor undoes.
 #if BITS == 4
@@ -57,12 +54,12 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
 #else
 // Kernels for many tokens. A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of
 // them. token_step is TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time; every block is a
-// multiple of it.
+// multiple of it. There are at least LANES work-items.
 #ifndef TILE_TOKENS
-#define TILE_TOKENS 32
+#define TILE_TOKENS 64
 #endif
 #ifndef ITEM_TOKENS
-#define ITEM_TOKENS 4
+#define ITEM_TOKENS 16
 #endif
 #ifndef DEPTH
 #define DEPTH 16
@@ -70,17 +67,23 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
 #define ITEMS_X (LANES / 4)
 #define ITEMS_Y (TILE_TOKENS / ITEM_TOKENS)
 #define ITEMS (ITEMS_X * ITEMS_Y)
-// For i = item, item + ITEMS, ... below count, which is known when compiling.
-#define SPREAD(i, count) for (uint i = item; i < (count); i += ITEMS)
+// The columns of a work-item lie ITEMS_X apart, so that neighbours read and write side by side.
+#define FOUR_COLUMNS(of, index)                                                                              \
+  (float4)(of(index), of((index) + ITEMS_X), of((index) + 2 * ITEMS_X), of((index) + 3 * ITEMS_X))
+#define ZERO4(index) FOUR_COLUMNS(ZERO, index)
+#define SCALE_OF(index) load_half(scales, index)
+#define SCALE4(index) FOUR_COLUMNS(SCALE_OF, index)
+// Turns of a work-item at `runs` pieces of work that all share: at least one, which some may sit out.
+#define TURNS(runs) ((runs) > ITEMS ? (runs) / ITEMS : 1)
 
-// Stores the sums of one token, `valid` of four columns.
+// Stores the sums of one token: every ITEMS_X-th column, those below `valid`.
 static inline void store_row(float4 sums, __global out_t *y, int valid) {
   if (valid > 0) store_out(sums.x, y, 0);
-  if (valid > 1) store_out(sums.y, y, 1);
-  if (valid > 2) store_out(sums.z, y, 2);
-  if (valid > 3) store_out(sums.w, y, 3);
+  if (valid > ITEMS_X) store_out(sums.y, y, ITEMS_X);
+  if (valid > 2 * ITEMS_X) store_out(sums.z, y, 2 * ITEMS_X);
+  if (valid > 3 * ITEMS_X) store_out(sums.w, y, 3 * ITEMS_X);
 }
 #define STORE_ROW(r)                                                                                         \
   if (strip * ITEM_TOKENS + r < count)                                                                       \
-    store_row(STORED(r), y + (strip * ITEM_TOKENS + r) * rows + column * 4, tile.z - (int)column * 4);
+    store_row(STORED(r), y + (strip * ITEM_TOKENS + r) * rows, tile.z - (int)column);
 #endif

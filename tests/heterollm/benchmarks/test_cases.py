@@ -5,6 +5,7 @@ import pytest
 from heterollm.base import OptionError
 from heterollm.benchmarks import Configuration, cases_of, expand, parse_threads, with_baseline
 from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.rows import asked_of
 from heterollm.kernels.threads import allowed_cores
 
 two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores to split")
@@ -61,6 +62,14 @@ def test_ways_to_wait_count_where_something_is_handed_over():
         "tensor sync event w4a16, 1+1",
         "tensor sync operator w4a16, 1+1",
     ]
+
+
+def test_power_is_told_where_it_is_not_the_default():
+    options = {"engines": ["self", "llama.cpp"], "levels": ["gpu"], "threads": [(1, 1)]}
+    found = expand(**options, power="default")
+    assert [one.label for one in found] == ["gpu power default w4a16, 1+1", "llama.cpp 4-bit, 2 threads"]
+    assert [asked_of(one, Case(1, 0), seed=0, repetitions=1).power for one in found] == ["default", ""]
+    assert [one.power for one in expand(**options)] == ["burst", ""]
 
 
 def test_splits_without_an_npu_have_the_gpu_level_alone():

@@ -29,7 +29,7 @@ def main() -> None:
     runtime, found = OpenClRuntime(device), []
     for weight, tokens, columns in cases():
         depths = (16, 32) if weight.block % 32 == 0 and weight.block else (16,)
-        for item_tokens, depth in itertools.product((4, 8), depths):
+        for item_tokens, depth in itertools.product((4, 8, 16), depths):
             parameters = KernelParameters("half", True, 64, item_tokens=item_tokens, depth_inputs=depth)
             case = LinearCase(weight, (70, 3), columns, tokens)
             y, exact = case.on_gpu(runtime, np.float16, style=Variant("half", parameters=parameters))

@@ -77,6 +77,17 @@ def test_the_kept_tables_show_no_private_memory(bench):
     assert kept.before["mesa 740"]["linear w4 f16 T64"].loop_private == 128
 
 
+@pytest.mark.parametrize(
+    ("program", "slots_a_product"),
+    [("w4 f16 T64", 1.3), ("w4a8 f16 T64", 0.7), ("w4 f16 T8", 3.5), ("w4 f16 T1", 9.0)],
+)
+def test_the_kept_tables_meet_the_aims(bench, program, slots_a_product):
+    for table in bench.read_results().tables.values():
+        row = table[f"linear {program}"]
+        assert row.loop_slots <= slots_a_product * row.loop_products
+        assert row.waves >= 6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("front", ["mesa", "llvm"])
 def test_a_fresh_compile_gives_the_kept_rows(bench, front):
