@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
-from heterollm.kernels.formats import LinearWeight, QuantizedTensor, linear_errors, reference_layers
+from heterollm.kernels.formats import (
+    LARGEST_CODE,
+    ZERO_CODE,
+    LinearWeight,
+    QuantizedTensor,
+    linear_errors,
+    reference_layers,
+)
 from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
@@ -20,7 +27,6 @@ __all__ = ["RangeCheck", "silu"]
 WORST = RangeErrors(1.0, 1.0, 1.0)
 """Errors of an operator that no range can serve: all of its values were 0."""
 
-LARGEST_CODE = 32767
 SMALLEST_MAGNITUDE = 1e-20
 
 
@@ -74,10 +80,12 @@ def silu(gate: Floats) -> Floats:
 
 
 def _linear_errors(found: LinearCalibration, weight: Floats, x: Floats) -> RangeErrors:
-    if min(found.inputs, max(found.outputs)) <= SMALLEST_MAGNITUDE:
+    if max(found.relative_outputs) <= SMALLEST_MAGNITUDE:
         return WORST
-    ranges = LinearRanges(found.inputs, max(found.outputs))
-    y = _rounded(_rounded(x, ranges.inputs) @ weight.T, ranges.outputs)
+    grid = LinearRanges(max(found.relative_outputs)).grid
+    codes, factors = grid.codes(x)
+    values: Floats = (codes.astype(np.float32) - np.float32(ZERO_CODE)) * np.float32(grid.input_step)
+    y: Floats = _on_grid(values @ weight.T, grid.output_step) * factors[:, None]
     return _errors(y, x @ weight.T)
 
 
@@ -91,8 +99,11 @@ def _ffn_errors(ranges: FfnRanges, gate_up: list[Floats], down: Floats, x: Float
 
 
 def _rounded(values: Floats, magnitude: float) -> Floats:
-    step = step_of(magnitude)
-    codes: NDArray[np.float64] = np.clip(np.rint(values / step), -LARGEST_CODE - 1, LARGEST_CODE)
+    return _on_grid(values, step_of(magnitude))
+
+
+def _on_grid(values: Floats, step: float) -> Floats:
+    codes: NDArray[np.float64] = np.clip(np.rint(values / step), -ZERO_CODE, LARGEST_CODE)
     return (codes * step).astype(np.float32)
 
 

@@ -23,6 +23,7 @@ from heterollm.kernels.npu import (
     TimeKind,
     check_arrays,
     check_form,
+    edge_dtype,
     every_ffn_form,
     every_form,
 )
@@ -122,7 +123,8 @@ class SimulatedNpu:
             self._clock.work(build_us(self._soc, length), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         return SimulatedGraph(
-            self._soc, self._clock, shard.label, work, self.activation_dtype, real, self._settle
+            *(self._soc, self._clock, shard.label, work, edge_dtype(chosen, self.activation_dtype)),
+            *(real, self._settle),
         )
 
     def cpu_times_us(
@@ -184,14 +186,14 @@ class SimulatedGraph:
         self.work = work
         self._clock = clock
         self._label = label
-        self._dtype = dtype
+        self.dtype = dtype
         self._real = real
         self._settle = settle
         self._time = npu_time(soc, work)
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        check_arrays(x, y, self, self._label, self._dtype)
+        check_arrays(x, y, self, self._label, self.dtype)
         compute = None if self._real is None else self._real.bind(x, y)
         clock, settle, time, label = self._clock, self._settle, self._time, self._label
         arithmetic_bound = time.arithmetic_bound

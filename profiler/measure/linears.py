@@ -52,7 +52,7 @@ EMULATED_RUNS: Final = 3
 EMULATED_SAMPLES: Final = 3
 """Samples on an emulated NPU, whose times mean nothing."""
 
-LINEAR_RANGES: Final = LinearRanges(8.0, 8.0)
+LINEAR_RANGES: Final = LinearRanges(8.0)
 FFN_RANGES: Final = FfnRanges(8.0, 8.0, 8.0, 8.0, 64.0, 64.0)
 """Ranges of random activations for integer forms; times do not depend on them."""
 
@@ -168,7 +168,7 @@ class LinearBench:
             raise DeviceError("The device has no NPU.", fix="Give it at least one thread.")
         shard = self._shard(group, point)
         graph, records = self._graph(npu, group, shard, point)
-        dtype = npu.activation_dtype
+        dtype = graph.dtype
         x, y = self._slot_pair(point, dtype, dtype)
         x.acquire()
         y.acquire()

@@ -218,7 +218,7 @@ def test_saturated_outputs_are_counted(
     bundled_model: Path, calibrated: Path, tmp_path: Path, ids: list[int]
 ) -> None:
     def narrow(record: dict[str, Any]) -> None:
-        record["outputs"] = [value / 20 for value in record["outputs"]]
+        record["relative_outputs"] = [value / 20 for value in record["relative_outputs"]]
 
     path = edited(calibrated, tmp_path, linear_2_o=narrow)
     with load_integer(bundled_model, path, "host") as llm:
