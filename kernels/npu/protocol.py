@@ -101,10 +101,6 @@ class NpuGraph(Protocol):
     def columns(self) -> int:
         """Inputs ``k``."""
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Element type of input and output; see :func:`edge_dtype`."""
-
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that reads ``x`` and writes ``y`` in place, in the calling thread.
 
@@ -112,7 +108,7 @@ class NpuGraph(Protocol):
         ``y`` is complete. Both arrays must outlive it.
 
         Args:
-            x: C-contiguous ``[length, k]`` in the graph's type, in long-lived memory.
+            x: C-contiguous ``[length, k]`` in the type of :func:`edge_dtype`, in long-lived memory.
             y: C-contiguous ``[length, r]`` in the same type, not overlapping ``x``.
 
         Raises:

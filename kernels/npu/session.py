@@ -121,7 +121,7 @@ class SessionGraph:
         dtype: Element type of input and output.
     """
 
-    __slots__ = ("_held", "_label", "columns", "dtype", "length", "rows")
+    __slots__ = ("_dtype", "_held", "_label", "columns", "length", "rows")
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class SessionGraph:
     ) -> None:
         self._held = held
         self._label = shard.label
-        self.dtype = dtype
+        self._dtype = dtype
         self.length = length
         self.rows = shard.rows
         self.columns = shard.columns
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that runs the graph in place; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        check_arrays(x, y, self, self._label, self.dtype)
+        check_arrays(x, y, self, self._label, self._dtype)
         bound = self._held.bind(self._shared(x, "input"), self._shared(y, "output"))
         errors, label = runtime_errors(), self._label
 

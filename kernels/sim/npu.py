@@ -186,14 +186,14 @@ class SimulatedGraph:
         self.work = work
         self._clock = clock
         self._label = label
-        self.dtype = dtype
+        self._dtype = dtype
         self._real = real
         self._settle = settle
         self._time = npu_time(soc, work)
 
     def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
         """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        check_arrays(x, y, self, self._label, self.dtype)
+        check_arrays(x, y, self, self._label, self._dtype)
         compute = None if self._real is None else self._real.bind(x, y)
         clock, settle, time, label = self._clock, self._settle, self._time, self._label
         arithmetic_bound = time.arithmetic_bound

@@ -30,6 +30,7 @@ from heterollm.kernels.npu import (
     NpuBackend,
     NpuGraph,
     NpuShard,
+    edge_dtype,
 )
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
@@ -168,7 +169,8 @@ class LinearBench:
             raise DeviceError("The device has no NPU.", fix="Give it at least one thread.")
         shard = self._shard(group, point)
         graph, records = self._graph(npu, group, shard, point)
-        dtype = graph.dtype
+        form: GraphForm = point.form  # type: ignore[assignment]
+        dtype = edge_dtype(form, npu.activation_dtype)
         x, y = self._slot_pair(point, dtype, dtype)
         x.acquire()
         y.acquire()

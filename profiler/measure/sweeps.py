@@ -134,13 +134,13 @@ def _emulated(npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:
 
 def _timed(device: Device, npu: NpuBackend, shard: LinearShard, key: SweepKey) -> Record:
     point, form = key.point, cast("GraphForm", key.point.form)
-    runtime = gpu_timer(device.gpu).runtime
+    runtime, dtype = gpu_timer(device.gpu).runtime, npu.activation_dtype
     try:
         graph = npu.prepare(shard, point.tokens, form, any_length=True)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
-    x = runtime.shared((point.tokens, point.columns), graph.dtype)
-    y = runtime.shared((point.tokens, point.rows), graph.dtype)
+    x = runtime.shared((point.tokens, point.columns), dtype)
+    y = runtime.shared((point.tokens, point.rows), dtype)
     fill_shared(runtime, x)
     x.acquire()
     y.acquire()
