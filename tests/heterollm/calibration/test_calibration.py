@@ -36,7 +36,7 @@ def ids(bundled_model: Path) -> list[int]:
     from heterollm.text import Tokenizer
 
     text = (bundled_model / "held_out.txt").read_text("utf-8")
-    return Tokenizer.from_folder(bundled_model).encode(text[:2000])[:70]
+    return Tokenizer.from_folder(bundled_model).encode(text[:2000])[:67]
 
 
 def integer_plan(llm: LLM, *, ffn: bool = False) -> Plan:
@@ -125,7 +125,11 @@ def test_a_record_has_percentiles_and_outliers(calibrated: Path) -> None:
         assert sum(one.histogram) == (WINDOWS - 1) * found.window_tokens * columns
         assert all(outlier.maximum > one.threshold for outlier in one.outliers)
     ranges = found.ranges()
-    assert isinstance(ranges[0, "qkv"], LinearRanges)
+    qkv = found.linears[0]
+    assert ranges[0, "qkv"] == LinearRanges(max(qkv.relative_outputs))
+    # No token has the largest input and the largest output of all, or at most one.
+    for largest, relative in zip(qkv.outputs, qkv.relative_outputs, strict=True):
+        assert relative >= largest / qkv.inputs
     assert isinstance(ranges[0, "ffn"], FfnRanges)
 
 
@@ -185,6 +189,8 @@ def test_integer_graphs_are_within_the_gate_of_logits(
     with load_integer(bundled_model, calibrated, device, ffn=ffn) as llm:
         session = llm.session()
         got = [*session.prefill(ids, all_logits=True), session.decode(5)]
+        session.reset()
+        np.testing.assert_array_equal([*session.prefill(ids, all_logits=True), session.decode(5)], got)
         labels = [step.label for step in llm.steps("decode", 1) if step.action == "graph"]
         # Decode runs graphs of 32 tokens.
         inside = [label for label in labels if "head" not in label]
