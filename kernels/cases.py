@@ -429,8 +429,10 @@ class LayerCases:
         """Write the codes of a random input, and read them back as if they were an NPU's output."""
         x = _random(self.generator, (tokens, columns), self.activation_dtype)
         slot = self.gpu.shared((tokens, columns), np.uint16)
-        sizes = (tokens * FACTOR_BYTES, COUNT_WORDS * 4)
-        codes = NpuCodes(slot, slot, *(DeviceMemory(self.gpu.scratch(size), size) for size in sizes), 0, grid)
+        factors, counts = (
+            DeviceMemory(self.gpu.scratch(size), size) for size in (tokens * FACTOR_BYTES, COUNT_WORDS * 4)
+        )
+        codes = NpuCodes(slot, slot, factors, counts, 0, grid)
         out = GuardedOutput(self.gpu, x.shape, self.activation_dtype)
         launches = (
             self.layers.write_codes(fill_slot(self.gpu, x), codes, tokens=tokens, columns=columns),

@@ -89,6 +89,8 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
             window.
         outliers: Channels with outliers, by channel.
         errors: The check of the ranges; None as long as there was none.
+        static: Whether the check is of one grid for all tokens, on which alone it passed, and not of inputs
+            that are divided by the largest magnitude of their token.
     """
 
     layer: Count
@@ -100,6 +102,17 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     threshold: Amount
     outliers: tuple[ChannelOutliers, ...]
     errors: RangeErrors | None = None
+    static: bool = False
+
+    @property
+    def token_ranges(self) -> LinearRanges:
+        """Ranges with a scale for each token."""
+        return LinearRanges(max(self.relative_outputs))
+
+    @property
+    def static_ranges(self) -> LinearRanges:
+        """Ranges of one grid for all tokens."""
+        return LinearRanges(max(self.outputs), self.inputs)
 
     @property
     def percentiles(self) -> dict[float, float]:
@@ -176,7 +189,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         linears = {(one.layer, one.group): one for one in self.linears}
         for one in self.linears:
             if _passed(one.errors):
-                found[one.layer, one.group] = LinearRanges(max(one.relative_outputs))
+                found[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
         for ffn in self.ffns:
             first, last = linears.get((ffn.layer, "gate_up")), linears.get((ffn.layer, "down"))
             if _passed(ffn.errors) and first is not None and last is not None:

@@ -17,16 +17,19 @@ not matter at 16 bits. A percentile in place of the maximum leaves 1 to 36 dB.""
 
 @dataclass(frozen=True, slots=True)
 class LinearRanges:
-    """Range of a linear shard, whose input is divided by the largest magnitude of each token.
+    """Ranges of a linear shard.
 
     Args:
-        outputs: Largest magnitude of the output, before a bias, over that of its token's input.
+        outputs: Largest magnitude of the output, before a bias; without ``inputs`` over that of its token's
+            input.
+        inputs: Largest magnitude of the input; None divides the input by that of each token.
 
     Raises:
-        GraphError: The magnitude is not positive and finite.
+        GraphError: A magnitude is not positive and finite.
     """
 
     outputs: float
+    inputs: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -34,7 +37,9 @@ class LinearRanges:
     @property
     def grid(self) -> CodeGrid:
         """The grids of the graph's codes."""
-        return CodeGrid(1 / LARGEST_CODE, step_of(self.outputs), per_token=True)
+        if self.inputs is None:
+            return CodeGrid(1 / LARGEST_CODE, step_of(self.outputs), per_token=True)
+        return CodeGrid(step_of(self.inputs), step_of(self.outputs), per_token=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def step_of(magnitude: float) -> float:
 def _check(ranges: StaticRanges) -> None:
     for value in astuple(ranges):
         # Steps below float32's normal range would lose digits.
-        if not 1e-30 < value < 1e30:
+        if value is not None and not 1e-30 < value < 1e30:
             raise GraphError(
                 f"A calibrated range has the magnitude {value}.", fix="Run `heterollm calibrate` again."
             )

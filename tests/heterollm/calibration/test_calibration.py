@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ from msgspec import structs
 
 from heterollm.base import CalibrationError, InputError, OptionError
 from heterollm.calibration import calibrate, load_calibration
+from heterollm.calibration.check import RangeCheck
+from heterollm.calibration.observer import LinearStatistics
 from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.npu import FfnRanges, LinearRanges, qnn_available
+from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 from heterollm.solver.placements import FfnPlacement
@@ -131,6 +135,27 @@ def test_a_record_has_percentiles_and_outliers(calibrated: Path) -> None:
     for largest, relative in zip(qkv.outputs, qkv.relative_outputs, strict=True):
         assert relative >= largest / qkv.inputs
     assert isinstance(ranges[0, "ffn"], FfnRanges)
+
+
+def test_a_static_grid_serves_where_a_scale_for_each_token_fails() -> None:
+    """A channel that no weight reads widens the outputs' grid, too wide for a row of small weights."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((64, 32)).astype(np.float32)
+    x[1:, 0] = 30
+    weight = generator.standard_normal((8, 32)).astype(np.float32)
+    weight[:, 0] = 0
+    for small, static in ((1.0, False), (0.02, True)):
+        weight[1] *= small
+        spec = OpSpec("o", 0, (Member("o", 8),), 32, WeightFormat(32), "x", "y")
+        seen = LinearStatistics(spec)
+        y = x @ weight.T
+        seen.add(x, y)
+        check = RangeCheck(SimpleNamespace(linear=lambda *_: [weight]), {(0, "o"): seen.record()}, {}, 64)  # type: ignore[arg-type]
+        check.read(spec, x, y)
+        found = check.linears[0, "o"]
+        assert found.errors is not None
+        assert found.errors.passed
+        assert found.static == static
 
 
 def test_a_stopped_calibration_goes_on(bundled_model: Path, calibrated: Path, tmp_path: Path) -> None:
