@@ -1,4 +1,4 @@
-"""Writes tables of README.md and docs/measured.md from bench/results, and holds prose to its rows.
+"""Writes tables of README.md and docs from bench/results, and holds prose to its rows.
 
     python bench/figures.py          writes the tables, and says which phrases are not what the rows say
     python bench/figures.py --check  writes nothing; exit code 1 if a table or a phrase differs
@@ -34,6 +34,7 @@ MEASURED: Final = "docs/measured.md"
 SIMULATION: Final = "docs/simulation.md"
 PAPER_MAP: Final = "docs/paper-map.md"
 DEVICES: Final = "docs/devices-and-drivers.md"
+INTEGERS: Final = "docs/integer-activations.md"
 
 Row = Mapping[str, Any]
 
@@ -476,6 +477,59 @@ def emulated(form: str, tokens: int) -> float:
     )
 
 
+INTEGER_FORMS: Final = {
+    "MatMulNBits": "matmul_nbits",
+    "static, float edges": "integer, static, float edges",
+    "static": "integer, static",
+    "a scale for each token": "integer, a scale for each token",
+}
+
+
+def integer_forms_table() -> str:
+    """Accuracy and emulated cost of the forms of a linear."""
+    rows = [row for row in rows_of("integer_forms") if row["kind"] == "emulated linear"]
+    lines = []
+    for weights in ("normal", "student t3"):
+        for activations in dict.fromkeys(row["activations"] for row in rows):
+            own: dict[str, Any] = {"weights": weights, "activations": activations, "tokens": 128}
+            found = [one(rows, form=form, **own) for form in INTEGER_FORMS.values()]
+            lines.append((f"{weights}, {activations}", *(f"{row['sqnr_db']:.1f}" for row in found)))
+    for tokens in (32, 128, 256):
+        least = [
+            min(row["cpu_ms"] for row in rows if (row["form"], row["tokens"]) == (form, tokens))
+            for form in INTEGER_FORMS.values()
+        ]
+        lines.append((f"CPU ms, {tokens} tokens", *(f"{value:.0f}" for value in least)))
+    return table(" | ".join(("weights, activations", *INTEGER_FORMS)), "lrrrr", lines)
+
+
+def codes_table() -> str:
+    """Times of the kernels that write and read codes."""
+    rows = [row for row in rows_of("integer_forms") if row["kind"].startswith("codes on")]
+    lengths = sorted({row["tokens"] for row in rows})
+    lines = [
+        (name, *(f"{one(rows, kernel=name, tokens=tokens)['least_us']:.0f}" for tokens in lengths))
+        for name in dict.fromkeys(row["kernel"] for row in rows)
+    ]
+    head = " | ".join(("kernel, rows of 4096", *(f"m = {tokens}" for tokens in lengths)))
+    return table(head, "l" + "r" * len(lengths), lines)
+
+
+def integer_perplexity_table() -> str:
+    """Perplexity of models with float and integer graphs."""
+    rows = [row for row in rows_of("integer_forms") if row["kind"] == "perplexity"]
+    kinds = list(dict.fromkeys(row["weights"] for row in rows))
+    lines = []
+    for model, device in dict.fromkeys((row["model"], row["device"]) for row in rows):
+        found = [one(rows, model=model, device=device, weights=kind) for kind in kinds]
+        last = found[-1]
+        kept = f"{len(last['failed'])} of {last['calibrated']}"
+        values = (f"{row['perplexity']:.3f}" for row in found)
+        lines.append((model, f"`{device}`", str(last["windows"]), *values, kept))
+    head = " | ".join(("model", "device", "windows", *kinds, "linears that kept floats"))
+    return table(head, "llr" + "r" * (len(kinds) + 1), lines)
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -492,6 +546,9 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MEASURED, "startup"): startup_table,
     (MEASURED, "gains"): gains_table,
     (DEVICES, "Adreno"): adreno_table,
+    (INTEGERS, "integer forms"): integer_forms_table,
+    (INTEGERS, "codes"): codes_table,
+    (INTEGERS, "integer perplexity"): integer_perplexity_table,
 }
 """Tables by page and name."""
 

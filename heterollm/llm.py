@@ -272,12 +272,14 @@ class LLM:
         """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
+        engine, thread = self._engine, self._thread
+        integer = () if thread.closed else thread.run(lambda: engine.integer_notes)
         return (
             *chosen,
             *self._plan_notes,
             *self._weights.notes,
             *self.device.gpu.variants.notes,
-            *self._engine.integer_notes,
+            *integer,
             *self.failures,
         )
 

@@ -14,18 +14,22 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import KernelError
-from heterollm.kernels.formats import reference_layers
+from heterollm.kernels.formats import CodeGrid, reference_layers
 from heterollm.kernels.gpu import (
+    COUNT_WORDS,
+    FACTOR_BYTES,
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
+    DeviceMemory,
     GpuBuffer,
     GpuGlue,
     GpuRuntime,
     HeadShape,
     KvLayer,
     Launch,
+    NpuCodes,
     Rotation,
     Scores,
     Segments,
@@ -420,6 +424,22 @@ class LayerCases:
         segments = split_segments(self.gpu, logits, (vocabulary,), (split,))
         run_launches(self.gpu, [self.layers.join_logits(segments, out.slot, rows=rows)])
         return out.read(), logits.astype(np.float64)
+
+    def codes(self, tokens: int, columns: int, grid: CodeGrid) -> Numbers:
+        """Write the codes of a random input, and read them back as if they were an NPU's output."""
+        x = _random(self.generator, (tokens, columns), self.activation_dtype)
+        slot = self.gpu.shared((tokens, columns), np.uint16)
+        factors, counts = (
+            DeviceMemory(self.gpu.scratch(size), size) for size in (tokens * FACTOR_BYTES, COUNT_WORDS * 4)
+        )
+        codes = NpuCodes(slot, slot, factors, counts, 0, grid)
+        out = GuardedOutput(self.gpu, x.shape, self.activation_dtype)
+        launches = (
+            self.layers.write_codes(fill_slot(self.gpu, x), codes, tokens=tokens, columns=columns),
+            self.layers.read_codes(codes, out.slot, tokens=tokens, rows=columns),
+        )
+        run_launches(self.gpu, launches)
+        return out.read(), grid.values(*grid.codes(x)).astype(np.float64)
 
     def _norm_data(
         self, tokens: int, hidden: int, split: int, biased: bool, post: bool, scale: float

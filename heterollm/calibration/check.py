@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
-from heterollm.kernels.formats import LinearWeight, QuantizedTensor, linear_errors, reference_layers
+from heterollm.kernels.formats import (
+    LARGEST_CODE,
+    ZERO_CODE,
+    LinearWeight,
+    QuantizedTensor,
+    linear_errors,
+    reference_layers,
+)
 from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
@@ -20,7 +27,6 @@ __all__ = ["RangeCheck", "silu"]
 WORST = RangeErrors(1.0, 1.0, 1.0)
 """Errors of an operator that no range can serve: all of its values were 0."""
 
-LARGEST_CODE = 32767
 SMALLEST_MAGNITUDE = 1e-20
 
 
@@ -54,7 +60,7 @@ class RangeCheck:
         members = [_floats(member) for member in self._weights.linear(spec.layer, spec.group)]
         found = self.linears[spec.layer, spec.group]
         weight = np.concatenate(members)
-        self.linears[spec.layer, spec.group] = structs.replace(found, errors=_linear_errors(found, weight, x))
+        self.linears[spec.layer, spec.group] = _checked(found, weight, x)
         if spec.group == "gate_up" and spec.layer in self.ffns:
             (down,) = self._weights.linear(spec.layer, "down")
             self._check_ffn(spec.layer, members, _floats(down), x)
@@ -73,12 +79,25 @@ def silu(gate: Floats) -> Floats:
     return reference_layers.gated_activation(gate, np.ones(1, np.float32)).astype(np.float32)
 
 
-def _linear_errors(found: LinearCalibration, weight: Floats, x: Floats) -> RangeErrors:
-    if min(found.inputs, max(found.outputs)) <= SMALLEST_MAGNITUDE:
-        return WORST
-    ranges = LinearRanges(found.inputs, max(found.outputs))
-    y = _rounded(_rounded(x, ranges.inputs) @ weight.T, ranges.outputs)
-    return _errors(y, x @ weight.T)
+def _checked(found: LinearCalibration, weight: Floats, x: Floats) -> LinearCalibration:
+    """Return the record with the check of token scales, or of a static grid if only that passes."""
+    if min(found.inputs, max(found.outputs), max(found.relative_outputs)) <= SMALLEST_MAGNITUDE:
+        return structs.replace(found, errors=WORST)
+    exact = x @ weight.T
+    errors = _errors(_on_grids(found.token_ranges, weight, x), exact)
+    if not errors.passed:
+        static = _errors(_on_grids(found.static_ranges, weight, x), exact)
+        if static.passed:
+            return structs.replace(found, errors=static, static=True)
+    return structs.replace(found, errors=errors)
+
+
+def _on_grids(ranges: LinearRanges, weight: Floats, x: Floats) -> Floats:
+    grid = ranges.grid
+    codes, factors = grid.codes(x)
+    values: Floats = (codes.astype(np.float32) - np.float32(ZERO_CODE)) * np.float32(grid.input_step)
+    y: Floats = _on_grid(values @ weight.T, grid.output_step) * factors[:, None]
+    return y
 
 
 def _ffn_errors(ranges: FfnRanges, gate_up: list[Floats], down: Floats, x: Floats) -> RangeErrors:
@@ -91,8 +110,11 @@ def _ffn_errors(ranges: FfnRanges, gate_up: list[Floats], down: Floats, x: Float
 
 
 def _rounded(values: Floats, magnitude: float) -> Floats:
-    step = step_of(magnitude)
-    codes: NDArray[np.float64] = np.clip(np.rint(values / step), -LARGEST_CODE - 1, LARGEST_CODE)
+    return _on_grid(values, step_of(magnitude))
+
+
+def _on_grid(values: Floats, step: float) -> Floats:
+    codes: NDArray[np.float64] = np.clip(np.rint(values / step), -ZERO_CODE, LARGEST_CODE)
     return (codes * step).astype(np.float32)
 
 

@@ -51,12 +51,14 @@ class LinearStatistics:
         self._spec = spec
         self._inputs = 0.0
         self._outputs = [0.0] * len(spec.members)
+        self._relative = [0.0] * len(spec.members)
         self._histogram = np.zeros(OCTAVES * STEPS_PER_OCTAVE, np.int64)
         self._threshold = 0.0
         self._counts = np.zeros(spec.columns, np.int64)
         self._maxima = np.zeros(spec.columns, np.float32)
         if earlier is not None:
             self._inputs, self._outputs = earlier.inputs, list(earlier.outputs)
+            self._relative = list(earlier.relative_outputs)
             self._histogram += np.array(earlier.histogram, np.int64)
             self._threshold = earlier.threshold
             for one in earlier.outliers:
@@ -65,11 +67,14 @@ class LinearStatistics:
     def add(self, x: Floats, y: Floats) -> None:
         """Add an input ``[m, k]`` and its output ``[m, n]``."""
         sizes = np.abs(x)
-        self._inputs = max(self._inputs, float(sizes.max()))
+        tokens = sizes.max(axis=1)
+        self._inputs = max(self._inputs, float(tokens.max()))
         first = 0
         for place, member in enumerate(self._spec.members):
-            part = y[:, first : first + member.rows]
-            self._outputs[place] = max(self._outputs[place], float(np.abs(part).max()))
+            part = np.abs(y[:, first : first + member.rows]).max(axis=1)
+            self._outputs[place] = max(self._outputs[place], float(part.max()))
+            relative = np.divide(part, tokens, out=np.zeros_like(part), where=tokens > 0)
+            self._relative[place] = max(self._relative[place], float(relative.max()))
             first += member.rows
         if not self._threshold:
             self._threshold = OUTLIER_FACTOR * float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
@@ -88,6 +93,7 @@ class LinearStatistics:
             group=self._spec.group,
             inputs=self._inputs,
             outputs=tuple(self._outputs),
+            relative_outputs=tuple(self._relative),
             histogram=tuple(self._histogram.tolist()),
             threshold=self._threshold,
             outliers=tuple(

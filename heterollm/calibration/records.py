@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` again."
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8
@@ -83,21 +83,36 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         group: The group.
         inputs: Largest magnitude of the input.
         outputs: Largest magnitude of each member's output, before biases.
+        relative_outputs: The same of each output over the largest magnitude of its token's input.
         histogram: Numbers of input values by magnitude, in steps of an eighth of an octave from 2⁻²⁴ on.
         threshold: Magnitude above which an input is an outlier: eight times the root mean square of the first
             window.
         outliers: Channels with outliers, by channel.
         errors: The check of the ranges; None as long as there was none.
+        static: Whether the check is of one grid for all tokens, on which alone it passed, and not of inputs
+            that are divided by the largest magnitude of their token.
     """
 
     layer: Count
     group: Group
     inputs: Amount
     outputs: tuple[Amount, ...]
+    relative_outputs: tuple[Amount, ...]
     histogram: tuple[Count, ...]
     threshold: Amount
     outliers: tuple[ChannelOutliers, ...]
     errors: RangeErrors | None = None
+    static: bool = False
+
+    @property
+    def token_ranges(self) -> LinearRanges:
+        """Ranges with a scale for each token."""
+        return LinearRanges(max(self.relative_outputs))
+
+    @property
+    def static_ranges(self) -> LinearRanges:
+        """Ranges of one grid for all tokens."""
+        return LinearRanges(max(self.outputs), self.inputs)
 
     @property
     def percentiles(self) -> dict[float, float]:
@@ -152,7 +167,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     checked_tokens: Count
     linears: tuple[LinearCalibration, ...]
     ffns: tuple[FfnCalibration, ...]
-    version: Literal[1] = SCHEMA_VERSION
+    version: Literal[2] = SCHEMA_VERSION
 
     @property
     def complete(self) -> bool:
@@ -174,7 +189,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         linears = {(one.layer, one.group): one for one in self.linears}
         for one in self.linears:
             if _passed(one.errors):
-                found[one.layer, one.group] = LinearRanges(one.inputs, max(one.outputs))
+                found[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
         for ffn in self.ffns:
             first, last = linears.get((ffn.layer, "gate_up")), linears.get((ffn.layer, "down"))
             if _passed(ffn.errors) and first is not None and last is not None:
@@ -230,7 +245,7 @@ def load_calibration(path: Path) -> Calibration:
     data = decode_json(text, source=str(path), error=CalibrationError, fix=FIX)
     found = decode(data, Calibration, source=f"{path} is not a calibration", error=CalibrationError, fix=FIX)
     for one in found.linears:
-        if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE or not one.outputs:
+        if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE or not one.relative_outputs:
             raise CalibrationError(f"{path} is not a calibration: {one.layer}.{one.group} is cut.", fix=FIX)
         if one.group == "gate_up" and len(one.outputs) != 2:
             raise CalibrationError(f"{path} is not a calibration: {one.layer}.gate_up has no pair.", fix=FIX)

@@ -24,6 +24,7 @@ from heterollm.kernels.gpu import (
     GpuRuntime,
     Launch,
     MergedLaunch,
+    NpuCodes,
     RoundedInputs,
     Segments,
     SharedArray,
@@ -50,9 +51,10 @@ class PlacedOp:
         spec: The group of linears, or the ffn operator.
         placement: The placement.
         source: Slot of the input.
-        npu_output: Slot that the NPU writes.
+        npu_output: Slot of the NPU's output, which it writes itself unless there are codes.
         gpu_output: Slot that the GPU writes.
         rounded: Buffers for the input's int8 codes; None without codes.
+        codes: Codes of input and output, where the NPU computes in integers; None elsewhere.
     """
 
     spec: OpSpec
@@ -61,6 +63,17 @@ class PlacedOp:
     npu_output: SharedArray
     gpu_output: DeviceMemory
     rounded: RoundedInputs | None
+    codes: NpuCodes | None = None
+
+    @property
+    def npu_source(self) -> SharedArray:
+        """The memory that the NPU reads."""
+        return self.source if self.codes is None else self.codes.inputs
+
+    @property
+    def npu_target(self) -> SharedArray:
+        """The memory that the NPU writes."""
+        return self.npu_output if self.codes is None else self.codes.outputs
 
     @property
     def operator(self) -> Operator:
@@ -218,7 +231,7 @@ class PassBuilder:
     def wait(self, op: PlacedOp | None) -> None:
         """Append the wait of a fence."""
         fence = self.fence(op)
-        buffer = "logits" if op is None else self.names[op.source].name
+        buffer = "logits" if op is None else self.names[op.npu_source].name
         self._host(op, "wait", fence.wait, wait=Wait(buffer, fence.strategy))
 
     def flush(self, op: PlacedOp) -> None:
@@ -245,15 +258,15 @@ class PassBuilder:
             read_bytes: First bytes of the input, which the NPU reads.
             written_bytes: First bytes of the output, which the NPU writes; kernels may write the others.
         """
-        read = functools.partial(op.source.acquire_to_read, read_bytes)
-        self._host(op, "acquire_to_read", read, reads=(self.byte_range(op.source, 0, read_bytes),))
-        write = functools.partial(op.npu_output.acquire, written_bytes)
-        self._host(op, "acquire", write, writes=(self.byte_range(op.npu_output, 0, written_bytes),))
+        read = functools.partial(op.npu_source.acquire_to_read, read_bytes)
+        self._host(op, "acquire_to_read", read, reads=(self.byte_range(op.npu_source, 0, read_bytes),))
+        write = functools.partial(op.npu_target.acquire, written_bytes)
+        self._host(op, "acquire", write, writes=(self.byte_range(op.npu_target, 0, written_bytes),))
 
     def release(self, op: PlacedOp) -> None:
         """Append the unmapping of input and output."""
-        self._host(op, "release", op.source.release, reads=(op.source,))
-        self._host(op, "release", op.npu_output.release, writes=(op.npu_output,))
+        self._host(op, "release", op.npu_source.release, reads=(op.npu_source,))
+        self._host(op, "release", op.npu_target.release, writes=(op.npu_target,))
 
     def finish(self) -> None:
         """Append the wait for the whole queue at the end of the pass."""
@@ -318,8 +331,10 @@ class PassBuilder:
         return tuple([memory if isinstance(memory, Buffer) else self.names[memory] for memory in once])
 
 
-def codes_of(rounded: RoundedInputs | None) -> tuple[DeviceMemory, ...]:
-    """Return the slots of int8 codes, if there are any."""
+def codes_of(rounded: RoundedInputs | NpuCodes | None) -> tuple[DeviceMemory, ...]:
+    """Return the slots of codes that a kernel writes beside its output, if there are any."""
+    if isinstance(rounded, NpuCodes):
+        return (rounded.inputs, rounded.factors, rounded.counts)
     memories = () if rounded is None else (rounded.codes, rounded.blocks)
     return tuple(memory for memory in memories if isinstance(memory, DeviceMemory))
 

@@ -52,7 +52,6 @@ class Compiler:
         self._runtime = device.gpu
         self._fences = fences
         self._check = SlotCheck.from_environment(device.gpu)
-        self._splits = SplitEmitter(device, weights, ranges)
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, {slot: size for slot, size in sizes.items() if not is_private(slot)})
         self.private = {
@@ -83,10 +82,12 @@ class Compiler:
         tensors = GlueTensors(device.gpu, weights, context)
         slots: dict[str, DeviceMemory] = {name: self.pool[name] for name in self.pool} | self.private
         self._slots = slots
+        self._splits = SplitEmitter(device, weights, slots, ranges)
         self._glue = GlueEmitter(
             device, weights.config, self.pool, self.private, tensors, self.tokens, self.step, context
         )
-        named = slots | {"tokens": self.tokens, "step": self.step}
+        counts = self._splits.saturation.memory
+        named = slots | {"tokens": self.tokens, "step": self.step, "code_counts": counts}
         self._names = {memory: Buffer(name) for name, memory in named.items()}
 
     @property
@@ -95,7 +96,7 @@ class Compiler:
         return self._splits.notes
 
     def reset_counts(self) -> None:
-        """Count saturated outputs from 0 again."""
+        """Count saturated values from 0 again."""
         self._splits.saturation.reset()
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Compiler:
         delta: Segments | None = None
         for layer in range(self._config.layers):
             op = self._placed(builder, layer, "qkv")
-            glue.norm(builder, layer, "attention", delta, op.rounded)
+            glue.norm(builder, layer, "attention", delta, op.rounded or op.codes)
             qkv = self._linear(builder, op)
             glue.rope(builder, layer, qkv, cache)
             op = self._placed(builder, layer, "o")
@@ -197,6 +198,7 @@ class Compiler:
             npu_output=self.pool[npu_output],
             gpu_output=self._slots[gpu_output],
             rounded=self._rounded(spec, placement),
+            codes=self._splits.codes(spec, placement),
         )
 
     def _rounded(self, spec: OpSpec, placement: Placement) -> RoundedInputs | None:
@@ -235,7 +237,7 @@ class Compiler:
         if (layer, "ffn") in builder.placements:
             return self._ffn(builder, self._placed(builder, layer, "ffn"), delta)
         op = self._placed(builder, layer, "gate_up")
-        self._glue.norm(builder, layer, "feed_forward", delta, op.rounded)
+        self._glue.norm(builder, layer, "feed_forward", delta, op.rounded or op.codes)
         gate_up = self._linear(builder, op)
         op = self._placed(builder, layer, "down")
         self._glue.activation(builder, layer, gate_up, op.rounded)
@@ -247,7 +249,7 @@ class Compiler:
         The GPU's queue runs three kernels while the NPU runs one graph.
         """
         ffn = op.spec
-        self._glue.norm(builder, ffn.layer, "feed_forward", delta, op.rounded)
+        self._glue.norm(builder, ffn.layer, "feed_forward", delta, op.rounded or op.codes)
         (width, *_), (whole, *_) = op.placement.npu_rows, ffn.member_rows
         gpu = [] if width == whole else self._gpu_ffn(builder, op, width, whole)
         return self._splits.ffn(builder, op, gpu)

@@ -17,6 +17,7 @@ from heterollm.kernels.gpu import (
     HeadShape,
     KvMemory,
     Launch,
+    NpuCodes,
     Rotation,
     RoundedInputs,
     Scores,
@@ -79,7 +80,7 @@ class GlueEmitter:
         layer: int,
         norm: Literal["attention", "feed_forward"],
         delta: Segments | None,
-        rounded: RoundedInputs | None,
+        rounded: RoundedInputs | NpuCodes | None,
     ) -> None:
         """Append the norm before attention or before the feed-forward network.
 
@@ -88,7 +89,7 @@ class GlueEmitter:
             layer: Decoder layer.
             norm: The norm.
             delta: Values to add to the residual stream first; None at the start of the model.
-            rounded: Buffers for int8 codes of the output, or None.
+            rounded: Buffers for codes of the output, or None.
         """
         residual, out = self._private["residual"], self._pool["linear_input"]
         launch = self._layers.rms_norm(
@@ -198,6 +199,7 @@ class GlueEmitter:
     def final_norm(self, builder: PassBuilder, delta: Segments, op: PlacedOp) -> None:
         """Append the norm before the head, for the rows in the step buffer."""
         config, residual = self._config, self._private["residual"]
+        rounded = op.rounded or op.codes
         launch = self._layers.final_norm(
             residual,
             self._tensors.final_norm,
@@ -206,11 +208,11 @@ class GlueEmitter:
             rows=builder.tokens,
             epsilon=config.rms_norm_eps,
             delta=delta,
-            rounded=op.rounded,
+            rounded=rounded,
             **self._delta_options(config.layers - 1, "down"),
         )
         reads = (residual, *segments_of(delta), self._step)
-        builder.kernel("final norm", None, launch, reads=reads, writes=(op.source, *codes_of(op.rounded)))
+        builder.kernel("final norm", None, launch, reads=reads, writes=(op.source, *codes_of(rounded)))
 
     def join(self, builder: PassBuilder, head: Segments) -> None:
         """Append the join of the logits' segments."""

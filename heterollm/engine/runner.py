@@ -130,11 +130,14 @@ class Engine:
 
     @property
     def integer_notes(self) -> tuple[str, ...]:
-        """Operators without suitable ranges, and saturated outputs, of the integer graphs so far."""
-        return self._compiler.notes
+        """Operators without suitable ranges, and saturated values, of the integer graphs so far.
+
+        Only the engine thread may read them.
+        """
+        return () if self._lost else self._compiler.notes
 
     def reset_counts(self) -> None:
-        """Count saturated outputs from 0 again."""
+        """Count saturated values from 0 again."""
         self._compiler.reset_counts()
 
     @property

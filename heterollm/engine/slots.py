@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from heterollm.kernels.gpu import code_bytes
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.gpu import CODE_BYTES, FACTOR_BYTES, code_bytes
+from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan
 
-__all__ = ["HEAD_ROWS", "INPUT_SLOTS", "is_private", "pool_sizes"]
+__all__ = [
+    "HEAD_ROWS",
+    "INPUT_SLOTS",
+    "NPU_CODES",
+    "NPU_FACTORS",
+    "NPU_OUTPUT_CODES",
+    "is_private",
+    "pool_sizes",
+]
 
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
@@ -27,7 +36,10 @@ INPUT_SLOTS: Final[dict[Group, str]] = {
 :class:`heterollm.kernels.gpu.RoundedInputs`."""
 
 
-PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output")
+NPU_CODES, NPU_OUTPUT_CODES, NPU_FACTORS = "npu_codes_in", "npu_codes_out", "npu_factors"
+"""Slots of integer graphs, see :class:`heterollm.kernels.gpu.NpuCodes`; all operators share them."""
+
+PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS)
 """Slots that neither the host nor the NPU reads or writes."""
 
 
@@ -60,9 +72,21 @@ def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_by
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not plan.uses_npu:
         sizes["npu_output"] = item_bytes
-    for slot, size in _code_sizes(specs, tokens):
+    for slot, size in (*_code_sizes(specs, tokens), *_npu_code_sizes(specs, plan)):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return sizes
+
+
+def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, int]]:
+    own = {spec.group: spec for spec in (*specs, *ffn_specs(specs))}
+    for entry in plan.entries:
+        if entry.placement.form in INTEGER_FORMS:
+            spec = own[entry.group]
+            tokens = max(sum(entry.placement.npu_lengths), plan.longest_pass(entry, HEAD_ROWS))
+            rows = spec.rows if spec.then is None else spec.then.rows
+            yield NPU_CODES, tokens * spec.columns * CODE_BYTES
+            yield NPU_OUTPUT_CODES, tokens * rows * CODE_BYTES
+            yield NPU_FACTORS, tokens * FACTOR_BYTES
 
 
 def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:

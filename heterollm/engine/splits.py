@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from heterollm.engine.builder import PassBuilder, PlacedOp
+import numpy as np
+
+from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of
 from heterollm.engine.npu_shards import npu_shard
 from heterollm.engine.saturation import SaturationCount
+from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
 from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import DeviceMemory, GpuLinear, Launch, Segments, SharedArray
+from heterollm.kernels.gpu import (
+    DeviceMemory,
+    GpuGlue,
+    GpuLinear,
+    Launch,
+    NpuCodes,
+    Segments,
+    SharedArray,
+)
 from heterollm.kernels.npu import INTEGER_FORMS, NpuGraph, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
@@ -21,6 +32,12 @@ __all__ = ["NO_RANGES", "SplitEmitter"]
 
 NO_RANGES: Final[Mapping[tuple[int, Group], StaticRanges]] = MappingProxyType({})
 SHOWN_NAMES: Final = 6
+
+OPERATORS_OF_A_LAYER: Final = 5
+"""The groups of linears and the ffn operator."""
+
+WRITTEN_BY_NORMS: Final[frozenset[Group]] = frozenset({"qkv", "gate_up", "ffn", "head"})
+"""Groups whose input codes the norm before them writes; for the others a kernel of its own does."""
 
 
 class SplitEmitter:
@@ -38,18 +55,21 @@ class SplitEmitter:
         self,
         device: Device,
         weights: ModelWeights,
+        slots: Mapping[str, DeviceMemory],
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._device = device
         self._weights = weights
+        self._slots = slots
         self._ranges = ranges
+        self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
         self._float_operators: dict[str, None] = {}
-        self.saturation = SaturationCount()
+        self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
         self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Operators that keep float activations against the plan, and saturated outputs."""
+        """Operators that keep float activations against the plan, and saturated values."""
         names = list(self._float_operators)
         if not names:
             return self.saturation.notes()
@@ -63,7 +83,21 @@ class SplitEmitter:
     def clear(self) -> None:
         """Drop the graphs; no compiled pass may run afterwards."""
         self._graphs.clear()
-        self.saturation.clear()
+
+    def codes(self, spec: OpSpec, placement: Placement) -> NpuCodes | None:
+        """Return the codes of an operator that the NPU computes in integers; None for others."""
+        if not placement.npu_lengths or self._form(spec, placement) not in INTEGER_FORMS:
+            return None
+        inputs, outputs = self._slots[NPU_CODES], self._slots[NPU_OUTPUT_CODES]
+        assert isinstance(inputs, SharedArray)
+        assert isinstance(outputs, SharedArray)
+        grid = self._ranges[spec.layer, spec.group].grid
+        # The inputs of a token with a factor cannot saturate.
+        values = _npu_rows(spec, placement) + (0 if grid.per_token else spec.columns)
+        name = operator_name(spec.group, None if spec.layer < 0 else spec.layer)
+        place = self.saturation.place(name, values)
+        memory = self._slots[NPU_FACTORS], self.saturation.memory
+        return NpuCodes(inputs, outputs, *memory, place, grid)
 
     def linear(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> Segments:
         """Append the steps of a group of linears, whose GPU weights are ``linear``, and return the output."""
@@ -135,6 +169,11 @@ class SplitEmitter:
             op: The operator.
             gpu: Steps of the GPU's shard, if it has one.
         """
+        if op.codes is not None and op.spec.group not in WRITTEN_BY_NORMS:
+            tokens = min(sum(op.placement.npu_lengths), builder.tokens)
+            launch = self._layers.write_codes(op.source, op.codes, tokens=tokens, columns=op.spec.columns)
+            writes = codes_of(op.codes)
+            builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
         mapped = not op.source.coherent
         if mapped:
             self._start_mapped(builder, op, gpu)
@@ -143,7 +182,9 @@ class SplitEmitter:
         self._graph_runs(builder, op)
         if mapped:
             builder.release(op)
-        if gpu:
+        if op.codes is not None:
+            self._read_codes(builder, op, op.codes)
+        if gpu or op.codes is not None:
             builder.end_operator(op.operator, op.layer)
 
     def _start(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
@@ -168,9 +209,20 @@ class SplitEmitter:
         # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
         builder.mark(op)
         builder.wait(op)
-        tokens, item = sum(op.placement.npu_lengths), self._device.activation_dtype.itemsize
-        builder.acquire(op, tokens * op.spec.columns * item, tokens * _npu_rows(op) * item)
+        tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
+        rows = _npu_rows(op.spec, op.placement)
+        builder.acquire(op, tokens * op.spec.columns * item, tokens * rows * item)
         _enqueue(builder, op, gpu)
+
+    def _read_codes(self, builder: PassBuilder, op: PlacedOp, codes: NpuCodes) -> None:
+        """Append the kernel that writes the values of the output's codes to the NPU's slot."""
+        tokens = min(sum(op.placement.npu_lengths), builder.tokens)
+        rows = _npu_rows(op.spec, op.placement)
+        launch = self._layers.read_codes(codes, op.npu_output, tokens=tokens, rows=rows)
+        row_bytes = rows * self._device.activation_dtype.itemsize
+        written = _tokens_of(builder, op.npu_output, row_bytes, 0, tokens)
+        reads, writes = (codes.outputs, codes.factors), (written, codes.counts)
+        builder.kernel("reading of codes", op.layer, launch, reads=reads, writes=writes, ends=False)
 
     def _rows(
         self,
@@ -201,10 +253,10 @@ class SplitEmitter:
 
     def _graph_runs(self, builder: PassBuilder, op: PlacedOp) -> None:
         spec, placement = op.spec, op.placement
-        dtype, total = self._device.activation_dtype, sum(placement.npu_lengths)
-        rows = _npu_rows(op)
-        x = op.source.view(dtype, (total, spec.columns))
-        y = op.npu_output.view(dtype, (total, rows))
+        dtype, total = self._npu_dtype(op), sum(placement.npu_lengths)
+        rows = _npu_rows(spec, placement)
+        x = op.npu_source.view(dtype, (total, spec.columns))
+        y = op.npu_target.view(dtype, (total, rows))
         shard = shard_name(op.name, spec, tuple((0, own) for own in placement.npu_rows))
         chosen = self._form(spec, placement)
         form = "" if chosen is None else f" as {chosen}"
@@ -215,17 +267,18 @@ class SplitEmitter:
             else:
                 work = LinearWork.of_ffn(spec, length, placement.npu_rows[0])
             tokens = slice(first, first + length)
-            reads = _tokens_of(builder, op.source, spec.columns * dtype.itemsize, first, length)
-            writes = _tokens_of(builder, op.npu_output, rows * dtype.itemsize, first, length)
+            reads = _tokens_of(builder, op.npu_source, spec.columns * dtype.itemsize, first, length)
+            writes = _tokens_of(builder, op.npu_target, rows * dtype.itemsize, first, length)
             label = f"{shard} tokens {first}:{first + length}{form}"
             run: Call = NOT_RUN
             if builder.builds_graphs:
                 run = self._graph(spec, placement, chosen, length).bind(x[tokens], y[tokens])
-                if chosen in INTEGER_FORMS:
-                    own = y[first : min(first + length, builder.tokens)]
-                    run = self.saturation.counted(run, own, self._ranges[spec.layer, spec.group], op.name)
             builder.graph(op, run, label, reads, writes, work)
             first += length
+
+    def _npu_dtype(self, op: PlacedOp) -> np.dtype[Any]:
+        """Return the element type of the memory that the NPU reads and writes."""
+        return self._device.activation_dtype if op.codes is None else np.dtype(np.uint16)
 
     def _form(self, spec: OpSpec, placement: Placement) -> str | None:
         """Return the planned form, or the default in place of an integer one without ranges."""
@@ -253,9 +306,9 @@ def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: i
     return builder.byte_range(slot, first * row_bytes, (first + count) * row_bytes)
 
 
-def _npu_rows(op: PlacedOp) -> int:
+def _npu_rows(spec: OpSpec, placement: Placement) -> int:
     """Return the rows of the NPU's output."""
-    return sum(op.placement.npu_rows) if op.spec.then is None else op.spec.then.rows
+    return sum(placement.npu_rows) if spec.then is None else spec.then.rows
 
 
 def _enqueue(builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:

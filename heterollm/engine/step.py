@@ -46,12 +46,14 @@ Operator: TypeAlias = Literal[
     "join",
     "soft cap",
     "rounding of inputs",
+    "reading of codes",
     "flag",
     "late write",
     "merged",
     "end of pass",
 ]
-"""Groups of linears as in a plan, and glue operators. ``flag`` is a kernel that signals the progress of the
+"""Groups of linears as in a plan, and glue operators. ``reading of codes`` makes
+floats of an integer graph's output. ``flag`` is a kernel that signals the progress of the
 queue to the host; ``late write`` a delay from the check of buffers; ``merged`` one launch of the kernels that
 :attr:`Step.merged` lists."""
 

@@ -22,3 +22,6 @@ from .tolerances import LINEAR_NMSE as LINEAR_NMSE
 from .tolerances import SINGLE_FACTOR as SINGLE_FACTOR
 from .tolerances import ComputeType as ComputeType
 from .tolerances import linear_errors as linear_errors
+from .uint16_codes import LARGEST_CODE as LARGEST_CODE
+from .uint16_codes import ZERO_CODE as ZERO_CODE
+from .uint16_codes import CodeGrid as CodeGrid

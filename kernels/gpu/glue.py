@@ -14,6 +14,7 @@ import numpy as np
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention import GpuAttention
+from heterollm.kernels.gpu.codes import CODE_BYTES, NpuCodes
 from heterollm.kernels.gpu.glue_kernels import Segments
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
@@ -29,6 +30,7 @@ ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
 NORM_ONLY, NORM_ADD, NORM_ADD_HEAD = range(3)
 """Modes of rms_norm.cl."""
 
+CODE_FILES: Final = ("codes.h", "npu_codes.cl")
 VECTOR_COLUMNS: Final = 2048
 
 
@@ -49,7 +51,7 @@ class GpuGlue(GpuAttention):
         delta: Segments | None = None,
         bias: Argument = None,
         post: Argument = None,
-        rounded: RoundedInputs | None = None,
+        rounded: RoundedInputs | NpuCodes | None = None,
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
@@ -65,7 +67,7 @@ class GpuGlue(GpuAttention):
             delta: Output of the preceding linear, one member; None at the start of the model.
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the delta's norm, or None.
-            rounded: Target of the int8 codes of ``out``; None for no codes.
+            rounded: Target of the codes of ``out``, int8 for a GPU or uint16 for an NPU; None for no codes.
         """
         residual.require(tokens * hidden * 4, "norm residual")
         memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
@@ -83,7 +85,7 @@ class GpuGlue(GpuAttention):
         delta: Segments,
         bias: Argument = None,
         post: Argument = None,
-        rounded: RoundedInputs | None = None,
+        rounded: RoundedInputs | NpuCodes | None = None,
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
 
@@ -101,7 +103,7 @@ class GpuGlue(GpuAttention):
         delta: Segments | None,
         extras: tuple[Argument, Argument],
         epsilon: float,
-        rounded: RoundedInputs | None,
+        rounded: RoundedInputs | NpuCodes | None,
     ) -> Launch:
         (residual, weight, out, step), (rows, hidden) = memory, shape
         label = "final norm" if mode == NORM_ADD_HEAD else "norm"
@@ -111,7 +113,8 @@ class GpuGlue(GpuAttention):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
         out.require(rows * hidden * self._item_bytes, f"{label} output")
         split = 0 if delta.join == "sum" else delta.splits[0]
-        kernel, _, items = self._kernel(("rms_norm.cl",), "rms_norm", rounded=rounded, widths=(hidden, split))
+        files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
+        kernel, _, items = self._kernel(files, "rms_norm", rounded=rounded, widths=(hidden, split))
         arguments = (
             *(residual, weight, out, delta.a, delta.b),
             # Absent memory is never read, but OpenCL needs a valid argument.
@@ -122,10 +125,10 @@ class GpuGlue(GpuAttention):
             *map(np.int32, (mode, *(extra is not None for extra in extras))),
             *(rounded.arguments(rows, hidden, label) if rounded else ()),
         )
-        item, block = self._item_bytes, rounded.block if rounded else 0
+        item, block = self._item_bytes, rounded.block if isinstance(rounded, RoundedInputs) else 0
         read = 4 if mode == NORM_ONLY else 4 + item
-        written = item + 4 if mode == NORM_ADD else item
-        work = functools.partial(pointwise_work, rows * hidden, 6, read, written, block)
+        stored = (item + 4 if mode == NORM_ADD else item) + CODE_BYTES * isinstance(rounded, NpuCodes)
+        work = functools.partial(pointwise_work, rows * hidden, 6, read, stored, block)
         return self._runtime.launch(kernel, arguments, (rows * items,), (items,), label, work=work)
 
     # -- elementwise ---------------------------------------------------------------------------------
@@ -189,6 +192,35 @@ class GpuGlue(GpuAttention):
         logits.require(rows * vocabulary * 4, f"{label} logits")
         work = functools.partial(pointwise_work, rows * vocabulary, 10, 4, 4)
         return self._pointwise("soft_cap", (logits, np.float32(cap)), (vocabulary,), rows, label, work)
+
+    # -- codes of NPU graphs -------------------------------------------------------------------------
+
+    def write_codes(self, x: SharedArray, codes: NpuCodes, *, tokens: int, columns: int) -> Launch:
+        """Return the launch that writes the codes of ``x [tokens, columns]``, in the activation type."""
+        label = "writing of codes"
+        x.require(tokens * columns * self._item_bytes, f"{label} input")
+        arguments = (x, np.int32(columns), *codes.arguments(tokens, columns, label))
+        kernel, _, items = self._kernel(CODE_FILES, "write_npu_codes", rounded=codes, widths=(columns,))
+        work = functools.partial(pointwise_work, tokens * columns, 4, self._item_bytes, CODE_BYTES)
+        return self._runtime.launch(kernel, arguments, (tokens * items,), (items,), label, work=work)
+
+    def read_codes(self, codes: NpuCodes, out: DeviceMemory, *, tokens: int, rows: int) -> Launch:
+        """Return the launch that writes the values of output codes ``[tokens, rows]``, and counts them."""
+        label = "reading of codes"
+        codes.outputs.require(tokens * rows * CODE_BYTES, f"{label} input")
+        codes.require_factors(tokens, label)
+        out.require(tokens * rows * self._item_bytes, f"{label} output")
+        kernel, style, items = self._kernel(CODE_FILES, "read_npu_codes", rounded=codes, widths=(rows,))
+        span = VECTOR_COLUMNS if style == "vector" else 8
+        arguments = (
+            *(codes.outputs, codes.factors, out, codes.counts, np.int32(codes.place)),
+            *(np.float32(codes.grid.output_step), np.int32(rows), np.int32(span)),
+        )
+        work = functools.partial(pointwise_work, tokens * rows, 4, CODE_BYTES, self._item_bytes)
+        size = round_up(-(-rows // span), items), tokens
+        return self._runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
+
+    # -- helpers -------------------------------------------------------------------------------------
 
     def _pointwise(
         self,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError
+from heterollm.kernels.gpu.codes import NpuCodes
 from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.protocol import GpuRuntime
@@ -106,7 +107,7 @@ class GlueKernels:
         files: Sequence[str],
         name: str,
         defines: Callable[[KernelStyle], Defines] = lambda _: {},
-        rounded: RoundedInputs | None = None,
+        rounded: RoundedInputs | NpuCodes | None = None,
         rounds: Callable[[KernelStyle], bool] = lambda _: True,
         widths: Sequence[int] = (),
     ) -> tuple[Any, KernelStyle, int]:
@@ -132,7 +133,9 @@ class GlueKernels:
                 own |= whole_eights(variant, has_half=self._runtime.traits.has_half)
             return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
 
-        what = name.replace("_", " ") + (" with int8 codes" if rounded else "")
+        what = name.replace("_", " ")
+        if rounded:
+            what += " with uint16 codes" if isinstance(rounded, NpuCodes) else " with int8 codes"
         return self._runtime.variants.first(what, self._variants, build)
 
 

@@ -22,12 +22,12 @@ from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.npu.ffn_graphs import build_ffn
 from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
 from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody, Tensors, build_linear
-from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm
+from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm, edge_dtype
 from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard
 
 __all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "shard_digest", "write_graph"]
 
-GRAPH_VERSION = 1
+GRAPH_VERSION = 2
 """Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
 
 IR_VERSION = 10
@@ -49,6 +49,7 @@ ONNX_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.float16): TensorProto.FLOAT16,
     np.dtype(np.uint8): TensorProto.UINT8,
+    np.dtype(np.uint16): TensorProto.UINT16,
     np.dtype(ml_dtypes.int4): TensorProto.INT4,
 }
 
@@ -118,7 +119,7 @@ def write_graph(
         build_linear(shard, form, body, k_split_columns)
     weights = folder / "graph.weights"
     tokens: int | str = "m" if length is None else length
-    element = ONNX_TYPES[dtype]
+    element = ONNX_TYPES[edge_dtype(form, dtype)]
     graph = helper.make_graph(
         body.nodes,
         f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}_{tokens}_{shard_digest(shard)[:16]}",

@@ -18,7 +18,7 @@ import numpy as np
 from heterollm.base import DeviceError, GraphError, OptionError
 from heterollm.kernels.npu.forms import every_ffn_form, every_form, integer_forms
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form
+from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, edge_dtype
 from heterollm.kernels.npu.session import HeldSession, SessionGraph, runtime_errors, session_options
 from heterollm.kernels.npu.shards import NpuShard, ShardKey
 from heterollm.kernels.ops import Activation, WeightFormat
@@ -89,7 +89,8 @@ class HostNpu:
         if key not in self._sessions:
             self._sessions[key] = HeldSession(self._open(shard, chosen))
             self.compiled_count += 1
-        return SessionGraph(self._sessions[key], shard, length, self.activation_dtype)
+        dtype = edge_dtype(chosen, self.activation_dtype)
+        return SessionGraph(self._sessions[key], shard, length, dtype)
 
     def cpu_times_us(
         self,

@@ -1,11 +1,12 @@
 """Linear layers and ffns with uint16 activations, for Hexagon's integer matrix unit.
 
-Every activation lies on a static grid of 16 bits with zero point 32768, whose range a calibration gave. The
-weights keep their 4-bit codes and stepped scales, so the graph computes with the very numbers of the GPU's
-kernels. QNN's compiler keeps such a linear in integers only in this form: uint16, symmetric weights, scales
-that are 1 to 16 times one number of their row with 16 used, and an output of 16 bits. The functions of this
-module therefore refuse all other weights. Input and output of the graph are floats; the conversions cost a
-pass over both (docs/integer-activations.md).
+Every activation lies on a static grid of 16 bits with zero point 32768, whose range a calibration gave. Input
+and output of the graph are codes on such grids, which the GPU writes and reads: it divides the input of a
+single linear by the largest magnitude of each token, and multiplies the output by it. The weights keep their
+4-bit codes and stepped scales, so the graph computes with the very numbers of the GPU's kernels. QNN's
+compiler keeps such a linear in integers only in this form: uint16, symmetric weights, scales that are 1 to 16
+times one number of their row with 16 used, and an output of 16 bits. The functions of this module therefore
+refuse all other weights.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Final
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto
 
 from heterollm.base import GraphError
 from heterollm.kernels.formats import (
     LARGEST_MULTIPLE,
+    ZERO_CODE,
     LinearWeight,
     QuantizedTensor,
     concatenate_rows,
@@ -33,7 +34,6 @@ from heterollm.kernels.npu.shards import FfnShard, LinearShard
 __all__ = ["build_integer_ffn", "build_integer_linear"]
 
 ZERO, SHARE_ZERO = "zero", "share_zero"
-ZERO_POINT: Final = 1 << 15
 SHARE_STEP: Final = 2.0**-16
 """Step of a sigmoid, whose values lie between 0 and 1."""
 ZERO_CODES: Final = 0x88
@@ -55,9 +55,9 @@ def build_integer_linear(shard: LinearShard, body: GraphBody) -> None:
             f"{shard.label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step, and "
             "would lose digits in integers."
         )
-    _start(body, ranges.inputs)
+    _start(body, ranges.grid.input_step)
     _product(body, weight, "x_rounded", "y_product", "")
-    _end(body, "y_product", ranges.outputs)
+    _end(body, ranges.grid.output_step)
 
 
 def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
@@ -73,7 +73,7 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
     if shard.activation != "silu" or shard.bias is not None:
         raise GraphError(f"{shard.label} has a bias or {shard.activation}, which the integer graph lacks.")
     gate, up, down = _whole_steps(shard)
-    _start(body, ranges.inputs)
+    _start(body, ranges.grid.input_step)
     _product(body, gate, "x_rounded", "gate_product", "gate_")
     _round(body, "gate_product", "gate", ranges.gate)
     _product(body, up, "x_rounded", "up_product", "up_")
@@ -88,26 +88,20 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
     body.add("Mul", ["activated", "up"], "product_exact")
     _round(body, "product_exact", "product", ranges.product)
     _product(body, down, "product", "y_product", "down_")
-    _end(body, "y_product", ranges.outputs)
+    _end(body, ranges.grid.output_step)
 
 
-def _start(body: GraphBody, magnitude: float) -> None:
-    """Append the rounding of the input."""
-    body.tensors[ZERO] = np.array(ZERO_POINT, np.uint16)
-    source = INPUT
-    if body.dtype != np.float32:
-        body.add("Cast", [INPUT], "x_wide", to=TensorProto.FLOAT)
-        source = "x_wide"
-    _round(body, source, "x_rounded", magnitude)
+def _start(body: GraphBody, step: float) -> None:
+    """Append the values of the input's codes."""
+    body.tensors[ZERO] = np.array(ZERO_CODE, np.uint16)
+    body.tensors["x_step"] = np.array(step, np.float32)
+    body.add("DequantizeLinear", [INPUT, "x_step", ZERO], "x_rounded")
 
 
-def _end(body: GraphBody, source: str, magnitude: float) -> None:
-    """Append the rounding of the output."""
-    if body.dtype == np.float32:
-        _round(body, source, OUTPUT, magnitude)
-        return
-    _round(body, source, "y_rounded", magnitude)
-    body.add("Cast", ["y_rounded"], OUTPUT, to=TensorProto.FLOAT16)
+def _end(body: GraphBody, step: float) -> None:
+    """Append the codes of the output."""
+    body.tensors["y_step"] = np.array(step, np.float32)
+    body.add("QuantizeLinear", ["y_product", "y_step", ZERO], OUTPUT)
 
 
 def _round(body: GraphBody, source: str, target: str, magnitude: float) -> None:

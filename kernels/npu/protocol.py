@@ -28,6 +28,7 @@ __all__ = [
     "TimeKind",
     "check_arrays",
     "check_form",
+    "edge_dtype",
 ]
 
 TimeKind = Literal["real", "emulated", "simulated"]
@@ -58,7 +59,7 @@ GraphForm = Literal[
 - ``k_chunked``, ``k_chunked_int8``: a k-split, the sum of ``matmul_nbits``, ``matmul_nbits_int8`` or
   ``weight_first`` over ranges of at most :data:`K_SPLIT_COLUMNS` inputs.
 - ``integer``: packed codes with stepped scales and activations of 16 bits, on calibrated ranges; at multiples
-  of 32 tokens.
+  of 32 tokens. Input and output are uint16 codes (:class:`heterollm.kernels.formats.CodeGrid`).
 
 Forms of an ffn shard:
 
@@ -107,7 +108,7 @@ class NpuGraph(Protocol):
         ``y`` is complete. Both arrays must outlive it.
 
         Args:
-            x: C-contiguous ``[length, k]`` in the backend's activation type, in long-lived memory.
+            x: C-contiguous ``[length, k]`` in the type of :func:`edge_dtype`, in long-lived memory.
             y: C-contiguous ``[length, r]`` in the same type, not overlapping ``x``.
 
         Raises:
@@ -148,7 +149,7 @@ class NpuBackend(Protocol):
 
     @property
     def activation_dtype(self) -> np.dtype[Any]:
-        """Element type of every graph's input and output."""
+        """Element type of the input and output of graphs with float activations."""
 
     @property
     def compiled_count(self) -> int:
@@ -237,6 +238,11 @@ class NpuBackend(Protocol):
 
     def close(self) -> None:
         """Free all sessions; graphs must not run afterwards. May be called twice."""
+
+
+def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the element type of a graph's input and output: uint16 for integer forms, else ``dtype``."""
+    return np.dtype(np.uint16) if form in INTEGER_FORMS else dtype
 
 
 def check_form(

@@ -23,7 +23,14 @@ from heterollm.base import GIB, MIB, DeviceError, GraphError, OptionError, locke
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.forms import integer_forms, k_split_ffn_forms, reshaped_forms
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, shard_digest, write_graph
-from heterollm.kernels.npu.protocol import INTEGER_FORMS, STANDARD_LENGTHS, GraphForm, TimeKind, check_form
+from heterollm.kernels.npu.protocol import (
+    INTEGER_FORMS,
+    STANDARD_LENGTHS,
+    GraphForm,
+    TimeKind,
+    check_form,
+    edge_dtype,
+)
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_cpu_time import emulated_cpu_us
@@ -188,7 +195,8 @@ class QnnNpu:
             session = self._open(shard, chosen, length)
             self._sessions[key] = HeldSession(session, self._opener(key, shard, chosen))
         self._sessions.move_to_end(key)
-        return SessionGraph(self._sessions[key], shard, length, self.activation_dtype)
+        dtype = edge_dtype(chosen, self.activation_dtype)
+        return SessionGraph(self._sessions[key], shard, length, dtype)
 
     @property
     def open_bytes(self) -> int:
@@ -242,7 +250,7 @@ class QnnNpu:
                 if stored.problem() is not None:
                     model = folder / "compiled.onnx"
                     self._compile(shard, chosen, length, folder, model, label)
-                dtype = self.activation_dtype
+                dtype = edge_dtype(chosen, self.activation_dtype)
                 return emulated_cpu_us(model, self._target, shard, length, dtype, runs)
         except OSError as error:
             raise GraphError(

@@ -33,14 +33,17 @@ def emulated_cpu_us(
         target: Where to run.
         shard: The shard to run.
         length: Tokens of one run.
-        dtype: Element type of the activations.
+        dtype: Element type of the graph's input and output.
         runs: Runs to measure, after one that is not.
 
     Raises:
         GraphError: The graph does not load or run.
     """
     session = open_session(model, target, shard.label)
-    x = np.random.default_rng(0).standard_normal((length, shard.columns), np.float32).astype(dtype)
+    values = np.random.default_rng(0).standard_normal((length, shard.columns), np.float32)
+    x = values.astype(dtype)
+    if shard.ranges is not None and dtype == np.uint16:
+        x, _ = shard.ranges.grid.codes(values)
     y = np.empty((length, shard.rows), dtype)
     call = SessionGraph(HeldSession(session), shard, length, dtype).bind(x, y)
     call()

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 from typing import Final, TypeAlias
 
 from heterollm.base import GraphError
+from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
 
 __all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "StaticRanges", "step_of"]
 
@@ -13,27 +14,32 @@ HEADROOM: Final = 1.5
 """Factor of a range over the largest magnitude seen. One saturated output ruins a token; the lost bit does
 not matter at 16 bits. A percentile in place of the maximum leaves 1 to 36 dB."""
 
-LEVELS: Final = 32767
-"""Largest code above the zero point of 32768."""
-
 
 @dataclass(frozen=True, slots=True)
 class LinearRanges:
-    """Largest magnitudes at a linear shard.
+    """Ranges of a linear shard.
 
     Args:
-        inputs: Of the input.
-        outputs: Of the output, before a bias.
+        outputs: Largest magnitude of the output, before a bias; without ``inputs`` over that of its token's
+            input.
+        inputs: Largest magnitude of the input; None divides the input by that of each token.
 
     Raises:
         GraphError: A magnitude is not positive and finite.
     """
 
-    inputs: float
     outputs: float
+    inputs: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def grid(self) -> CodeGrid:
+        """The grids of the graph's codes."""
+        if self.inputs is None:
+            return CodeGrid(1 / LARGEST_CODE, step_of(self.outputs), per_token=True)
+        return CodeGrid(step_of(self.inputs), step_of(self.outputs), per_token=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +68,24 @@ class FfnRanges:
     def __post_init__(self) -> None:
         _check(self)
 
+    @property
+    def grid(self) -> CodeGrid:
+        """The grids of the graph's codes; a factor for each token could not pass the SiLU."""
+        return CodeGrid(step_of(self.inputs), step_of(self.outputs), per_token=False)
+
 
 StaticRanges: TypeAlias = LinearRanges | FfnRanges
 
 
 def step_of(magnitude: float) -> float:
     """Return the quantisation step of a range with headroom."""
-    return HEADROOM * magnitude / LEVELS
+    return HEADROOM * magnitude / LARGEST_CODE
 
 
 def _check(ranges: StaticRanges) -> None:
     for value in astuple(ranges):
         # Steps below float32's normal range would lose digits.
-        if not 1e-30 < value < 1e30:
+        if value is not None and not 1e-30 < value < 1e30:
             raise GraphError(
                 f"A calibrated range has the magnitude {value}.", fix="Run `heterollm calibrate` again."
             )

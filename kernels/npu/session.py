@@ -118,7 +118,7 @@ class SessionGraph:
         held: The session of a graph from :mod:`heterollm.kernels.npu.graphs`.
         shard: The shard that the graph computes.
         length: Tokens of one run.
-        dtype: Element type of the activations.
+        dtype: Element type of input and output.
     """
 
     __slots__ = ("_dtype", "_held", "_label", "columns", "length", "rows")

@@ -23,6 +23,7 @@ from heterollm.kernels.npu import (
     TimeKind,
     check_arrays,
     check_form,
+    edge_dtype,
     every_ffn_form,
     every_form,
 )
@@ -122,7 +123,8 @@ class SimulatedNpu:
             self._clock.work(build_us(self._soc, length), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         return SimulatedGraph(
-            self._soc, self._clock, shard.label, work, self.activation_dtype, real, self._settle
+            *(self._soc, self._clock, shard.label, work, edge_dtype(chosen, self.activation_dtype)),
+            *(real, self._settle),
         )
 
     def cpu_times_us(

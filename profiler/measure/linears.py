@@ -30,6 +30,7 @@ from heterollm.kernels.npu import (
     NpuBackend,
     NpuGraph,
     NpuShard,
+    edge_dtype,
 )
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
@@ -52,7 +53,7 @@ EMULATED_RUNS: Final = 3
 EMULATED_SAMPLES: Final = 3
 """Samples on an emulated NPU, whose times mean nothing."""
 
-LINEAR_RANGES: Final = LinearRanges(8.0, 8.0)
+LINEAR_RANGES: Final = LinearRanges(8.0)
 FFN_RANGES: Final = FfnRanges(8.0, 8.0, 8.0, 8.0, 64.0, 64.0)
 """Ranges of random activations for integer forms; times do not depend on them."""
 
@@ -168,7 +169,8 @@ class LinearBench:
             raise DeviceError("The device has no NPU.", fix="Give it at least one thread.")
         shard = self._shard(group, point)
         graph, records = self._graph(npu, group, shard, point)
-        dtype = npu.activation_dtype
+        form: GraphForm = point.form  # type: ignore[assignment]
+        dtype = edge_dtype(form, npu.activation_dtype)
         x, y = self._slot_pair(point, dtype, dtype)
         x.acquire()
         y.acquire()

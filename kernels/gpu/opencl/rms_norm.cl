@@ -1,6 +1,7 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may be the sum of two segments, and have a bias and a norm of its own: delta / rms(delta) * post.
-// With CODE_BITS the work-group also rounds its row to int8. Follows common.h, rounding.h and glue.h.
+// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to uint16. Follows common.h, rounding.h and
+// glue.h, and with NPU_CODES codes.h.
 
 #define NORM_ONLY 0       // no delta
 #define NORM_ADD 1        // delta is added and the sum stored back
@@ -102,5 +103,9 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
   int blocks = (uint)hidden / CODE_BLOCK;
   for (int block = lane; block < blocks; block += WG)
     round_written(out, codes, code_blocks, out_row * blocks + block);
+#endif
+#ifdef NPU_CODES
+  write_codes(out + out_row * hidden, hidden, code_steps, per_token, codes + out_row * hidden, factors + out_row,
+              counts + count_place, sums);
 #endif
 }

@@ -60,6 +60,11 @@ static inline void round_written(__global const act_t *values, __global uchar *c
   round_block(values + number * CODE_BLOCK, codes + number * CODE_BLOCK, code_blocks + number, CODE_BLOCK);
 }
 #endif
+#elif defined(NPU_CODES)
+// The last arguments of kernels that write codes for an integer NPU graph (codes.h).
+#define CODE_ARGUMENTS                                                                                                 \
+  , __global ushort *codes, __global float *factors, __global uint *counts, int count_place, float code_steps,        \
+      int per_token
 #else
 #define CODE_ARGUMENTS
 #endif

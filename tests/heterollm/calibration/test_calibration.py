@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ from msgspec import structs
 
 from heterollm.base import CalibrationError, InputError, OptionError
 from heterollm.calibration import calibrate, load_calibration
+from heterollm.calibration.check import RangeCheck
+from heterollm.calibration.observer import LinearStatistics
 from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.npu import FfnRanges, LinearRanges, qnn_available
+from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 from heterollm.solver.placements import FfnPlacement
@@ -36,7 +40,7 @@ def ids(bundled_model: Path) -> list[int]:
     from heterollm.text import Tokenizer
 
     text = (bundled_model / "held_out.txt").read_text("utf-8")
-    return Tokenizer.from_folder(bundled_model).encode(text[:2000])[:70]
+    return Tokenizer.from_folder(bundled_model).encode(text[:2000])[:67]
 
 
 def integer_plan(llm: LLM, *, ffn: bool = False) -> Plan:
@@ -125,8 +129,33 @@ def test_a_record_has_percentiles_and_outliers(calibrated: Path) -> None:
         assert sum(one.histogram) == (WINDOWS - 1) * found.window_tokens * columns
         assert all(outlier.maximum > one.threshold for outlier in one.outliers)
     ranges = found.ranges()
-    assert isinstance(ranges[0, "qkv"], LinearRanges)
+    qkv = found.linears[0]
+    assert ranges[0, "qkv"] == LinearRanges(max(qkv.relative_outputs))
+    # No token has the largest input and the largest output of all, or at most one.
+    for largest, relative in zip(qkv.outputs, qkv.relative_outputs, strict=True):
+        assert relative >= largest / qkv.inputs
     assert isinstance(ranges[0, "ffn"], FfnRanges)
+
+
+def test_a_static_grid_serves_where_a_scale_for_each_token_fails() -> None:
+    """A channel that no weight reads widens the outputs' grid, too wide for a row of small weights."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((64, 32)).astype(np.float32)
+    x[1:, 0] = 30
+    weight = generator.standard_normal((8, 32)).astype(np.float32)
+    weight[:, 0] = 0
+    for small, static in ((1.0, False), (0.02, True)):
+        weight[1] *= small
+        spec = OpSpec("o", 0, (Member("o", 8),), 32, WeightFormat(32), "x", "y")
+        seen = LinearStatistics(spec)
+        y = x @ weight.T
+        seen.add(x, y)
+        check = RangeCheck(SimpleNamespace(linear=lambda *_: [weight]), {(0, "o"): seen.record()}, {}, 64)  # type: ignore[arg-type]
+        check.read(spec, x, y)
+        found = check.linears[0, "o"]
+        assert found.errors is not None
+        assert found.errors.passed
+        assert found.static == static
 
 
 def test_a_stopped_calibration_goes_on(bundled_model: Path, calibrated: Path, tmp_path: Path) -> None:
@@ -185,6 +214,8 @@ def test_integer_graphs_are_within_the_gate_of_logits(
     with load_integer(bundled_model, calibrated, device, ffn=ffn) as llm:
         session = llm.session()
         got = [*session.prefill(ids, all_logits=True), session.decode(5)]
+        session.reset()
+        np.testing.assert_array_equal([*session.prefill(ids, all_logits=True), session.decode(5)], got)
         labels = [step.label for step in llm.steps("decode", 1) if step.action == "graph"]
         # Decode runs graphs of 32 tokens.
         inside = [label for label in labels if "head" not in label]
@@ -218,7 +249,7 @@ def test_saturated_outputs_are_counted(
     bundled_model: Path, calibrated: Path, tmp_path: Path, ids: list[int]
 ) -> None:
     def narrow(record: dict[str, Any]) -> None:
-        record["outputs"] = [value / 20 for value in record["outputs"]]
+        record["relative_outputs"] = [value / 20 for value in record["relative_outputs"]]
 
     path = edited(calibrated, tmp_path, linear_2_o=narrow)
     with load_integer(bundled_model, path, "host") as llm:

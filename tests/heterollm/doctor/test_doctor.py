@@ -66,6 +66,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "attention, prefill",
         "attention, decode",
         "gated activation",
+        "codes for the NPU",
         "soft cap of the logits",
         "join of the logits",
         FLAG,

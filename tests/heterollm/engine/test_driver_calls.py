@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from heterollm.kernels.gpu import MemoryKind
+from heterollm.kernels.npu import LinearRanges
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Plan
@@ -49,11 +51,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.fixture
 def load(
     host_llm: Callable[..., LLM], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[MemoryKind, str | Plan, str], LLM]:
-    def loaded(kind: MemoryKind, plan: str | Plan, sync: str) -> LLM:
+) -> Callable[..., LLM]:
+    def loaded(kind: MemoryKind, plan: str | Plan, sync: str, **options: Any) -> LLM:
         opened = functools.partial(open_device, shared_memory=kind)
         monkeypatch.setattr("heterollm.llm.open_device", opened)
-        return host_llm(checkpoint("llama"), plan=plan, sync=sync)
+        return host_llm(checkpoint("llama"), plan=plan, sync=sync, **options)
 
     return loaded
 
@@ -130,3 +132,34 @@ def test_a_split_of_mapped_memory_maps_its_input_and_its_output(
     found, splits = count(load("mapped", half_rows_of_llama, "event"), calls, 1)
     assert (found["map"], found["unmap"]) == (2 * splits + 3, 2 * splits + 3)
     assert (found["wait"], found["finish"], found["copy"]) == (splits, 1, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_codes_of_integer_graphs_need_no_further_call(
+    tokens: int,
+    load: Callable[..., LLM],
+    host_llm: Callable[..., LLM],
+    checkpoint: Callable[..., Path],
+    half_rows_plan: Callable[..., Plan],
+    calls: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels write, read and count them: no map, no copy and no wait more than float graphs have."""
+    plain = host_llm(checkpoint("llama"), plan="gpu", scales="stepped")
+    entries = []
+    for entry in half_rows_plan(plain).entries:
+        placed = entry.placement
+        if entry.group != "head":
+            lengths = tuple(max(32, length) for length in placed.npu_lengths)
+            placed = structs.replace(placed, npu_lengths=lengths, form="integer")
+        entries.append(structs.replace(entry, placement=placed))
+    plan = structs.replace(half_rows_plan(plain), entries=tuple(entries))
+    ranges = {(spec.layer, spec.group): LinearRanges(4.0) for spec in plain._weights.specs}
+    monkeypatch.setattr("heterollm.llm._ranges", lambda *_: ranges)
+    llm = load("svm", plan, "event", scales="stepped")
+    found, splits = count(llm, calls, tokens)
+    assert splits == 9
+    assert (found["map"], found["unmap"], found["copy"]) == (0, 0, 0)
+    assert (found["finish"], found["wait"]) == (1, splits)
+    graphs = [step for step in llm.steps("decode", 1) if step.action == "graph"]
+    assert sum(step.label.endswith("as integer") for step in graphs) == splits - 1

@@ -1,0 +1,68 @@
+"""Memory for the 16-bit codes at the edges of integer NPU graphs (opencl/codes.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from heterollm.base import KernelError
+from heterollm.kernels.formats import CodeGrid
+from heterollm.kernels.gpu.launch import Argument
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
+
+__all__ = ["CODE_BYTES", "COUNT_WORDS", "FACTOR_BYTES", "NpuCodes"]
+
+CODE_BYTES: Final = 2
+FACTOR_BYTES: Final = 4
+COUNT_WORDS: Final = 2
+"""Words that count for an operator: codes at the end of their range, and tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class NpuCodes:
+    """The codes of an operator with an integer NPU graph.
+
+    Args:
+        inputs: uint16 ``[tokens, k]``, which kernels write and the NPU reads.
+        outputs: uint16 ``[tokens, n]``, which the NPU writes and a kernel reads.
+        factors: float32 ``[tokens]``.
+        counts: uint32, the counts of all operators.
+        place: First word of this operator's counts.
+        grid: The grids of the codes.
+    """
+
+    inputs: SharedArray
+    outputs: SharedArray
+    factors: DeviceMemory
+    counts: DeviceMemory
+    place: int
+    grid: CodeGrid
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """Defines of the kernels that write the codes of their output."""
+        return {"NPU_CODES": 1}
+
+    def arguments(self, tokens: int, columns: int, label: str) -> tuple[Argument, ...]:
+        """Return the last arguments of a kernel that writes the codes of ``[tokens, columns]``.
+
+        Raises:
+            KernelError: A slot is too small, or rows are not whole eights.
+        """
+        if columns % 8:
+            raise KernelError(f"{label}: rows of {columns} inputs are not whole eights, as codes must be.")
+        self.inputs.require(tokens * columns * CODE_BYTES, f"{label} code")
+        self.require_factors(tokens, label)
+        steps, per_token = np.float32(1 / self.grid.input_step), np.int32(self.grid.per_token)
+        return self.inputs, self.factors, self.counts, np.int32(self.place), steps, per_token
+
+    def require_factors(self, tokens: int, label: str) -> None:
+        """Refuse memory for factors or counts that is too small.
+
+        Raises:
+            KernelError: It is.
+        """
+        self.factors.require(tokens * FACTOR_BYTES, f"{label} factor")
+        self.counts.require((self.place + COUNT_WORDS) * 4, f"{label} count")
