@@ -13,6 +13,8 @@ from .objective import Objective as Objective
 from .placements import Placement as Placement
 from .plan import Plan as Plan
 from .plan import model_shape as model_shape
+from .plan_records import ChunkSchedule as ChunkSchedule
+from .plan_records import GroupTimes as GroupTimes
 from .plan_records import PhaseSync as PhaseSync
 from .predict import PredictedOperator as PredictedOperator
 from .predict import PredictedPass as PredictedPass

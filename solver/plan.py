@@ -20,7 +20,7 @@ from msgspec.structs import force_setattr, replace
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
-from heterollm.solver.plan_records import PhaseSync, PlanEntry, ResidentSlice, resident_slices
+from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
 from heterollm.solver.request import PlanRequest
 
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
@@ -43,6 +43,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         sync: How the NPU waits for the GPU.
         slices: What the NPU holds; by default what the entries use.
         request: What it was asked to be; None for levels that follow a rule.
+        schedule: How several chunks of a prompt run at once; None for one after the other.
 
     Raises:
         PlanError: An entry uses what no slice holds.
@@ -57,6 +58,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     sync: PhaseSync = PhaseSync()
     slices: tuple[ResidentSlice, ...] = ()
     request: PlanRequest | None = None
+    schedule: ChunkSchedule | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
@@ -130,6 +132,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for first in range(0, tokens, self.chunk_length):
             yield first, min(self.chunk_length, tokens - first)
 
+    @property
+    def lanes(self) -> int:
+        """Most chunks at once."""
+        return 1 if self.schedule is None else self.schedule.in_flight
+
     def npu_bytes(self, specs: Sequence[OpSpec], *, copies_by_length: bool, activation_bytes: int = 0) -> int:
         """Return the bytes that the NPU's graphs take.
 
@@ -157,7 +164,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             for entry in self.entries
             for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
         )
-        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=())
+        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=(), schedule=None)
 
     @property
     def has_ffn(self) -> bool:

@@ -1,9 +1,9 @@
 """The order in which the chunks of a prompt run through the layers (llm.npu, section 3.4).
 
-A chunk is a chain of stages, each on one processor. A processor that would wait for one chunk can run a stage
-of another: :func:`schedule_chunks` chooses which, from predicted times. Attention of a chunk needs the keys
-and values of all chunks before it, equation (2); every other stage needs the one before it in its own chunk,
-equation (3). A processor runs one stage at a time, equation (4).
+A chunk is a sequence of stages, each on one processor. A processor that would wait for one chunk can run a
+stage of another: :func:`schedule_chunks` chooses which, from predicted times. A stage needs others of its own
+chunk, equation (3), and attention also needs the keys and values of all chunks before it, equation (2). A
+processor runs one stage at a time, equation (4).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _Rule: TypeAlias = Callable[[int, Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive operators of one chunk on one processor.
+    """Consecutive steps of one chunk on one processor.
 
     Args:
         processor: The processor that runs it.
         time_us: Predicted time.
-        reads_context: Whether it needs the stage before it in all earlier chunks too, as attention does.
+        needs: Chunk and index of the stages that must end first: earlier ones of this chunk or of
+            chunks before.
     """
 
     processor: Processor
     time_us: float
-    reads_context: bool = False
+    needs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,11 @@ def schedule_chunks(chunks: Sequence[Sequence[Stage]], policy: SchedulePolicy = 
     """Return when each stage of each chunk runs.
 
     Args:
-        chunks: The stages of each chunk in order; as many for each chunk.
+        chunks: The stages of each chunk in order.
         policy: How to decide.
 
     Raises:
-        PlanError: The chunks differ in their stages, or are too large for the exact search.
+        PlanError: A stage needs a later one, or there are too many stages for the exact search.
     """
     graph = _Graph(chunks)
     in_order = graph.in_order()
@@ -87,25 +88,20 @@ def schedule_chunks(chunks: Sequence[Sequence[Stage]], policy: SchedulePolicy = 
 
 
 class _Graph:
-    """Stages with their dependencies; a stage has the number ``chunk * width + index``."""
+    """Stages with their dependencies, numbered chunk after chunk."""
 
     def __init__(self, chunks: Sequence[Sequence[Stage]]) -> None:
-        self.width = len(chunks[0]) if chunks else 0
-        for chunk, stages in enumerate(chunks):
-            if _kinds(stages) != _kinds(chunks[0]):
-                raise PlanError(f"Chunk {chunk} has other stages than chunk 0; a schedule needs the same.")
+        self.places = [(chunk, index) for chunk, stages in enumerate(chunks) for index in range(len(stages))]
         self.stages = [stage for stages in chunks for stage in stages]
-        self.needs: list[list[int]] = []
-        for number, stage in enumerate(self.stages):
-            before = number - 1 if number % self.width else None
-            if before is None:
-                self.needs.append([])
-            elif stage.reads_context:
-                self.needs.append(list(range(before % self.width, number, self.width)))
-            else:
-                self.needs.append([before])
+        numbers = {place: number for number, place in enumerate(self.places)}
+        self.needs = [[numbers.get(need, len(numbers)) for need in stage.needs] for stage in self.stages]
         self.dependents: list[list[int]] = [[] for _ in self.stages]
         for number, needs in enumerate(self.needs):
+            if needs and max(needs) >= number:
+                raise PlanError(
+                    f"Stage {self.places[number]} of the schedule needs {self.stages[number].needs}, "
+                    "which are not all before it."
+                )
             for need in needs:
                 self.dependents[need].append(number)
         # Longest path from the beginning of each stage to the end of the prompt.
@@ -135,8 +131,9 @@ class _Graph:
         """Return the schedule in which an idle processor takes the ready stage that a rule prefers."""
         missing = [len(needs) for needs in self.needs]
         ready: dict[Processor, list[int]] = {"gpu": [], "npu": []}
-        for one in range(0, len(self.stages), self.width or 1):
-            ready[self.stages[one].processor].append(one)
+        for one, stage in enumerate(self.stages):
+            if not missing[one]:
+                ready[stage.processor].append(one)
         running: list[tuple[float, int]] = []
         idle: list[Processor] = ["gpu", "npu"]
         begins_us: dict[int, float] = {}
@@ -244,12 +241,8 @@ class _Graph:
             busy_us[stage.processor] += stage.time_us
         ends = (begins_us[one] + self.stages[one].time_us for one in order)
         return Schedule(
-            tuple(divmod(one, self.width) for one in order),
+            tuple(self.places[one] for one in order),
             tuple(begins_us[one] for one in order),
             max(ends, default=0.0),
             busy_us,
         )
-
-
-def _kinds(stages: Sequence[Stage]) -> list[tuple[Processor, bool]]:
-    return [(stage.processor, stage.reads_context) for stage in stages]

@@ -24,7 +24,6 @@ from heterollm.kernels.gpu import (
     SharedArray,
 )
 from heterollm.kernels.ops import Group
-from heterollm.kernels.sync import Pool
 from heterollm.model import ModelConfig, Norm
 
 __all__ = ["GlueEmitter"]
@@ -51,7 +50,7 @@ class GlueEmitter:
         self,
         device: Device,
         config: ModelConfig,
-        pool: Pool,
+        pool: Mapping[str, SharedArray],
         private: Mapping[str, DeviceMemory],
         tensors: GlueTensors,
         tokens: SharedArray,

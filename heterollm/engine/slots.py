@@ -10,7 +10,7 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan
 
-__all__ = ["HEAD_ROWS", "INPUT_SLOTS", "is_private", "pool_sizes"]
+__all__ = ["HEAD_ROWS", "INPUT_SLOTS", "is_private", "lane_slot", "pool_sizes"]
 
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
@@ -33,11 +33,17 @@ PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output")
 
 def is_private(slot: str) -> bool:
     """Return whether only kernels of the GPU read and write a slot, which is then in the GPU's memory."""
+    slot = slot.partition(".")[0]
     return slot in PRIVATE_SLOTS or slot.endswith(("_codes", "_blocks"))
 
 
+def lane_slot(slot: str, lane: int) -> str:
+    """Return the slot that stands for ``slot`` in a lane; one head serves all lanes."""
+    return slot if lane == 0 or slot == "logits" or slot.startswith("head_") else f"{slot}.{lane}"
+
+
 def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
-    """Return the size of every slot for activation elements of ``item_bytes`` bytes."""
+    """Return the size of every slot of every lane for activation elements of ``item_bytes`` bytes."""
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
     head_npu = _npu_tokens(plan, head=True)
@@ -62,7 +68,7 @@ def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_by
         sizes["npu_output"] = item_bytes
     for slot, size in _code_sizes(specs, tokens):
         sizes[slot] = max(size, sizes.get(slot, 0))
-    return sizes
+    return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
 
 
 def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:
