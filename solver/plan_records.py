@@ -11,6 +11,7 @@ from heterollm.base import Amount, Count, Positive
 from heterollm.kernels.gpu import SyncChoice
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
+from heterollm.solver.request import MOST_IN_FLIGHT
 from heterollm.solver.schedule import SchedulePolicy
 
 __all__ = ["ChunkSchedule", "GroupTimes", "PhaseSync", "PlanEntry", "ResidentSlice", "resident_slices"]
@@ -52,20 +53,6 @@ class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
     npu_us: Amount
 
 
-class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
-    """How several chunks of a long prompt run at once.
-
-    Args:
-        policy: How stages of different chunks are ordered.
-        in_flight: Most chunks at once, each with slots of its own.
-        times: Predicted times of the groups of one layer.
-    """
-
-    policy: SchedulePolicy
-    in_flight: Annotated[int, Meta(ge=2, le=16)]
-    times: tuple[GroupTimes, ...]
-
-
 class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True):
     """Rows of a group, or a width of an ffn, in the NPU's memory, with the lengths of their graphs.
 
@@ -94,6 +81,22 @@ class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True):
     def serves(self, phase: Phase, length: int) -> bool:
         """Whether the entry is for passes of a phase and length."""
         return self.phase == phase and self.lengths[0] <= length <= self.lengths[1]
+
+
+class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
+    """How several chunks of a long prompt run at once.
+
+    Args:
+        policy: How stages of different chunks are ordered.
+        in_flight: Most chunks at once, each with slots of its own.
+        times: Predicted times of the groups of one layer in a whole chunk.
+        entries: Placements of whole chunks while others are in flight; groups without one keep the plan's.
+    """
+
+    policy: SchedulePolicy
+    in_flight: Annotated[int, Meta(ge=2, le=MOST_IN_FLIGHT)]
+    times: tuple[GroupTimes, ...]
+    entries: tuple[PlanEntry, ...] = ()
 
 
 def resident_slices(entries: Iterable[PlanEntry]) -> tuple[ResidentSlice, ...]:

@@ -50,6 +50,7 @@ class Compiler:
         self._weights = weights
         self._config = weights.config
         self._plan = plan
+        self._flight_plan = plan.of_flights
         self._context = context
         self._runtime = device.gpu
         self._fences = fences
@@ -150,7 +151,7 @@ class Compiler:
         assert schedule is not None  # the plan has lanes
         chunks, first = [], position
         for lane, tokens in zip(self.lanes, lengths, strict=False):
-            builder = self._begin("prefill", tokens, cache, lane=lane)
+            builder = self._begin("prefill", tokens, cache, lane=lane, plan=self._flight_plan)
             delta = self._layers(builder, bucket, cache)
             chunks.append(Chunk(tokens, first, builder.steps))
             first += tokens
@@ -203,11 +204,12 @@ class Compiler:
         cache: KvMemory | None = None,
         *,
         lane: Lane | None = None,
+        plan: Plan | None = None,
         builds_graphs: bool = True,
     ) -> PassBuilder:
         lane = lane or self.lanes[0]
         own = [self._specs[-1, "head"]] if cache is None else self._weights.specs[:-1]
-        placed = self._plan.operators(phase, tokens, own, rows=tokens)
+        placed = (plan or self._plan).operators(phase, tokens, own, rows=tokens)
         return PassBuilder(
             phase,
             tokens,

@@ -60,7 +60,9 @@ def interleaved(chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: 
         chunk_length: Tokens of a whole chunk.
     """
     cut = [_cut(chunk.steps) for chunk in chunks]
-    times = {one.group: one for one in schedule.times}
+    # A shorter chunk may place other operators; without times they only order less well.
+    unknown = {group: GroupTimes(group, 0.0, 0.0, 0.0, 0.0) for group in (*GROUPS, "ffn")}
+    times = unknown | {one.group: one for one in schedule.times}
     stages: list[list[Stage]] = []
     stores: list[dict[int, tuple[int, int]]] = []
     for number, (chunk, pieces) in enumerate(zip(chunks, cut, strict=True)):

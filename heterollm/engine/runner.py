@@ -176,26 +176,22 @@ class Engine:
         Raises:
             HeteroLLMError: A kernel, a graph or a fence failed. Earlier positions stay valid.
         """
-        lanes = len(self._lanes) if target is None and phase == "prefill" else 1
-        chunks = list(self.plan.chunks(len(ids)))
-        for start in range(0, len(chunks), lanes):
-            flight = chunks[start : start + lanes]
-            last = start + lanes >= len(chunks)
-            if len(flight) > 1:
+        for flight in self.plan.flights(len(ids)):
+            if len(flight) > 1 and target is None and phase == "prefill":
                 try:
-                    self._flight(cache, position, ids, flight, last)
+                    self._flight(cache, position, ids, flight)
                     continue
                 except NPU_FAILURES as error:
                     self._fall_back(error, position + flight[0][0])
             for first, length in flight:
-                rows = None if target is None else target[first : first + length]
-                ends = last and (first, length) == flight[-1]
                 tokens = ids[first : first + length]
+                rows = None if target is None else target[first : first + length]
+                last = first + length == len(ids)
                 try:
-                    self._chunk(cache, position + first, tokens, phase, rows, ends)
+                    self._chunk(cache, position + first, tokens, phase, rows, last)
                 except NPU_FAILURES as error:
                     self._fall_back(error, position + first)
-                    self._chunk(cache, position + first, tokens, phase, rows, ends)
+                    self._chunk(cache, position + first, tokens, phase, rows, last)
 
     def decode(self, cache: KvCache, position: int, token: int) -> None:
         """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""
@@ -211,29 +207,30 @@ class Engine:
         for done, (phase, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
             try:
-                self._head_pass(self._pass(phase, length, 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, self._lengths(phase, length), 0, cache), phase, 1)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._head_pass(self._pass(phase, length, 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, self._lengths(phase, length), 0, cache), phase, 1)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
-        """Return the steps of a pass and its head in an empty session.
+        """Return the steps of a pass, or of several chunks at once, and the head in an empty session.
 
         Args:
             phase: Prefill computes the logits of the last token, decode those of every token.
-            tokens: Tokens of the pass.
+            tokens: Tokens of the pass, or of all its chunks.
 
         Raises:
             OptionError: No pass has this number of tokens.
         """
-        longest = min(self.plan.chunk_length, self.context)
+        lanes = len(self._lanes) if phase == "prefill" else 1
+        longest = min(lanes * self.plan.chunk_length, self.context)
         if not 1 <= tokens <= longest:
             raise OptionError(
                 f"No pass has {tokens} tokens.",
                 fix=f"Ask for 1 to {longest}; longer prompts run in chunks of {self.plan.chunk_length}.",
             )
-        compiled = self._pass(phase, tokens, 0, self.new_cache())
+        compiled = self._pass(phase, self._lengths(phase, tokens), 0, self.new_cache())
         return compiled.steps + self._head_pass(compiled, phase, _head_rows(phase, tokens)).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
@@ -280,7 +277,6 @@ class Engine:
         position: int,
         ids: NDArray[np.int32],
         chunks: Sequence[tuple[int, int]],
-        last: bool,
     ) -> None:
         """Run several chunks of a prompt at once; each is the index of its first token, and its length."""
         lengths = tuple(length for _, length in chunks)
@@ -290,7 +286,7 @@ class Engine:
             for lane, (first, length) in zip(self._lanes, chunks, strict=False):
                 self._write_inputs(lane, ids[first : first + length], position + first, length - 1)
             self._call(compiled.calls)
-            if last:
+            if sum(chunks[-1]) == len(ids):
                 self._head(compiled, "prefill", 1)
             else:
                 self.device.gpu.finish()
@@ -325,6 +321,12 @@ class Engine:
             rows = min(HEAD_ROWS, len(target) - row)
             self._head(compiled, phase, rows)
             target[row : row + rows] = self._logits[:rows]
+
+    def _lengths(self, phase: Phase, tokens: int) -> int | tuple[int, ...]:
+        """Return the tokens of a pass, or of each chunk of several at once."""
+        if phase == "decode" or tokens <= self.plan.chunk_length:
+            return tokens
+        return tuple(length for _, length in next(self.plan.flights(tokens)))
 
     def _pass(
         self, phase: Phase, length: int | tuple[int, ...], position: int, cache: KvCache

@@ -85,7 +85,7 @@ def _npu_tokens(plan: Plan, *, head: bool) -> int:
     return max(
         (
             sum(entry.placement.npu_lengths)
-            for entry in plan.entries
+            for entry in plan.placed
             if (entry.group == "head") is head and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS)
         ),
         default=0,
