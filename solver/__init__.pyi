@@ -31,6 +31,8 @@ from .request import MOST_IN_FLIGHT as MOST_IN_FLIGHT
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel
+from .schedule import Stage as Stage
+from .schedule import schedule_chunks as schedule_chunks
 from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights

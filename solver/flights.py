@@ -108,7 +108,7 @@ def plan_flights(
     costs_at: Callable[[int], Costs],
     weights: Mapping[int, float] | None = None,
 ) -> Plan:
-    """Return a plan that runs several chunks of a prompt at once, or the given one where that is no faster.
+    """Return a plan that runs several chunks of a prompt at once, or the given one if that gains too little.
 
     The fastest split of each operator alone gives the GPU, which also computes attention, more than its share
     when another chunk can use the NPU meanwhile. So whole chunks in flight have placements of their own. The
@@ -157,37 +157,30 @@ def _best_chunk(
     costs_at: Callable[[int], Costs],
     fits: _Fits,
 ) -> _Flown | None:
-    """Return the best chunk for prompts in flight; None where chunks one after the other are as fast."""
+    """Return the best chunk for prompts in flight; None where they gain less than the margin of a split."""
+    whole = solver.chunk_length
+    choices = solver.length(whole, slices).choices
+    times = group_times(((one.spec, one.chosen) for one in choices), whole, costs_at)
+    one_by_one = ChunkSchedule("in_order", 1, times)
 
-    def alone_us(tokens: int, position: int = 0) -> float:
-        found = solver.length(tokens, slices).time_us
-        first, later = costs_at(0), costs_at(position)
-        more = (later.between_us(spec, tokens) - first.between_us(spec, tokens) for spec in solver.layer)
-        return found + solver.layers * sum(more)
-
-    def one_by_one_us(prompt: int) -> float:
-        chunk = solver.chunk_length
-        return sum(alone_us(min(chunk, prompt - first), first) for first in range(0, prompt, chunk))
-
-    def prompt_us(prompt: int, flown: _Flown) -> float:
-        if prompt <= flown.tokens:
-            return alone_us(prompt)
-        full, left = divmod(prompt, flown.tokens)
-        lengths = [flown.tokens] * full + [left] * bool(left)
-        return predict_prompt(flown.schedule, lengths, solver.layers).time_us
+    def prompt_us(prompt: int, chunk: int, schedule: ChunkSchedule) -> float:
+        if prompt <= chunk:
+            return solver.length(prompt, slices).time_us
+        full, left = divmod(prompt, chunk)
+        return predict_prompt(schedule, [chunk] * full + [left] * bool(left), solver.layers).time_us
 
     lengths = solver.limits.standard_lengths if solver.limits else ()
     offered = [length for length in lengths if 1 < length <= solver.chunk_length]
     found = [_balanced(solver, length, in_flight, costs_at, fits) for length in offered]
-    before_us = {prompt: one_by_one_us(prompt) for prompt in prompts}
+    before_us = {prompt: prompt_us(prompt, whole, one_by_one) for prompt in prompts}
 
     def loss(flown: _Flown) -> float:
-        return sum(
-            weight * prompt_us(prompt, flown) / before_us[prompt] for prompt, weight in prompts.items()
-        )
+        own_us = {prompt: prompt_us(prompt, flown.tokens, flown.schedule) for prompt in prompts}
+        return sum(weight * own_us[prompt] / before_us[prompt] for prompt, weight in prompts.items())
 
     best = min(found, key=loss, default=None)
-    return best if best is not None and loss(best) < sum(prompts.values()) else None
+    enough = (1.0 - solver.objective.margin_fraction) * sum(prompts.values())
+    return best if best is not None and loss(best) <= enough else None
 
 
 def with_schedule(

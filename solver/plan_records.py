@@ -84,7 +84,7 @@ class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
-    """How several chunks of a long prompt run at once.
+    """The order of several chunks of a long prompt that run at once.
 
     Args:
         policy: How stages of different chunks are ordered.

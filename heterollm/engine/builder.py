@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from heterollm.engine.lanes import Lane
 from heterollm.engine.step import (
     NOT_RUN,
     Action,
@@ -32,9 +33,6 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
-
-if TYPE_CHECKING:
-    from heterollm.engine.lanes import Lane
 
 __all__ = ["Memory", "PassBuilder", "PlacedOp", "merge_steps"]
 

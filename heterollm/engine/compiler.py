@@ -82,21 +82,23 @@ class Compiler:
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
         tensors = GlueTensors(device.gpu, weights, context)
-        self.lanes = tuple(self._new_lane(number, tensors) for number in range(plan.lanes))
+        self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
+        self._glues = tuple(
+            GlueEmitter(device, weights.config, lane, tensors, context) for lane in self.lanes
+        )
 
-    def _new_lane(self, number: int, tensors: GlueTensors) -> Lane:
-        gpu, plan = self._runtime, self._plan
+    def _new_lane(self, number: int) -> Lane:
+        gpu = self._runtime
         slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}
         own = {slot: lane_slot(slot, number) for slot in slots}
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
-        tokens = gpu.shared((plan.chunk_length,), np.int32)
+        tokens = gpu.shared((self._plan.chunk_length,), np.int32)
         step = gpu.shared((STEP_WORDS,), np.int32)
-        glue = GlueEmitter(self._device, self._config, shared, private, tensors, tokens, step, self._context)
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
         names = {memory: Buffer(name) for name, memory in memories.items()}
-        return Lane(number, shared, private, tokens, step, glue, names)
+        return Lane(number, shared, private, tokens, step, names)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -111,7 +113,7 @@ class Compiler:
         """Drop the packed weights; no compiled pass may run afterwards."""
         self._linears.clear()
         self._splits.clear()
-        del self._embedding, self.lanes
+        del self._embedding, self._glues
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; no pass that was compiled before may run afterwards."""
@@ -164,7 +166,7 @@ class Compiler:
 
     def _layers(self, builder: PassBuilder, bucket: int, cache: KvMemory) -> Segments:
         """Append the embedding and all layers, and return the output of the last."""
-        glue = builder.lane.glue
+        glue = self._glue(builder)
         glue.embedding(builder, self._embedding)
         delta: Segments | None = None
         for layer in range(self._config.layers):
@@ -185,7 +187,7 @@ class Compiler:
     ) -> CompiledPass:
         """Return the steps from the last layer's output in a lane to the logits of ``rows`` positions."""
         builder = self._begin(phase, rows, lane=self.lanes[lane], builds_graphs=builds_graphs)
-        glue = builder.lane.glue
+        glue = self._glue(builder)
         op = self._placed(builder, -1, "head")
         glue.final_norm(builder, output, op)
         if op.placement.npu_lengths:
@@ -230,6 +232,9 @@ class Compiler:
         if self._check is not None:
             found = self._check.checked(found, builder.names, where, written, merged=builder.merges)
         return tuple(merge_steps(self._runtime, found) if builder.merges else found)
+
+    def _glue(self, builder: PassBuilder) -> GlueEmitter:
+        return self._glues[builder.lane.number]
 
     # -- linears -------------------------------------------------------------------------------------
 
@@ -285,10 +290,10 @@ class Compiler:
         if (layer, "ffn") in builder.placements:
             return self._ffn(builder, self._placed(builder, layer, "ffn"), delta)
         op = self._placed(builder, layer, "gate_up")
-        builder.lane.glue.norm(builder, layer, "feed_forward", delta, op.rounded)
+        self._glue(builder).norm(builder, layer, "feed_forward", delta, op.rounded)
         gate_up = self._linear(builder, op)
         op = self._placed(builder, layer, "down")
-        builder.lane.glue.activation(builder, layer, gate_up, op.rounded)
+        self._glue(builder).activation(builder, layer, gate_up, op.rounded)
         return self._linear(builder, op)
 
     def _ffn(self, builder: PassBuilder, op: PlacedOp, delta: Segments) -> Segments:
@@ -297,7 +302,7 @@ class Compiler:
         The GPU's queue runs three kernels while the NPU runs one graph.
         """
         ffn = op.spec
-        builder.lane.glue.norm(builder, ffn.layer, "feed_forward", delta, op.rounded)
+        self._glue(builder).norm(builder, ffn.layer, "feed_forward", delta, op.rounded)
         (width, *_), (whole, *_) = op.placement.npu_rows, ffn.member_rows
         gpu = [] if width == whole else self._gpu_ffn(builder, op, width, whole)
         return self._splits.ffn(builder, op, gpu)
@@ -313,7 +318,7 @@ class Compiler:
         )
         rounded = self._rounded(lane, then, op.placement)
         halves = Segments(out, out, (whole - width,) * 2, (0, 0))
-        activation = lane.glue.activation_launch(tokens, ffn.layer, halves, rounded, start=width)
+        activation = self._glue(builder).activation_launch(tokens, ffn.layer, halves, rounded, start=width)
         # The activation has read the rows of gate and up, so that the same slot can take the sum.
         down = self._linears[ffn.layer, "down"].launch(
             activated, out, columns=(width, whole), rounded=rounded, tokens=tokens, label=op.name

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from heterollm.engine.step import Step
 from heterollm.kernels.ops import GROUPS, Group
 from heterollm.profiler.records import Processor
-from heterollm.solver import ChunkSchedule, GroupTimes
-from heterollm.solver.schedule import Stage, schedule_chunks
+from heterollm.solver import ChunkSchedule, GroupTimes, Stage, schedule_chunks
 
 __all__ = ["Chunk", "interleaved"]
 

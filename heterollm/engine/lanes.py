@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.step import Buffer
 from heterollm.kernels.gpu import DeviceMemory, SharedArray
 
@@ -22,7 +21,6 @@ class Lane:
         private: Slots that only kernels read and write.
         tokens: Ids of the tokens.
         step: The step buffer.
-        glue: Emits the glue operators on these slots.
         names: The buffers of all these.
     """
 
@@ -31,5 +29,4 @@ class Lane:
     private: Mapping[str, DeviceMemory]
     tokens: SharedArray
     step: SharedArray
-    glue: GlueEmitter
     names: Mapping[DeviceMemory, Buffer]

@@ -29,6 +29,7 @@ from heterollm.solver import (
     limits_of,
     power_of,
     predict_pass,
+    predict_prompt,
 )
 
 if TYPE_CHECKING:
@@ -121,6 +122,22 @@ class ProfiledModel:
         """
         costs = self.costs if position is None else self.costs.at(position)
         return predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
+
+    def prompt_us(self, plan: Plan, prompt: int) -> float | None:
+        """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""
+        chunks = list(plan.chunks(prompt))
+        if plan.schedule is None or len(chunks) == 1:
+            passes = [self.predict(plan, "prefill", tokens, position=first) for first, tokens in chunks]
+            return None if None in passes else sum(found.time_us for found in passes if found is not None)
+        first, tokens = chunks[-1]
+        last, layers = (
+            self.predict(plan, "prefill", tokens, position=first, logits=logits) for logits in (True, False)
+        )
+        if last is None or layers is None:
+            return None
+        lengths = [length for _, length in chunks]
+        flown = predict_prompt(plan.schedule, lengths, self.config.layers)
+        return flown.time_us + last.time_us - layers.time_us
 
     def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
         """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
