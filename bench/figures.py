@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = "README.md"
 MEASURED: Final = "docs/measured.md"
 SIMULATION: Final = "docs/simulation.md"
+FLIGHTS: Final = "docs/chunks-in-flight.md"
 PAPER_MAP: Final = "docs/paper-map.md"
 DEVICES: Final = "docs/devices-and-drivers.md"
 INTEGERS: Final = "docs/integer-activations.md"
@@ -445,6 +447,25 @@ def what_if_table() -> str:
     return table(head, "lrrrr", what_if.what_if_table(rows))
 
 
+def flights_table() -> str:
+    """The table of prompts in chunks one after the other, and with four at once."""
+    rows = rows_of("simulated_flights")
+    lines = []
+    for model, level in product(("qwen1.5-1.8b", "llama-3.2-3b", "llama-3-8b"), ("tensor", "block")):
+        cells = [f"{model}, `{level}`"]
+        for soc, prompt in product(("snapdragon-8gen3-paper", "snapdragon-8gen3"), (1024, 2048)):
+            asked = {"model": model, "plan_level": level, "soc": soc, "prompt_tokens": prompt}
+            alone, flown = (
+                one(rows, **asked, in_flight=count)["prefill_tokens_per_second"] for count in (1, 4)
+            )
+            cells += [f"{alone:.0f}", f"{flown:.0f} ({flown / alone:.2f})"]
+        lines.append(cells)
+    columns = (
+        f"{soc}: {n}, one by one | four at once" for soc in ("paper", "own path") for n in (1024, 2048)
+    )
+    return table(f"simulated | {' | '.join(columns)}", "lrrrrrrrr", lines)
+
+
 def chunk_gain(limit: int) -> str:
     """Return what `block` with k-chunked graphs gains over `tensor`, by where rows begin to spill."""
     found = [
@@ -536,6 +557,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (README, "rates"): measured_table,
     (README, "simulated rates"): simulated_table,
     (SIMULATION, "what-ifs"): what_if_table,
+    (FLIGHTS, "chunks in flight"): flights_table,
     (MEASURED, "perplexity"): perplexity_table,
     (README, "published model"): lambda: published_table((0, 2048, 7680)),
     (MEASURED, "published model"): lambda: published_table((0, 256, 512, 2048, 7680)),

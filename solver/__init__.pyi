@@ -3,6 +3,9 @@ from .chain import Choice as Choice
 from .check import check_plan as check_plan
 from .chunks import best_chunk as best_chunk
 from .costs import CachedCosts as CachedCosts
+from .flights import plan_flights as plan_flights
+from .flights import predict_prompt as predict_prompt
+from .flights import with_schedule as with_schedule
 from .levels import LENGTH_POLICIES as LENGTH_POLICIES
 from .levels import LEVELS as LEVELS
 from .levels import LengthCosts as LengthCosts
@@ -13,6 +16,8 @@ from .objective import Objective as Objective
 from .placements import Placement as Placement
 from .plan import Plan as Plan
 from .plan import model_shape as model_shape
+from .plan_records import ChunkSchedule as ChunkSchedule
+from .plan_records import GroupTimes as GroupTimes
 from .plan_records import PhaseSync as PhaseSync
 from .predict import PredictedOperator as PredictedOperator
 from .predict import PredictedPass as PredictedPass
@@ -22,9 +27,12 @@ from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_costs import best_strategy as best_strategy
 from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
+from .request import MOST_IN_FLIGHT as MOST_IN_FLIGHT
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel
+from .schedule import Stage as Stage
+from .schedule import schedule_chunks as schedule_chunks
 from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights

@@ -42,6 +42,8 @@ def check_plan(
         raise PlanError(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
+    if plan.schedule is not None:
+        check_plan(plan.of_flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
     _check_address_space(plan, specs, npu, head_rows)
     # All layers have the same shapes, so the first layer of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}

@@ -20,7 +20,7 @@ from msgspec.structs import force_setattr, replace
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
-from heterollm.solver.plan_records import PhaseSync, PlanEntry, ResidentSlice, resident_slices
+from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
 from heterollm.solver.request import PlanRequest
 
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
@@ -43,6 +43,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         sync: How the NPU waits for the GPU.
         slices: What the NPU holds; by default what the entries use.
         request: What it was asked to be; None for levels that follow a rule.
+        schedule: How several chunks of a prompt run at once; None for one after the other.
 
     Raises:
         PlanError: An entry uses what no slice holds.
@@ -57,12 +58,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     sync: PhaseSync = PhaseSync()
     slices: tuple[ResidentSlice, ...] = ()
     request: PlanRequest | None = None
+    schedule: ChunkSchedule | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
 
     def __post_init__(self) -> None:
-        used = resident_slices(self.entries)
+        used = resident_slices(self.placed)
         if not self.slices:
             force_setattr(self, "slices", used)
         held = {(item.group, item.layers, item.npu_rows): set(item.lengths) for item in self.slices}
@@ -130,6 +132,38 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for first in range(0, tokens, self.chunk_length):
             yield first, min(self.chunk_length, tokens - first)
 
+    @property
+    def placed(self) -> tuple[PlanEntry, ...]:
+        """All entries, those of chunks in flight first."""
+        return self.entries if self.schedule is None else (*self.schedule.entries, *self.entries)
+
+    @property
+    def of_flights(self) -> Plan:
+        """The plan of each of several chunks in flight."""
+        if self.schedule is None or not self.schedule.entries:
+            return replace(self, schedule=None)
+        # Else an ffn's entry of the plan would go before the schedule's entries of its two groups.
+        whole = self.chunk_length
+        others = (
+            replace(entry, lengths=(entry.lengths[0], whole - 1))
+            if entry.group != "head" and entry.serves("prefill", whole)
+            else entry
+            for entry in self.entries
+            if entry.group == "head" or not (entry.phase == "prefill" and entry.lengths[0] == whole)
+        )
+        return replace(self, entries=(*self.schedule.entries, *others), schedule=None)
+
+    @property
+    def lanes(self) -> int:
+        """Most chunks at once."""
+        return 1 if self.schedule is None else self.schedule.in_flight
+
+    def flights(self, tokens: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Yield the chunks of a prompt that run at once, as :meth:`chunks` does."""
+        chunks = tuple(self.chunks(tokens))
+        for start in range(0, len(chunks), self.lanes):
+            yield chunks[start : start + self.lanes]
+
     def npu_bytes(self, specs: Sequence[OpSpec], *, copies_by_length: bool, activation_bytes: int = 0) -> int:
         """Return the bytes that the NPU's graphs take.
 
@@ -157,17 +191,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             for entry in self.entries
             for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
         )
-        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=())
+        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=(), schedule=None)
 
     @property
     def has_ffn(self) -> bool:
         """Whether any ffn has a placement as one operator."""
-        return any(entry.group == "ffn" for entry in self.entries)
+        return any(entry.group == "ffn" for entry in self.placed)
 
     @property
     def uses_npu(self) -> bool:
         """Whether any placement needs the NPU."""
-        return any(entry.placement.npu_lengths for entry in self.entries)
+        return any(entry.placement.npu_lengths for entry in self.placed)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
@@ -191,7 +225,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             )
         del data["schema_version"]
         plan = decode(data, cls, source=f"{source} is not a plan", error=PlanError)
-        problem = _lacking(data) or next(filter(None, map(_mistake, plan.entries)), None)
+        problem = _lacking(data) or next(filter(None, map(_mistake, plan.placed)), None)
         if problem is not None:
             raise PlanError(f"{source} is not a plan: {problem}.")
         return plan

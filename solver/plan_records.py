@@ -7,12 +7,14 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from heterollm.base import Count, Positive
+from heterollm.base import Amount, Count, Positive
 from heterollm.kernels.gpu import SyncChoice
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
+from heterollm.solver.request import MOST_IN_FLIGHT
+from heterollm.solver.schedule import SchedulePolicy
 
-__all__ = ["PhaseSync", "PlanEntry", "ResidentSlice", "resident_slices"]
+__all__ = ["ChunkSchedule", "GroupTimes", "PhaseSync", "PlanEntry", "ResidentSlice", "resident_slices"]
 
 Layer = Annotated[int, Meta(ge=-1)]
 """A decoder layer, counted from 0; -1 is the head."""
@@ -31,6 +33,24 @@ class PhaseSync(Struct, frozen=True, forbid_unknown_fields=True):
     def of(self, phase: Phase) -> SyncChoice:
         """Return the choice for a phase."""
         return self.prefill if phase == "prefill" else self.decode
+
+
+class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """Predicted times of a group in a whole chunk, by which chunks in flight are ordered.
+
+    Args:
+        group: The group, or ``ffn``.
+        before_us: Time of the glue operators before it, where the chunk begins the context.
+        before_us_per_position: What each position before the chunk adds to that.
+        gpu_us: Time of the GPU's shard.
+        npu_us: Time of the NPU's shard.
+    """
+
+    group: Group
+    before_us: Amount
+    before_us_per_position: Amount
+    gpu_us: Amount
+    npu_us: Amount
 
 
 class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +81,22 @@ class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True):
     def serves(self, phase: Phase, length: int) -> bool:
         """Whether the entry is for passes of a phase and length."""
         return self.phase == phase and self.lengths[0] <= length <= self.lengths[1]
+
+
+class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
+    """The order of several chunks of a long prompt that run at once.
+
+    Args:
+        policy: How stages of different chunks are ordered.
+        in_flight: Most chunks at once, each with slots of its own.
+        times: Predicted times of the groups of one layer in a whole chunk.
+        entries: Placements of whole chunks while others are in flight; groups without one keep the plan's.
+    """
+
+    policy: SchedulePolicy
+    in_flight: Annotated[int, Meta(ge=2, le=MOST_IN_FLIGHT)]
+    times: tuple[GroupTimes, ...]
+    entries: tuple[PlanEntry, ...] = ()
 
 
 def resident_slices(entries: Iterable[PlanEntry]) -> tuple[ResidentSlice, ...]:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from heterollm.base import Amount, OptionError, Positive
 from heterollm.solver.placements import PLACEMENT_KINDS
 
-__all__ = ["FORBIDDEN", "SOLVED_LEVELS", "PlanRequest", "RequestedLevel", "SolvedLevel", "check_forbidden"]
+__all__ = [
+    "FORBIDDEN",
+    "MOST_IN_FLIGHT",
+    "SOLVED_LEVELS",
+    "PlanRequest",
+    "RequestedLevel",
+    "SolvedLevel",
+    "check_forbidden",
+]
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
 """Levels of the solver: ``tensor`` places every group of linears on its own, ``block`` may also place a
@@ -40,6 +48,10 @@ def check_forbidden(names: Iterable[str]) -> None:
             )
 
 
+MOST_IN_FLIGHT: Final = 16
+"""Most chunks at once; each has slots of its own."""
+
+
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The options of a plan.
 
@@ -53,6 +65,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
         build_budget_s: Limit of the time for building NPU graphs; the solver then chooses standard lengths
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
+        in_flight: Chunks of a long prompt at once.
 
     Raises:
         OptionError: A field is not legal.
@@ -66,6 +79,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     histogram: Mapping[int, Amount] | None = None
     build_budget_s: Amount | None = None
     level: RequestedLevel = "auto"
+    in_flight: Annotated[int, Meta(ge=1, le=MOST_IN_FLIGHT)] = 1
 
     def __post_init__(self) -> None:
         if self.level not in ("auto", *SOLVED_LEVELS):
@@ -74,6 +88,10 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
                 fix=f"Choose auto, {' or '.join(SOLVED_LEVELS)}.",
             )
         check_forbidden(self.forbidden)
+        if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
+            raise OptionError(
+                f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
+            )
         if self.npu_gib is not None and not 0.0 <= self.npu_gib < math.inf:
             raise OptionError(
                 f"The NPU cannot hold {self.npu_gib} GiB of slices.", fix="Give a number of at least 0."

@@ -88,6 +88,9 @@ class LimitOptions:
             "such pairs."
         ),
     ] = None
+    in_flight: Annotated[
+        int, typer.Option(min=1, max=16, help="Chunks of a long prompt at once, in turns that fill waits.")
+    ] = 1
     build_budget: Annotated[
         str | None,
         typer.Option(
@@ -163,6 +166,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
         histogram=None if limits.histogram is None else _histogram(limits.histogram),
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
         level=level,
+        in_flight=limits.in_flight,
     )
 
 

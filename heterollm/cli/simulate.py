@@ -111,6 +111,9 @@ class CaseOptions:
             names=get_args(Lengths),
         ),
     ] = ("auto",)
+    in_flight: Annotated[
+        int, typer.Option(min=1, max=16, help="Chunks of a long prompt at once, in turns that fill waits.")
+    ] = 1
     sync: Annotated[
         Sequence[Waits],
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
@@ -213,6 +216,7 @@ def _requests(
         prompt=cases.prompt[0],
         decode=cases.decode[0],
         plan_for=cases.plan_for,
+        in_flight=cases.in_flight,
         resolve=cases.resolve,
         overrides=dict(modelling.what_if or ()),
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,

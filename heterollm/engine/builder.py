@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from heterollm.engine.lanes import Lane
 from heterollm.engine.step import (
     NOT_RUN,
     Action,
@@ -99,7 +100,8 @@ class PassBuilder:
         tokens: Tokens of the pass, or rows of the head.
         placements: Operator and placement by layer and group.
         fences: The waits of the pass.
-        names: The buffers of all slots.
+        lane: The memory of the pass.
+        names: The buffers of that memory and of the KV cache.
         runtime: The GPU.
         after_every_operator: Whether to finish the queue after every operator.
         builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.
@@ -115,6 +117,7 @@ class PassBuilder:
         tokens: int,
         placements: Mapping[tuple[int, Group], tuple[OpSpec, Placement]],
         fences: PassFences,
+        lane: Lane,
         names: Mapping[DeviceMemory, Buffer],
         runtime: GpuRuntime,
         *,
@@ -128,6 +131,7 @@ class PassBuilder:
         self.steps: list[Step] = []
         self.merges = tokens == 1 and runtime.merges_launches and not after_every_operator
         self._fences = fences
+        self.lane = lane
         self.names = names
         self._runtime = runtime
         self._after_every_operator = after_every_operator
@@ -301,6 +305,7 @@ class PassBuilder:
             operator=operator,
             layer=layer,
             tokens=self.tokens if work is None else work.tokens,
+            lane=self.lane.number,
             processor="gpu" if action == "kernel" else "npu" if action == "graph" else "host",
             action=action,
             label=label,

@@ -12,10 +12,12 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, merge_steps, segments_of
+from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
+from heterollm.engine.lanes import Lane
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import INPUT_SLOTS, is_private, pool_sizes
+from heterollm.engine.slots import INPUT_SLOTS, is_private, lane_slot, pool_sizes
 from heterollm.engine.splits import NO_RANGES, SplitEmitter
 from heterollm.engine.step import Buffer, LinearWork, Step, shard_name
 from heterollm.engine.tensors import GlueTensors
@@ -48,6 +50,7 @@ class Compiler:
         self._weights = weights
         self._config = weights.config
         self._plan = plan
+        self._flight_plan = plan.of_flights
         self._context = context
         self._runtime = device.gpu
         self._fences = fences
@@ -59,8 +62,6 @@ class Compiler:
             for slot, size in sizes.items()
             if is_private(slot)
         }
-        self.tokens = device.gpu.shared((plan.chunk_length,), np.int32)
-        self.step = device.gpu.shared((STEP_WORDS,), np.int32)
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
         self._linears: dict[tuple[int, Group], GpuLinear] = {}
         for done, spec in enumerate(weights.specs):
@@ -80,15 +81,25 @@ class Compiler:
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
         tensors = GlueTensors(device.gpu, weights, context)
-        slots: dict[str, DeviceMemory] = {name: self.pool[name] for name in self.pool} | self.private
-        self._slots = slots
-        self._splits = SplitEmitter(device, weights, slots, ranges)
-        self._glue = GlueEmitter(
-            device, weights.config, self.pool, self.private, tensors, self.tokens, self.step, context
+        self._splits = SplitEmitter(device, weights, ranges)
+        self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
+        self._glues = tuple(
+            GlueEmitter(device, weights.config, lane, tensors, context) for lane in self.lanes
         )
-        counts = self._splits.saturation.memory
-        named = slots | {"tokens": self.tokens, "step": self.step, "code_counts": counts}
-        self._names = {memory: Buffer(name) for name, memory in named.items()}
+
+    def _new_lane(self, number: int) -> Lane:
+        gpu = self._runtime
+        slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}
+        own = {slot: lane_slot(slot, number) for slot in slots}
+        shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
+        private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
+        tokens = gpu.shared((self._plan.chunk_length,), np.int32)
+        step = gpu.shared((STEP_WORDS,), np.int32)
+        memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
+        memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
+        memories["code_counts"] = self._splits.saturation.memory
+        names = {memory: Buffer(name) for name, memory in memories.items()}
+        return Lane(number, shared, private, tokens, step, names)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -103,7 +114,7 @@ class Compiler:
         """Drop the packed weights; no compiled pass may run afterwards."""
         self._linears.clear()
         self._splits.clear()
-        del self._embedding, self._glue
+        del self._embedding, self._glues
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; no pass that was compiled before may run afterwards."""
@@ -124,7 +135,39 @@ class Compiler:
             cache: A session's KV cache to bind first.
             builds_graphs: Whether to build the NPU's graphs; a pass without them is readable but cannot run.
         """
-        glue, builder = self._glue, self._begin(phase, tokens, cache, builds_graphs=builds_graphs)
+        builder = self._begin(phase, tokens, cache, builds_graphs=builds_graphs)
+        delta = self._layers(builder, bucket, cache)
+        return CompiledPass.of(self._finished(builder, f"{phase} of {tokens}"), delta, cache)
+
+    def compile_flight(
+        self, lengths: Sequence[int], position: int, bucket: int, cache: KvMemory
+    ) -> CompiledPass:
+        """Return the steps of several chunks of a prompt at once, in the order of the plan's schedule.
+
+        Args:
+            lengths: Tokens of each chunk.
+            position: Position of the first chunk.
+            bucket: Positions that the grids of a decode pass must cover.
+            cache: A session's KV cache to bind first.
+        """
+        schedule = self._plan.schedule
+        assert schedule is not None  # the plan has lanes
+        chunks, first = [], position
+        for lane, tokens in zip(self.lanes, lengths, strict=False):
+            builder = self._begin("prefill", tokens, cache, lane=lane, plan=self._flight_plan)
+            delta = self._layers(builder, bucket, cache)
+            chunks.append(Chunk(tokens, first, builder.steps))
+            first += tokens
+        names = {memory: name for lane in self.lanes for memory, name in lane.names.items()}
+        where = f"prefill of {' + '.join(map(str, lengths))}"
+        steps = interleaved(chunks, schedule, self._plan.chunk_length)
+        if self._check is not None:
+            steps = self._check.checked(steps, names | _cache_names(cache), where)
+        return CompiledPass.of(tuple(steps), delta, cache, len(lengths) - 1)
+
+    def _layers(self, builder: PassBuilder, bucket: int, cache: KvMemory) -> Segments:
+        """Append the embedding and all layers, and return the output of the last."""
+        glue = self._glue(builder)
         glue.embedding(builder, self._embedding)
         delta: Segments | None = None
         for layer in range(self._config.layers):
@@ -137,13 +180,15 @@ class Compiler:
             delta = self._linear(builder, op)
             delta = self._feed_forward(builder, layer, delta)
             builder.submit_layer(layer)
-        return CompiledPass.of(self._finished(builder, f"{phase} of {tokens}"), delta, cache)
+        assert delta is not None  # a model has layers
+        return delta
 
     def compile_head(
-        self, phase: Phase, rows: int, output: Segments, *, builds_graphs: bool = True
+        self, phase: Phase, rows: int, output: Segments, lane: int = 0, *, builds_graphs: bool = True
     ) -> CompiledPass:
-        """Return the steps from the last layer's output to the logits of ``rows`` positions."""
-        glue, builder = self._glue, self._begin(phase, rows, builds_graphs=builds_graphs)
+        """Return the steps from the last layer's output in a lane to the logits of ``rows`` positions."""
+        builder = self._begin(phase, rows, lane=self.lanes[lane], builds_graphs=builds_graphs)
+        glue = self._glue(builder)
         op = self._placed(builder, -1, "head")
         glue.final_norm(builder, output, op)
         if op.placement.npu_lengths:
@@ -152,20 +197,29 @@ class Compiler:
             self._head_of_gpu(builder, op)
         glue.soft_cap(builder)
         self._splits.end(builder, waits=self._plan.uses_npu)
-        written = (*segments_of(output), self.private["residual"])
+        written = (*segments_of(output), builder.lane.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
 
     def _begin(
-        self, phase: Phase, tokens: int, cache: KvMemory | None = None, *, builds_graphs: bool
+        self,
+        phase: Phase,
+        tokens: int,
+        cache: KvMemory | None = None,
+        *,
+        lane: Lane | None = None,
+        plan: Plan | None = None,
+        builds_graphs: bool = True,
     ) -> PassBuilder:
+        lane = lane or self.lanes[0]
         own = [self._specs[-1, "head"]] if cache is None else self._weights.specs[:-1]
-        placed = self._plan.operators(phase, tokens, own, rows=tokens)
+        placed = (plan or self._plan).operators(phase, tokens, own, rows=tokens)
         return PassBuilder(
             phase,
             tokens,
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
-            self._names | dict.fromkeys(cache.memories if cache else (), Buffer("kv_cache")),
+            lane,
+            {**lane.names, **_cache_names(cache)},
             self._runtime,
             after_every_operator=self._fences.after_every_operator,
             builds_graphs=builds_graphs,
@@ -180,13 +234,14 @@ class Compiler:
             found = self._check.checked(found, builder.names, where, written, merged=builder.merges)
         return tuple(merge_steps(self._runtime, found) if builder.merges else found)
 
+    def _glue(self, builder: PassBuilder) -> GlueEmitter:
+        return self._glues[builder.lane.number]
+
     # -- linears -------------------------------------------------------------------------------------
 
     def _placed(self, builder: PassBuilder, layer: int, group: Group) -> PlacedOp:
-        return self._operator(*builder.placements[layer, group])
-
-    def _operator(self, spec: OpSpec, placement: Placement) -> PlacedOp:
-        npu_output, gpu_output = "npu_output", "gpu_output"
+        spec, placement = builder.placements[layer, group]
+        lane, npu_output, gpu_output = builder.lane, "npu_output", "gpu_output"
         if spec.group == "head":
             # Without the NPU, the GPU writes the logits directly.
             split = bool(placement.npu_lengths)
@@ -194,14 +249,14 @@ class Compiler:
         return PlacedOp(
             spec,
             placement,
-            source=self.pool[INPUT_SLOTS[spec.group]],
-            npu_output=self.pool[npu_output],
-            gpu_output=self._slots[gpu_output],
-            rounded=self._rounded(spec, placement),
-            codes=self._splits.codes(spec, placement),
+            source=lane.shared[INPUT_SLOTS[spec.group]],
+            npu_output=lane.shared[npu_output],
+            gpu_output=lane.shared[gpu_output] if gpu_output == "logits" else lane.private[gpu_output],
+            rounded=self._rounded(lane, spec, placement),
+            codes=self._splits.codes(lane, spec, placement),
         )
 
-    def _rounded(self, spec: OpSpec, placement: Placement) -> RoundedInputs | None:
+    def _rounded(self, lane: Lane, spec: OpSpec, placement: Placement) -> RoundedInputs | None:
         """Return the buffers for int8 codes that the kernel before a group writes; None without them.
 
         That kernel writes codes if the GPU computes rows of all tokens. Under a sequence split the GPU
@@ -210,7 +265,7 @@ class Compiler:
         if not spec.integer_inputs or placement.npu_rows == spec.member_rows:
             return None
         slot = INPUT_SLOTS[spec.group]
-        codes, blocks = self.private[f"{slot}_codes"], self.private[f"{slot}_blocks"]
+        codes, blocks = lane.private[f"{slot}_codes"], lane.private[f"{slot}_blocks"]
         return RoundedInputs(codes, blocks, spec.weight.bits, spec.weight.block)
 
     def _linear(self, builder: PassBuilder, op: PlacedOp) -> Segments:
@@ -237,10 +292,10 @@ class Compiler:
         if (layer, "ffn") in builder.placements:
             return self._ffn(builder, self._placed(builder, layer, "ffn"), delta)
         op = self._placed(builder, layer, "gate_up")
-        self._glue.norm(builder, layer, "feed_forward", delta, op.rounded or op.codes)
+        self._glue(builder).norm(builder, layer, "feed_forward", delta, op.rounded or op.codes)
         gate_up = self._linear(builder, op)
         op = self._placed(builder, layer, "down")
-        self._glue.activation(builder, layer, gate_up, op.rounded)
+        self._glue(builder).activation(builder, layer, gate_up, op.rounded)
         return self._linear(builder, op)
 
     def _ffn(self, builder: PassBuilder, op: PlacedOp, delta: Segments) -> Segments:
@@ -249,22 +304,23 @@ class Compiler:
         The GPU's queue runs three kernels while the NPU runs one graph.
         """
         ffn = op.spec
-        self._glue.norm(builder, ffn.layer, "feed_forward", delta, op.rounded or op.codes)
+        self._glue(builder).norm(builder, ffn.layer, "feed_forward", delta, op.rounded or op.codes)
         (width, *_), (whole, *_) = op.placement.npu_rows, ffn.member_rows
         gpu = [] if width == whole else self._gpu_ffn(builder, op, width, whole)
         return self._splits.ffn(builder, op, gpu)
 
     def _gpu_ffn(self, builder: PassBuilder, op: PlacedOp, width: int, whole: int) -> list[Step]:
         """Return the steps of the GPU's shard: the intermediate width from ``width`` to ``whole``."""
-        ffn, then, out, activated = op.spec, op.spec.then, op.gpu_output, self.pool["activated"]
+        lane, ffn, then, out = builder.lane, op.spec, op.spec.then, op.gpu_output
+        activated = lane.shared["activated"]
         assert then is not None
         tokens, rows = builder.tokens, ((width, whole),) * 2
         gate_up = self._linears[ffn.layer, "gate_up"].launch(
             op.source, out, kept=rows, rounded=op.rounded, tokens=tokens, label=op.name
         )
-        rounded = self._rounded(then, op.placement)
+        rounded = self._rounded(lane, then, op.placement)
         halves = Segments(out, out, (whole - width,) * 2, (0, 0))
-        activation = self._glue.activation_launch(tokens, ffn.layer, halves, rounded, start=width)
+        activation = self._glue(builder).activation_launch(tokens, ffn.layer, halves, rounded, start=width)
         # The activation has read the rows of gate and up, so that the same slot can take the sum.
         down = self._linears[ffn.layer, "down"].launch(
             activated, out, columns=(width, whole), rounded=rounded, tokens=tokens, label=op.name
@@ -277,3 +333,7 @@ class Compiler:
         work = LinearWork.of_columns(then, tokens, whole - width)
         label = f"{op.name} down[:, {width}:{whole}]"
         return found + builder.shard(op, down, label, activated, out, work, rounded)
+
+
+def _cache_names(cache: KvMemory | None) -> dict[DeviceMemory, Buffer]:
+    return dict.fromkeys(cache.memories if cache else (), Buffer("kv_cache"))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, segments_of
+from heterollm.engine.lanes import Lane
 from heterollm.engine.step import Buffer
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     ROUNDING,
-    DeviceMemory,
     GpuGlue,
     GpuLinear,
     HeadShape,
@@ -22,10 +21,8 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Scores,
     Segments,
-    SharedArray,
 )
 from heterollm.kernels.ops import Group
-from heterollm.kernels.sync import Pool
 from heterollm.model import ModelConfig, Norm
 
 __all__ = ["GlueEmitter"]
@@ -40,11 +37,8 @@ class GlueEmitter:
     Args:
         device: The device.
         config: The model's configuration.
-        pool: Slots that the processors share.
-        private: Slots that only kernels read and write.
+        lane: Slots, tokens and step buffer.
         tensors: Norms, biases and RoPE tables.
-        tokens: Ids of the tokens.
-        step: The step buffer.
         context: Positions of every session.
     """
 
@@ -52,20 +46,17 @@ class GlueEmitter:
         self,
         device: Device,
         config: ModelConfig,
-        pool: Pool,
-        private: Mapping[str, DeviceMemory],
+        lane: Lane,
         tensors: GlueTensors,
-        tokens: SharedArray,
-        step: SharedArray,
         context: int,
     ) -> None:
         self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config = config
-        self._pool = pool
-        self._private = private
+        self._pool = lane.shared
+        self._private = lane.private
         self._tensors = tensors
-        self._tokens = tokens
-        self._step = step
+        self._tokens = lane.tokens
+        self._step = lane.step
         self._shape = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
 
     def embedding(self, builder: PassBuilder, table: GpuLinear) -> None:

@@ -24,6 +24,7 @@ class CompiledPass:
         cache_launches: The kernels that use a session's KV cache.
         output: The output of the last layer; None for a head.
         bound_cache: The KV cache that is bound to the kernels; None for a head.
+        lane: The lane of the output.
     """
 
     steps: tuple[Step, ...]
@@ -31,10 +32,15 @@ class CompiledPass:
     cache_launches: tuple[Launch | MergedLaunch, ...] = ()
     output: Segments | None = None
     bound_cache: KvMemory | None = None
+    lane: int = 0
 
     @classmethod
     def of(
-        cls, steps: tuple[Step, ...], output: Segments | None = None, cache: KvMemory | None = None
+        cls,
+        steps: tuple[Step, ...],
+        output: Segments | None = None,
+        cache: KvMemory | None = None,
+        lane: int = 0,
     ) -> CompiledPass:
         """Return the pass with these steps."""
         calls = tuple(step.run for step in steps)
@@ -43,7 +49,7 @@ class CompiledPass:
             for step in steps
             if isinstance(step.run, Launch | MergedLaunch) and step.touches("kv_cache")
         )
-        return cls(steps, calls, launches, output, cache)
+        return cls(steps, calls, launches, output, cache, lane)
 
     def bind_cache(self, cache: KvMemory) -> None:
         """Bind a session's cache to the kernels, unless it is bound already."""

@@ -27,6 +27,7 @@ from heterollm.base import (
 )
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.kv_cache import KvCache
+from heterollm.engine.lanes import Lane
 from heterollm.engine.observer import EngineActivity, Observer
 from heterollm.engine.passes import CompiledPass, PassError, compiling
 from heterollm.engine.slots import HEAD_ROWS
@@ -107,12 +108,11 @@ class Engine:
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(device, weights, plan, context, progress, self.fences, ranges)
-        self._passes: OrderedDict[tuple[Phase, int, int], CompiledPass] = OrderedDict()
+        self._passes: OrderedDict[tuple[Phase, int | tuple[int, ...], int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache: KvMemory | None = None
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join], CompiledPass] = {}
-        self._tokens = self._compiler.tokens
-        self._step = self._compiler.step
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int], CompiledPass] = {}
+        self._lanes = self._compiler.lanes
         logits = self._compiler.pool["logits"]
         self._logits_slot = logits
         self._logits: NDArray[np.float32] = logits.view(np.float32, (HEAD_ROWS, self._config.vocab_size))
@@ -141,8 +141,8 @@ class Engine:
         self._compiler.reset_counts()
 
     @property
-    def kept_passes(self) -> tuple[tuple[Phase, int, int], ...]:
-        """Phase, tokens and context bucket of the compiled passes in memory, the latest used last."""
+    def kept_passes(self) -> tuple[tuple[Phase, int | tuple[int, ...], int], ...]:
+        """Phase, tokens (of each chunk in flight) and context bucket of the passes in memory, latest last."""
         return tuple(self._passes)
 
     @property
@@ -179,15 +179,22 @@ class Engine:
         Raises:
             HeteroLLMError: A kernel, a graph or a fence failed. Earlier positions stay valid.
         """
-        for first, length in self.plan.chunks(len(ids)):
-            tokens = ids[first : first + length]
-            rows = None if target is None else target[first : first + length]
-            last = first + length == len(ids)
-            try:
-                self._chunk(cache, position + first, tokens, phase, rows, last)
-            except NPU_FAILURES as error:
-                self._fall_back(error, position + first)
-                self._chunk(cache, position + first, tokens, phase, rows, last)
+        for flight in self.plan.flights(len(ids)):
+            if len(flight) > 1 and target is None and phase == "prefill":
+                try:
+                    self._flight(cache, position, ids, flight)
+                    continue
+                except NPU_FAILURES as error:
+                    self._fall_back(error, position + flight[0][0])
+            for first, length in flight:
+                tokens = ids[first : first + length]
+                rows = None if target is None else target[first : first + length]
+                last = first + length == len(ids)
+                try:
+                    self._chunk(cache, position + first, tokens, phase, rows, last)
+                except NPU_FAILURES as error:
+                    self._fall_back(error, position + first)
+                    self._chunk(cache, position + first, tokens, phase, rows, last)
 
     def decode(self, cache: KvCache, position: int, token: int) -> None:
         """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""
@@ -203,29 +210,30 @@ class Engine:
         for done, (phase, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
             try:
-                self._head_pass(self._pass(phase, length, 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, self._lengths(phase, length), 0, cache), phase, 1)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._head_pass(self._pass(phase, length, 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, self._lengths(phase, length), 0, cache), phase, 1)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
-        """Return the steps of a pass and its head in an empty session.
+        """Return the steps of a pass, or of several chunks at once, and the head in an empty session.
 
         Args:
             phase: Prefill computes the logits of the last token, decode those of every token.
-            tokens: Tokens of the pass.
+            tokens: Tokens of the pass, or of all its chunks.
 
         Raises:
             OptionError: No pass has this number of tokens.
         """
-        longest = min(self.plan.chunk_length, self.context)
+        lanes = len(self._lanes) if phase == "prefill" else 1
+        longest = min(lanes * self.plan.chunk_length, self.context)
         if not 1 <= tokens <= longest:
             raise OptionError(
                 f"No pass has {tokens} tokens.",
                 fix=f"Ask for 1 to {longest}; longer prompts run in chunks of {self.plan.chunk_length}.",
             )
-        compiled = self._pass(phase, tokens, 0, self.new_cache())
+        compiled = self._pass(phase, self._lengths(phase, tokens), 0, self.new_cache())
         return compiled.steps + self._head_pass(compiled, phase, _head_rows(phase, tokens)).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
@@ -257,10 +265,7 @@ class Engine:
     ) -> None:
         with self._observed_pass(phase, len(tokens), position):
             compiled = self._pass(phase, len(tokens), position, cache)
-            self._tokens.acquire()
-            self._tokens.array[: len(tokens)] = tokens
-            self._tokens.release()
-            self._write_step(position, len(tokens), len(tokens) - 1 if target is None else 0)
+            self._write_inputs(self._lanes[0], tokens, position, len(tokens) - 1 if target is None else 0)
             self._call(compiled.calls)
             if target is not None:
                 self._all_logits(compiled, phase, target)
@@ -269,13 +274,30 @@ class Engine:
             else:
                 self.device.gpu.finish()
 
+    def _flight(
+        self,
+        cache: KvCache,
+        position: int,
+        ids: NDArray[np.int32],
+        chunks: Sequence[tuple[int, int]],
+    ) -> None:
+        """Run several chunks of a prompt at once; each is the index of its first token, and its length."""
+        lengths = tuple(length for _, length in chunks)
+        begin = position + chunks[0][0]
+        with self._observed_pass("prefill", sum(lengths), begin):
+            compiled = self._pass("prefill", lengths, begin, cache)
+            for lane, (first, length) in zip(self._lanes, chunks, strict=False):
+                self._write_inputs(lane, ids[first : first + length], position + first, length - 1)
+            self._call(compiled.calls)
+            if sum(chunks[-1]) == len(ids):
+                self._head(compiled, "prefill", 1)
+            else:
+                self.device.gpu.finish()
+
     def _one_token(self, cache: KvCache, position: int, token: int) -> None:
         with self._observed_pass("decode", 1, position):
             compiled = self._pass("decode", 1, position, cache)
-            self._tokens.acquire()
-            self._tokens.array[0] = token
-            self._tokens.release()
-            self._write_step(position, 1, 0)
+            self._write_inputs(self._lanes[0], token, position, 0)
             self._call(compiled.calls)
             self._head(compiled, "decode", 1)
 
@@ -291,27 +313,41 @@ class Engine:
         self._logits_slot.acquire(rows * self.last_logits.nbytes)
 
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
+        step = self._lanes[0].step
         for row in range(0, len(target), HEAD_ROWS):
             if row:
                 # The head's last call waits for the queue, so that the step buffer is free.
                 self._logits_slot.release()
-                self._step.acquire()
-                self._step.array[STEP_HEAD_ROW] = row
-                self._step.release()
+                step.acquire()
+                step.array[STEP_HEAD_ROW] = row
+                step.release()
             rows = min(HEAD_ROWS, len(target) - row)
             self._head(compiled, phase, rows)
             target[row : row + rows] = self._logits[:rows]
 
-    def _pass(self, phase: Phase, length: int, position: int, cache: KvCache) -> CompiledPass:
+    def _lengths(self, phase: Phase, tokens: int) -> int | tuple[int, ...]:
+        """Return the tokens of a pass, or of each chunk of several at once."""
+        if phase == "decode" or tokens <= self.plan.chunk_length:
+            return tokens
+        return tuple(length for _, length in next(self.plan.flights(tokens)))
+
+    def _pass(
+        self, phase: Phase, length: int | tuple[int, ...], position: int, cache: KvCache
+    ) -> CompiledPass:
+        """Return a pass of a length, or of several chunks at once."""
         if self._lost:
             raise EngineError(self._lost, fix="Load the model again.")
         with self._observed("bind"):
-            bucket = self._bucket(position + length)
+            tokens = length if isinstance(length, int) else sum(length)
+            bucket = self._bucket(position + tokens)
             key = (phase, length, bucket)
             compiled = self._passes.get(key)
             if compiled is None:
-                with self._observed("build"), compiling(phase, length):
-                    compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+                with self._observed("build"), compiling(phase, tokens):
+                    if isinstance(length, int):
+                        compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+                    else:
+                        compiled = self._compiler.compile_flight(length, position, bucket, cache.memory)
                 self._passes[key] = self._observable(compiled)
                 if len(self._passes) > KEPT_PASSES:
                     self._passes.popitem(last=False)
@@ -322,11 +358,11 @@ class Engine:
 
     def _head_pass(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
         assert compiled.output is not None
-        key = (phase, rows, compiled.output.splits, compiled.output.join)
+        key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane)
         head = self._heads.get(key)
         if head is None:
             with self._observed("build"), compiling(phase, rows):
-                head = self._compiler.compile_head(phase, rows, compiled.output)
+                head = self._compiler.compile_head(phase, rows, compiled.output, compiled.lane)
             self._heads[key] = self._observable(head)
         return head
 
@@ -343,15 +379,22 @@ class Engine:
             bucket *= 2
         return min(bucket, self.context)
 
-    def _write_step(self, position: int, length: int, head_row: int) -> None:
+    def _write_inputs(
+        self, lane: Lane, tokens: NDArray[np.int32] | int, position: int, head_row: int
+    ) -> None:
+        """Write the tokens and the step buffer of a lane."""
         with self._observed("step"):
             self._logits_slot.release()
-            self._step.acquire()
-            step = self._step.array
+            length = 1 if isinstance(tokens, int) else len(tokens)
+            lane.tokens.acquire()
+            lane.tokens.array[:length] = tokens
+            lane.tokens.release()
+            lane.step.acquire()
+            step = lane.step.array
             step[STEP_POSITION] = position
             step[STEP_LENGTH] = length
             step[STEP_HEAD_ROW] = head_row
-            self._step.release()
+            lane.step.release()
 
     def _call(self, calls: Sequence[Call]) -> None:
         try:

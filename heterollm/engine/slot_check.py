@@ -55,7 +55,7 @@ class _Course:
     enqueued: int = 0
     known: int = 0
     flagged: int = 0
-    marks: dict[str, int] = field(default_factory=dict)
+    marks: dict[tuple[int, str], int] = field(default_factory=dict)
     accesses: list[_Access] = field(default_factory=list)
     written: list[Buffer] = field(default_factory=list)
 
@@ -121,7 +121,8 @@ class SlotCheck:
             EngineError: A step reads or writes a slot too early, or before the first write, or its buffers
                 differ from its kernel's.
         """
-        before = [*(names[memory] for memory in written), *map(Buffer, ALWAYS_WRITTEN)]
+        before = [names[memory] for memory in written]
+        before += [name for name in names.values() if name.name.partition(".")[0] in ALWAYS_WRITTEN]
         course = _Course(where, written=before)
         delayed: list[Step] = []
         for step in steps:
@@ -170,11 +171,11 @@ def _follow(course: _Course, step: Step) -> None:
     elif step.action == "graph":
         _run(course, step)
     elif step.action == "mark":
-        course.marks[step.name] = course.enqueued
+        course.marks[step.lane, step.name] = course.enqueued
     elif step.action == "sent":
-        course.marks[step.name] = course.flagged
+        course.marks[step.lane, step.name] = course.flagged
     elif step.wait is not None and step.wait.strategy != "finish":
-        course.known = max(course.known, course.marks.get(step.name, 0))
+        course.known = max(course.known, course.marks.get((step.lane, step.name), 0))
     elif step.action in ("wait", "finish", "acquire", "acquire_to_read"):
         # Mapping waits for the queue as finishing it does.
         course.known = course.enqueued

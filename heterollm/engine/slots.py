@@ -18,6 +18,7 @@ __all__ = [
     "NPU_FACTORS",
     "NPU_OUTPUT_CODES",
     "is_private",
+    "lane_slot",
     "pool_sizes",
 ]
 
@@ -45,11 +46,17 @@ PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output", NP
 
 def is_private(slot: str) -> bool:
     """Return whether only kernels of the GPU read and write a slot, which is then in the GPU's memory."""
+    slot = slot.partition(".")[0]
     return slot in PRIVATE_SLOTS or slot.endswith(("_codes", "_blocks"))
 
 
+def lane_slot(slot: str, lane: int) -> str:
+    """Return the slot that stands for ``slot`` in a lane; one head serves all lanes."""
+    return slot if lane == 0 or slot == "logits" or slot.startswith("head_") else f"{slot}.{lane}"
+
+
 def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
-    """Return the size of every slot for activation elements of ``item_bytes`` bytes."""
+    """Return the size of every slot of every lane for activation elements of ``item_bytes`` bytes."""
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
     head_npu = _npu_tokens(plan, head=True)
@@ -74,12 +81,12 @@ def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_by
         sizes["npu_output"] = item_bytes
     for slot, size in (*_code_sizes(specs, tokens), *_npu_code_sizes(specs, plan)):
         sizes[slot] = max(size, sizes.get(slot, 0))
-    return sizes
+    return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
 
 
 def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, int]]:
     own = {spec.group: spec for spec in (*specs, *ffn_specs(specs))}
-    for entry in plan.entries:
+    for entry in plan.placed:
         if entry.placement.form in INTEGER_FORMS:
             spec = own[entry.group]
             tokens = max(sum(entry.placement.npu_lengths), plan.longest_pass(entry, HEAD_ROWS))
@@ -103,7 +110,7 @@ def _npu_tokens(plan: Plan, *, head: bool) -> int:
     return max(
         (
             sum(entry.placement.npu_lengths)
-            for entry in plan.entries
+            for entry in plan.placed
             if (entry.group == "head") is head and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS)
         ),
         default=0,

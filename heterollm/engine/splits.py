@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of
+from heterollm.engine.lanes import Lane
 from heterollm.engine.npu_shards import npu_shard
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
@@ -55,12 +56,10 @@ class SplitEmitter:
         self,
         device: Device,
         weights: ModelWeights,
-        slots: Mapping[str, DeviceMemory],
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._device = device
         self._weights = weights
-        self._slots = slots
         self._ranges = ranges
         self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
         self._float_operators: dict[str, None] = {}
@@ -84,20 +83,17 @@ class SplitEmitter:
         """Drop the graphs; no compiled pass may run afterwards."""
         self._graphs.clear()
 
-    def codes(self, spec: OpSpec, placement: Placement) -> NpuCodes | None:
-        """Return the codes of an operator that the NPU computes in integers; None for others."""
+    def codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
+        """Return the codes in a lane of an operator that the NPU computes in integers; None for others."""
         if not placement.npu_lengths or self._form(spec, placement) not in INTEGER_FORMS:
             return None
-        inputs, outputs = self._slots[NPU_CODES], self._slots[NPU_OUTPUT_CODES]
-        assert isinstance(inputs, SharedArray)
-        assert isinstance(outputs, SharedArray)
         grid = self._ranges[spec.layer, spec.group].grid
         # The inputs of a token with a factor cannot saturate.
         values = _npu_rows(spec, placement) + (0 if grid.per_token else spec.columns)
         name = operator_name(spec.group, None if spec.layer < 0 else spec.layer)
         place = self.saturation.place(name, values)
-        memory = self._slots[NPU_FACTORS], self.saturation.memory
-        return NpuCodes(inputs, outputs, *memory, place, grid)
+        memory = lane.private[NPU_FACTORS], self.saturation.memory
+        return NpuCodes(lane.shared[NPU_CODES], lane.shared[NPU_OUTPUT_CODES], *memory, place, grid)
 
     def linear(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> Segments:
         """Append the steps of a group of linears, whose GPU weights are ``linear``, and return the output."""

@@ -164,6 +164,7 @@ class Step:
         operator: The operator that the step computes, or that a step of the host belongs to.
         layer: Decoder layer; None outside of layers.
         tokens: Tokens, or rows of the head, padding included.
+        lane: Number of the chunk among those in flight.
         processor: GPU, NPU or host.
         action: The action.
         label: Name in tables and errors, with the rows and tokens of a shard.
@@ -186,6 +187,7 @@ class Step:
     wait: Wait | None = None
     work: LinearWork | None = None
     merged: tuple[Step, ...] = ()
+    lane: int = 0
     run: Call = field(compare=False, repr=False)
 
     @property

@@ -230,7 +230,7 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
 def _graphs(plan: Plan, specs: Sequence[OpSpec]) -> Iterator[_Graph]:
     """Yield every graph that some pass of the plan runs, layer by layer, repeated ones included."""
     for spec in (*specs, *ffn_specs(specs)):
-        for entry in plan.entries:
+        for entry in plan.placed:
             placement, (first, last) = entry.placement, entry.layers
             used = entry.group == spec.group and first <= spec.layer <= last
             if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):

@@ -29,13 +29,14 @@ from heterollm.solver import (
     limits_of,
     power_of,
     predict_pass,
+    predict_prompt,
 )
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
     from heterollm.planning.lengths import LengthChoice
     from heterollm.profiler.records import Profile
-    from heterollm.solver import Slices, Solver
+    from heterollm.solver import Solver
 
 __all__ = ["ProfiledModel", "Solved", "solve_plan", "stored_profile"]
 
@@ -121,6 +122,22 @@ class ProfiledModel:
         """
         costs = self.costs if position is None else self.costs.at(position)
         return predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
+
+    def prompt_us(self, plan: Plan, prompt: int) -> float | None:
+        """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""
+        chunks = list(plan.chunks(prompt))
+        if plan.schedule is None or len(chunks) == 1:
+            passes = [self.predict(plan, "prefill", tokens, position=first) for first, tokens in chunks]
+            return None if None in passes else sum(found.time_us for found in passes if found is not None)
+        first, tokens = chunks[-1]
+        last, layers = (
+            self.predict(plan, "prefill", tokens, position=first, logits=logits) for logits in (True, False)
+        )
+        if last is None or layers is None:
+            return None
+        lengths = [length for _, length in chunks]
+        flown = predict_prompt(plan.schedule, lengths, self.config.layers)
+        return flown.time_us + last.time_us - layers.time_us
 
     def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
         """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
@@ -240,11 +257,17 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+    from heterollm.solver import best_chunk, plan_flights
+
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
     plan, slices = solver.solve(**labels, weights=weights)
-    chunk_length = _chunk_length(model, request, solver, slices)
-    if chunk_length != solver.chunk_length:
-        plan, _ = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
+    prompts = _prompts(model, request)
+    if request.in_flight > 1 and plan.uses_npu:
+        plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
+    elif max(prompts, default=0) > solver.chunk_length:
+        chunk_length = best_chunk(solver, prompts, model.costs.at, slices)
+        if chunk_length != solver.chunk_length:
+            plan, _ = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
     best = best_strategy(model.profile)
     return structs.replace(
         plan,
@@ -271,23 +294,19 @@ def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -
     return choose(solver, histogram, builds, budget_s * 1e6, **labels)
 
 
-def _chunk_length(model: ProfiledModel, request: PlanRequest, solver: Solver, slices: Slices) -> int:
-    """Return the length of the chunks that long prompts run in.
+def _prompts(model: ProfiledModel, request: PlanRequest) -> dict[int, float]:
+    """Return the weights of the prompts that the chunk length is chosen for.
 
     Without a histogram prompts of every standard length, of 1.5 times that, and as long as a session count
     alike, so that a gain of the longest prompts alone does not decide.
     """
-    from heterollm.solver import best_chunk
-
-    limits = solver.limits
-    prompts = {tokens: weight for tokens, weight in (request.histogram or {}).items() if tokens > 1}
-    if request.histogram is None and limits is not None:
-        lengths = [length for length in limits.standard_lengths if length > 1]
-        every = {*lengths, *(3 * length // 2 for length in lengths), request.context}
-        prompts = {length: 1.0 for length in every if length <= request.context}
-    if max(prompts, default=0) <= solver.chunk_length:
-        return solver.chunk_length
-    return best_chunk(solver, prompts, model.costs.at, slices)
+    if request.histogram is not None:
+        return {tokens: weight for tokens, weight in request.histogram.items() if tokens > 1}
+    if model.limits is None:
+        return {}
+    lengths = [length for length in model.limits.standard_lengths if length > 1]
+    every = {*lengths, *(3 * length // 2 for length in lengths), request.context}
+    return {length: 1.0 for length in sorted(every) if length <= request.context}
 
 
 def _check_level(model: ProfiledModel, request: PlanRequest) -> None:

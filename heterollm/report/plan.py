@@ -17,7 +17,7 @@ from heterollm.solver import describe
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.planning import LengthChoice, ProfiledModel, Solved
-    from heterollm.solver import Plan, PredictedOperator, PredictedPass
+    from heterollm.solver import ChunkSchedule, Plan, PredictedOperator, PredictedPass
 
 __all__ = ["lengths_table", "pass_table", "plan_report"]
 
@@ -56,6 +56,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
     parts.append(Text(held_words(model, plan)))
     if explain and plan.slices:
         parts.append(slices_table(model, plan))
+    if explain and plan.schedule is not None:
+        parts.append(flights_table(model, plan, plan.schedule))
     if not solved.notes:
         parts.append(Text(verdict(passes)))
     if solved.length_choice is not None:
@@ -99,18 +101,28 @@ def slices_table(model: ProfiledModel, plan: Plan) -> Table:
     return made
 
 
+def flights_table(model: ProfiledModel, plan: Plan, schedule: ChunkSchedule) -> Table:
+    """Return the placements of whole chunks in flight, with the predicted times of both processors."""
+    title = f"Whole chunks of {plan.chunk_length} tokens, up to {schedule.in_flight} at once"
+    made = table("group", "placement", ">GPU before us", ">GPU us", ">NPU us", title=title)
+    times = {one.group: one for one in schedule.times}
+    layer = [spec for spec in model.specs if spec.layer == 0]
+    for spec, placement in plan.of_flights.operators("prefill", plan.chunk_length, layer):
+        if (one := times.get(spec.group)) is not None:
+            words = describe(placement, spec, plan.chunk_length)
+            made.add_row(spec.group, words, f"{one.before_us:.0f}", f"{one.gpu_us:.0f}", f"{one.npu_us:.0f}")
+    return made
+
+
 def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:
     """Return the predicted times of prompts and of the tokens after them."""
     model, plan = solved.model, solved.plan
     title = f"Prompt and {decode} decoded tokens, predicted; attention at the middle of each phase"
     made = table(">prompt", ">prefill ms", ">decode ms", ">all ms", title=title)
     for prompt in prompts:
-        chunks = [
-            model.predict(plan, "prefill", tokens, position=first) for first, tokens in plan.chunks(prompt)
-        ]
+        prefill_us = model.prompt_us(plan, prompt)
         token = model.predict(plan, "decode", 1, position=prompt + decode // 2)
-        if token is not None and None not in chunks:
-            prefill_us = sum(found.time_us for found in chunks if found is not None)
+        if token is not None and prefill_us is not None:
             times_us = prefill_us, decode * token.time_us, prefill_us + decode * token.time_us
             made.add_row(str(prompt), *(f"{time_us / 1e3:.2f}" for time_us in times_us))
     return made
@@ -122,7 +134,8 @@ def chunked(plan: Plan, prompt: int) -> str:
     full = lengths.count(plan.chunk_length)
     words = f"{full} of {plan.chunk_length}" if full > 1 else f"one of {plan.chunk_length}"
     last = f" and one of {lengths[-1]}" if lengths[-1] != plan.chunk_length else ""
-    return f"A prompt of {prompt} tokens runs in several passes: {words}{last}."
+    at_once = f", up to {plan.lanes} at once" if plan.schedule is not None else ""
+    return f"A prompt of {prompt} tokens runs in several passes: {words}{last}{at_once}."
 
 
 def lengths_table(choice: LengthChoice) -> Table:

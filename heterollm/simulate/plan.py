@@ -27,6 +27,8 @@ from heterollm.solver import (
     PlanRequest,
     RequestedLevel,
     level_plan,
+    predict_prompt,
+    with_schedule,
 )
 
 if TYPE_CHECKING:
@@ -70,17 +72,39 @@ def planned(
         policy: LengthPolicy = "padding"
         if by_time or request.length_policy == "pipe":
             policy = cast("LengthPolicy", request.length_policy)
-        plan = level_plan(
-            cast("PlanLevel", request.level),
-            specs,
-            device=device.name,
-            precision="w4a16",
-            standard_lengths=device.standard_lengths,
-            chunk_length=min(max(device.standard_lengths), config.max_positions),
-            length_policy="padding" if request.level == "gpu" else policy,
-            length_costs=profiled().npu_us if by_time else None,
-        )
+        longest = min(max(device.standard_lengths), config.max_positions)
+
+        def rule(chunk_length: int) -> Plan:
+            return level_plan(
+                cast("PlanLevel", request.level),
+                specs,
+                device=device.name,
+                precision="w4a16",
+                standard_lengths=device.standard_lengths,
+                chunk_length=chunk_length,
+                length_policy="padding" if request.level == "gpu" else policy,
+                length_costs=profiled().npu_us if by_time else None,
+            )
+
+        plan = rule(longest)
+        if request.in_flight > 1 and plan.uses_npu:
+            lengths = [length for length in device.standard_lengths if 1 < length <= longest]
+            plan = _fastest_in_flight([rule(length) for length in lengths], profiled(), request)
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
+
+
+def _fastest_in_flight(plans: Sequence[Plan], model: ProfiledModel, request: SimulationRequest) -> Plan:
+    """Return the plan whose chunks, several at once, are predicted to run the prompt fastest."""
+
+    def time_us(plan: Plan) -> float:
+        assert plan.schedule is not None
+        lengths = [length for _, length in plan.chunks(request.prompt)]
+        return predict_prompt(plan.schedule, lengths, model.config.layers).time_us
+
+    costs_at, limits = model.costs.at, model.limits
+    return min(
+        (with_schedule(plan, model.specs, request.in_flight, costs_at, limits) for plan in plans), key=time_us
+    )
 
 
 def plan_request(device: Device, config: ModelConfig, request: SimulationRequest) -> PlanRequest:
@@ -93,11 +117,15 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
     """
     level = cast("RequestedLevel", request.level)
     if request.plan_for == "prompt":
-        prompt = min(request.prompt, max(device.standard_lengths))
+        prompt = request.prompt
+        if request.in_flight == 1:
+            prompt = min(prompt, max(device.standard_lengths))
         histogram = {1: float(max(1, request.decode)), prompt: 1.0}
-        return PlanRequest(config.max_positions, level=level, histogram=histogram)
+        return PlanRequest(
+            config.max_positions, level=level, histogram=histogram, in_flight=request.in_flight
+        )
     context = max(choose_context(config, None), request.prompt + request.decode)
-    return PlanRequest(context, level=level)
+    return PlanRequest(context, level=level, in_flight=request.in_flight)
 
 
 def profile_of(

@@ -11,6 +11,7 @@ from heterollm.base import OptionError
 from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.npu import GraphForm
 from heterollm.kernels.sim import GpuLoad, load_soc
+from heterollm.solver import MOST_IN_FLIGHT
 
 __all__ = [
     "LENGTH_CHOICES",
@@ -59,6 +60,7 @@ class SimulationRequest:
         level: Level of the plan.
         plan_for: What the solver plans for.
         length_policy: How lengths without a graph run; the solver's levels need none.
+        in_flight: Chunks of a long prompt at once.
         sync: How the processors wait for each other.
         resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
         load: A game that uses the GPU at the same time.
@@ -81,6 +83,7 @@ class SimulationRequest:
     level: str = "tensor"
     plan_for: PlanFor = "all"
     length_policy: SimulatedLengthPolicy = "auto"
+    in_flight: int = 1
     sync: SimulatedSync = "predict"
     resolve: bool = False
     load: GpuLoad | None = None
@@ -108,6 +111,10 @@ class SimulationRequest:
         if self.numerics and self.head_bits != 8:
             raise OptionError(
                 "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
+            )
+        if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
+            raise OptionError(
+                f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
             )
         if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
             raise OptionError(

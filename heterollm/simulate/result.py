@@ -157,6 +157,7 @@ class SimulationResult:
         sync: How the processors waited for each other.
         plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
+        in_flight: Chunks of a long prompt at once.
         graphs: The NPU's graphs of the plan, for all of its lengths.
         prefill: The prompt.
         decode: The tokens after the first; None for a simulation of the prompt alone.
@@ -175,6 +176,7 @@ class SimulationResult:
     sync: str
     plan_for: str
     length_policy: str
+    in_flight: int
     graphs: GraphUse
     prefill: PhaseUse
     decode: PhaseUse | None
@@ -226,6 +228,8 @@ class SimulationResult:
             "sync": self.sync,
             "plan_for": self.plan_for,
             "length_policy": self.length_policy,
+            "in_flight": self.in_flight,
+            "chunk_tokens": self.plan.chunk_length,
             "npu_graphs": self.graphs.count,
             "npu_gib": self.graphs.held_gib,
             "npu_limit_gib": self.graphs.limit_gib,

@@ -30,6 +30,8 @@ class SimulatedRow:
         plan_level: Level of the plan.
         plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
+        in_flight: Chunks of a long prompt at once.
+        chunk_tokens: Tokens of such a chunk.
         sync: How the processors waited for each other.
         resolve: Whether the plan was solved for ``sync``.
         gpu_load: A game that runs at the same time, as ``60fps:5ms``; None without one.
@@ -67,6 +69,8 @@ class SimulatedRow:
     plan_level: str
     plan_for: str
     length_policy: str
+    in_flight: Count = 1
+    chunk_tokens: Count | None = None
     sync: str
     resolve: bool
     gpu_load: str | None
@@ -119,6 +123,7 @@ class SimulatedRow:
             plan_level=request.level,
             plan_for=request.plan_for,
             length_policy=request.length_policy,
+            in_flight=request.in_flight,
             sync=request.sync,
             resolve=request.resolve,
             gpu_load=None if load is None else load_text(load.frames_per_s, load.frame_us),

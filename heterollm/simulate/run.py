@@ -74,6 +74,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         sync=request.sync,
         plan_for=request.plan_for,
         length_policy=request.length_policy,
+        in_flight=request.in_flight,
         graphs=graphs_of(device, plan, specs),
         prefill=prefill,
         decode=decode,
@@ -151,7 +152,8 @@ class _Run:
         request, clock = self.request, clock_of(self.device)
         engine = self._engine(progress)
         cache = engine.new_cache()
-        lengths = tuple(dict.fromkeys(length for _, length in self.plan.chunks(request.prompt)))
+        flights = self.plan.flights(request.prompt)
+        lengths = tuple(dict.fromkeys(sum(length for _, length in flight) for flight in flights))
         # Graphs are built ahead, except with the policy online.
         online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
         engine.compile_ahead(cache, () if online else lengths, progress)

@@ -1,0 +1,150 @@
+"""Interleaves the steps of several chunks of a prompt, so that a processor rarely waits for one chunk alone.
+
+The steps of each chunk are cut where the processor changes, before attention, which needs the keys and values
+of earlier chunks, and before the GPU's shard of a split, which overlaps the NPU's. The plan's schedule orders
+the pieces by predicted times. Graph runs block the engine thread, so everything that the GPU's queue can take
+is enqueued before each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from heterollm.engine.step import Step
+from heterollm.kernels.ops import GROUPS, Group
+from heterollm.profiler.records import Processor
+from heterollm.solver import ChunkSchedule, GroupTimes, Stage, schedule_chunks
+
+__all__ = ["Chunk", "interleaved"]
+
+
+class Chunk(NamedTuple):
+    """A chunk in flight: its tokens, the position of the first, and its steps through all layers."""
+
+    tokens: int
+    position: int
+    steps: Sequence[Step]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Consecutive steps of a chunk.
+
+    Args:
+        processor: The processor that they keep busy.
+        needs: Indices of pieces of the same chunk that must end before.
+        attention_of: The layer of an attention at the beginning of the piece.
+        follows: Groups whose glue operators lie in the piece.
+        computes: Groups of which it computes a shard.
+        steps: The steps.
+    """
+
+    processor: Processor
+    needs: list[int]
+    attention_of: int | None = None
+    follows: list[Group] = field(default_factory=list)
+    computes: dict[Group, None] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+
+def interleaved(chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: int) -> list[Step]:
+    """Return the steps of all chunks in one order.
+
+    Args:
+        chunks: The chunks in the order of the prompt.
+        schedule: The policy, and predicted times of a whole chunk.
+        chunk_length: Tokens of a whole chunk.
+    """
+    cut = [_cut(chunk.steps) for chunk in chunks]
+    # A shorter chunk may place other operators; without times they only order less well.
+    unknown = {group: GroupTimes(group, 0.0, 0.0, 0.0, 0.0) for group in (*GROUPS, "ffn")}
+    times = unknown | {one.group: one for one in schedule.times}
+    stages: list[list[Stage]] = []
+    stores: list[dict[int, tuple[int, int]]] = []
+    for number, (chunk, pieces) in enumerate(zip(chunks, cut, strict=True)):
+        own = []
+        for piece in pieces:
+            needs = [(number, need) for need in piece.needs]
+            if piece.attention_of is not None:
+                needs += [earlier[piece.attention_of] for earlier in stores]
+            time_us = _time_us(piece, times, chunk.tokens / chunk_length, chunk.position)
+            own.append(Stage(piece.processor, time_us, tuple(needs)))
+        stages.append(own)
+        # The keys and values of a layer are stored right before its attention.
+        stores.append(
+            {
+                piece.attention_of: (number, index - 1)
+                for index, piece in enumerate(pieces)
+                if piece.attention_of is not None
+            }
+        )
+    order = schedule_chunks(stages, schedule.policy).order
+    return list(_emitted(order, cut, stages))
+
+
+def _emitted(
+    order: Iterable[tuple[int, int]], cut: Sequence[Sequence[_Piece]], stages: Sequence[Sequence[Stage]]
+) -> Iterable[Step]:
+    """Yield the steps in an order, each kernel as soon as the graphs that it needs have run."""
+    kernels: deque[tuple[int, int]] = deque()
+    graphs: deque[tuple[int, int]] = deque()
+    for chunk, index in order:
+        (kernels if cut[chunk][index].processor == "gpu" else graphs).append((chunk, index))
+    done: set[tuple[int, int]] = set()
+    while kernels or graphs:
+        while kernels and done.issuperset(stages[kernels[0][0]][kernels[0][1]].needs):
+            done.add(kernels[0])
+            chunk, index = kernels.popleft()
+            yield from cut[chunk][index].steps
+        if graphs:
+            done.add(graphs[0])
+            chunk, index = graphs.popleft()
+            yield from cut[chunk][index].steps
+
+
+def _cut(steps: Sequence[Step]) -> list[_Piece]:
+    pieces = [_Piece("gpu", [])]
+    shard, met = False, set()
+    marked = False
+    for step in steps:
+        last = len(pieces) - 1
+        if pieces[last].processor == "npu":
+            if step.action == "kernel" and pieces[last].computes:
+                pieces.append(_Piece("gpu", [last, last - 1]))
+                shard = False
+        elif step.action == "wait":
+            # The GPU's shard, if it has a piece of its own, does not delay the NPU.
+            pieces.append(_Piece("npu", [last - shard]))
+        elif marked and step.action == "kernel":
+            pieces.append(_Piece("gpu", [last]))
+            shard = True
+        elif step.operator == "attention" and pieces[last].steps:
+            pieces.append(_Piece("gpu", [last]))
+        marked = step.action == "mark"
+        piece = pieces[-1]
+        piece.steps.append(step)
+        if step.operator == "attention":
+            piece.attention_of = step.layer
+        if step.operator in GROUPS or step.operator == "ffn":
+            group = step.operator
+            if (step.layer, group) not in met:
+                met.add((step.layer, group))
+                # Before a wait without a mark, the glue operators are in the piece before.
+                owner = piece if piece.processor == "gpu" else pieces[-2]
+                owner.follows.append(group)
+            if step.action == ("kernel" if piece.processor == "gpu" else "graph"):
+                piece.computes[group] = None
+    return pieces
+
+
+def _time_us(piece: _Piece, times: Mapping[Group, GroupTimes], fraction: float, position: int) -> float:
+    """Return the predicted time of a piece of a chunk with this fraction of a whole chunk's tokens."""
+    if piece.processor == "npu":
+        return sum(times[group].npu_us for group in piece.computes)
+    glue_us = (
+        times[group].before_us + position * times[group].before_us_per_position for group in piece.follows
+    )
+    return fraction * (sum(glue_us) + sum(times[group].gpu_us for group in piece.computes))

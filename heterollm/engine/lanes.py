@@ -1,0 +1,32 @@
+"""Lanes: what one of several chunks in flight owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heterollm.engine.step import Buffer
+from heterollm.kernels.gpu import DeviceMemory, SharedArray
+
+__all__ = ["Lane"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The memory of one chunk in flight. The slots of the head are the same in all lanes.
+
+    Args:
+        number: 0 for the first, which runs all passes of a single chunk.
+        shared: Slots that both processors address.
+        private: Slots that only kernels read and write.
+        tokens: Ids of the tokens.
+        step: The step buffer.
+        names: The buffers of all these.
+    """
+
+    number: int
+    shared: Mapping[str, SharedArray]
+    private: Mapping[str, DeviceMemory]
+    tokens: SharedArray
+    step: SharedArray
+    names: Mapping[DeviceMemory, Buffer]

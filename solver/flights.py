@@ -1,0 +1,337 @@
+"""Chunks in flight: the predicted times by which they are ordered, and how long a prompt takes in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_field
+from typing import Final, TypeAlias
+
+from msgspec.structs import replace
+
+from heterollm.base import PlanError
+from heterollm.kernels.ops import Group, OpSpec
+from heterollm.solver.candidates import NpuLimits
+from heterollm.solver.costs import Costs
+from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.options import Option, all_options
+from heterollm.solver.placements import Placement
+from heterollm.solver.plan import Plan
+from heterollm.solver.plan_records import ChunkSchedule, GroupTimes, PlanEntry
+from heterollm.solver.predict import predict_pass
+from heterollm.solver.schedule import Stage, schedule_chunks
+from heterollm.solver.slices import Slices
+from heterollm.solver.solve import Solver
+
+__all__ = [
+    "PredictedPrompt",
+    "plan_flights",
+    "predict_prompt",
+    "with_schedule",
+]
+
+SAMPLED_LAYERS: Final = (2, 4)
+"""Layers that are scheduled; all others take as long as those between these two numbers."""
+
+
+PRICES: Final = tuple(2.0 ** (step / 4) for step in range(-8, 21))
+"""Prices of the GPU's time, in that of the NPU, that are tried."""
+
+_Fits: TypeAlias = Callable[[OpSpec, Option], bool]
+"""Whether the NPU may hold what an option needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedPrompt:
+    """The predicted time of a prompt's layers, and how much of it the NPU is idle."""
+
+    time_us: float
+    npu_idle_us: float
+
+
+def group_times(
+    decisions: Iterable[tuple[OpSpec, Option]], tokens: int, costs_at: Callable[[int], Costs]
+) -> tuple[GroupTimes, ...]:
+    """Return the times of a layer's groups in a chunk.
+
+    Args:
+        decisions: The operators of a layer in order with their placements.
+        tokens: Tokens of the chunk.
+        costs_at: Returns costs of passes that begin at a position.
+    """
+    first, later = costs_at(0), costs_at(tokens)
+    found = []
+    for spec, option in decisions:
+        before_us = first.between_us(_first_of(spec), tokens)
+        more_us = later.between_us(_first_of(spec), tokens) - before_us
+        found.append(
+            GroupTimes(spec.group, before_us, max(0.0, more_us / tokens), option.gpu_us, option.npu_us)
+        )
+    return tuple(found)
+
+
+def predict_prompt(
+    schedule: ChunkSchedule, lengths: Sequence[int], layers: int, *, position: int = 0
+) -> PredictedPrompt:
+    """Return the predicted time of a prompt in chunks, the first of which is a whole one.
+
+    Args:
+        schedule: The policy, the number of chunks at once, and the times of a whole chunk.
+        lengths: Tokens of each chunk.
+        layers: Layers of the model.
+        position: Position of the first token.
+    """
+    few, more = SAMPLED_LAYERS
+    total_us = idle_us = 0.0
+    for start in range(0, len(lengths), schedule.in_flight):
+        flight = lengths[start : start + schedule.in_flight]
+        sampled = [
+            schedule_chunks(_stages(schedule.times, flight, lengths[0], position, count), schedule.policy)
+            for count in SAMPLED_LAYERS
+        ]
+        times_us = [one.elapsed_us for one in sampled]
+        idles_us = [one.elapsed_us - one.busy_us["npu"] for one in sampled]
+        rest = (layers - few) / (more - few)
+        total_us += times_us[0] + rest * (times_us[1] - times_us[0])
+        idle_us += idles_us[0] + rest * (idles_us[1] - idles_us[0])
+        position += sum(flight)
+    return PredictedPrompt(total_us, idle_us)
+
+
+def plan_flights(
+    solver: Solver,
+    plan: Plan,
+    slices: Slices,
+    in_flight: int,
+    prompts: Mapping[int, float],
+    costs_at: Callable[[int], Costs],
+    weights: Mapping[int, float] | None = None,
+) -> Plan:
+    """Return a plan that runs several chunks of a prompt at once, or the given one if that gains too little.
+
+    The fastest split of each operator alone gives the GPU, which also computes attention, more than its share
+    when another chunk can use the NPU meanwhile. So whole chunks in flight have placements of their own. The
+    NPU may hold graphs for them; where the budget has no room for these, they use the graphs of the plan.
+
+    Args:
+        solver: The solver, with the longest chunk length.
+        plan: Its plan.
+        slices: The resident slices of the plan.
+        in_flight: Most chunks at once.
+        prompts: Weights of prompts by length.
+        costs_at: Returns costs of passes that begin at a position.
+        weights: As for :meth:`heterollm.solver.solve.Solver.slices`.
+
+    Raises:
+        PlanError: No processor can compute a group.
+    """
+    flown = _best_chunk(solver, slices, in_flight, prompts, costs_at, _anything)
+    if flown is None:
+        return plan
+    shorter = plan
+    if flown.tokens != plan.chunk_length:
+        own = replace_field(solver, chunk_length=flown.tokens)
+        shorter, _ = own.solve(device=plan.device, precision=plan.precision, weights=weights)
+    free, budget = flown.applied(shorter), solver.budget
+    held_bytes = free.npu_bytes(
+        solver.specs, copies_by_length=budget.copies_by_length, activation_bytes=budget.activation_bytes
+    )
+    if budget.npu_bytes is None or held_bytes <= budget.npu_bytes:
+        return free
+    resident = {(item.group, item.npu_rows, length) for item in plan.slices for length in item.lengths}
+
+    def is_resident(spec: OpSpec, option: Option) -> bool:
+        own = option.placement
+        return all((spec.group, own.npu_rows, length) in resident for length in own.npu_lengths)
+
+    flown = _best_chunk(solver, slices, in_flight, prompts, costs_at, is_resident)
+    return plan if flown is None else flown.applied(_shortened(plan, flown.tokens))
+
+
+def _best_chunk(
+    solver: Solver,
+    slices: Slices,
+    in_flight: int,
+    prompts: Mapping[int, float],
+    costs_at: Callable[[int], Costs],
+    fits: _Fits,
+) -> _Flown | None:
+    """Return the best chunk for prompts in flight; None where they gain less than the margin of a split."""
+    whole = solver.chunk_length
+    choices = solver.length(whole, slices).choices
+    times = group_times(((one.spec, one.chosen) for one in choices), whole, costs_at)
+    one_by_one = ChunkSchedule("in_order", 1, times)
+
+    def prompt_us(prompt: int, chunk: int, schedule: ChunkSchedule) -> float:
+        if prompt <= chunk:
+            return solver.length(prompt, slices).time_us
+        full, left = divmod(prompt, chunk)
+        return predict_prompt(schedule, [chunk] * full + [left] * bool(left), solver.layers).time_us
+
+    lengths = solver.limits.standard_lengths if solver.limits else ()
+    offered = [length for length in lengths if 1 < length <= solver.chunk_length]
+    found = [_balanced(solver, length, in_flight, costs_at, fits) for length in offered]
+    before_us = {prompt: prompt_us(prompt, whole, one_by_one) for prompt in prompts}
+
+    def loss(flown: _Flown) -> float:
+        own_us = {prompt: prompt_us(prompt, flown.tokens, flown.schedule) for prompt in prompts}
+        return sum(weight * own_us[prompt] / before_us[prompt] for prompt, weight in prompts.items())
+
+    best = min(found, key=loss, default=None)
+    enough = (1.0 - solver.objective.margin_fraction) * sum(prompts.values())
+    return best if best is not None and loss(best) <= enough else None
+
+
+def with_schedule(
+    plan: Plan,
+    specs: Sequence[OpSpec],
+    in_flight: int,
+    costs_at: Callable[[int], Costs],
+    limits: NpuLimits | None = None,
+) -> Plan:
+    """Return a plan that runs several chunks at once, by the predicted times of a whole chunk.
+
+    Args:
+        plan: The plan.
+        specs: Every group of the model.
+        in_flight: Chunks at once.
+        costs_at: Returns costs of passes that begin at a position.
+        limits: Limits of the NPU, as for :func:`heterollm.solver.predict.predict_pass`.
+
+    Raises:
+        PlanError: The plan has no entry for a whole chunk, or the costs lack an operator.
+    """
+    tokens = plan.chunk_length
+    found = predict_pass(plan, specs, costs_at(0), "prefill", tokens, limits=limits, logits=False)
+    if found is None:
+        raise PlanError(
+            f"Chunks of {tokens} tokens cannot run at once, since the profile has no time of some operator.",
+            fix="Run `heterollm profile MODEL --update`, or plan for one chunk at once.",
+        )
+    times = group_times(((one.spec, one.option) for one in found.operators), tokens, costs_at)
+    return replace(plan, schedule=ChunkSchedule("out_of_order", in_flight, times))
+
+
+@dataclass(frozen=True, slots=True)
+class _Flown:
+    """Whole chunks in flight: tokens, schedule with placements, and predicted time of as many as may fly."""
+
+    tokens: int
+    schedule: ChunkSchedule
+    time_us: float
+
+    def applied(self, plan: Plan) -> Plan:
+        return replace(plan, slices=(), schedule=self.schedule)
+
+
+def _balanced(
+    solver: Solver, tokens: int, in_flight: int, costs_at: Callable[[int], Costs], fits: _Fits
+) -> _Flown:
+    """Return the placements of whole chunks with which they are predicted to be fastest in flight.
+
+    The dearer the GPU's time, the more rows the NPU takes of every operator. The best price is found by
+    trying :data:`PRICES`.
+    """
+    costs = costs_at(0)
+    options: dict[Group, list[Option]] = {}
+    paths = [list(solver.layer)]
+    if solver.ffn is not None:
+        paths.append([*(spec for spec in solver.layer if spec.group in ("qkv", "o")), solver.ffn])
+    for spec in {spec.group: spec for path in paths for spec in path}.values():
+        found = all_options(spec, tokens, solver.limits, costs, solver.objective, None, None)
+        options[spec.group] = [one for one in found if fits(spec, one)]
+    flown: dict[tuple[Placement, ...], _Flown] = {}
+    for price, path in itertools.product(PRICES, paths):
+        if not all(options[spec.group] for spec in path):
+            continue
+        decisions = [(spec, _cheapest(options[spec.group], price)) for spec in path]
+        key = tuple(option.placement for _, option in decisions)
+        if key not in flown:
+            entries = tuple(
+                PlanEntry("prefill", (tokens, tokens), (0, solver.layers - 1), spec.group, placement)
+                for (spec, _), placement in zip(decisions, key, strict=True)
+            )
+            times = group_times(decisions, tokens, costs_at)
+            schedule = ChunkSchedule("out_of_order", in_flight, times, entries)
+            time_us = predict_prompt(schedule, [tokens] * in_flight, solver.layers).time_us
+            flown[key] = _Flown(tokens, schedule, time_us)
+    if not flown:
+        raise PlanError(
+            f"No processor can compute chunks of {tokens} tokens under the options given.",
+            fix="Allow both processors, or plan for one chunk at once.",
+        )
+    return min(flown.values(), key=lambda one: one.time_us)
+
+
+def _anything(_spec: OpSpec, _option: Option) -> bool:
+    return True
+
+
+def _shortened(plan: Plan, tokens: int) -> Plan:
+    """Return a plan with shorter chunks, and without entries for longer ones."""
+    entries = tuple(
+        replace(entry, lengths=(entry.lengths[0], min(entry.lengths[1], tokens)))
+        for entry in plan.entries
+        if entry.lengths[0] <= tokens
+    )
+    return replace(plan, chunk_length=tokens, entries=entries, slices=())
+
+
+def _cheapest(options: Sequence[Option], price: float) -> Option:
+    """Return the option whose dearer processor costs least.
+
+    A sum of both prices would only ever choose one whole processor or the other, since the times of a split
+    are linear in its rows.
+    """
+    return min(options, key=lambda one: (max(price * one.gpu_us, one.npu_us), one.time_us))
+
+
+def _stages(
+    times: Sequence[GroupTimes], lengths: Sequence[int], whole: int, position: int, layers: int
+) -> list[list[Stage]]:
+    """Return the stages of chunks in flight, cut as :mod:`heterollm.engine.flights` cuts their steps."""
+    chunks: list[list[Stage]] = []
+    stores: list[list[tuple[int, int]]] = [[] for _ in range(layers)]
+    for tokens in lengths:
+        chunks.append(list(_chunk_stages(times, len(chunks), tokens / whole, position, stores)))
+        position += tokens
+    return chunks
+
+
+def _chunk_stages(
+    times: Sequence[GroupTimes],
+    number: int,
+    fraction: float,
+    position: int,
+    stores: Sequence[list[tuple[int, int]]],
+) -> Iterator[Stage]:
+    """Yield the stages of a chunk with this fraction of a whole one's tokens, and note its stores of keys."""
+    count = itertools.count()
+    kernel: tuple[tuple[int, int], ...] = ()
+    graph: tuple[tuple[int, int], ...] = ()
+    for stored in stores:
+        for one in times:
+            glue_us = fraction * (one.before_us + position * one.before_us_per_position)
+            gpu_us, needs = fraction * one.gpu_us, kernel + graph
+            if one.group == "o":
+                # Keys and values of a layer are stored right before its attention.
+                yield Stage("gpu", 0.0, needs)
+                stored.append((number, next(count)))
+                needs = tuple(stored)
+            whole_gpu = not one.npu_us
+            yield Stage("gpu", glue_us + gpu_us * whole_gpu, needs)
+            kernel, graph = ((number, next(count)),), ()
+            if whole_gpu:
+                continue
+            before = kernel
+            if gpu_us:
+                yield Stage("gpu", gpu_us, before)
+                kernel = ((number, next(count)),)
+            yield Stage("npu", one.npu_us, before)
+            graph = ((number, next(count)),)
+
+
+def _first_of(spec: OpSpec) -> OpSpec:
+    """Return the group itself, or ``gate_up`` of an ffn."""
+    return spec if spec.then is None else ffn_groups(spec)[0]
