@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.engine.builder import PassBuilder, PlacedOp
-from heterollm.engine.npu_shards import npu_shard
+from heterollm.engine.npu_shards import npu_shard, shard_ranges
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
 from heterollm.kernels.device import Device
@@ -221,18 +221,16 @@ class SplitEmitter:
             run: Call = NOT_RUN
             if builder.builds_graphs:
                 run = self._graph(spec, placement, chosen, length).bind(x[tokens], y[tokens])
-                if chosen in INTEGER_FORMS:
+                ranges = self._shard_ranges(spec, placement)
+                if chosen in INTEGER_FORMS and ranges is not None:
                     own = y[first : min(first + length, builder.tokens)]
-                    run = self.saturation.counted(run, own, self._ranges[spec.layer, spec.group], op.name)
+                    run = self.saturation.counted(run, own, ranges, op.name)
             builder.graph(op, run, label, reads, writes, work)
             first += length
 
     def _form(self, spec: OpSpec, placement: Placement) -> str | None:
         """Return the planned form, or the default in place of an integer one without ranges."""
-        if placement.form not in INTEGER_FORMS:
-            return placement.form
-        whole = spec.then is None or placement.npu_rows == spec.member_rows
-        if whole and (spec.layer, spec.group) in self._ranges:
+        if placement.form not in INTEGER_FORMS or self._shard_ranges(spec, placement) is not None:
             return placement.form
         self._float_operators[operator_name(spec.group, spec.layer)] = None
         return None
@@ -243,10 +241,13 @@ class SplitEmitter:
         key = (spec.layer, spec.group, placement.npu_rows, form, length)
         if key not in self._graphs:
             # The shard is not kept: its stacked members are a second copy of the weights.
-            ranges = self._ranges.get((spec.layer, spec.group)) if form in INTEGER_FORMS else None
+            ranges = self._shard_ranges(spec, placement) if form in INTEGER_FORMS else None
             shard = npu_shard(self._weights, spec, placement.npu_rows, ranges)
             self._graphs[key] = npu.prepare(shard, length, form)  # type: ignore[arg-type]
         return self._graphs[key]
+
+    def _shard_ranges(self, spec: OpSpec, placement: Placement) -> StaticRanges | None:
+        return shard_ranges(self._ranges, spec, placement.npu_rows)
 
 
 def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:

@@ -42,6 +42,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
             f"level {plan.level}, predicted from the profile"
         )
     ]
+    if plan.calibration is not None:
+        parts.append(Text(calibration_words(plan)))
     for found in passes:
         parts += [Text(), pass_table(found, explain=explain)]
     if decode > 1:
@@ -97,6 +99,12 @@ def slices_table(model: ProfiledModel, plan: Plan) -> Table:
             format_bytes(model.npu_bytes(own)),
         )
     return made
+
+
+def calibration_words(plan: Plan) -> str:
+    """Return a sentence about the calibration of a plan that has one."""
+    used = "some NPU graphs compute" if plan.has_integer_forms else "no NPU graph computes"
+    return f"Calibration {plan.calibration}: {used} in integers."
 
 
 def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:

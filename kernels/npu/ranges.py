@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Final, TypeAlias
 
 from heterollm.base import GraphError
@@ -47,6 +47,8 @@ class FfnRanges:
         activated: Of the activated gate.
         product: Of its product with up, the input of down.
         outputs: Of the output.
+        partial: Of the sums over leading channels of the width, which can be larger than the output; None if
+            they are not known.
 
     Raises:
         GraphError: A magnitude is not positive and finite.
@@ -58,9 +60,16 @@ class FfnRanges:
     activated: float
     product: float
     outputs: float
+    partial: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
+
+    def of_shard(self, *, whole: bool) -> FfnRanges | None:
+        """Return the ranges of the whole width, or of leading channels; None if these are not known."""
+        if whole:
+            return replace(self, partial=None)
+        return None if self.partial is None else replace(self, outputs=self.partial, partial=None)
 
 
 StaticRanges: TypeAlias = LinearRanges | FfnRanges
@@ -74,7 +83,7 @@ def step_of(magnitude: float) -> float:
 def _check(ranges: StaticRanges) -> None:
     for value in astuple(ranges):
         # Steps below float32's normal range would lose digits.
-        if not 1e-30 < value < 1e30:
+        if value is not None and not 1e-30 < value < 1e30:
             raise GraphError(
                 f"A calibrated range has the magnitude {value}.", fix="Run `heterollm calibrate` again."
             )
