@@ -65,8 +65,8 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
 """The type of each file, its title, and the page (or module) about it."""
 
 STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
-"""Records of which a file must state every field, though Python gives some a default. Only a plan's calibration
-may be left out."""
+"""Records of which a file must state every field, though Python gives some a default; but a plan may have no
+calibration."""
 
 
 def schema_files() -> dict[Path, str]:

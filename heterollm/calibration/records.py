@@ -133,8 +133,8 @@ class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         partial: Largest magnitude of the output's sums over leading channels of the width, which is the range
             of a shard; 0 if it was not measured.
         errors: The check of the ranges; None as long as there was none.
-        split_errors: The worst check of shards of a quarter, a half and three quarters of the width, whose sums
-            join exact ones.
+        split_errors: The worst check of shards of a quarter, a half and three quarters of the width, to
+            which the exact rest is added.
     """
 
     layer: Count

@@ -69,6 +69,8 @@ class SimulationRequest:
         numerics: Whether values are computed, too, from a checkpoint with weights; its head has 8 bits.
         trace: Whether every pass is recorded.
         left_out: Graph forms that the NPU does not offer, to measure their gain.
+        calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
+            that the plan may use integer graphs: an assumption, since nothing is computed.
 
     Raises:
         OptionError: A value is not legal.
@@ -90,6 +92,7 @@ class SimulationRequest:
     numerics: bool = False
     trace: bool = False
     left_out: tuple[str, ...] = ()
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
@@ -108,6 +111,11 @@ class SimulationRequest:
         if self.numerics and self.head_bits != 8:
             raise OptionError(
                 "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
+            )
+        if self.numerics and self.calibrated:
+            raise OptionError(
+                "With numerics ranges are not assumed to be calibrated.",
+                fix="Leave out one of them, or run `heterollm generate --device sim:SOC --calibration FILE`.",
             )
         if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
             raise OptionError(

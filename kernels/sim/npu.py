@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import GIB
 from heterollm.kernels.npu import (
+    INTEGER_FORMS,
     STANDARD_LENGTHS,
     FfnShard,
     GraphForm,
@@ -25,6 +26,7 @@ from heterollm.kernels.npu import (
     check_form,
     every_ffn_form,
     every_form,
+    integer_forms,
 )
 from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
@@ -32,9 +34,12 @@ from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["SimulatedNpu", "npu_work"]
+__all__ = ["AS_INTEGERS", "SimulatedNpu", "npu_work"]
 
 FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
+
+AS_INTEGERS: Final = " as integers"
+"""End of the name of a run of an integer graph."""
 
 BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
 """The graph forms that HeteroLLM has."""
@@ -86,6 +91,8 @@ class SimulatedNpu:
     ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        if self._soc.npu.integer_graphs:
+            found += integer_forms(weight, length=length, integer_inputs=integer_inputs)
         return self._offered(found)
 
     def ffn_forms(
@@ -94,12 +101,17 @@ class SimulatedNpu:
         *,
         width: int,
         columns: int,  # noqa: ARG002 - all values are legal here
-        length: int,  # noqa: ARG002
+        length: int,
         integer_inputs: bool,
-        activation: Activation,  # noqa: ARG002
+        activation: Activation,
     ) -> tuple[GraphForm, ...]:
         """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._offered(every_ffn_form(weight, width=width, integer_inputs=integer_inputs))
+        found = every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
+        if self._soc.npu.integer_graphs:
+            found += integer_forms(
+                weight, length=length, integer_inputs=integer_inputs, activation=activation
+            )
+        return self._offered(found)
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
@@ -121,9 +133,8 @@ class SimulatedNpu:
             self._shapes.add(work)
             self._clock.work(build_us(self._soc, length), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
-        return SimulatedGraph(
-            self._soc, self._clock, shard.label, work, self.activation_dtype, real, self._settle
-        )
+        label = f"{shard.label}{AS_INTEGERS}" if chosen in INTEGER_FORMS else shard.label
+        return SimulatedGraph(self._soc, self._clock, label, work, self.activation_dtype, real, self._settle)
 
     def cpu_times_us(
         self,

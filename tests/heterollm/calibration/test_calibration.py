@@ -14,8 +14,9 @@ from heterollm.base import CalibrationError, InputError, OptionError, PlanError
 from heterollm.calibration import calibrate, load_calibration
 from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
-from heterollm.kernels.npu import FfnRanges, LinearRanges, qnn_available
+from heterollm.kernels.npu import INTEGER_FORMS, FfnRanges, LinearRanges, qnn_available
 from heterollm.llm import LLM
+from heterollm.profiler.records import LinearKey, Profile
 from heterollm.solver import Plan
 from heterollm.solver.placements import FfnPlacement
 
@@ -372,3 +373,79 @@ def test_the_command_prints_a_summary(
     assert (summary["linears"], summary["ffns"], summary["failed"]) == (16, 4, [])
     named = {"path", "model", "weights_key", "tokens", "checked_tokens", "linears", "ffns", "failed"}
     assert set(summary) == named
+
+
+# -- a profile that measures integer forms, and plans that choose among them ---------------------------
+
+
+PHONE = """
+soc: a phone
+version: 1
+based_on: snapdragon-8gen3
+description: A phone on which the NPU pays for a tiny model, and unpacks codes slowly.
+gpu:
+  gemm_tflops: {value: 0.01, unit: TFLOP/s, source: user}
+  small_tflops: {value: 0.005, unit: TFLOP/s, source: user}
+npu:
+  execute_us: {value: 1.0, unit: us, source: user}
+  dequantize_gweights_per_s: {value: 0.5, unit: Gweight/s, source: user}
+  int16_tflops: {value: INT16, unit: TFLOP/s, source: user}
+"""
+
+
+def forms_of(plan: Plan) -> set[str | None]:
+    return {entry.placement.form for entry in plan.entries if entry.placement.npu_lengths}
+
+
+def chosen_forms(device: str, model: Path, calibration: Path, folder: Path, *limits: str) -> set[str | None]:
+    """Profile a device with stepped scales, plan with and without the calibration, and run the first plan."""
+    given = [str(model), "--device", device, "--scales", "stepped"]
+    assert main(["profile", *given, "--quick"]) == 0
+    given += limits
+    paths = [folder / name for name in ("with.json", "without.json")]
+    assert main(["plan", *given, "-o", str(paths[0]), "--calibration", str(calibration)]) == 0
+    assert main(["plan", *given, "-o", str(paths[1])]) == 0
+    plan, without = map(Plan.load, paths)
+    assert plan.calibration == load_calibration(calibration).key
+    assert without.calibration is None
+    assert not forms_of(without) & INTEGER_FORMS
+    if plan.uses_npu:
+        options: dict[str, Any] = {"device": device, "scales": "stepped", "allow_slow": True}
+        with LLM.load(model, plan=paths[0], calibration=calibration, context=256, **options) as llm:
+            llm.session().prefill(range(40))
+            labels = [step.label for step in llm.steps("prefill", 40) if step.action == "graph"]
+            assert any("integer" in label for label in labels) == bool(forms_of(plan) & INTEGER_FORMS)
+    return forms_of(plan)
+
+
+@pytest.mark.parametrize(("rate", "integers"), [("9.3", True), ("0.001", False)])
+def test_a_plan_takes_integer_forms_where_the_profile_has_them_faster(
+    bundled_model: Path,
+    calibrated: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rate: str,
+    integers: bool,
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    soc = tmp_path / "phone.yaml"
+    soc.write_text(PHONE.replace("INT16", rate))
+    forms = chosen_forms(f"sim:{soc}", bundled_model, calibrated, tmp_path)
+    assert bool(forms & INTEGER_FORMS) == integers
+    words = "some NPU graphs compute in integers" if integers else "no NPU graph computes in integers"
+    assert f"{load_calibration(calibrated).key}: {words}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.skipif(not USABLE, reason=REASON)
+def test_the_emulators_profile_chooses_integer_forms(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    # An emulated NPU does not pay beside a real GPU, which therefore computes no linears.
+    chosen = chosen_forms("emulator", bundled_model, calibrated, tmp_path, "--forbid", "gpu")
+    measured = Profile.load(next((tmp_path / "cache" / "profiles").glob("*.json")))
+    assert {key.point.form for key, _ in measured.of_kind(LinearKey)} >= INTEGER_FORMS
+    assert chosen & INTEGER_FORMS
