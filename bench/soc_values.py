@@ -145,6 +145,7 @@ KNOWN: Final[Mapping[str, Known]] = {
     "hand_over.map_us": Known(0, "published", "HeteroLLM maps nothing in a pass."),
     "hand_over.unmap_us": Known(0, "published", "HeteroLLM unmaps nothing in a pass."),
     "hand_over.map_gbps": Known(0, "published", "HeteroLLM maps nothing in a pass."),
+    "hand_over.maps_beside_kernels": Known(0, "published", "HeteroLLM maps nothing in a pass."),
     "hand_over.driver_copies": Known(
         1, "published", "HeteroLLM: without fast synchronisation data are copied through the driver."
     ),
@@ -224,6 +225,12 @@ OWN_PATH: Final[Mapping[str, Known]] = {
         "An unmap is taken to cost what an upload without wait does: 1011 ms for 22267 (same log).",
     ),
     "hand_over.map_gbps": Known(20.0, "prior", "A guess, from 5 to 60: no number is published."),
+    "hand_over.maps_beside_kernels": Known(
+        0,
+        "prior",
+        "Not known. OpenCL lets kernels read what is mapped for reading; this program tries it when it opens "
+        "a device whose memory is mapped.",
+    ),
     "hand_over.driver_copies": Known(0, "prior", "The engine's memory is shared or mapped, never copied."),
     "build.session_us": Known(
         100_000.0,

@@ -29,9 +29,10 @@ class SplitEmitter:
     The order of an operator's steps on coherent memory is: the kernels that write its input, the mark, the
     GPU's shard, the wait for the mark, the NPU's graphs. So the GPU continues from the input's kernels to its
     shard without waiting for the host. No wait follows, since the kernels that read the output are enqueued
-    after the NPU has returned. A map waits for the whole queue, so that mapped memory must be acquired before
-    the GPU's shard is enqueued. Only the bytes of the NPU are mapped: under a sequence split the GPU writes
-    its tokens to the same slot meanwhile.
+    after the NPU has returned. Mapped memory is acquired behind the wait, in a queue of its own, so that the
+    GPU computes meanwhile. Where maps wait for the queue of the kernels, memory is acquired before the GPU's
+    shard is enqueued. Only the bytes of the NPU are mapped: under a sequence split the GPU writes its
+    tokens to the same slot meanwhile.
     """
 
     def __init__(
@@ -136,10 +137,16 @@ class SplitEmitter:
             gpu: Steps of the GPU's shard, if it has one.
         """
         mapped = not op.source.coherent
-        if mapped:
-            self._start_mapped(builder, op, gpu)
+        if mapped and not self._device.gpu.maps_beside_kernels:
+            # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
+            builder.mark(op)
+            builder.wait(op)
+            self._acquire(builder, op)
+            _enqueue(builder, op, gpu)
         else:
             self._start(builder, op, gpu)
+            if mapped:
+                self._acquire(builder, op)
         self._graph_runs(builder, op)
         if mapped:
             builder.release(op)
@@ -164,13 +171,9 @@ class SplitEmitter:
             _enqueue(builder, op, gpu)
             builder.wait(op)
 
-    def _start_mapped(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
-        # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
-        builder.mark(op)
-        builder.wait(op)
+    def _acquire(self, builder: PassBuilder, op: PlacedOp) -> None:
         tokens, item = sum(op.placement.npu_lengths), self._device.activation_dtype.itemsize
         builder.acquire(op, tokens * op.spec.columns * item, tokens * _npu_rows(op) * item)
-        _enqueue(builder, op, gpu)
 
     def _rows(
         self,

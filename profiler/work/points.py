@@ -81,8 +81,8 @@ NPU_FIRST_LENGTHS: Final = (1, 256)
 """Lengths that no plan can do without: decode, and a prompt."""
 
 INTEGER_FIRST_LENGTHS: Final = (32, 256)
-"""The same of integer forms, which have no graph of one token. They count like the default form, since nothing
-else needs stepped scales."""
+"""The same of integer forms, which have no graph of one token. They count like the default form, since
+nothing else needs stepped scales."""
 
 NPU_SPLIT_LENGTHS: Final = (*SPLIT_TOKENS, 32)
 FFN_SPLIT_LENGTHS: Final = (*NPU_FIRST_LENGTHS, 32)

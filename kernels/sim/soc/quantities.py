@@ -36,7 +36,7 @@ Source: TypeAlias = Literal["published", "fitted", "prior", "extrapolated", "use
 ratio; the author of the file."""
 
 
-INTEGER_PARAMETERS: Final = ("npu.expand_gweights_per_s", "npu.integer_weight_bytes")
+INTEGER_PARAMETERS: Final[tuple[str, ...]] = ("npu.expand_gweights_per_s", "npu.integer_weight_bytes")
 """Parameters of graphs with integer activations alone."""
 
 
@@ -182,6 +182,9 @@ class HandOverParameters(Struct, frozen=True, forbid_unknown_fields=True):
     map_gbps: Annotated[
         float, quantity("GB/s", "caches cleaned by maps and unmaps; 0 where the hardware does it", 0, 10_000)
     ]
+    maps_beside_kernels: Annotated[
+        int, quantity("1", "1 if maps do not wait for kernels that read the same memory", 0, 1)
+    ]
     driver_copies: Annotated[
         int, quantity("1", "1 if a driver's wait copies to and from the NPU as well", 0, 1)
     ]
@@ -273,10 +276,12 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
     def digest(self) -> str:
         """Return a short hash of all values: equal hashes mean equal modelled times."""
         values = self.values()
-        if not self.npu.integer_graphs:
-            # No time depends on them.
-            for name in INTEGER_PARAMETERS:
-                del values[name]
+        # No time depends on these.
+        unused = () if self.npu.integer_graphs else INTEGER_PARAMETERS
+        if not self.hand_over.maps_beside_kernels:
+            unused += ("hand_over.maps_beside_kernels",)
+        for name in unused:
+            del values[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

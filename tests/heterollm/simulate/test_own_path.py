@@ -13,11 +13,14 @@ from heterollm.base import OptionError
 from heterollm.cli import main
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
+from heterollm.kernels.sim.clock import SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.profiler.records import Profile
 from heterollm.report.tables_sweep import read_simulated
 from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
 from heterollm.simulate.account import USES
+from heterollm.solver.profile_costs import overheads_of
 
 SMALL, OWN, PAPER = "llama-3.2-1b", "snapdragon-8gen3", "snapdragon-8gen3-paper"
 MAPPED = {"memory.fine_grained_svm": 0.0}
@@ -61,6 +64,30 @@ def test_mapped_memory_takes_the_engines_mapped_path(results):
     assert (
         results["mapped"].prefill.elapsed_us > results["shared"].prefill.elapsed_us + 0.9 * lost_us["mapped"]
     )
+
+
+def test_where_maps_do_not_wait_the_gpu_computes_meanwhile():
+    found = {}
+    for beside in (0.0, 1.0):
+        device = open_device(
+            f"sim:{OWN}", simulation=Simulation(overrides=MAPPED | {"hand_over.maps_beside_kernels": beside})
+        )
+        assert device.gpu.maps_beside_kernels == bool(beside)
+        assert device.description().get("maps_beside_kernels", False) == bool(beside)
+        clock, costs = clock_of(device), soc_of(device).hand_over
+        memory = device.gpu.shared((2048,), np.float16)
+        job = SimulatedJob("shard", 5 * costs.map_us)
+        clock.submit(job)
+        begin_us = clock.now_us
+        memory.acquire()
+        found[beside] = clock.now_us - begin_us
+        memory.release()
+    assert found[1.0] < 2 * soc_of(device).hand_over.map_us < 5 * costs.map_us < found[0.0]
+    # The solver prices the same: a shard of the GPU begins before the maps.
+    changed = {**MAPPED, "hand_over.maps_beside_kernels": 1.0}
+    for overrides, empties in ((MAPPED, True), (changed, False)):
+        simulated = open_device(f"sim:{OWN}", simulation=Simulation(overrides=overrides))
+        assert overheads_of(Profile(simulated.description(), {}, {})).empties_queue == empties
 
 
 @pytest.mark.parametrize("mapped_bytes", [None, 4096])
