@@ -16,6 +16,7 @@ from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.npu import INTEGER_FORMS, FfnRanges, LinearRanges, qnn_available
 from heterollm.llm import LLM
+from heterollm.planning import precompile
 from heterollm.profiler.records import LinearKey, Profile
 from heterollm.solver import Plan
 from heterollm.solver.placements import FfnPlacement
@@ -449,3 +450,27 @@ def test_the_emulators_profile_chooses_integer_forms(
     measured = Profile.load(next((tmp_path / "cache" / "profiles").glob("*.json")))
     assert "integer" in {key.point.form for key, _ in measured.of_kind(LinearKey)}
     assert chosen & INTEGER_FORMS
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.skipif(not USABLE, reason=REASON)
+def test_integer_graphs_that_were_compiled_ahead_are_found(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {"scales": "stepped", "context": 64}
+    with LLM.load(bundled_model, device="host", plan="layer", **options) as llm:
+        plan = integer_plan(llm, calibrated)
+    ahead = structs.replace(plan, device="snapdragon")
+    given: dict[str, Any] = {"soc": "57", "prompts": [32], "decode": False, **options}
+    with pytest.raises(PlanError, match="and none is given"):
+        precompile(bundled_model, plan=ahead, **given)
+    built = precompile(bundled_model, plan=ahead, calibration=calibrated, **given).builds
+    assert [(one.length, one.compiled, one.loadable) for one in built] == [(32, 4, 4)] * 4
+    options["allow_slow"] = True
+    emulated = structs.replace(plan, device="emulator")
+    with LLM.load(bundled_model, device="emulator", plan=emulated, calibration=calibrated, **options) as llm:
+        graphs = [step.label for step in llm.steps("prefill", 32) if step.action == "graph"]
+        assert all(label.endswith("integer") for label in graphs)
+        assert (llm.device.npu.compiled_count, len(graphs)) == (0, 16)
