@@ -113,6 +113,17 @@ KNOWN: Final[Mapping[str, Known]] = {
         "GenieX#1266, Snapdragon X Elite, Qwen3-4B: 1230 to 1340 tokens a second x 2 x 3.6 billion weights. "
         "Another chip, and all of its prefill.",
     ),
+    "npu.expand_gweights_per_s": Known(
+        61.4,
+        "prior",
+        "A guess: twice the fitted dequantize_gweights_per_s, since a weight becomes one byte instead of "
+        "two. The emulator spends 2 ms on it where it unpacks to FP16 for 120 ms, so that more is possible.",
+    ),
+    "npu.integer_weight_bytes": Known(
+        0.54,
+        "published",
+        "Context binary of a 2048 x 2048 linear in blocks of 64 by QNN's compiler (QAIRT 2.51), per weight.",
+    ),
     "npu.io_copy_gbps": Known(0, "published", "HeteroLLM: all processors share one memory pool."),
     "npu.address_space_gib": Known(0, "published", "HeteroLLM runs 8 billion weights; it names no limit."),
     "memory.limit_gbps": Known(61.9, "published", "HeteroLLM v2, the best seen; 68 on paper."),
@@ -134,6 +145,7 @@ KNOWN: Final[Mapping[str, Known]] = {
     "hand_over.map_us": Known(0, "published", "HeteroLLM maps nothing in a pass."),
     "hand_over.unmap_us": Known(0, "published", "HeteroLLM unmaps nothing in a pass."),
     "hand_over.map_gbps": Known(0, "published", "HeteroLLM maps nothing in a pass."),
+    "hand_over.maps_beside_kernels": Known(0, "published", "HeteroLLM maps nothing in a pass."),
     "hand_over.driver_copies": Known(
         1, "published", "HeteroLLM: without fast synchronisation data are copied through the driver."
     ),
@@ -180,6 +192,12 @@ OWN_PATH: Final[Mapping[str, Known]] = {
         "number is published; a guess is 0.5, from 0.33 to 0.67.",
     ),
     "npu.every_form": Known(1, "prior", "This program's graphs; a load plans with them."),
+    "npu.integer_graphs": Known(
+        1,
+        "published",
+        "QNN's compiler takes 4-bit weights with block scales and 16-bit activations for this chip (QAIRT "
+        "2.51). Plans use such graphs for calibrated models only.",
+    ),
     "npu.io_copy_gbps": Known(
         12.0,
         "prior",
@@ -207,6 +225,12 @@ OWN_PATH: Final[Mapping[str, Known]] = {
         "An unmap is taken to cost what an upload without wait does: 1011 ms for 22267 (same log).",
     ),
     "hand_over.map_gbps": Known(20.0, "prior", "A guess, from 5 to 60: no number is published."),
+    "hand_over.maps_beside_kernels": Known(
+        0,
+        "prior",
+        "Not known. OpenCL lets kernels read what is mapped for reading; this program tries it when it opens "
+        "a device whose memory is mapped.",
+    ),
     "hand_over.driver_copies": Known(0, "prior", "The engine's memory is shared or mapped, never copied."),
     "build.session_us": Known(
         100_000.0,
@@ -229,6 +253,7 @@ ELITE_RATIOS: Final[Mapping[str, tuple[float, str]]] = {
     "gpu.attention_tflops": (GPU_RATIO, "Qualcomm: Adreno 40 % faster."),
     "npu.array_tflops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.int16_tflops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
+    "npu.expand_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dequantize_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dequantize_int8_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dram_gbps": (DRAM_RATIO, "LPDDR5X at 5300 instead of 4800 MHz."),

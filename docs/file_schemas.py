@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from heterollm.benchmarks import BenchRow
+from heterollm.calibration import Calibration
 from heterollm.kernels.gpu.parameters import KernelParameters
 from heterollm.kernels.gpu.tuning import TuningFile
 from heterollm.kernels.ops import WeightFormat
@@ -35,6 +36,11 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
         "One line of a result file of `heterollm bench`; llama-bench's names where it has them",
         "docs/bench.md",
     ),
+    "calibration": (
+        Calibration,
+        "A calibration of heterollm: the magnitudes of a model's activations",
+        "docs/integer-activations.md",
+    ),
     "profile": (
         ProfileFile,
         "A profile of heterollm: what was measured on one device",
@@ -59,7 +65,8 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
 """The type of each file, its title, and the page (or module) about it."""
 
 STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
-"""Records of which a file must state every field, though Python gives some a default."""
+"""Records of which a file must state every field, though Python gives some a default; but a plan may have no
+calibration."""
 
 
 def schema_files() -> dict[Path, str]:
@@ -74,7 +81,8 @@ def _schema(name: str, kind: type[msgspec.Struct], title: str, page: str) -> dic
     records: dict[str, Any] = _tidy(msgspec.json.schema(kind)["$defs"])
     for stated in STATED:
         if stated.__name__ in records:
-            records[stated.__name__]["required"] = list(records[stated.__name__]["properties"])
+            named = records[stated.__name__]["properties"]
+            records[stated.__name__]["required"] = [name for name in named if name != "calibration"]
     whole = records.pop(kind.__name__)
     if kind is Plan:
         whole["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **whole["properties"]}

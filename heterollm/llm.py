@@ -27,12 +27,11 @@ from heterollm.engine import (
     start_engine,
 )
 from heterollm.kernels.device import Device
-from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Group, OpSpec, Phase
+from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
-from heterollm.planning import LoadKeywords, LoadOptions, choose_context, plan_for
+from heterollm.planning import LoadKeywords, LoadOptions, calibrated_ranges, choose_context, plan_for
 from heterollm.solver import Plan, check_plan
 from heterollm.text import (
     Generation,
@@ -131,7 +130,7 @@ class LLM:
                 float_dtype=opened.activation_dtype,
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
-            ranges = _ranges(asked, weights)
+            ranges = calibrated_ranges(asked.calibration, weights)
             observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
             engine = thread.run(
                 lambda: start_engine(
@@ -336,17 +335,6 @@ class LLM:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-
-def _ranges(options: LoadOptions, weights: ModelWeights) -> Mapping[tuple[int, Group], StaticRanges]:
-    """Return the calibrated ranges of the operators that passed the check; none without a calibration."""
-    if options.calibration is None:
-        return {}
-    from heterollm.calibration import load_calibration
-
-    found = load_calibration(Path(options.calibration))
-    found.check_weights(weights.content_key)
-    return found.ranges()
 
 
 def _open(options: LoadOptions) -> Device:

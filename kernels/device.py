@@ -99,6 +99,8 @@ class Device:
             memory["npu_addressable_bytes"] = self.npu.addressable_bytes
         if self.npu is not None and self.npu.io_by_graph:
             memory["npu_io_by_graph"] = True
+        if self.gpu.maps_beside_kernels:
+            memory["maps_beside_kernels"] = True
         return power | {
             "device": self.name,
             "time": self.time_kind,

@@ -66,12 +66,8 @@ class NpuLimits:
         """Return the legal forms of some rows of each member of a group at every length."""
         if spec.then is None:
             return {length: self.forms(spec, length) for length in self.standard_lengths}
-        shard, whole = ffn_shard(spec, rows[0]), rows == spec.member_rows
-        # A calibration has the ranges of a whole ffn; partial sums can be larger.
-        return {
-            length: tuple(form for form in self.forms(shard, length) if whole or form not in INTEGER_FORMS)
-            for length in self.standard_lengths
-        }
+        shard = ffn_shard(spec, rows[0])
+        return {length: self.forms(shard, length) for length in self.standard_lengths}
 
     def runs(self, spec: OpSpec) -> bool:
         """Return whether the NPU can compute a group, or some shard of it, at any length."""

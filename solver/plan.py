@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
+from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
@@ -44,6 +45,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         slices: What the NPU holds; by default what the entries use.
         request: What it was asked to be; None for levels that follow a rule.
         schedule: How several chunks of a prompt run at once; None for one after the other.
+        calibration: Identity of the calibration it was made with; None without one.
 
     Raises:
         PlanError: An entry uses what no slice holds.
@@ -59,6 +61,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     slices: tuple[ResidentSlice, ...] = ()
     request: PlanRequest | None = None
     schedule: ChunkSchedule | None = None
+    calibration: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
@@ -203,9 +206,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         """Whether any placement needs the NPU."""
         return any(entry.placement.npu_lengths for entry in self.placed)
 
+    @property
+    def has_integer_forms(self) -> bool:
+        """Whether any NPU graph computes in integers, on calibrated ranges."""
+        return any(entry.placement.form in INTEGER_FORMS for entry in self.placed)
+
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         data = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(self, str_keys=True)}
+        for optional in ("schedule", "calibration"):
+            if data[optional] is None:
+                del data[optional]
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -251,7 +262,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    if name := missing_field(data, Plan):
+    if name := missing_field({"schedule": None, "calibration": None, **data}, Plan):
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):
         return f"sync.{name} is missing"

@@ -298,8 +298,8 @@ def overheads_of(profile: Profile) -> Overheads:
         refill_us=max(0.0, refill_us),
         map_us=map_us,
         return_us=statistics.median(returns) if returns else 0.0,
-        # The driver's wait and a map wait for the whole queue: the engine enqueues the GPU's shard behind.
-        empties_queue=mapped or best == "finish",
+        # The driver's wait and most maps wait for the whole queue: the GPU's shard is enqueued behind them.
+        empties_queue=(mapped and not profile.description.get("maps_beside_kernels")) or best == "finish",
         submit_us=_median(profile, submission) if submission in profile.records else math.inf,
         hidden_us=hidden_us,
         map_us_per_value=map_us_per_value,

@@ -18,11 +18,14 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 import jsonschema
+import msgspec
 import pytest
 import typer
 import yaml
 
-from heterollm.base import OptionError, PlanError, ProfileError, TraceError
+from heterollm.base import CalibrationError, OptionError, PlanError, ProfileError, TraceError
+from heterollm.calibration import Calibration
+from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.cli import main
 from heterollm.cli.command_line import app
 from heterollm.kernels.sim.soc.parameters import parse_soc
@@ -381,7 +384,7 @@ def sound(name, value):
 
 def test_schemas_are_schemas():
     paths = sorted((ROOT / "docs" / "schemas").glob("*.json"))
-    assert len(paths) == 6
+    assert len(paths) == 7
     for path in paths:
         jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text("utf-8")))
 
@@ -401,7 +404,15 @@ def made(session_cache, tmp_path_factory):
     assert main(["profile", "export", str(profile)]) == 0
     assert main(["plan", model, "--profile", str(profile), "--plan", "block", "-o", str(plan)]) == 0
     traced = simulate(SimulationRequest(model, prompt=40, decode=2, trace=True)).trace
+    good, counts = RangeErrors(1e-8, 1e-8, 1e-8), (0,) * 384
+    linears = (
+        LinearCalibration(0, "gate_up", 4.0, (3.0, 2.0), counts, 1.0, (), good),
+        LinearCalibration(0, "down", 6.0, (8.0,), counts, 1.0, (), good),
+    )
+    ffns = (FfnCalibration(0, 2.0, 9.0, good, good),)
+    calibration = Calibration("0" * 64, "tiny", "1" * 64, 512, 2, 2, 64, linears, ffns)
     return {
+        "calibration": json.loads(msgspec.json.encode(calibration)),
         "plan": json.loads(plan.read_bytes()),
         "profile": json.loads(profile.read_bytes()),
         "trace": json.loads("".join(trace_lines(traced))),
@@ -432,10 +443,15 @@ def test_the_examples_of_the_pages_are_sound(page):
 
 def loads(name, value):
     """Whether the program's own loader takes it."""
-    loader = {"plan": Plan.from_json, "profile": Profile.from_json, "trace": trace_from_json}[name]
+    loader = {
+        "calibration": Calibration.from_json,
+        "plan": Plan.from_json,
+        "profile": Profile.from_json,
+        "trace": trace_from_json,
+    }[name]
     try:
         loader(json.dumps(value))
-    except (PlanError, ProfileError, TraceError):
+    except (CalibrationError, PlanError, ProfileError, TraceError):
         return False
     return True
 
@@ -464,7 +480,24 @@ def test_the_schema_of_a_soc_refuses_what_the_loader_refuses(edit):
 
 EDITS = [
     # Name, edit, and who refuses the result: the schema (and the loader), or the loader alone.
+    ("calibration", lambda made: made, None),
+    ("calibration", lambda made: made.update(version=2), "schema"),
+    ("calibration", lambda made: made.update(windows=-1), "schema"),
+    ("calibration", lambda made: made.update(weights_key="0" * 65), "schema"),
+    ("calibration", lambda made: made.pop("linears"), "schema"),
+    ("calibration", lambda made: made["linears"][0].update(group="gate"), "schema"),
+    ("calibration", lambda made: made["linears"][0].update(inputs=-1.0), "schema"),
+    ("calibration", lambda made: made["linears"][0].update(remark="mine"), "schema"),
+    ("calibration", lambda made: made["ffns"][0].update(partial="9"), "schema"),
+    ("calibration", lambda made: made["linears"][0].update(outputs=[3.0]), "loader"),
+    ("calibration", lambda made: made["linears"][0]["histogram"].pop(), "loader"),
+    ("calibration", lambda made: made["linears"][1].update(inputs=1e-40), "loader"),
+    ("calibration", lambda made: made["linears"].append(made["linears"][0]), "loader"),
+    ("calibration", lambda made: made["linears"].pop(), "loader"),
+    ("calibration", lambda made: made["ffns"][0].update(partial=0.0), "loader"),
     ("plan", lambda plan: plan, None),
+    ("plan", lambda plan: plan.update(calibration="0" * 32), None),
+    ("plan", lambda plan: plan.update(calibration=""), "schema"),
     ("plan", lambda plan: plan.update(schema_version=1), "schema"),
     ("plan", lambda plan: plan.pop("shape"), "schema"),
     ("plan", lambda plan: plan.update(chunk_length=0), "schema"),

@@ -22,11 +22,16 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 
-__all__ = ["RangeCheck", "silu"]
+__all__ = ["RangeCheck", "as_floats", "largest_partial", "silu"]
 
 WORST = RangeErrors(1.0, 1.0, 1.0)
 """Errors of an operator that no range can serve: all of its values were 0."""
 
+CHANNEL_STEP = 64
+"""Shards of an ffn's width end at multiples of it on every NPU."""
+
+MOST_PARTIAL_SUMS = 64
+SHARD_QUARTERS = (1, 2, 3)
 SMALLEST_MAGNITUDE = 1e-20
 
 
@@ -57,21 +62,22 @@ class RangeCheck:
         """Check a group of linears, and with ``gate_up`` the ffn."""
         x = x[: self._tokens]
         self.checked_tokens = len(x)
-        members = [_floats(member) for member in self._weights.linear(spec.layer, spec.group)]
+        members = [as_floats(member) for member in self._weights.linear(spec.layer, spec.group)]
         found = self.linears[spec.layer, spec.group]
         weight = np.concatenate(members)
         self.linears[spec.layer, spec.group] = _checked(found, weight, x)
         if spec.group == "gate_up" and spec.layer in self.ffns:
             (down,) = self._weights.linear(spec.layer, "down")
-            self._check_ffn(spec.layer, members, _floats(down), x)
+            self._check_ffn(spec.layer, members, as_floats(down), x)
 
     def _check_ffn(self, layer: int, gate_up: list[Floats], down: Floats, x: Floats) -> None:
         first, last = self.linears[layer, "gate_up"], self.linears[layer, "down"]
-        magnitudes = (first.inputs, *first.outputs, self.ffns[layer].activated, last.inputs, *last.outputs)
-        errors = WORST
+        found = self.ffns[layer]
+        magnitudes = (first.inputs, *first.outputs, found.activated, last.inputs, *last.outputs)
+        errors = split_errors = WORST
         if min(magnitudes) > SMALLEST_MAGNITUDE:
-            errors = _ffn_errors(FfnRanges(*magnitudes), gate_up, down, x)
-        self.ffns[layer] = structs.replace(self.ffns[layer], errors=errors)
+            errors, split_errors = _ffn_errors(FfnRanges(*magnitudes), found.partial, gate_up, down, x)
+        self.ffns[layer] = structs.replace(found, errors=errors, split_errors=split_errors)
 
 
 def silu(gate: Floats) -> Floats:
@@ -100,13 +106,46 @@ def _on_grids(ranges: LinearRanges, weight: Floats, x: Floats) -> Floats:
     return y
 
 
-def _ffn_errors(ranges: FfnRanges, gate_up: list[Floats], down: Floats, x: Floats) -> RangeErrors:
+def largest_partial(product: Floats, down: Floats) -> float:
+    """Return the largest magnitude of sums of an ffn's output over leading channels of its width.
+
+    Args:
+        product: Input of down ``[m, c]``.
+        down: Its weight ``[h, c]``.
+    """
+    width = down.shape[1]
+    step = CHANNEL_STEP * -(-width // (CHANNEL_STEP * MOST_PARTIAL_SUMS))
+    total = np.zeros((len(product), len(down)), np.float32)
+    largest = 0.0
+    for first in range(0, width, step):
+        total += product[:, first : first + step] @ down[:, first : first + step].T
+        largest = max(largest, float(total.max()), -float(total.min()))
+    return largest
+
+
+def as_floats(weight: LinearWeight) -> Floats:
+    """Return a weight's values."""
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.astype(np.float32)
+
+
+def _ffn_errors(
+    ranges: FfnRanges, partial_range: float, gate_up: list[Floats], down: Floats, x: Floats
+) -> tuple[RangeErrors, RangeErrors]:
+    """Return the errors of the whole ffn, and the worst ones of shards that exact sums join."""
     gate_weight, up_weight = gate_up
-    exact = (silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down.T
+    exact_product = silu(x @ gate_weight.T) * (x @ up_weight.T)
+    exact = exact_product @ down.T
     x = _rounded(x, ranges.inputs)
     gate, up = _rounded(x @ gate_weight.T, ranges.gate), _rounded(x @ up_weight.T, ranges.up)
     product = _rounded(_rounded(silu(gate), ranges.activated) * up, ranges.product)
-    return _errors(_rounded(product @ down.T, ranges.outputs), exact)
+    shards = [] if partial_range > SMALLEST_MAGNITUDE else [WORST]
+    for quarters in SHARD_QUARTERS if not shards else ():
+        width = max(CHANNEL_STEP, down.shape[1] * quarters // 4 // CHANNEL_STEP * CHANNEL_STEP)
+        rest = exact_product[:, width:] @ down[:, width:].T
+        partial = _rounded(product[:, :width] @ down[:, :width].T, partial_range)
+        shards.append(_errors(partial + rest, exact))
+    worst = RangeErrors(*(max(values) for values in zip(*map(structs.astuple, shards), strict=True)))
+    return _errors(_rounded(product @ down.T, ranges.outputs), exact), worst
 
 
 def _rounded(values: Floats, magnitude: float) -> Floats:
@@ -122,7 +161,3 @@ def _errors(actual: Floats, expected: Floats) -> RangeErrors:
     found = linear_errors(actual, expected.astype(np.float64))
     values = [min(float(value), 1e9) if np.isfinite(value) else 1e9 for value in found]
     return RangeErrors(*values)
-
-
-def _floats(weight: LinearWeight) -> Floats:
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.astype(np.float32)

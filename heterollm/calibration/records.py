@@ -5,6 +5,8 @@ Each record keeps the state of its measurement, so that a calibration that was s
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -12,7 +14,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from heterollm.base import Amount, CalibrationError, Count, Positive, decode, decode_json, save_file
+from heterollm.base import (
+    Amount,
+    CalibrationError,
+    Count,
+    GraphError,
+    Positive,
+    decode,
+    decode_json,
+    save_file,
+)
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group
@@ -134,12 +145,18 @@ class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         layer: Decoder layer.
         activated: Largest magnitude of the activated gate.
+        partial: Largest magnitude of the output's sums over leading channels of the width, which is the range
+            of a shard; 0 if it was not measured.
         errors: The check of the ranges; None as long as there was none.
+        split_errors: The worst check of shards of a quarter, a half and three quarters of the width, to
+            which the exact rest is added.
     """
 
     layer: Count
     activated: Amount
+    partial: Amount = 0.0
     errors: RangeErrors | None = None
+    split_errors: RangeErrors | None = None
 
 
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,6 +187,11 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     version: Literal[2] = SCHEMA_VERSION
 
     @property
+    def key(self) -> str:
+        """Identity of the calibration: a hash of all its records and of the weights' content."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+
+    @property
     def complete(self) -> bool:
         """Whether all windows were run and the ranges checked."""
         return self.windows == self.windows_planned and self.checked_tokens > 0
@@ -183,7 +205,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     def ranges(self) -> dict[tuple[int, Group], StaticRanges]:
         """Return the ranges of the operators that passed the check, by layer and group.
 
-        Those of an ffn are for its whole width: partial sums can be larger than their total.
+        Those of an ffn serve shards of its width, too, if these passed.
         """
         found: dict[tuple[int, Group], StaticRanges] = {}
         linears = {(one.layer, one.group): one for one in self.linears}
@@ -195,7 +217,13 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
             if _passed(ffn.errors) and first is not None and last is not None:
                 gate, up = first.outputs
                 found[ffn.layer, "ffn"] = FfnRanges(
-                    first.inputs, gate, up, ffn.activated, last.inputs, max(last.outputs)
+                    first.inputs,
+                    gate,
+                    up,
+                    ffn.activated,
+                    last.inputs,
+                    max(last.outputs),
+                    ffn.partial if _passed(ffn.split_errors) else None,
                 )
         return found
 
@@ -218,6 +246,21 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
                 fix="Load the calibrated checkpoint with --scales stepped and the same group size, or run "
                 "`heterollm calibrate` for this one.",
             )
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "calibration") -> Calibration:
+        """Read a calibration from JSON text.
+
+        Raises:
+            CalibrationError: The text is not a calibration of this version; the message has the path of the
+                wrong field.
+        """
+        data = decode_json(text, source=source, error=CalibrationError, fix=FIX)
+        source = f"{source} is not a calibration"
+        found = decode(data, cls, source=source, error=CalibrationError, fix=FIX)
+        if (mistake := next(_mistakes(found), None)) is not None:
+            raise CalibrationError(f"{source}: {mistake}.", fix=FIX)
+        return found
 
     def save(self, path: Path) -> None:
         """Write the file atomically.
@@ -242,14 +285,46 @@ def load_calibration(path: Path) -> Calibration:
         raise CalibrationError(
             f"The calibration {str(path)!r:.200} cannot be read: {error.strerror or error}.", fix=FIX
         ) from error
-    data = decode_json(text, source=str(path), error=CalibrationError, fix=FIX)
-    found = decode(data, Calibration, source=f"{path} is not a calibration", error=CalibrationError, fix=FIX)
-    for one in found.linears:
-        if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE or not one.relative_outputs:
-            raise CalibrationError(f"{path} is not a calibration: {one.layer}.{one.group} is cut.", fix=FIX)
-        if one.group == "gate_up" and len(one.outputs) != 2:
-            raise CalibrationError(f"{path} is not a calibration: {one.layer}.gate_up has no pair.", fix=FIX)
-    return found
+    return Calibration.from_json(text, source=str(path))
+
+
+def _mistakes(found: Calibration) -> Iterator[str]:
+    """Yield mistakes in records beyond their types, each with the path of the field."""
+    seen: set[tuple[int, str]] = set()
+    for place, one in enumerate(found.linears):
+        where, members = f"linears[{place}]", {"qkv": 3, "gate_up": 2}.get(one.group, 1)
+        if one.group == "ffn" or (one.layer, one.group) in seen:
+            yield f"{where}.group: {one.group} of layer {one.layer} is given twice, or is no group of linears"
+        seen.add((one.layer, one.group))
+        for name, values in (("outputs", one.outputs), ("relative_outputs", one.relative_outputs)):
+            if len(values) != members:
+                yield f"{where}.{name}: {one.group} has {members} members, not {len(values)}"
+        if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE:
+            yield f"{where}.histogram: {len(one.histogram)} counts, not {OCTAVES * STEPS_PER_OCTAVE}"
+        largest = (one.inputs, max(one.outputs, default=0.0), max(one.relative_outputs, default=0.0))
+        if _passed(one.errors) and not all(map(_is_range, largest)):
+            yield f"{where}.inputs, outputs: no ranges, although the check of their ranges passed"
+    for place, ffn in enumerate(found.ffns):
+        where = f"ffns[{place}]"
+        if (ffn.layer, "ffn") in seen:
+            yield f"{where}.layer: layer {ffn.layer} is given twice"
+        seen.add((ffn.layer, "ffn"))
+        for group in ("gate_up", "down"):
+            if (ffn.layer, group) not in seen:
+                yield f"{where}.layer: linears lack {group} of layer {ffn.layer}"
+        for name, value, errors in (
+            ("activated", ffn.activated, ffn.errors),
+            ("partial", ffn.partial, ffn.split_errors),
+        ):
+            if _passed(errors) and not _is_range(value):
+                yield f"{where}.{name}: {value} is no range, although the check of its range passed"
+
+
+def _is_range(magnitude: float) -> bool:
+    try:
+        return bool(LinearRanges(magnitude))
+    except GraphError:
+        return False
 
 
 def _passed(errors: RangeErrors | None) -> bool:

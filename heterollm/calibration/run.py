@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from heterollm.base import CalibrationError, InputError, OptionError, Progress, check_target, silent
-from heterollm.calibration.check import RangeCheck, silu
+from heterollm.calibration.check import RangeCheck, as_floats, largest_partial, silu
 from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
 from heterollm.calibration.records import Calibration, FfnCalibration, LinearCalibration, load_calibration
 from heterollm.data import bundled_model
@@ -122,6 +122,7 @@ class _Run:
         earlier = {(one.layer, one.group): one for one in state.linears}
         self._linears = {key: LinearStatistics(spec, earlier.get(key)) for key, spec in self._specs.items()}
         self._activated = {one.layer: one.activated for one in state.ffns}
+        self._partial = {one.layer: one.partial for one in state.ffns}
         self._observer = ActivationObserver(self._specs, device.activation_dtype)
         tokens = state.window_tokens
         plan = level_plan(
@@ -176,10 +177,18 @@ class _Run:
         if spec.group == "gate_up" and plain:
             largest = float(np.abs(silu(y[:, : spec.members[0].rows])).max())
             self._activated[spec.layer] = max(self._activated.get(spec.layer, 0.0), largest)
+        # A file without sums of its first windows gets none of later ones, which would be too small.
+        if spec.group == "down" and spec.layer in self._activated and self._partial.get(spec.layer, 1.0):
+            (down,) = self._weights.linear(spec.layer, "down")
+            largest = largest_partial(x, as_floats(down))
+            self._partial[spec.layer] = max(self._partial.get(spec.layer, 0.0), largest)
 
     def _save(self, windows: int) -> None:
         linears = tuple(one.record() for one in self._linears.values())
-        ffns = tuple(FfnCalibration(layer, value) for layer, value in sorted(self._activated.items()))
+        ffns = tuple(
+            FfnCalibration(layer, value, self._partial[layer])
+            for layer, value in sorted(self._activated.items())
+        )
         self._store(windows, linears, ffns, 0)
 
     def _store(

@@ -50,6 +50,7 @@ def compile_graphs(
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,
             scales=weights.scales,
+            calibration=weights.calibration,
             prompts=None if prompt is None else [n for n in prompt if n],
             decode=decode > 0,
             context=context,

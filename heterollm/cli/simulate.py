@@ -147,6 +147,12 @@ class ModellingOptions:
     every_form: Annotated[
         bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM lacks.")
     ] = False
+    calibrated: Annotated[
+        bool,
+        typer.Option(
+            "--calibrated", help="Assume stepped scales and calibrated ranges, for integer NPU graphs."
+        ),
+    ] = False
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compute values, too, from a checkpoint with weights.")
     ] = False
@@ -221,6 +227,7 @@ def _requests(
         overrides=dict(modelling.what_if or ()),
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
         every_form=True if modelling.every_form else None,
+        calibrated=modelling.calibrated,
         numerics=modelling.numerics,
         trace=trace,
     )

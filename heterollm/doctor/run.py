@@ -194,7 +194,8 @@ def _device_facts(device: Device) -> tuple[tuple[str, str], ...]:
     traits, npu = device.gpu.traits, device.npu
     sync = f"coherent ({device.gpu.shared_memory}): no map, each processor sees what the other has written"
     if not traits.coherent:
-        sync = "not coherent (mapped): memory is mapped and unmapped at every split"
+        beside = "while the GPU computes" if device.gpu.maps_beside_kernels else "while the GPU idles"
+        sync = f"not coherent (mapped): memory is mapped {beside}, and unmapped, at every split"
     facts = [
         ("device", f"{device.name} ({device.reason})" if device.reason else device.name),
         ("time", device.time_kind),

@@ -2,6 +2,7 @@ from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need
 from .npu_shards import npu_shard as npu_shard
+from .npu_shards import shard_ranges as shard_ranges
 from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine

@@ -10,7 +10,7 @@ import numpy as np
 
 from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of
 from heterollm.engine.lanes import Lane
-from heterollm.engine.npu_shards import npu_shard
+from heterollm.engine.npu_shards import npu_shard, shard_ranges
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
 from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
@@ -47,9 +47,10 @@ class SplitEmitter:
     The order of an operator's steps on coherent memory is: the kernels that write its input, the mark, the
     GPU's shard, the wait for the mark, the NPU's graphs. So the GPU continues from the input's kernels to its
     shard without waiting for the host. No wait follows, since the kernels that read the output are enqueued
-    after the NPU has returned. A map waits for the whole queue, so that mapped memory must be acquired before
-    the GPU's shard is enqueued. Only the bytes of the NPU are mapped: under a sequence split the GPU writes
-    its tokens to the same slot meanwhile.
+    after the NPU has returned. Mapped memory is acquired behind the wait, in a queue of its own, so that the
+    GPU computes meanwhile. Where maps wait for the queue of the kernels, memory is acquired before the GPU's
+    shard is enqueued. Only the bytes of the NPU are mapped: under a sequence split the GPU writes its
+    tokens to the same slot meanwhile.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class SplitEmitter:
 
     def codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
         """Return the codes in a lane of an operator that the NPU computes in integers; None for others."""
-        if not placement.npu_lengths or self._form(spec, placement) not in INTEGER_FORMS:
+        ranges = self._shard_ranges(spec, placement)
+        if not placement.npu_lengths or self._form(spec, placement) not in INTEGER_FORMS or ranges is None:
             return None
-        grid = self._ranges[spec.layer, spec.group].grid
+        grid = ranges.grid
         # The inputs of a token with a factor cannot saturate.
         values = _npu_rows(spec, placement) + (0 if grid.per_token else spec.columns)
         name = operator_name(spec.group, None if spec.layer < 0 else spec.layer)
@@ -171,10 +173,16 @@ class SplitEmitter:
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
         mapped = not op.source.coherent
-        if mapped:
-            self._start_mapped(builder, op, gpu)
+        if mapped and not self._device.gpu.maps_beside_kernels:
+            # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
+            builder.mark(op)
+            builder.wait(op)
+            self._acquire(builder, op)
+            _enqueue(builder, op, gpu)
         else:
             self._start(builder, op, gpu)
+            if mapped:
+                self._acquire(builder, op)
         self._graph_runs(builder, op)
         if mapped:
             builder.release(op)
@@ -201,14 +209,10 @@ class SplitEmitter:
             _enqueue(builder, op, gpu)
             builder.wait(op)
 
-    def _start_mapped(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
-        # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
-        builder.mark(op)
-        builder.wait(op)
+    def _acquire(self, builder: PassBuilder, op: PlacedOp) -> None:
         tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
         rows = _npu_rows(op.spec, op.placement)
         builder.acquire(op, tokens * op.spec.columns * item, tokens * rows * item)
-        _enqueue(builder, op, gpu)
 
     def _read_codes(self, builder: PassBuilder, op: PlacedOp, codes: NpuCodes) -> None:
         """Append the kernel that writes the values of the output's codes to the NPU's slot."""
@@ -278,10 +282,7 @@ class SplitEmitter:
 
     def _form(self, spec: OpSpec, placement: Placement) -> str | None:
         """Return the planned form, or the default in place of an integer one without ranges."""
-        if placement.form not in INTEGER_FORMS:
-            return placement.form
-        whole = spec.then is None or placement.npu_rows == spec.member_rows
-        if whole and (spec.layer, spec.group) in self._ranges:
+        if placement.form not in INTEGER_FORMS or self._shard_ranges(spec, placement) is not None:
             return placement.form
         self._float_operators[operator_name(spec.group, spec.layer)] = None
         return None
@@ -292,10 +293,13 @@ class SplitEmitter:
         key = (spec.layer, spec.group, placement.npu_rows, form, length)
         if key not in self._graphs:
             # The shard is not kept: its stacked members are a second copy of the weights.
-            ranges = self._ranges.get((spec.layer, spec.group)) if form in INTEGER_FORMS else None
+            ranges = self._shard_ranges(spec, placement) if form in INTEGER_FORMS else None
             shard = npu_shard(self._weights, spec, placement.npu_rows, ranges)
             self._graphs[key] = npu.prepare(shard, length, form)  # type: ignore[arg-type]
         return self._graphs[key]
+
+    def _shard_ranges(self, spec: OpSpec, placement: Placement) -> StaticRanges | None:
+        return shard_ranges(self._ranges, spec, placement.npu_rows)
 
 
 def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:

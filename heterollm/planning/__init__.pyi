@@ -1,5 +1,6 @@
 from .ahead import Precompiled as Precompiled
 from .ahead import precompile as precompile
+from .calibrated import calibrated_ranges as calibrated_ranges
 from .choice import plan_for as plan_for
 from .command import solve_for as solve_for
 from .lengths import LengthChoice as LengthChoice

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -25,10 +25,11 @@ from heterollm.base import (
     format_bytes,
     silent,
 )
-from heterollm.engine import HEAD_ROWS, npu_shard
-from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, GraphForm, QnnNpu
+from heterollm.engine import HEAD_ROWS, npu_shard, shard_ranges
+from heterollm.kernels.npu import GRAPHS_FOLDER, INTEGER_FORMS, SOCS, GraphForm, QnnNpu, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, ffn_specs
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
+from heterollm.planning.calibrated import calibrated_ranges, calibration_key
 from heterollm.planning.choice import choose_plan
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.solver import Plan, check_plan
@@ -121,6 +122,7 @@ class _Graph:
     npu_rows: tuple[int, ...]
     length: int
     form: GraphForm | None
+    ranges: StaticRanges | None
 
     @property
     def weight_bytes(self) -> int:
@@ -136,6 +138,7 @@ def precompile(
     group_size: int = 32,
     symmetric: bool = True,
     scales: Scales = "free",
+    calibration: str | Path | None = None,
     prompts: Sequence[int] | None = None,
     decode: bool = True,
     context: int | None = None,
@@ -151,6 +154,7 @@ def precompile(
         group_size: Weights that share a scale.
         symmetric: Whether 4-bit codes have no zero point.
         scales: Scales of the 4-bit weights.
+        calibration: File of a calibration, with which the plan was made.
         prompts: Standard lengths of prompts to compile for; all that the plan uses by default.
         decode: Whether to compile the graphs of one token.
         context: Positions of a session; decides with the plan which lengths are used.
@@ -161,7 +165,14 @@ def precompile(
             compiler, or the disk has too little room; the last before anything is compiled.
     """
     report = progress or silent
-    LoadOptions(plan=plan, precision=precision, group_size=group_size, symmetric=symmetric, scales=scales)
+    LoadOptions(
+        plan=plan,
+        precision=precision,
+        group_size=group_size,
+        symmetric=symmetric,
+        scales=scales,
+        calibration=calibration,
+    )
     if soc not in SOCS:
         known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
         raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")
@@ -187,6 +198,7 @@ def precompile(
         standard_lengths=npu.standard_lengths,
         precision=precision,
         context=positions,
+        calibration=calibration_key(calibration),
     )
     check_plan(
         chosen,
@@ -196,7 +208,9 @@ def precompile(
         head_rows=HEAD_ROWS,
         activation=config.activation,
     )
-    graphs = [graph for graph in dict.fromkeys(_graphs(chosen, weights.specs)) if graph.length in wanted]
+    ranges = calibrated_ranges(calibration, weights)
+    every = dict.fromkeys(_graphs(chosen, weights.specs, ranges))
+    graphs = [graph for graph in every if graph.length in wanted]
     if not graphs:
         raise OptionError(
             f"Plan {chosen.level!r} runs no graph of these lengths on the NPU: nothing is to compile.",
@@ -227,15 +241,21 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
     return found | {1} if decode or 1 in (prompts or ()) else found
 
 
-def _graphs(plan: Plan, specs: Sequence[OpSpec]) -> Iterator[_Graph]:
+def _graphs(
+    plan: Plan, specs: Sequence[OpSpec], ranges: Mapping[tuple[int, Group], StaticRanges]
+) -> Iterator[_Graph]:
     """Yield every graph that some pass of the plan runs, layer by layer, repeated ones included."""
     for spec in (*specs, *ffn_specs(specs)):
         for entry in plan.placed:
             placement, (first, last) = entry.placement, entry.layers
             used = entry.group == spec.group and first <= spec.layer <= last
             if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
+                own, form = None, placement.form
+                if form in INTEGER_FORMS:
+                    own = shard_ranges(ranges, spec, placement.npu_rows)
+                    form = None if own is None else form
                 for length in placement.npu_lengths:
-                    yield _Graph(spec, placement.npu_rows, length, placement.form)  # type: ignore[arg-type]
+                    yield _Graph(spec, placement.npu_rows, length, form, own)  # type: ignore[arg-type]
 
 
 def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) -> None:
@@ -246,7 +266,7 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
     """
     needed_bytes = SPARE_BYTES
     for graph in graphs:
-        shard = npu_shard(weights, graph.spec, graph.npu_rows)
+        shard = npu_shard(weights, graph.spec, graph.npu_rows, graph.ranges)
         stored_bytes = npu.stored_bytes(shard, graph.length, graph.form)
         estimate_bytes = int(graph.weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES
         needed_bytes += max(0, estimate_bytes - stored_bytes)
@@ -279,7 +299,7 @@ def _build(
         refusal = ""
         for graph in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
-            shard = npu_shard(weights, graph.spec, graph.npu_rows)
+            shard = npu_shard(weights, graph.spec, graph.npu_rows, graph.ranges)
             started = time.perf_counter()
             built = npu.build(shard, length, graph.form)
             build_s += (time.perf_counter() - started) if built.compiled else 0.0

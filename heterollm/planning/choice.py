@@ -12,6 +12,7 @@ from msgspec import structs
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.model import ModelConfig
+from heterollm.planning.calibrated import calibration_key
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.solver import (
     LEVELS,
@@ -71,12 +72,13 @@ def plan_for(
     from heterollm.solver import best_strategy
 
     notes: list[str] = []
+    calibration = calibration_key(options.calibration)
 
     def profiled() -> ProfiledModel | None:
         profile = stored_profile(device)
         if profile is None:
             return None
-        return ProfiledModel(profile, config, specs, options.precision, options.calibration is not None)
+        return ProfiledModel(profile, config, specs, options.precision, calibration)
 
     def solve(level: str) -> Plan | None:
         model = profiled()
@@ -104,6 +106,7 @@ def plan_for(
         context=context,
         length_policy=options.length_policy,
         sources=PlanSources(solve, length_costs, sync),
+        calibration=calibration,
     )
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
@@ -120,6 +123,7 @@ def choose_plan(
     context: int,
     length_policy: LengthPolicy = "padding",
     sources: PlanSources | None = None,
+    calibration: str | None = None,
 ) -> Plan:
     """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
 
@@ -133,14 +137,15 @@ def choose_plan(
         context: Positions of a session.
         length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
         sources: Where solved plans, costs of lengths and ways of waiting come from.
+        calibration: Identity of the calibration; None without one.
 
     Raises:
         OptionError: It is neither a level nor a file, or the level or the policy needs an NPU or a profile.
-        PlanError: The plan is damaged, or made for another model, device or precision.
+        PlanError: The plan is damaged, or made for another model, device, precision or calibration.
     """
     others = sources or PlanSources()
     if isinstance(plan, Plan):
-        return _checked(plan, "The plan", specs, device, precision)
+        return _checked(plan, "The plan", specs, device, precision, calibration)
     if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
         solved = others.solve(plan)
         if solved is not None:
@@ -163,7 +168,7 @@ def choose_plan(
             length_costs=others.length_costs() if length_policy == "auto" else None,
         )
         return structs.replace(found, sync=others.sync()) if found.uses_npu else found
-    return _checked(_read(Path(plan)), str(plan), specs, device, precision)
+    return _checked(_read(Path(plan)), str(plan), specs, device, precision, calibration)
 
 
 def _read(path: Path) -> Plan:
@@ -179,7 +184,9 @@ def _read(path: Path) -> Plan:
     return Plan.load(path)
 
 
-def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precision: str) -> Plan:
+def _checked(
+    plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precision: str, calibration: str | None
+) -> Plan:
     wanted = {"shape": model_shape(specs), "device": device, "precision": precision}
     for field, value in wanted.items():
         stated = getattr(plan, field)
@@ -188,4 +195,12 @@ def _checked(plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precis
                 f"{what} was made for {field} {stated!r}, and this is {value!r}.",
                 fix="Choose a level, or make a plan for this model, device and precision.",
             )
+    if plan.calibration != calibration and (plan.calibration is not None or plan.has_integer_forms):
+        made = f"made with the calibration {plan.calibration}" if plan.calibration else "names no calibration"
+        given = f"the calibration {calibration} is given" if calibration else "none is given"
+        raise PlanError(
+            f"{what} {'was ' if plan.calibration else ''}{made}, and {given}.",
+            fix="Give the calibration of the plan with --calibration FILE, or make a plan with this one: "
+            "`heterollm plan MODEL --scales stepped --calibration FILE -o PLAN`.",
+        )
     return plan

@@ -10,6 +10,7 @@ from heterollm.base import ProfileError
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
+from heterollm.planning.calibrated import calibration_key
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.planner import ProfiledModel, Solved, solve_plan, stored_profile
 from heterollm.profiler.records import Profile
@@ -55,8 +56,8 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         scales=options.scales,
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
-    calibrated = options.calibration is not None
-    return solve_plan(ProfiledModel(found, config, specs, options.precision, calibrated), asked)
+    calibration = calibration_key(options.calibration)
+    return solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
 
 
 def no_profile(

@@ -52,14 +52,14 @@ class ProfiledModel:
         config: The model.
         specs: Every group of the model.
         precision: Precision of the linears.
-        calibrated: Whether it has calibrated ranges, which integer graphs need.
+        calibration: Identity of its calibration, whose ranges integer graphs need; None without one.
     """
 
     profile: Profile
     config: ModelConfig
     specs: tuple[OpSpec, ...]
     precision: Precision
-    calibrated: bool = False
+    calibration: str | None = None
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -74,7 +74,7 @@ class ProfiledModel:
     @cached_property
     def limits(self) -> NpuLimits | None:
         """Limits of the NPU; None without an NPU."""
-        return limits_of(self.profile, calibrated=self.calibrated)
+        return limits_of(self.profile, calibrated=self.calibration is not None)
 
     @cached_property
     def has_ffn(self) -> bool:
@@ -216,7 +216,7 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
         "specs": model.specs,
         "shape": model.shape,
         "precision": model.precision,
-        "calibrated": model.calibrated,
+        "calibration": model.calibration,
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
@@ -274,6 +274,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
         level="tensor" if request.level == "auto" and not plan.has_ffn else plan.level,
         sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
         request=request,
+        calibration=model.calibration,
     )
 
 

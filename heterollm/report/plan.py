@@ -42,6 +42,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
             f"level {plan.level}, predicted from the profile"
         )
     ]
+    if plan.calibration is not None:
+        parts.append(Text(calibration_words(plan)))
     for found in passes:
         parts += [Text(), pass_table(found, explain=explain)]
     if decode > 1:
@@ -112,6 +114,12 @@ def flights_table(model: ProfiledModel, plan: Plan, schedule: ChunkSchedule) -> 
             words = describe(placement, spec, plan.chunk_length)
             made.add_row(spec.group, words, f"{one.before_us:.0f}", f"{one.gpu_us:.0f}", f"{one.npu_us:.0f}")
     return made
+
+
+def calibration_words(plan: Plan) -> str:
+    """Return a sentence about the calibration of a plan that has one."""
+    used = "some NPU graphs compute" if plan.has_integer_forms else "no NPU graph computes"
+    return f"Calibration {plan.calibration}: {used} in integers."
 
 
 def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:

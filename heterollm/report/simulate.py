@@ -31,6 +31,11 @@ def sections_report(sections: Sequence[Section]) -> RenderableType:
     return Group(*parts)
 
 
+ASSUMPTION: Final = (
+    "Assumed: weights have stepped scales, and every operator has calibrated ranges that passed their check."
+)
+
+
 def simulation_report(result: SimulationResult, *, explain: bool = False) -> RenderableType:
     """Return the result of a simulation as tables.
 
@@ -46,6 +51,8 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
     parts: list[RenderableType] = [Text(head)]
     if result.note:
         parts.append(Text(result.note))
+    if result.calibrated:
+        parts.append(Text(ASSUMPTION))
     rates = table("simulated", "prefill", "decode")
     phases = [result.prefill, result.decode]
     rates.add_row("tokens", *_cells(phases, lambda use: f"{use.tokens}"))
@@ -102,6 +109,10 @@ def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
         sums = [sum(one.used_us[kind] for one in account) for kind in USES]
         shown.add_row("all", *_ms(sums), *_ms([sum(sums)]))
         yield shown
+        integer_us, npu_us = use.npu_us
+        if integer_us:
+            percent = f"{integer_us / npu_us:.0%}"
+            yield Text(f"Integer graphs take {integer_us / 1e3:.1f} ms of it, {percent} of the NPU's time.")
     yield Text(
         "Both compute, or one alone; while neither does, a graph starts, QNN copies its inputs and outputs, "
         "memory is mapped, or the control thread waits or submits. What a processor hides is in its column."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import structs
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["planned", "profile_of", "with_one_strategy"]
 
+ASSUMED: Final = "assumed"
+"""Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
+
 
 def planned(
     device: Device,
@@ -63,7 +66,8 @@ def planned(
         profile = profile_of(device, model, config, specs, progress)
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
-        return ProfiledModel(profile, config, tuple(specs), "w4a16")
+        calibration = ASSUMED if request.calibrated else None
+        return ProfiledModel(profile, config, tuple(specs), "w4a16", calibration)
 
     if request.level in SOLVED_LEVELS:
         plan = solve_plan(profiled(), plan_request(device, config, request)).plan

@@ -71,6 +71,8 @@ class SimulationRequest:
         numerics: Whether values are computed, too, from a checkpoint with weights; its head has 8 bits.
         trace: Whether every pass is recorded.
         left_out: Graph forms that the NPU does not offer, to measure their gain.
+        calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
+            that the plan may use integer graphs: an assumption, since nothing is computed.
 
     Raises:
         OptionError: A value is not legal.
@@ -93,6 +95,7 @@ class SimulationRequest:
     numerics: bool = False
     trace: bool = False
     left_out: tuple[str, ...] = ()
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
@@ -115,6 +118,11 @@ class SimulationRequest:
         if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
             raise OptionError(
                 f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
+            )
+        if self.numerics and self.calibrated:
+            raise OptionError(
+                "With numerics ranges are not assumed to be calibrated.",
+                fix="Leave out one of them, or run `heterollm generate --device sim:SOC --calibration FILE`.",
             )
         if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
             raise OptionError(

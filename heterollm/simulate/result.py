@@ -9,7 +9,15 @@ from typing import Any
 from heterollm.base import GIB, Amount, Count
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.kernels.sim import EnergyRange, SimulatedSpan, SimulatedTotals, clock_of, energy, soc_of
+from heterollm.kernels.sim import (
+    AS_INTEGERS,
+    EnergyRange,
+    SimulatedSpan,
+    SimulatedTotals,
+    clock_of,
+    energy,
+    soc_of,
+)
 from heterollm.profiler.measure import usage_between
 from heterollm.simulate.account import OperatorUse, time_account
 from heterollm.solver import Placement, Plan, notation
@@ -82,6 +90,15 @@ class PhaseUse:
     def tokens_per_second(self) -> float:
         """Rate of the phase."""
         return self.tokens / self.elapsed_us * 1e6
+
+    @property
+    def npu_us(self) -> tuple[float, float]:
+        """NPU time in integer graphs, and in all graphs."""
+        times_us = [
+            (span.name, span.end_us - span.begin_us) for span in self.spans if span.processor == "npu"
+        ]
+        integer_us = sum(time_us for name, time_us in times_us if name.endswith(AS_INTEGERS))
+        return integer_us, sum(time_us for _, time_us in times_us)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, without the spans."""
@@ -158,6 +175,7 @@ class SimulationResult:
         plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
         in_flight: Chunks of a long prompt at once.
+        calibrated: Whether ranges for integer graphs were assumed.
         graphs: The NPU's graphs of the plan, for all of its lengths.
         prefill: The prompt.
         decode: The tokens after the first; None for a simulation of the prompt alone.
@@ -177,6 +195,7 @@ class SimulationResult:
     plan_for: str
     length_policy: str
     in_flight: int
+    calibrated: bool
     graphs: GraphUse
     prefill: PhaseUse
     decode: PhaseUse | None
@@ -230,6 +249,7 @@ class SimulationResult:
             "length_policy": self.length_policy,
             "in_flight": self.in_flight,
             "chunk_tokens": self.plan.chunk_length,
+            "calibrated": self.calibrated,
             "npu_graphs": self.graphs.count,
             "npu_gib": self.graphs.held_gib,
             "npu_limit_gib": self.graphs.limit_gib,

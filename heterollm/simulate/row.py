@@ -39,6 +39,7 @@ class SimulatedRow:
         head_bits: Bits of the head and the embedding.
         every_form: Whether graphs could have forms that HeteroLLM lacks.
         left_out: Graph forms that the plan could not take.
+        calibrated: Whether ranges for integer graphs were assumed.
         prompt_tokens: Tokens of the prompt.
         decode_tokens: Tokens made after the first.
         error: Why the case failed.
@@ -78,6 +79,7 @@ class SimulatedRow:
     head_bits: Count
     every_form: bool
     left_out: tuple[str, ...] = ()
+    calibrated: bool = False
     prompt_tokens: Count
     decode_tokens: Count
     error: str | None = None
@@ -131,6 +133,7 @@ class SimulatedRow:
             head_bits=request.head_bits,
             every_form=request.forms,
             left_out=request.left_out,
+            calibrated=request.calibrated,
             prompt_tokens=request.prompt,
             decode_tokens=request.decode,
             error=error,

@@ -14,9 +14,16 @@ import numpy as np
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
-from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, NpuBackend
+from heterollm.kernels.npu import (
+    STANDARD_LENGTHS,
+    FewerForms,
+    FfnRanges,
+    LinearRanges,
+    NpuBackend,
+    StaticRanges,
+)
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import OpSpec, Phase, WeightFormat
+from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
 from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simulation, clock_of
 from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
 from heterollm.simulate.plan import planned, profile_of
@@ -50,7 +57,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         )
     if request.numerics:
         Checkpoint(request.model)  # refuses a model without weights before the work
-    specs = _specs(found.config, request.head_bits)
+    specs = _specs(found.config, request)
     report, alone = progress or silent, replace(request, load=None)
     strategy = SYNC_CHOICES[request.sync]
     plan = planned(
@@ -75,6 +82,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         plan_for=request.plan_for,
         length_policy=request.length_policy,
         in_flight=request.in_flight,
+        calibrated=request.calibrated,
         graphs=graphs_of(device, plan, specs),
         prefill=prefill,
         decode=decode,
@@ -96,7 +104,7 @@ def profile_ahead(request: SimulationRequest) -> None:
         return
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
-    profile_of(device, found.name, found.config, _specs(found.config, request.head_bits), silent)
+    profile_of(device, found.name, found.config, _specs(found.config, request), silent)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
@@ -114,13 +122,25 @@ def _open(request: SimulationRequest) -> Device:
     return device
 
 
-def _specs(config: ModelConfig, head_bits: int) -> tuple[OpSpec, ...]:
+def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...]:
     """Return the groups at W4A16 in blocks of 128, as in the papers."""
-    specs = op_specs(config, "w4a16", GROUP_SIZE, True)
-    if head_bits == 8:
+    scales: Scales = "stepped" if request.calibrated else "free"
+    specs = op_specs(config, "w4a16", GROUP_SIZE, True, scales=scales)
+    if request.head_bits == 8:
         return specs
     head = specs[-1]
     return (*specs[:-1], replace(head, weight=WeightFormat(4, head.weight.block)))
+
+
+def _assumed_ranges(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges]:
+    """Return ranges of every operator, on which no time depends."""
+    found: dict[tuple[int, Group], StaticRanges] = {
+        (spec.layer, spec.group): LinearRanges(1.0, 1.0) for spec in specs if spec.weight.stepped
+    }
+    ffns: dict[tuple[int, Group], StaticRanges] = {
+        (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
+    }
+    return found | ffns
 
 
 class _Run:
@@ -184,7 +204,8 @@ class _Run:
             weights = shape_only_weights(self.config, self.specs)
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
-        return Engine(self.device, weights, self.plan, context, progress, observer=observer)
+        ranges = _assumed_ranges(self.specs) if request.calibrated else {}
+        return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
 
     def _choose(self, engine: Engine) -> None:
         """Take the likeliest token; without numerics token 0, since no token has a value."""

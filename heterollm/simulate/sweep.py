@@ -159,7 +159,7 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
     for request in requests:
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
-            how = request.head_bits, request.forms, request.left_out
+            how = request.head_bits, request.forms, request.left_out, request.calibrated
             key = request.model, request.soc, how, overrides
             found.setdefault(key, request)
     return list(found.values())

@@ -63,16 +63,33 @@ class SharedArray(DeviceMemory):
     finished. Elsewhere the host must :meth:`acquire` the memory before it reads or writes, and
     :meth:`release` it before the device does. Its address stays the same, because NPU graphs are bound to it:
     a map of memory that the driver allocated may return another address each time.
+
+    Args:
+        array: The host's view.
+        buffer: The runtime's buffer.
+        queue: The queue of the kernels, which also unmaps: kernels behind see the host's writes.
+        coherent: Whether both sides see each other's writes.
+        map_queue: A queue for maps, which then do not wait for kernels: the host must have waited for those
+            that write the memory. None maps in the queue of the kernels, behind all of them.
     """
 
-    __slots__ = ("_mapped", "_queue", "array", "coherent")
+    __slots__ = ("_map_queue", "_mapped", "_queue", "_unmapped", "array", "coherent")
 
-    def __init__(self, array: NDArray[Any], buffer: Any, queue: cl.CommandQueue, coherent: bool) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        array: NDArray[Any],
+        buffer: Any,  # noqa: ANN401 - the runtime's
+        queue: cl.CommandQueue,
+        coherent: bool,
+        map_queue: cl.CommandQueue | None = None,
+    ) -> None:
         super().__init__(buffer, array.nbytes)
         self.array = array
         self.coherent = coherent
         self._queue = queue
+        self._map_queue = map_queue
         self._mapped: Any = None
+        self._unmapped: list[Any] = []
 
     @property
     def queue(self) -> cl.CommandQueue:
@@ -94,15 +111,21 @@ class SharedArray(DeviceMemory):
     def release(self) -> None:
         """Make the host's writes visible to the device."""
         if self._mapped is not None:
-            self._mapped.release(self._queue)
+            event = self._mapped.release(self._queue)
             self._mapped = None
+            if self._map_queue is not None:
+                self._unmapped = [event]
 
     def _map(self, flags: int, size_bytes: int | None) -> None:
         if self.coherent or self._mapped is not None:
             return
         size = self.size_bytes if size_bytes is None else size_bytes
-        view, _ = cl.enqueue_map_buffer(self._queue, self.buffer, flags, 0, (size,), np.uint8)
+        queue = self._queue if self._map_queue is None else self._map_queue
+        view, _ = cl.enqueue_map_buffer(
+            queue, self.buffer, flags, 0, (size,), np.uint8, wait_for=self._unmapped
+        )
         self._mapped = view.base
+        self._unmapped = []
 
     def view(self, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the start of the memory as an array of another type and shape."""

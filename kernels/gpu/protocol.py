@@ -68,6 +68,10 @@ class GpuRuntime(Protocol):
     computes: bool
 
     @property
+    def maps_beside_kernels(self) -> bool:
+        """Whether memory that no running kernel writes is mapped without waiting for the queue."""
+
+    @property
     def merges_launches(self) -> bool:
         """Whether adjacent launches are faster if merged into one."""
 

@@ -31,6 +31,7 @@ from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.clocks import new_context
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
+from heterollm.kernels.gpu.maps import queue_for_maps
 from heterollm.kernels.gpu.memory import (
     MEMORY_KINDS,
     DeviceMemory,
@@ -265,7 +266,8 @@ class OpenClRuntime:
             return SharedArray(array, cl.SVM(array), self.queue, coherent=True)
         array = aligned_zeros(shape, dtype)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
-        return SharedArray(array, self._buffer(flags, array), self.queue, self.traits.coherent)
+        own = self._buffer(flags, array)
+        return SharedArray(array, own, self.queue, self.traits.coherent, self.map_queue)
 
     def upload(self, array: NDArray[Any]) -> cl.Buffer:
         """Return read-only device memory with an array's content.
@@ -353,6 +355,18 @@ class OpenClRuntime:
     def merges_launches(self) -> bool:
         """Whether adjacent launches are faster if merged: on CPUs."""
         return self.traits.is_cpu and self.traits.coherent
+
+    @functools.cached_property
+    def map_queue(self) -> cl.CommandQueue | None:
+        """A queue for maps beside kernels; None where memory needs no map, or maps wait for all kernels."""
+        if self.traits.coherent:
+            return None
+        return queue_for_maps(self.context, self._device, self.queue)
+
+    @property
+    def maps_beside_kernels(self) -> bool:
+        """Whether memory that no running kernel writes is mapped without waiting for the queue."""
+        return self.map_queue is not None
 
     @functools.cached_property
     def flag(self) -> FlagWord | None:

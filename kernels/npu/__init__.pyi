@@ -1,6 +1,7 @@
 from .fewer_forms import FewerForms as FewerForms
 from .forms import every_ffn_form as every_ffn_form
 from .forms import every_form as every_form
+from .forms import integer_forms as integer_forms
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu
 from .protocol import INTEGER_FORMS as INTEGER_FORMS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Final, TypeAlias
 
 from heterollm.base import GraphError
@@ -53,6 +53,8 @@ class FfnRanges:
         activated: Of the activated gate.
         product: Of its product with up, the input of down.
         outputs: Of the output.
+        partial: Of the sums over leading channels of the width, which can be larger than the output; None if
+            they are not known.
 
     Raises:
         GraphError: A magnitude is not positive and finite.
@@ -64,6 +66,7 @@ class FfnRanges:
     activated: float
     product: float
     outputs: float
+    partial: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -72,6 +75,12 @@ class FfnRanges:
     def grid(self) -> CodeGrid:
         """The grids of the graph's codes; a factor for each token could not pass the SiLU."""
         return CodeGrid(step_of(self.inputs), step_of(self.outputs), per_token=False)
+
+    def of_shard(self, *, whole: bool) -> FfnRanges | None:
+        """Return the ranges of the whole width, or of leading channels; None if these are not known."""
+        if whole:
+            return replace(self, partial=None)
+        return None if self.partial is None else replace(self, outputs=self.partial, partial=None)
 
 
 StaticRanges: TypeAlias = LinearRanges | FfnRanges

@@ -6,6 +6,7 @@ from .device import open_simulated as open_simulated
 from .device import simulated_devices as simulated_devices
 from .device import soc_of as soc_of
 from .game import GpuLoad as GpuLoad
+from .npu import AS_INTEGERS as AS_INTEGERS
 from .options import SIMULATED as SIMULATED
 from .options import Simulation as Simulation
 from .options import is_simulated as is_simulated

@@ -269,9 +269,9 @@ class SimulatedClock:
             self._block(last)
         self.work(self.costs.write_us, "copy", "copy")
 
-    def map(self, duration_us: float) -> None:
-        """Map memory: block until the queue is empty, then let the driver work."""
-        last = self.last_job()
+    def map(self, duration_us: float, *, waits: bool = True) -> None:
+        """Map memory: block until the queue is empty if the map waits, then let the driver work."""
+        last = self.last_job() if waits else None
         if last is not None:
             self._block(last)
         self.work(duration_us, "map", "map")

@@ -16,12 +16,12 @@ class MappedArray(SharedArray):
 
     Args:
         memory: The memory that this machine has for it.
-        costs: Costs of maps.
+        costs: Costs of maps, and whether they wait for the GPU's queue.
         clock: The virtual clock.
         settle: Waits until this machine has computed everything.
     """
 
-    __slots__ = ("_clock", "_costs", "_mapped_bytes", "_settle")
+    __slots__ = ("_beside_kernels", "_clock", "_costs", "_mapped_bytes", "_settle")
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class MappedArray(SharedArray):
     ) -> None:
         super().__init__(memory.array, memory.buffer, None, coherent=False)
         self._costs = costs
+        self._beside_kernels = bool(costs.maps_beside_kernels)
         self._clock = clock
         self._settle = settle
         self._mapped_bytes: int | None = None
@@ -41,7 +42,7 @@ class MappedArray(SharedArray):
         if self._mapped_bytes is None:
             self._settle()
             self._mapped_bytes = self.array.nbytes if size_bytes is None else size_bytes
-            self._clock.map(self._costs.map_us + self._cleaned_us())
+            self._clock.map(self._costs.map_us + self._cleaned_us(), waits=not self._beside_kernels)
 
     def acquire_to_read(self, size_bytes: int | None = None) -> None:
         """Wait for the GPU, and let the host read the first bytes."""

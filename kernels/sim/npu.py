@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import GIB
 from heterollm.kernels.npu import (
+    INTEGER_FORMS,
     STANDARD_LENGTHS,
     FfnShard,
     GraphForm,
@@ -26,6 +27,7 @@ from heterollm.kernels.npu import (
     edge_dtype,
     every_ffn_form,
     every_form,
+    integer_forms,
 )
 from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
@@ -33,9 +35,12 @@ from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["SimulatedNpu", "npu_work"]
+__all__ = ["AS_INTEGERS", "SimulatedNpu", "npu_work"]
 
 FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
+
+AS_INTEGERS: Final = " as integers"
+"""End of the name of a run of an integer graph."""
 
 BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
 """The graph forms that HeteroLLM has."""
@@ -87,6 +92,8 @@ class SimulatedNpu:
     ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        if self._soc.npu.integer_graphs:
+            found += integer_forms(weight, length=length, integer_inputs=integer_inputs)
         return self._offered(found)
 
     def ffn_forms(
@@ -95,12 +102,17 @@ class SimulatedNpu:
         *,
         width: int,
         columns: int,  # noqa: ARG002 - all values are legal here
-        length: int,  # noqa: ARG002
+        length: int,
         integer_inputs: bool,
-        activation: Activation,  # noqa: ARG002
+        activation: Activation,
     ) -> tuple[GraphForm, ...]:
         """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return self._offered(every_ffn_form(weight, width=width, integer_inputs=integer_inputs))
+        found = every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
+        if self._soc.npu.integer_graphs:
+            found += integer_forms(
+                weight, length=length, integer_inputs=integer_inputs, activation=activation
+            )
+        return self._offered(found)
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
@@ -122,8 +134,9 @@ class SimulatedNpu:
             self._shapes.add(work)
             self._clock.work(build_us(self._soc, length), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
+        label = f"{shard.label}{AS_INTEGERS}" if chosen in INTEGER_FORMS else shard.label
         return SimulatedGraph(
-            *(self._soc, self._clock, shard.label, work, edge_dtype(chosen, self.activation_dtype)),
+            *(self._soc, self._clock, label, work, edge_dtype(chosen, self.activation_dtype)),
             *(real, self._settle),
         )
 

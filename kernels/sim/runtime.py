@@ -212,6 +212,11 @@ class SimulatedRuntime:
 
     # -- memory --------------------------------------------------------------------------------------
 
+    @property
+    def maps_beside_kernels(self) -> bool:
+        """Whether maps do not wait for the queue."""
+        return not self.traits.coherent and bool(self.soc.hand_over.maps_beside_kernels)
+
     def shared(self, shape: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
         """Return zeroed memory; unused pages take no memory."""
         nothing: Any = NOTHING

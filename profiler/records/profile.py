@@ -51,6 +51,7 @@ class Description(Struct, frozen=True):
     cache_bytes: Count
     npu_copies_by_length: bool
     npu_io_by_graph: bool = False
+    maps_beside_kernels: bool = False
     npu_addressable_bytes: Count | None = None
     activation_dtype: str = ""
 

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import structs
 
-from heterollm.kernels.npu import K_SPLIT_COLUMNS, NpuBackend
+from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm, NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Processor
@@ -79,6 +79,10 @@ split is among them, so that times of others lie between measured ones."""
 
 NPU_FIRST_LENGTHS: Final = (1, 256)
 """Lengths that no plan can do without: decode, and a prompt."""
+
+INTEGER_FIRST_LENGTHS: Final = (32, 256)
+"""The same of integer forms, which have no graph of one token. They count like the default form, since
+nothing else needs stepped scales."""
 
 NPU_SPLIT_LENGTHS: Final = (*SPLIT_TOKENS, 32)
 FFN_SPLIT_LENGTHS: Final = (*NPU_FIRST_LENGTHS, 32)
@@ -254,15 +258,16 @@ def _npu_points(
         if not forms:
             skipped.add("unsupported", 1 + len(splits.tiers))
         for form in forms:
-            tier: Tier = 0 if length in NPU_FIRST_LENGTHS else 1 if length <= LONGEST_DEFAULT else 2
+            default = form == forms[0] or form in INTEGER_FORMS
+            tier: Tier = 0 if length in _first_lengths(form) else 1 if length <= LONGEST_DEFAULT else 2
             # Plans can do without the other forms, and without most of their splits.
-            tier = tier if form == forms[0] else max(tier, 1)
+            tier = tier if default else max(tier, 1)
             yield WorkPoint("npu", LinearPoint.of(spec, length, form=form), tier, spec)
             skipped.add("alignment", splits.unaligned)
             skipped.add("stage", between)
             for npu_rows, split_tier in splits.tiers.items():
                 point = LinearPoint.of(spec, length, member_rows=npu_rows, form=form)
-                wanted = length in NPU_SPLIT_LENGTHS and (form == forms[0] or split_tier == 0)
+                wanted = length in NPU_SPLIT_LENGTHS and (default or split_tier == 0)
                 yield WorkPoint("npu", point, max(tier, split_tier) if wanted else 2, spec)
 
 
@@ -275,8 +280,6 @@ def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterat
     widths: dict[tuple[int, ...], Tier] = {spec.member_rows: 0, **splits.tiers}
     between = splits.between if alignment % STAGE_ROWS == 0 else 0
     for length in npu.standard_lengths:
-        first = length in NPU_FIRST_LENGTHS
-        whole_tier: Tier = 0 if first else 1 if length <= LONGEST_DEFAULT_FFN else 2
         for rows, split_tier in widths.items():
             forms = npu.ffn_forms(
                 spec.weight,
@@ -291,13 +294,18 @@ def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterat
             elif rows == spec.member_rows:
                 skipped.add("alignment", len(forms) * splits.unaligned)
                 skipped.add("stage", len(forms) * between)
-            tier: Tier = whole_tier
-            if rows != spec.member_rows:
-                tier = max(whole_tier, split_tier) if length in FFN_SPLIT_LENGTHS else 2
-                if length == 1 and rows == small:
-                    tier = 0
             for form in forms:
+                first = length in _first_lengths(form)
+                tier: Tier = 0 if first else 1 if length <= LONGEST_DEFAULT_FFN else 2
+                if rows != spec.member_rows:
+                    tier = max(tier, split_tier) if length in FFN_SPLIT_LENGTHS else 2
+                    if length == min(_first_lengths(form)) and rows == small:
+                        tier = 0
                 # Plans can do without the other forms.
-                if form != forms[0]:
-                    tier = 1 if first and tier == 0 else 2
+                if form != forms[0] and form not in INTEGER_FORMS:
+                    tier = 1 if first and tier == 0 and form == forms[1] else 2
                 yield WorkPoint("npu", LinearPoint.of(spec, length, member_rows=rows, form=form), tier, spec)
+
+
+def _first_lengths(form: GraphForm) -> tuple[int, ...]:
+    return INTEGER_FIRST_LENGTHS if form in INTEGER_FORMS else NPU_FIRST_LENGTHS

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from heterollm.base import OptionError
-from heterollm.kernels.npu import K_SPLIT_COLUMNS
+from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
 __all__ = ["NpuBound", "NpuTime", "NpuWork", "npu_time"]
@@ -35,11 +35,17 @@ SLICE_FORMS: Final = frozenset(
         "token_tiles",
         "k_chunked",
         "k_chunked_int8",
+        "integer",
     }
 )
-BLOCK_FORMS: Final = frozenset({"ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8", "ffn_weight_first"})
+BLOCK_FORMS: Final = frozenset(
+    {"ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8", "ffn_weight_first", "ffn_integer"}
+)
 FLOAT_BYTES: Final = 2
 """Of an activation, and of an unpacked weight at float activations."""
+
+CONVERTED_BYTES: Final = 4
+"""Moved for each input and output of an integer graph, which converts between FP16 and integers."""
 
 SUM_BYTES: Final = 8
 """Read and written for each output and further chunk of a chunked form: a sum in FP32."""
@@ -88,8 +94,13 @@ class NpuWork:
 
     @property
     def integer(self) -> bool:
-        """Whether the arrays compute in integers."""
+        """Whether the arrays compute in integers of 8 bits."""
         return self.integer_inputs or self.form.endswith("_int8")
+
+    @property
+    def wide_integer(self) -> bool:
+        """Whether the arrays compute in integers, with activations of 16 bits."""
+        return self.form in INTEGER_FORMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +172,11 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
         work: The run.
     """
     products = [_product(soc, work, rows, columns, chunk) for rows, columns, chunk in _products(work)]
-    gated_us = 0.0
-    if work.width:
-        # The activation reads gate and up and writes their product.
-        gated_us = 3 * work.width * work.tokens * FLOAT_BYTES / (soc.npu.vector_gbps * 1e3)
-        gated_us /= soc.npu.clock_factor
+    # The activation of a block reads gate and up and writes their product.
+    gated_bytes = 3 * work.width * work.tokens * FLOAT_BYTES
+    if work.wide_integer:
+        gated_bytes += (work.columns + work.rows) * work.tokens * CONVERTED_BYTES
+    gated_us = gated_bytes / (soc.npu.vector_gbps * soc.npu.clock_factor * 1e3)
     copy_us = _copy_us(soc, work)
     fixed_us = soc.npu.execute_us + copy_us
     parts: dict[NpuBound, float] = {
@@ -221,7 +232,7 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
     n, k, m = (-(-size // npu.tile) for size in (rows, columns, tokens))
 
     # Arrays: every row of a tile costs tile² multiply-adds.
-    native = bool(npu.integer_graphs) and work.bits == 4 and not work.integer
+    native = work.wide_integer
     rate = npu.array_tflops * (npu.integer_array_ratio if work.integer else 1.0)
     rate = (npu.int16_tflops if native else rate) * npu.clock_factor * 1e6
     row_us = 2 * npu.tile**2 / rate
@@ -231,12 +242,14 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
 
     # Weights: read packed, then unpacked.
     packed_bytes = weights * work.bits / 8 + (2 * weights / work.block if work.block else 0)
+    packed_bytes = weights * npu.integer_weight_bytes if native else packed_bytes
     element_bytes = 1 if work.integer else FLOAT_BYTES
-    # The published rate of native graphs contains long rows.
+    # The published rate of integer graphs contains long rows.
     spills = spills and not native
     codes_us = 0.0
-    if work.bits <= 8 and not native:
+    if work.bits <= 8:
         speed = npu.dequantize_gweights_per_s if work.bits == 4 else npu.dequantize_int8_gweights_per_s
+        speed = npu.expand_gweights_per_s if native else speed
         codes_us = weights / (speed * npu.clock_factor * 1e3)
     token_bytes = columns * element_bytes + rows * FLOAT_BYTES
     first_bytes = packed_bytes + token_bytes * tokens

@@ -36,6 +36,10 @@ Source: TypeAlias = Literal["published", "fitted", "prior", "extrapolated", "use
 ratio; the author of the file."""
 
 
+INTEGER_PARAMETERS: Final[tuple[str, ...]] = ("npu.expand_gweights_per_s", "npu.integer_weight_bytes")
+"""Parameters of graphs with integer activations alone."""
+
+
 def quantity(unit: str, meaning: str, low: float, high: float) -> Meta:
     """Return the annotation of a parameter.
 
@@ -123,10 +127,17 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
     ]
     every_form: Annotated[int, quantity("1", "1 if graphs have forms that HeteroLLM lacks", 0, 1)]
     integer_graphs: Annotated[
-        int, quantity("1", "1 if graphs of 4-bit weights take 16-bit integer activations", 0, 1)
+        int, quantity("1", "1 if calibrated weights have graphs with 16-bit integer activations", 0, 1)
     ]
     int16_tflops: Annotated[
-        float, quantity("TFLOP/s", "arithmetic of such graphs, which unpack no weights", 1e-3, 1e5)
+        float, quantity("TFLOP/s", "arithmetic of such graphs, in tiles of 32 tokens", 1e-3, 1e5)
+    ]
+    expand_gweights_per_s: Annotated[
+        float,
+        quantity("Gweight/s", "4-bit codes of such graphs multiplied by block scales to 8 bits", 1e-2, 1e5),
+    ]
+    integer_weight_bytes: Annotated[
+        float, quantity("byte", "size of a weight of such graphs, its share of scales included", 0.5, 4)
     ]
     io_copy_gbps: Annotated[
         float, quantity("GB/s", "copies of a graph's inputs and outputs; 0 where none are made", 0, 10_000)
@@ -170,6 +181,9 @@ class HandOverParameters(Struct, frozen=True, forbid_unknown_fields=True):
     unmap_us: Annotated[float, quantity("us", "an unmap, whatever the size", 0, 1e5)]
     map_gbps: Annotated[
         float, quantity("GB/s", "caches cleaned by maps and unmaps; 0 where the hardware does it", 0, 10_000)
+    ]
+    maps_beside_kernels: Annotated[
+        int, quantity("1", "1 if maps do not wait for kernels that read the same memory", 0, 1)
     ]
     driver_copies: Annotated[
         int, quantity("1", "1 if a driver's wait copies to and from the NPU as well", 0, 1)
@@ -261,7 +275,14 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     def digest(self) -> str:
         """Return a short hash of all values: equal hashes mean equal modelled times."""
-        return hashlib.sha256(json.dumps(self.values(), sort_keys=True).encode()).hexdigest()[:16]
+        values = self.values()
+        # No time depends on these.
+        unused = () if self.npu.integer_graphs else INTEGER_PARAMETERS
+        if not self.hand_over.maps_beside_kernels:
+            unused += ("hand_over.maps_beside_kernels",)
+        for name in unused:
+            del values[name]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def quantities() -> dict[str, Meta]:

@@ -6,19 +6,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from msgspec import structs
 
-from heterollm.base import CalibrationError, InputError, OptionError
+from heterollm.base import CalibrationError, InputError, OptionError, PlanError
 from heterollm.calibration import calibrate, load_calibration
 from heterollm.calibration.check import RangeCheck
 from heterollm.calibration.observer import LinearStatistics
 from heterollm.cli import main
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
-from heterollm.kernels.npu import FfnRanges, LinearRanges, qnn_available
+from heterollm.kernels.npu import INTEGER_FORMS, FfnRanges, LinearRanges, qnn_available
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.llm import LLM
+from heterollm.planning import precompile
+from heterollm.profiler.records import LinearKey, Profile
 from heterollm.solver import Plan
 from heterollm.solver.placements import FfnPlacement
 
@@ -43,8 +46,15 @@ def ids(bundled_model: Path) -> list[int]:
     return Tokenizer.from_folder(bundled_model).encode(text[:2000])[:67]
 
 
-def integer_plan(llm: LLM, *, ffn: bool = False) -> Plan:
-    """Return the plan of level ``npu`` with integer graphs of at least 32 tokens in the layers."""
+def integer_plan(llm: LLM, calibration: Path, *, ffn: bool = False, width: int | None = None) -> Plan:
+    """Return the plan of level ``npu`` with integer graphs of at least 32 tokens in the layers.
+
+    Args:
+        llm: A model loaded with that level.
+        calibration: The calibration of the plan.
+        ffn: Whether feed-forward networks are one graph.
+        width: Their channels on the NPU; the GPU has the others.
+    """
     entries = []
     for entry in llm.plan.entries:
         placement = entry.placement
@@ -54,12 +64,13 @@ def integer_plan(llm: LLM, *, ffn: bool = False) -> Plan:
         lengths = tuple(max(32, length) for length in placement.npu_lengths)
         if ffn and entry.group in ("gate_up", "down"):
             if entry.group == "gate_up":
-                placed = FfnPlacement(placement.npu_rows[0], lengths, "ffn_integer")
+                placed = FfnPlacement(width or placement.npu_rows[0], lengths, "ffn_integer")
                 entries.append(structs.replace(entry, group="ffn", placement=placed))
             continue
         changed = structs.replace(placement, npu_lengths=lengths, form="integer")
         entries.append(structs.replace(entry, placement=changed))
-    return structs.replace(llm.plan, entries=tuple(entries), slices=())
+    key = load_calibration(calibration).key
+    return structs.replace(llm.plan, entries=tuple(entries), slices=(), calibration=key)
 
 
 def edited(calibration: Path, folder: Path, **changes: Callable[[dict[str, Any]], None]) -> Path:
@@ -85,6 +96,16 @@ def test_the_magnitudes_are_those_that_transformers_sees(bundled_model: Path, ca
     model = AutoModelForCausalLM.from_pretrained(bundled_model, dtype=torch.float32)
     model.load_state_dict(state, strict=False)
     seen: dict[str, list[float]] = {}
+    partial: dict[str, float] = {}
+
+    def sums(name: str) -> Callable[..., None]:
+        def measure(module: Any, given: Any, _made: Any) -> None:
+            products = given[0][0].reshape(-1, 12, 64).transpose(0, 1)
+            weights = module.weight.reshape(-1, 12, 64).permute(1, 2, 0)
+            largest = float(torch.bmm(products, weights).cumsum(0).abs().max())
+            partial[name] = max(partial.get(name, 0.0), largest)
+
+        return measure
 
     def hook(name: str) -> Callable[..., None]:
         def measure(_module: Any, given: Any, made: Any) -> None:
@@ -96,6 +117,8 @@ def test_the_magnitudes_are_those_that_transformers_sees(bundled_model: Path, ca
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(hook(name))
+            if name.endswith("down_proj"):
+                module.register_forward_hook(sums(name))
     text = (bundled_model / "held_out.txt").read_text("utf-8")[-BUILT_IN_CHARACTERS:]
     every = Tokenizer.from_folder(bundled_model).encode(text)
     for window in range(WINDOWS - 1):
@@ -114,6 +137,8 @@ def test_the_magnitudes_are_those_that_transformers_sees(bundled_model: Path, ca
         members = [seen[f"model.layers.{one.layer}.{member}"] for member in names[one.group]]
         assert one.inputs == pytest.approx(members[0][0], rel=1e-3)
         assert one.outputs == pytest.approx([member[1] for member in members], rel=1e-3)
+    for ffn in found.ffns:
+        assert ffn.partial == pytest.approx(partial[f"model.layers.{ffn.layer}.mlp.down_proj"], rel=1e-3)
 
 
 def test_a_record_has_percentiles_and_outliers(calibrated: Path) -> None:
@@ -128,6 +153,8 @@ def test_a_record_has_percentiles_and_outliers(calibrated: Path) -> None:
         columns = 768 if one.group == "down" else 256
         assert sum(one.histogram) == (WINDOWS - 1) * found.window_tokens * columns
         assert all(outlier.maximum > one.threshold for outlier in one.outliers)
+    schema = Path(__file__).parents[3] / "docs" / "schemas" / "calibration.schema.json"
+    jsonschema.validate(json.loads(calibrated.read_bytes()), json.loads(schema.read_bytes()))
     ranges = found.ranges()
     qkv = found.linears[0]
     assert ranges[0, "qkv"] == LinearRanges(max(qkv.relative_outputs))
@@ -184,34 +211,39 @@ def test_a_stopped_calibration_goes_on(bundled_model: Path, calibrated: Path, tm
 
 
 def load_integer(bundled_model: Path, calibration: Path, device: str, **options: Any) -> LLM:
-    ffn = options.pop("ffn", False)
+    ffn, width = options.pop("ffn", False), options.pop("width", None)
     given = {"device": device, "scales": "stepped", "context": 600, "allow_slow": True, **options}
     with LLM.load(bundled_model, plan="npu", **given) as plain:
-        plan = integer_plan(plain, ffn=ffn)
+        plan = integer_plan(plain, calibration, ffn=ffn, width=width)
     return LLM.load(bundled_model, plan=plan, calibration=calibration, **given)
 
 
 DEVICES = [
-    ("host", False),
-    ("host", True),
+    ("host", False, None),
+    ("host", True, None),
+    ("host", True, 256),
     pytest.param(
-        *("emulator", False), marks=[pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
+        *("emulator", False, None),
+        marks=[pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)],
     ),
-    pytest.param(
-        *("emulator", True),
-        marks=[pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)],
+    *(
+        pytest.param(
+            *("emulator", True, width),
+            marks=[pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)],
+        )
+        for width in (None, 256)
     ),
 ]
 
 
-@pytest.mark.parametrize(("device", "ffn"), DEVICES)
+@pytest.mark.parametrize(("device", "ffn", "width"), DEVICES)
 def test_integer_graphs_are_within_the_gate_of_logits(
-    bundled_model: Path, calibrated: Path, ids: list[int], device: str, ffn: bool
+    bundled_model: Path, calibrated: Path, ids: list[int], device: str, ffn: bool, width: int | None
 ) -> None:
     with LLM.load(bundled_model, device="host", plan="gpu", scales="stepped", context=600) as llm:
         session = llm.session()
         expected = [*session.prefill(ids, all_logits=True), session.decode(5)]
-    with load_integer(bundled_model, calibrated, device, ffn=ffn) as llm:
+    with load_integer(bundled_model, calibrated, device, ffn=ffn, width=width) as llm:
         session = llm.session()
         got = [*session.prefill(ids, all_logits=True), session.decode(5)]
         session.reset()
@@ -236,13 +268,49 @@ def test_operators_that_failed_the_check_keep_floats(
     path = edited(calibrated, tmp_path, linear_1_down=fail)
     assert load_calibration(path).failed == ("1.down",)
     with load_integer(bundled_model, path, "host") as llm:
-        llm.session().prefill(ids)
         steps = llm.steps("prefill", len(ids))
         labels = [step.label for step in steps if (step.operator, step.action) == ("down", "graph")]
         assert [label.endswith("integer") for label in labels] == [True, False, True, True]
         [note] = [note for note in llm.notes if "float activations" in note]
         assert "1 operators" in note
         assert "1.down" in note
+
+
+@pytest.mark.parametrize("width", [None, 256])
+def test_shards_of_an_ffn_that_failed_the_check_keep_floats(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, width: int | None
+) -> None:
+    data = json.loads(calibrated.read_bytes())
+    data["ffns"][2]["split_errors"]["nmse"] = 2e-6
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(data))
+    with load_integer(bundled_model, path, "host", ffn=True, width=width) as llm:
+        labels = [step.label for step in llm.steps("decode", 1) if step.action == "graph"]
+        integer = [label.endswith("integer") for label in labels if "ffn" in label]
+        assert integer == [True, True, width is None, True]
+        assert len([note for note in llm.notes if "2.ffn" in note]) == (width is not None)
+
+
+def test_a_plan_runs_with_its_own_calibration_only(
+    bundled_model: Path, calibrated: Path, tmp_path: Path
+) -> None:
+    other = edited(calibrated, tmp_path, linear_2_o=lambda record: record.update(inputs=1e3))
+    keys = [load_calibration(path).key for path in (calibrated, other)]
+    assert keys[0] != keys[1]
+    given: dict[str, Any] = {"device": "host", "scales": "stepped"}
+    with LLM.load(bundled_model, plan="npu", **given) as llm:
+        plan = integer_plan(llm, calibrated)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    with pytest.raises(PlanError, match=f"with the calibration {keys[0]}, and the calibration {keys[1]} is"):
+        LLM.load(bundled_model, plan=path, calibration=other, **given)
+    with pytest.raises(PlanError, match="and none is given"):
+        LLM.load(bundled_model, plan=path, **given)
+    unnamed = structs.replace(plan, calibration=None)
+    assert "calibration" not in json.loads(unnamed.to_json())
+    with pytest.raises(PlanError, match="names no calibration"):
+        LLM.load(bundled_model, plan=unnamed, calibration=calibrated, **given)
 
 
 def test_saturated_outputs_are_counted(
@@ -271,20 +339,30 @@ def test_other_weights_are_refused(bundled_model: Path, calibrated: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "named"),
     [
-        lambda text: text[:1000],
-        lambda text: text.replace('"inputs"', '"input"', 1),
-        lambda text: text.replace('"windows"', '"windows": 3, "windows"', 1),
-        lambda text: text.replace('"inputs": ', '"inputs": -', 1),
-        lambda text: "[]",
+        (lambda text: text[:1000], "not JSON"),
+        (lambda text: text.replace('"inputs"', '"input"', 1), r"linears\[0\].*`input`"),
+        (lambda text: text.replace('"windows"', '"windows": 3, "windows"', 1), "windows"),
+        (lambda text: text.replace('"inputs": ', '"inputs": -', 1), r"linears\[0\]\.inputs"),
+        (lambda text: text.replace('"inputs": ', '"inputs": 1e999, "x": ', 1), r"1e999|linears\[0\]"),
+        (lambda text: text.replace('"partial": ', '"partial": NaN, "x": ', 1), r"ffns\[0\]\.partial"),
+        (lambda text: text.replace('"layer": 3', '"layer": 2'), r"linears\[12\]\.group: qkv of layer 2"),
+        (lambda text: text.replace('"group": "o"', '"group": "ffn"', 1), r"linears\[1\]\.group: ffn"),
+        (lambda text: text.replace('"nmse": ', '"nmse": [', 1), "not JSON"),
+        (lambda text: "[" * 100_000, "not JSON"),
+        (lambda text: "[]", "not a calibration"),
     ],
 )
-def test_damaged_files_are_refused(calibrated: Path, tmp_path: Path, damage: Callable[[str], str]) -> None:
+def test_damaged_files_are_refused(
+    calibrated: Path, tmp_path: Path, damage: Callable[[str], str], named: str
+) -> None:
     path = tmp_path / "damaged.json"
     path.write_text(damage(calibrated.read_text()))
-    with pytest.raises(CalibrationError):
+    with pytest.raises(CalibrationError, match=named) as caught:
         load_calibration(path)
+    assert caught.value.fix
+    assert len(str(caught.value)) < 1000
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
@@ -327,3 +405,103 @@ def test_the_command_prints_a_summary(
     assert (summary["linears"], summary["ffns"], summary["failed"]) == (16, 4, [])
     named = {"path", "model", "weights_key", "tokens", "checked_tokens", "linears", "ffns", "failed"}
     assert set(summary) == named
+
+
+# -- a profile that measures integer forms, and plans that choose among them ---------------------------
+
+
+PHONE = """
+soc: a phone
+version: 1
+based_on: snapdragon-8gen3
+description: A phone on which the NPU pays for a tiny model, and unpacks codes slowly.
+gpu:
+  gemm_tflops: {value: 0.01, unit: TFLOP/s, source: user}
+  small_tflops: {value: 0.005, unit: TFLOP/s, source: user}
+npu:
+  execute_us: {value: 1.0, unit: us, source: user}
+  dequantize_gweights_per_s: {value: 0.5, unit: Gweight/s, source: user}
+  int16_tflops: {value: INT16, unit: TFLOP/s, source: user}
+"""
+
+
+def forms_of(plan: Plan) -> set[str | None]:
+    return {entry.placement.form for entry in plan.entries if entry.placement.npu_lengths}
+
+
+def chosen_forms(device: str, model: Path, calibration: Path, folder: Path, *limits: str) -> set[str | None]:
+    """Profile a device with stepped scales, plan with and without the calibration, and run the first plan."""
+    given = [str(model), "--device", device, "--scales", "stepped"]
+    assert main(["profile", *given, "--quick"]) == 0
+    given += limits
+    paths = [folder / name for name in ("with.json", "without.json")]
+    assert main(["plan", *given, "-o", str(paths[0]), "--calibration", str(calibration)]) == 0
+    assert main(["plan", *given, "-o", str(paths[1])]) == 0
+    plan, without = map(Plan.load, paths)
+    assert plan.calibration == load_calibration(calibration).key
+    assert without.calibration is None
+    assert not forms_of(without) & INTEGER_FORMS
+    if plan.uses_npu:
+        options: dict[str, Any] = {"device": device, "scales": "stepped", "allow_slow": True}
+        with LLM.load(model, plan=paths[0], calibration=calibration, context=256, **options) as llm:
+            llm.session().prefill(range(40))
+            labels = [step.label for step in llm.steps("prefill", 40) if step.action == "graph"]
+            assert any("integer" in label for label in labels) == bool(forms_of(plan) & INTEGER_FORMS)
+    return forms_of(plan)
+
+
+@pytest.mark.parametrize(("rate", "integers"), [("9.3", True), ("0.001", False)])
+def test_a_plan_takes_integer_forms_where_the_profile_has_them_faster(
+    bundled_model: Path,
+    calibrated: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rate: str,
+    integers: bool,
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    soc = tmp_path / "phone.yaml"
+    soc.write_text(PHONE.replace("INT16", rate))
+    forms = chosen_forms(f"sim:{soc}", bundled_model, calibrated, tmp_path)
+    assert bool(forms & INTEGER_FORMS) == integers
+    words = "some NPU graphs compute in integers" if integers else "no NPU graph computes in integers"
+    assert f"{load_calibration(calibrated).key}: {words}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.skipif(not USABLE, reason=REASON)
+def test_the_emulators_profile_chooses_integer_forms(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    # An emulated NPU does not pay beside a real GPU, whose share is therefore as small as it can be.
+    chosen = chosen_forms("emulator", bundled_model, calibrated, tmp_path, "--gpu-share", "0.01")
+    measured = Profile.load(next((tmp_path / "cache" / "profiles").glob("*.json")))
+    assert "integer" in {key.point.form for key, _ in measured.of_kind(LinearKey)}
+    assert chosen & INTEGER_FORMS
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.skipif(not USABLE, reason=REASON)
+def test_integer_graphs_that_were_compiled_ahead_are_found(
+    bundled_model: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {"scales": "stepped", "context": 64}
+    with LLM.load(bundled_model, device="host", plan="layer", **options) as llm:
+        plan = integer_plan(llm, calibrated)
+    ahead = structs.replace(plan, device="snapdragon")
+    given: dict[str, Any] = {"soc": "57", "prompts": [32], "decode": False, **options}
+    with pytest.raises(PlanError, match="and none is given"):
+        precompile(bundled_model, plan=ahead, **given)
+    built = precompile(bundled_model, plan=ahead, calibration=calibrated, **given).builds
+    assert [(one.length, one.compiled, one.loadable) for one in built] == [(32, 4, 4)] * 4
+    options["allow_slow"] = True
+    emulated = structs.replace(plan, device="emulator")
+    with LLM.load(bundled_model, device="emulator", plan=emulated, calibration=calibrated, **options) as llm:
+        graphs = [step.label for step in llm.steps("prefill", 32) if step.action == "graph"]
+        assert all(label.endswith("integer") for label in graphs)
+        assert (llm.device.npu.compiled_count, len(graphs)) == (0, 16)

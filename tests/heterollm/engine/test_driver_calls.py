@@ -123,12 +123,19 @@ def test_a_split_in_shared_virtual_memory_has_one_wait_at_most(
     assert found["wait"] == (splits if sync == "event" else 0)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 def test_a_split_of_mapped_memory_maps_its_input_and_its_output(
+    beside: bool,
+    monkeypatch: pytest.MonkeyPatch,
     load: Callable[[MemoryKind, str | Plan, str], LLM],
     half_rows_of_llama: Plan,
     calls: Counter[str],
 ) -> None:
-    """And the pass its tokens, step and logits."""
+    """And the pass its tokens, step and logits; a queue for maps costs no further call."""
+    monkeypatch.setattr(
+        "heterollm.kernels.gpu.runtime.queue_for_maps",
+        lambda context, device, _queue: cl.CommandQueue(context, device) if beside else None,
+    )
     found, splits = count(load("mapped", half_rows_of_llama, "event"), calls, 1)
     assert (found["map"], found["unmap"]) == (2 * splits + 3, 2 * splits + 3)
     assert (found["wait"], found["finish"], found["copy"]) == (splits, 1, 0)

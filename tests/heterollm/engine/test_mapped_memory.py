@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from heterollm.kernels.gpu import MemoryKind, OpenClRuntime, SharedArray
+from heterollm.kernels.gpu.maps import queue_for_maps
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Plan, level_plan, model_shape
@@ -76,8 +77,8 @@ class SeparateMemory(SharedArray):
 
     __slots__ = ("reading", "transfers")
 
-    def __init__(self, array, buffer, queue):
-        super().__init__(array, buffer, queue, coherent=False)
+    def __init__(self, array, buffer, queue, map_queue):
+        super().__init__(array, buffer, queue, False, map_queue)
         self.reading = False
         self.transfers = 0
         self._spoil()
@@ -88,7 +89,8 @@ class SeparateMemory(SharedArray):
     def acquire(self, size_bytes=None):
         if self._mapped is None:
             self._mapped = self.array.reshape(-1).view(np.uint8)[:size_bytes]
-            cl.enqueue_copy(self._queue, self._mapped, self.buffer, is_blocking=True)
+            # In the queue of the maps: only fences order it behind the kernels that write.
+            cl.enqueue_copy(self._map_queue or self._queue, self._mapped, self.buffer, is_blocking=True)
             self.transfers += 1
 
     def acquire_to_read(self, size_bytes=None):
@@ -114,7 +116,7 @@ def separate_memory(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
         array = shared(runtime, shape, dtype).array
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
         buffer = cl.Buffer(runtime.context, flags, hostbuf=array)
-        made.append(SeparateMemory(array, buffer, runtime.queue))
+        made.append(SeparateMemory(array, buffer, runtime.queue, runtime.map_queue))
         return made[-1]
 
     monkeypatch.setattr(OpenClRuntime, "shared", allocate)
@@ -124,6 +126,17 @@ def separate_memory(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
 def choose(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind) -> None:
     """Open devices with a kind of shared memory from now on."""
     monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, shared_memory=kind))
+
+
+@pytest.fixture(params=[False, True], ids=["maps wait", "maps beside kernels"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether drivers map beside kernels."""
+
+    def queue(context: cl.Context, device: cl.Device, _queue: cl.CommandQueue) -> cl.CommandQueue | None:
+        return cl.CommandQueue(context, device) if request.param else None
+
+    monkeypatch.setattr("heterollm.kernels.gpu.runtime.queue_for_maps", queue)
+    return request.param
 
 
 @pytest.fixture
@@ -154,6 +167,7 @@ def test_no_kind_of_memory_changes_a_logit(
 
 def test_the_host_touches_memory_only_while_it_holds_it(
     plan: str | Plan,
+    beside: bool,
     checkpoint: Callable[..., Path],
     host_llm: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
@@ -174,16 +188,53 @@ def test_the_host_touches_memory_only_while_it_holds_it(
 
 
 def test_the_parts_of_a_row_cut_start_together(
-    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], incoherent: None
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], incoherent: None, beside: bool
 ) -> None:
-    """Mapping waits for the queue, so it must come before the GPU's part is enqueued."""
+    """Where maps wait for the queue, they come before the GPU's part, else behind it and behind the wait."""
     folder = checkpoint("llama")
     llm = host_llm(folder, plan=cut_plan("rows", host_llm(folder, plan="gpu")))
     steps = [step for step in llm.steps("prefill", 64) if step.name == "0.qkv"]
-    assert [(step.action, *map(str, (*step.reads, *step.writes))) for step in steps[2:6]] == [
+    maps = [
         ("acquire_to_read", f"linear_input[0:{64 * 192 * 4}]"),
         ("acquire", f"npu_output[0:{64 * 64 * 4}]"),
-        ("kernel", "linear_input", "gpu_output"),
-        ("flush",),
     ]
+    shard = [("kernel", "linear_input", "gpu_output"), ("flush",)]
+    wait = [("wait",)]
+    assert [(step.action, *map(str, (*step.reads, *step.writes))) for step in steps[1:6]] == (
+        shard + wait + maps if beside else wait + maps + shard
+    )
     assert [step.action for step in steps[6:]] == ["graph", "release", "release"]
+
+
+def test_maps_beside_kernels_are_used_only_where_the_driver_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that reads a buffer must still run when the buffer is mapped."""
+    runtime = open_device("host", shared_memory="mapped").gpu
+    mapped = cl.enqueue_map_buffer
+
+    def waiting(queue: cl.CommandQueue, *arguments: object, **options: object) -> object:
+        runtime.queue.finish()
+        return mapped(queue, *arguments, **options)
+
+    monkeypatch.setattr("heterollm.kernels.gpu.maps.LONGEST_COUNT", 1 << 15)
+    monkeypatch.setattr(cl, "enqueue_map_buffer", waiting)
+    assert queue_for_maps(runtime.context, runtime._device, runtime.queue) is None
+    # A driver that refuses leaves maps where they were, too.
+    monkeypatch.setattr(cl, "enqueue_map_buffer", raising)
+    assert queue_for_maps(runtime.context, runtime._device, runtime.queue) is None
+    runtime.finish()
+
+
+def raising(*_arguments: object, **_options: object) -> None:
+    raise cl.LogicError("clEnqueueMapBuffer failed: INVALID_OPERATION")
+
+
+def test_memory_is_mapped_behind_its_own_unmap(incoherent: None, beside: bool) -> None:
+    memory = open_device("host", shared_memory="mapped").gpu.shared((1024,), np.float32)
+    assert (memory._map_queue is not None) == beside
+    for value in range(8):
+        memory.acquire()
+        assert memory.array[0] == max(0, value - 1)
+        memory.array[:] = value
+        memory.release()

@@ -13,11 +13,14 @@ from heterollm.base import OptionError
 from heterollm.cli import main
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
+from heterollm.kernels.sim.clock import SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.profiler.records import Profile
 from heterollm.report.tables_sweep import read_simulated
 from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
 from heterollm.simulate.account import USES
+from heterollm.solver.profile_costs import overheads_of
 
 SMALL, OWN, PAPER = "llama-3.2-1b", "snapdragon-8gen3", "snapdragon-8gen3-paper"
 MAPPED = {"memory.fine_grained_svm": 0.0}
@@ -61,6 +64,30 @@ def test_mapped_memory_takes_the_engines_mapped_path(results):
     assert (
         results["mapped"].prefill.elapsed_us > results["shared"].prefill.elapsed_us + 0.9 * lost_us["mapped"]
     )
+
+
+def test_where_maps_do_not_wait_the_gpu_computes_meanwhile():
+    found = {}
+    for beside in (0.0, 1.0):
+        device = open_device(
+            f"sim:{OWN}", simulation=Simulation(overrides=MAPPED | {"hand_over.maps_beside_kernels": beside})
+        )
+        assert device.gpu.maps_beside_kernels == bool(beside)
+        assert device.description().get("maps_beside_kernels", False) == bool(beside)
+        clock, costs = clock_of(device), soc_of(device).hand_over
+        memory = device.gpu.shared((2048,), np.float16)
+        job = SimulatedJob("shard", 5 * costs.map_us)
+        clock.submit(job)
+        begin_us = clock.now_us
+        memory.acquire()
+        found[beside] = clock.now_us - begin_us
+        memory.release()
+    assert found[1.0] < 2 * soc_of(device).hand_over.map_us < 5 * costs.map_us < found[0.0]
+    # The solver prices the same: a shard of the GPU begins before the maps.
+    changed = {**MAPPED, "hand_over.maps_beside_kernels": 1.0}
+    for overrides, empties in ((MAPPED, True), (changed, False)):
+        simulated = open_device(f"sim:{OWN}", simulation=Simulation(overrides=overrides))
+        assert overheads_of(Profile(simulated.description(), {}, {})).empties_queue == empties
 
 
 @pytest.mark.parametrize("mapped_bytes", [None, 4096])
@@ -128,7 +155,6 @@ def test_a_load_plans_for_all_lengths_within_what_the_npu_addresses():
     ("changed", "slower"),
     [
         ({"npu.clock_factor": 0.5}, True),
-        ({"npu.integer_graphs": 1.0}, False),
         ({"npu.io_copy_gbps": 0.0}, False),
         ({"npu.execute_us": 400.0}, True),
     ],
@@ -139,16 +165,47 @@ def test_each_parameter_of_the_npu_changes_a_prompt(results, changed, slower):
     assert found.prefill.elapsed_us != results["shared"].prefill.elapsed_us
 
 
-def test_integer_graphs_unpack_nothing_and_do_not_spill():
-    native = load_soc(OWN, {"npu.integer_graphs": 1})
-    time = npu_time(native, NpuWork(4096, 14336, 256, 4, 128))
-    assert time.dequantise_us == time.spill_us == 0
-    # Their rate is the published one, in whole tiles and without loading them.
-    flops = 2 * 4096 * 14336 * 256
-    assert time.array_us >= flops / (native.npu.int16_tflops * 1e6)
-    # Weights of 8 bits and graphs of 8-bit inputs are as they were.
-    for work in (NpuWork(4096, 4096, 256, 8, 128), NpuWork(4096, 4096, 256, 4, 128, integer_inputs=True)):
-        assert npu_time(native, work) == npu_time(load_soc(OWN), work)
+def test_integer_graphs_expand_codes_to_bytes_and_do_not_spill():
+    soc = load_soc(OWN)
+    rows, columns = 4096, 14336
+    work = NpuWork(rows, columns, 256, 4, 128, "integer")
+    time, plain = npu_time(soc, work), npu_time(soc, replace(work, form="matmul_nbits"))
+    assert time.spill_us == 0 < plain.spill_us
+    # The published rate, in whole tiles and with the time to load them.
+    assert time.array_us >= 2 * rows * columns * 256 / (soc.npu.int16_tflops * 1e6)
+    assert time.dequantise_us == pytest.approx(rows * columns / (soc.npu.expand_gweights_per_s * 1e3))
+    moved_bytes = rows * columns * soc.npu.integer_weight_bytes + (rows + columns) * 2 * 256
+    assert time.dram_bytes == pytest.approx(moved_bytes)
+    # Conversions of inputs and outputs, two bytes read and two written each.
+    assert time.vector_us == pytest.approx((rows + columns) * 256 * 4 / (soc.npu.vector_gbps * 1e3))
+    steps = [npu_time(soc, replace(work, tokens=tokens)).array_us for tokens in (1, 32, 33, 64)]
+    assert steps[0] == steps[1] < steps[2] == steps[3]
+
+
+def test_parameters_of_integer_graphs_are_no_identity_of_a_soc_without_them():
+    changed = {"npu.expand_gweights_per_s": 1.0}
+    assert load_soc(PAPER, changed).digest() == load_soc(PAPER).digest()
+    assert load_soc(OWN, changed).digest() != load_soc(OWN).digest()
+
+
+@pytest.mark.parametrize("soc", [OWN, PAPER])
+def test_calibrated_models_have_integer_graphs_where_the_profile_has_them_faster(soc):
+    forms = {}
+    for calibrated in (False, True):
+        case = asked(level="block", soc=soc, every_form=True, calibrated=calibrated)
+        found = forms[calibrated] = simulate(replace(case, decode=2))
+        assert found.to_dict()["calibrated"] == calibrated
+        assert found.plan.calibration == ("assumed" if calibrated else None)
+        assert found.plan.has_integer_forms == (found.prefill.npu_us[0] > 0) == (calibrated and soc == OWN)
+    if soc == OWN:
+        assert forms[True].prefill.elapsed_us < forms[False].prefill.elapsed_us
+        integer_us, npu_us = forms[True].prefill.npu_us
+        assert 0 < integer_us <= npu_us
+        # Where integers are slow, the same profile keeps floats.
+        slow = {"npu.int16_tflops": 0.01}
+        assert not simulate(replace(case, overrides=slow)).plan.has_integer_forms
+    else:
+        assert forms[True].prefill.elapsed_us == forms[False].prefill.elapsed_us
 
 
 def test_the_kernel_for_few_tokens_reads_no_faster_than_the_dram():
@@ -170,6 +227,12 @@ def test_the_command_says_where_the_time_goes(capfd):
     data = json.loads(capfd.readouterr().out)
     operators = data["explained_ms"]["prefill"].values()
     assert sum(sum(one.values()) for one in operators) == pytest.approx(data["prefill_ms"])
+    assert main([*given, "--plan", "tensor", "--calibrated", "--explain"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "Assumed: weights have stepped scales" in shown
+    assert "Integer graphs take" in shown
+    assert main([*given, "--calibrated", "--numerics"]) != 0
+    assert "ranges are not assumed" in capfd.readouterr().err
     assert main([*given, "--json"]) == 0
     assert "explained_ms" not in json.loads(capfd.readouterr().out)
     assert main(["simulate", SMALL, "--prompt", "64,128", "--explain"]) != 0
@@ -189,7 +252,7 @@ def test_the_rows_of_the_what_ifs_are_those_of_the_committed_model():
         sys.path.remove(str(BENCH))
     rows = read_simulated(BENCH / "results" / "simulated_path.jsonl")
     cases = what_if.path_cases()
-    named = ("model", "soc", "plan_level", "plan_for", "what_if", "prompt_tokens", "decode_tokens")
+    named = ("model", "soc", "plan_level", "plan_for", "what_if", "calibrated", "prompt_tokens")
     stated = [[getattr(row, name) for name in named] for row in rows]
     assert stated == [[getattr(SimulatedRow.of(case), name) for name in named] for case in cases]
     assert not [row.error for row in rows if row.error]

@@ -438,6 +438,7 @@ def simulate(name: str, folder: Path) -> tuple[int, str]:
         "OCLGRIND_DATA_RACES": "1",
         "HETEROLLM_CACHE": str(folder),
     }
+    environment.pop("HETEROLLM_SHARED_MEMORY", None)  # it has no shared virtual memory
     command = [sys.executable, "-P", __file__, name]
     done = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600, check=False

@@ -481,6 +481,7 @@ def test_tuned_kernels_for_gpus_have_no_races_and_stay_in_bounds(cache_folder):
         pytest.skip("needs oclgrind, such as `apt install oclgrind`")
     environment = os.environ | {"OCL_ICD_VENDORS": str(simulator), "OCLGRIND_DATA_RACES": "1"}
     environment.pop(TARGET_VARIABLE, None)  # no other OpenCL runtime can be told
+    environment.pop("HETEROLLM_SHARED_MEMORY", None)  # it has no shared virtual memory
     done = subprocess.run(
         [sys.executable, "-P", "-c", SIMULATED],
         env=environment,

@@ -1,5 +1,6 @@
 """Graph forms with 16-bit activations: numbers, the compiler's own operations, and all that is refused."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -23,6 +24,7 @@ from heterollm.kernels.npu import (
 )
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.qnn import BLOCK_OPTION
+from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
@@ -178,6 +180,18 @@ def test_every_hexagon_takes_the_form(soc, form, tmp_path, monkeypatch):
     assert form in npu.forms(STEPPED, columns=256, length=32)
     built = npu.build(linear_case()[0], 32, form)
     assert built.compiled
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiles"),
+    [pytest.param(*case, marks=[*emulated, pytest.mark.slow]) for case in (("f4", True), ("f2", False))],
+)
+def test_a_hexagon_without_float16_takes_the_form_with_wide_edges(dtype, compiles, tmp_path):
+    """docs/integer-activations.md says so of chip 37, and why it is refused all the same."""
+    model = write_graph(linear_case()[0], "integer", np.dtype(dtype), tmp_path, 32)
+    target = QnnNpu(emulator=True, soc_model="37")._compiler_target("integer")
+    with contextlib.nullcontext() if compiles else pytest.raises(GraphError, match="Cast"):
+        compile_graph(model, tmp_path / "compiled.onnx", target, "integer", in_child=True)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import GpuWork
-from heterollm.kernels.npu import INTEGER_FORMS, GraphForm
+from heterollm.kernels.npu import GraphForm
 from heterollm.kernels.sim import SocParameters, Usage, energy, soc_names
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.memory_model import granted_gbps, shared_rates, together_us
@@ -38,8 +38,8 @@ def npu_us(
 # -- the NPU -------------------------------------------------------------------------------------------
 
 
-def test_every_form_but_the_integer_ones_is_known() -> None:
-    assert set(get_args(GraphForm)) - set(INTEGER_FORMS) == SLICE_FORMS | BLOCK_FORMS
+def test_every_form_is_known() -> None:
+    assert set(get_args(GraphForm)) == SLICE_FORMS | BLOCK_FORMS
 
 
 def test_time_moves_in_steps_of_32_tokens_where_arrays_are_the_limit() -> None:
