@@ -44,9 +44,6 @@ BLOCK_FORMS: Final = frozenset(
 FLOAT_BYTES: Final = 2
 """Of an activation, and of an unpacked weight at float activations."""
 
-CONVERTED_BYTES: Final = 4
-"""Moved for each input and output of an integer graph, which converts between FP16 and integers."""
-
 SUM_BYTES: Final = 8
 """Read and written for each output and further chunk of a chunked form: a sum in FP32."""
 
@@ -174,8 +171,6 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     products = [_product(soc, work, rows, columns, chunk) for rows, columns, chunk in _products(work)]
     # The activation of a block reads gate and up and writes their product.
     gated_bytes = 3 * work.width * work.tokens * FLOAT_BYTES
-    if work.wide_integer:
-        gated_bytes += (work.columns + work.rows) * work.tokens * CONVERTED_BYTES
     gated_us = gated_bytes / (soc.npu.vector_gbps * soc.npu.clock_factor * 1e3)
     copy_us = _copy_us(soc, work)
     fixed_us = soc.npu.execute_us + copy_us
