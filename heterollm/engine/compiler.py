@@ -52,7 +52,7 @@ class Compiler:
         self._runtime = device.gpu
         self._fences = fences
         self._check = SlotCheck.from_environment(device.gpu)
-        self._splits = SplitEmitter(device, weights, ranges)
+        self._splits = SplitEmitter(device, weights, plan, ranges)
         sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
         self.pool = Pool(device.gpu, {slot: size for slot, size in sizes.items() if not is_private(slot)})
         self.private = {

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from heterollm.engine.builder import PassBuilder, PlacedOp
-from heterollm.engine.npu_shards import npu_shard
+from heterollm.engine.npu_shards import (
+    PlannedGraph,
+    context_graphs,
+    npu_shard,
+    planned_contexts,
+    planned_graphs,
+)
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import DeviceMemory, GpuLinear, Launch, Segments, SharedArray
-from heterollm.kernels.npu import INTEGER_FORMS, NpuGraph, StaticRanges
+from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, NpuShard, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
-from heterollm.solver import Placement
+from heterollm.solver import Placement, Plan
 
 __all__ = ["NO_RANGES", "SplitEmitter"]
 
@@ -38,6 +45,7 @@ class SplitEmitter:
         self,
         device: Device,
         weights: ModelWeights,
+        plan: Plan,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._device = device
@@ -46,6 +54,14 @@ class SplitEmitter:
         self._float_operators: dict[str, None] = {}
         self.saturation = SaturationCount()
         self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
+        packager = device.packager
+        if packager is not None and packager.context_layers:
+            graphs = [
+                replace(graph, form=self._form(graph.spec, graph.npu_rows, graph.form))
+                for graph in planned_graphs(plan, weights.specs)
+            ]
+            contexts = planned_contexts(graphs, packager.context_layers)
+            packager.package(context_graphs(contexts, self._shard))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -206,7 +222,7 @@ class SplitEmitter:
         x = op.source.view(dtype, (total, spec.columns))
         y = op.npu_output.view(dtype, (total, rows))
         shard = shard_name(op.name, spec, tuple((0, own) for own in placement.npu_rows))
-        chosen = self._form(spec, placement)
+        chosen = self._form(spec, placement.npu_rows, placement.form)  # type: ignore[arg-type]
         form = "" if chosen is None else f" as {chosen}"
         first = 0
         for length in placement.npu_lengths:
@@ -227,25 +243,29 @@ class SplitEmitter:
             builder.graph(op, run, label, reads, writes, work)
             first += length
 
-    def _form(self, spec: OpSpec, placement: Placement) -> str | None:
+    def _form(self, spec: OpSpec, npu_rows: tuple[int, ...], form: GraphForm | None) -> GraphForm | None:
         """Return the planned form, or the default in place of an integer one without ranges."""
-        if placement.form not in INTEGER_FORMS:
-            return placement.form
-        whole = spec.then is None or placement.npu_rows == spec.member_rows
+        if form not in INTEGER_FORMS:
+            return form
+        whole = spec.then is None or npu_rows == spec.member_rows
         if whole and (spec.layer, spec.group) in self._ranges:
-            return placement.form
+            return form
         self._float_operators[operator_name(spec.group, spec.layer)] = None
         return None
 
-    def _graph(self, spec: OpSpec, placement: Placement, form: str | None, length: int) -> NpuGraph:
+    def _shard(self, graph: PlannedGraph) -> NpuShard:
+        place = (graph.spec.layer, graph.spec.group)
+        ranges = self._ranges.get(place) if graph.form in INTEGER_FORMS else None
+        return npu_shard(self._weights, graph.spec, graph.npu_rows, ranges)
+
+    def _graph(self, spec: OpSpec, placement: Placement, form: GraphForm | None, length: int) -> NpuGraph:
         npu = self._device.npu
         assert npu is not None  # loading has checked the plan
         key = (spec.layer, spec.group, placement.npu_rows, form, length)
         if key not in self._graphs:
             # The shard is not kept: its stacked members are a second copy of the weights.
-            ranges = self._ranges.get((spec.layer, spec.group)) if form in INTEGER_FORMS else None
-            shard = npu_shard(self._weights, spec, placement.npu_rows, ranges)
-            self._graphs[key] = npu.prepare(shard, length, form)  # type: ignore[arg-type]
+            shard = self._shard(PlannedGraph(spec, placement.npu_rows, length, form))
+            self._graphs[key] = npu.prepare(shard, length, form)
         return self._graphs[key]
 
 

@@ -137,6 +137,7 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
     io_by_graph: Annotated[
         int, quantity("1", "1 if each graph reserves memory for its own input and output", 0, 1)
     ]
+    shared_contexts: Annotated[int, quantity("1", "1 if the lengths of a slice share its weights", 0, 1)]
 
 
 class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):

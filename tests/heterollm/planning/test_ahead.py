@@ -43,11 +43,12 @@ def compiled(tmp_path_factory, bundled_model):
 class TestTheBundledModel:
     def test_every_group_has_a_graph_of_each_length_in_each_layer(self, compiled):
         result, folder, steps = compiled
-        assert [(build.group, build.length) for build in result.builds] == [
-            (group, length) for group in GROUPS for length in (1, 32)
+        assert [(build.group, build.lengths) for build in result.builds] == [
+            (group, (length,)) for group in GROUPS for length in (1, 32)
         ]
         for build in result.builds:
-            assert (build.graphs, build.compiled, build.loadable, build.refusal) == (4, 4, 4, "")
+            assert (build.graphs, build.contexts, build.compiled) == (4, 4, 4)
+            assert (build.loadable, build.refusal) == (4, "")
             assert build.build_s > 0
         files = [path for path in (folder / "graphs").iterdir() if path.suffix != ".lock"]
         assert len(files) == 3 * 32
@@ -138,13 +139,14 @@ def test_lengths_that_are_no_numbers(capsys, bundled_model, text):
 
 def test_the_report_says_what_does_not_load_and_what_to_copy(tmp_path):
     builds = (
-        GroupBuild("qkv", 1, 4, 4, 0, 5 * 2**20, 1.25, "refused by QNN"),
-        GroupBuild("down", 32, 4, 0, 4, 3 * 2**20, 0.0, ""),
+        GroupBuild("qkv", (1,), 4, 4, 4, 0, 5 * 2**20, 1.25, "refused by QNN"),
+        GroupBuild("down", (32, 64), 8, 4, 0, 8, 3 * 2**20, 0.0, ""),
     )
     versions = {"onnxruntime-qnn": "2.7.0", "qairt": "2.51.0"}
     result = Precompiled("87", "Snapdragon 8 Elite Gen 5", "npu", "fp16", tmp_path, versions, builds)
     text = report.render(report.precompile_report(result), width=200)
     assert "0 of 4: refused by QNN" in text
+    assert "32, 64" in text
     assert "8.0 MiB" in text
     assert f"Copy the files in {tmp_path}" in text
     assert "onnxruntime-qnn 2.7.0 (QAIRT 2.51.0)" in text
