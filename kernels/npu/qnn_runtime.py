@@ -14,6 +14,7 @@ import importlib.util
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +156,10 @@ def open_session(
     return session
 
 
+_opening_context = threading.Lock()
+"""Held while a context opens: another thread's sessions would take its graphs from the provider's list."""
+
+
 def open_context(models: Sequence[Path], target: QnnTarget, label: str) -> list[Any]:
     """Open one session for each graph of a context binary; close them last to first.
 
@@ -175,12 +180,13 @@ def open_context(models: Sequence[Path], target: QnnTarget, label: str) -> list[
     if len(models) == 1:
         return [open_session(models[0], target, label)]
     sessions: list[Any] = []
-    try:
-        sessions.extend(open_session(model, target, label, sharing="more") for model in models)
-    except BaseException:
-        while sessions:
-            sessions.pop()
-        raise
+    with _opening_context:
+        try:
+            sessions.extend(open_session(model, target, label, sharing="more") for model in models)
+        except BaseException:
+            while sessions:
+                sessions.pop()
+            raise
     return sessions
 
 
