@@ -19,11 +19,17 @@ __all__ = [
     "GraphIdentity",
     "HeldContext",
     "HeldContexts",
+    "PackedGraph",
     "SharingVerdict",
+    "context_label",
 ]
 
 GraphIdentity: TypeAlias = tuple[ShardKey, GraphForm, int]
 """Shard, form and length of a graph."""
+
+
+PackedGraph: TypeAlias = tuple[NpuShard, GraphForm, int]
+"""Shard, form and length of a graph to open or build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +186,13 @@ class HeldContexts:
             context.close()
         self._contexts.clear()
         self._of_graph.clear()
+
+
+def context_label(graphs: Sequence[PackedGraph]) -> str:
+    """Return the name of a context in messages."""
+    shard, form, length = graphs[0]
+    if len(graphs) == 1:
+        return f"{shard.label} ({form}, {length} tokens)"
+    shards = " and ".join(dict.fromkeys(own.label for own, _, _ in graphs))
+    lengths = ", ".join(map(str, dict.fromkeys(tokens for _, _, tokens in graphs)))
+    return f"{shards} ({form}, {lengths} tokens in one context)"

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,10 +28,12 @@ from heterollm.kernels.npu.contexts import (
     GraphIdentity,
     HeldContext,
     HeldContexts,
+    PackedGraph,
     SharingVerdict,
+    context_label,
 )
 from heterollm.kernels.npu.forms import integer_forms, k_split_ffn_forms, reshaped_forms
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, shard_digest, write_graph
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import INTEGER_FORMS, STANDARD_LENGTHS, GraphForm, TimeKind, check_form
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph, compile_shared
@@ -46,7 +48,7 @@ from heterollm.kernels.npu.qnn_sharing import (
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard
+from heterollm.kernels.npu.shards import LinearShard, NpuShard
 from heterollm.kernels.ops import Activation, Power, WeightFormat
 
 __all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
@@ -67,9 +69,6 @@ CHILD_WEIGHT_BYTES = 16 * MIB
 
 
 SHARED_REFUSAL: Final = "a context with shared weights loads on a Hexagon only"
-
-PackedGraph: TypeAlias = tuple[NpuShard, GraphForm, int]
-"""Shard, form and length of a graph to open or build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +281,7 @@ class QnnNpu:
         """
         chosen = check_form(self, shard, length, form)
         graphs = self._context_of(shard, length, form, chosen)
-        stored, label = self._stored(graphs), _label(graphs)
+        stored, label = self._stored(graphs), context_label(graphs)
         with locked(stored.model):
             compiled = stored.problem() is not None
             if compiled:
@@ -405,6 +404,8 @@ class QnnNpu:
             own = made.get(graph.place[:3])
             if own is None:
                 own = made[graph.place[:3]] = graph.shard()
+            if own.weights_key != shard.weights_key:  # another model on this backend
+                continue
             other = check_form(self, own, graph.length, graph.form)
             found[own.key, other, graph.length] = own, other, graph.length
         # A compiler takes one set of options for all graphs of a context.
@@ -414,7 +415,7 @@ class QnnNpu:
 
     def _hold(self, graphs: Sequence[PackedGraph]) -> None:
         """Open the context of some graphs, and build it first if necessary."""
-        stored, label, size_bytes = self._stored(graphs), _label(graphs), self._context_bytes(graphs)
+        stored, label, size_bytes = self._stored(graphs), context_label(graphs), self._context_bytes(graphs)
         keys = [(shard.key, form, length) for shard, form, length in graphs]
         if self._temporary is not None:
             self._removable.update(dict.fromkeys(keys, stored))
@@ -528,30 +529,12 @@ class QnnNpu:
         return replace(own[0], identity={"context": [one.identity for one in own]}, graphs=len(own))
 
     def _binary(self, shard: NpuShard, form: GraphForm, length: int) -> ContextBinary:
-        identity: dict[str, Any] = {
-            "weights": shard.weights_key,
-            "content": shard_digest(shard),
-            "layer": shard.layer,
-            "group": shard.group,
-            "row_ranges": shard.row_ranges,
-            "columns": shard.columns,
-            "format": str(shard.format),
-            "form": form,
-            "length": length,
+        options = self._compiler_target([form]).options
+        identity = graph_identity(shard, form, length) | {
             "dtype": str(self.activation_dtype),
             "soc": self.soc_model,
-            "options": {
-                name: value
-                for name, value in self._compiler_target([form]).options.items()
-                if name != "soc_model"
-            },
+            "options": {name: value for name, value in options.items() if name != "soc_model"},
         }
-        if isinstance(shard, FfnShard):
-            identity |= {
-                "activation": shard.activation,
-                "outputs": shard.rows,
-                "bias": shard.bias is not None,
-            }
         versions = qnn_versions()
         made_by = {
             "graph_version": GRAPH_VERSION,
@@ -559,13 +542,3 @@ class QnnNpu:
             "qairt": versions["qairt"],
         }
         return ContextBinary(identity, made_by, self._temporary)
-
-
-def _label(graphs: Sequence[PackedGraph]) -> str:
-    """Return the name of a context in messages."""
-    shard, form, length = graphs[0]
-    if len(graphs) == 1:
-        return f"{shard.label} ({form}, {length} tokens)"
-    shards = " and ".join(dict.fromkeys(own.label for own, _, _ in graphs))
-    lengths = ", ".join(map(str, dict.fromkeys(tokens for _, _, tokens in graphs)))
-    return f"{shards} ({form}, {lengths} tokens in one context)"

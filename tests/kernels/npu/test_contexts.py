@@ -131,9 +131,9 @@ def qnn(monkeypatch, cache_folder):
 LENGTHS = (1, 32, 64)
 
 
-def shard_of(make_slice, layer, rows=64):
+def shard_of(make_slice, layer, rows=64, model="model"):
     weight = make_slice(rows, 256, seed=layer).weight
-    return LinearShard(weight, layer, "o", ((0, rows),), "model")
+    return LinearShard(weight, layer, "o", ((0, rows),), model)
 
 
 def packaged(npu, shards, layers):
@@ -217,6 +217,15 @@ def test_contexts_open_and_close_whole_within_the_address_space(qnn, make_slice)
     # Three at a time, the owner, which was opened first, last.
     triples = [tuple(qnn.closed[at : at + 3]) for at in range(0, len(qnn.closed), 3)]
     assert set(triples) <= {(64 + n / 2, 32 + n / 2, 1 + n / 2) for n in range(4)}
+
+
+def test_models_share_no_contexts(qnn, make_slice):
+    npu = QnnNpu(emulator=True, context_layers=2)
+    first, _ = (
+        packaged(npu, [shard_of(make_slice, layer, model=name) for layer in range(2)], 2) for name in "ab"
+    )
+    run(npu, first[0], 32)
+    assert npu.open_bytes == first[0].weight_bytes + sum(LENGTHS) * (256 + 64) * 2
 
 
 def test_contexts_are_kept_by_chip_version_and_content(qnn, make_slice, cache_folder, caplog):
