@@ -262,7 +262,11 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     def digest(self) -> str:
         """Return a short hash of all values: equal hashes mean equal modelled times."""
-        return hashlib.sha256(json.dumps(self.values(), sort_keys=True).encode()).hexdigest()[:16]
+        values = self.values()
+        # Without sharing, profiles and rows stay valid that were made before the parameter existed.
+        if not values["npu.shared_contexts"]:
+            del values["npu.shared_contexts"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def quantities() -> dict[str, Meta]:
