@@ -137,6 +137,7 @@ KNOWN: Final[Mapping[str, Known]] = {
     "npu.io_by_graph": Known(
         0, "published", "HeteroLLM, section 4.3: all graphs use a few buffers of one pool."
     ),
+    "npu.shared_contexts": Known(0, "prior", "HeteroLLM says nothing of it; without a limit it is the same."),
     "memory.fine_grained_svm": Known(1, "published", "HeteroLLM: a mapped pool, which no pass maps again."),
     "hand_over.finish_us": Known(400.0, "published", "HeteroLLM v2: clFinish takes about 400 us."),
     "hand_over.write_us": Known(400.0, "published", "HeteroLLM v1: clEnqueueWriteBuffer, whatever the size."),
@@ -207,6 +208,9 @@ OWN_PATH: Final[Mapping[str, Known]] = {
         3.5, "published", "onnxruntime-qnn#606: 3.5 GiB for each process domain of a Hexagon."
     ),
     "npu.io_by_graph": Known(1, "published", "onnxruntime-qnn#752: its default."),
+    "npu.shared_contexts": Known(
+        0, "prior", "1 where the self-test of such contexts passes; nobody has run it on a device."
+    ),
     "memory.fine_grained_svm": Known(
         1,
         "published",

@@ -53,6 +53,7 @@ class Change:
 CHANGES: Final = (
     Change("shared virtual memory in place of maps", {"memory.fine_grained_svm": 0.0}, {}),
     Change("burst clocks, guessed as twice the default ones", {"npu.clock_factor": 0.5}, {}),
+    Change("lengths of a slice that share its weights", {}, {"npu.shared_contexts": 1.0}),
     Change("NPU graphs that all fit, the most that packaging can give", {}, {"npu.address_space_gib": 0.0}),
     Change(
         "GPU kernels as fast as llama.cpp's for Adreno",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from heterollm.kernels.npu import NpuBackend, TimeKind
+from heterollm.kernels.npu import ContextPackager, NpuBackend, TimeKind
 from heterollm.kernels.ops import Power
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, biggest_cores, pin_current_thread
 
@@ -52,6 +52,7 @@ class Device:
         power: Clocks and cores asked for; ``default`` where the processors are CPU cores or modelled.
         power_switch: The switch of the NPU's clocks; None where nothing is asked for. The emulator's accepts
             all and has no clocks, so that the engine does not use it.
+        packager: The NPU, if it can put several graphs into one context.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Device:
     reason: str = ""
     power: Power = "default"
     power_switch: PowerSwitch | None = None
+    packager: ContextPackager | None = None
 
     @property
     def standard_lengths(self) -> tuple[int, ...]:
@@ -101,6 +103,8 @@ class Device:
             memory["npu_io_by_graph"] = True
         if self.gpu.maps_beside_kernels:
             memory["maps_beside_kernels"] = True
+        if self.npu is not None and self.npu.graphs_by_length != self.npu.copies_by_length:
+            memory["npu_graphs_by_length"] = self.npu.graphs_by_length
         return power | {
             "device": self.name,
             "time": self.time_kind,

@@ -181,7 +181,9 @@ def _open_emulator(
     npu = QnnNpu(emulator=True, power=power)
     half = np.dtype(np.float16)
     return Device(
-        *("emulator", gpu, npu, split, npu.activation_dtype, half, "emulated"), power_switch=npu.power
+        *("emulator", gpu, npu, split, npu.activation_dtype, half, "emulated"),
+        power_switch=npu.power,
+        packager=npu,
     )
 
 
@@ -203,10 +205,11 @@ def _open_snapdragon(
         _self_test_gpu(gpu)
         if not with_npu:
             return Device("snapdragon", gpu, None, ThreadSplit((), ()), half, half, "real", power=power)
-        from heterollm.kernels.npu import QnnNpu
+        from heterollm.kernels.npu import QnnNpu, chosen_context_layers
 
         npu = QnnNpu(emulator=False, power=power)
         npu.self_test()
+        npu.choose_contexts(chosen_context_layers())
         if npu.power is not None:
             npu.power.wake()
     split = ThreadSplit((), ())
@@ -214,6 +217,7 @@ def _open_snapdragon(
         *("snapdragon", gpu, npu, split, npu.activation_dtype, half, "real"),
         power=power,
         power_switch=npu.power,
+        packager=npu,
     )
 
 

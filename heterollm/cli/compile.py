@@ -35,6 +35,14 @@ def compile_graphs(
         int, typer.Option(min=0, help="Tokens to decode; 0 leaves out the graphs of one token.")
     ] = 1,
     context: Context = None,
+    context_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Layers that share a context, with all their lengths; 0 for contexts of one graph. "
+            "Default 1, or 0 with --prompt or --decode 0.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compile a Snapdragon's NPU graphs ahead, on Linux x86-64, to copy them to the device."""
@@ -54,6 +62,7 @@ def compile_graphs(
             prompts=None if prompt is None else [n for n in prompt if n],
             decode=decode > 0,
             context=context,
+            context_layers=context_layers,
             progress=progress,
         )
     report.answer(report.precompile_report(result), result.to_dict(), as_json=as_json)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from heterollm.doctor.case import DoctorCase, Seen
+from heterollm.doctor.contexts import context_cases
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
 from heterollm.doctor.power import power_cases
@@ -27,7 +28,7 @@ def device_cases(device: Device) -> list[DoctorCase]:
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
         cases += npu_cases(device, device.npu)
-    return [*cases, *flag_cases(device), *power_cases(device)]
+    return [*cases, *context_cases(device), *flag_cases(device), *power_cases(device)]
 
 
 def flag_cases(device: Device) -> Iterator[DoctorCase]:

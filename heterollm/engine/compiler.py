@@ -81,7 +81,7 @@ class Compiler:
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
         tensors = GlueTensors(device.gpu, weights, context)
-        self._splits = SplitEmitter(device, weights, ranges)
+        self._splits = SplitEmitter(device, weights, plan, ranges)
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
         self._glues = tuple(
             GlueEmitter(device, weights.config, lane, tensors, context) for lane in self.lanes

@@ -1,17 +1,41 @@
-"""The NPU's shards of a model's operators."""
+"""The NPU's shards of a model's operators, and the contexts that their graphs share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
+from heterollm.engine.slots import HEAD_ROWS
 from heterollm.kernels.formats import concatenate_rows, take_columns, take_rows
-from heterollm.kernels.npu import FfnRanges, FfnShard, LinearRanges, LinearShard, NpuShard, StaticRanges
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.npu import (
+    INTEGER_FORMS,
+    ContextGraph,
+    FfnRanges,
+    FfnShard,
+    GraphForm,
+    LinearRanges,
+    LinearShard,
+    NpuShard,
+    StaticRanges,
+)
+from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelWeights
+from heterollm.solver import Plan
 
-__all__ = ["npu_shard", "shard_ranges"]
+__all__ = [
+    "PlannedGraph",
+    "context_graphs",
+    "npu_shard",
+    "planned_contexts",
+    "planned_graphs",
+    "planned_shard",
+    "shard_ranges",
+]
 
 
 def shard_ranges(
@@ -26,6 +50,107 @@ def shard_ranges(
     """
     found = ranges.get((spec.layer, spec.group))
     return found.of_shard(whole=npu_rows == spec.member_rows) if isinstance(found, FfnRanges) else found
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGraph:
+    """A graph that some pass of a plan runs.
+
+    Args:
+        spec: The group of linears, or the ffn operator.
+        npu_rows: Leading rows of each member.
+        length: Tokens of one run.
+        form: Graph form; None for the backend's first one.
+    """
+
+    spec: OpSpec
+    npu_rows: tuple[int, ...]
+    length: int
+    form: GraphForm | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights."""
+        return self.spec.slice_bytes(self.npu_rows)
+
+
+def planned_graphs(
+    plan: Plan, specs: Sequence[OpSpec], ranges: Mapping[tuple[int, Group], StaticRanges]
+) -> Iterator[PlannedGraph]:
+    """Yield every graph that some pass of the plan runs, layer by layer, repeated ones included.
+
+    Args:
+        plan: The plan.
+        specs: Every group of the model.
+        ranges: Calibrated ranges by layer and group; without suitable ones the default takes the place of an
+            integer form.
+    """
+    for spec in (*specs, *ffn_specs(specs)):
+        for entry in plan.placed:
+            placement, (first, last) = entry.placement, entry.layers
+            used = entry.group == spec.group and first <= spec.layer <= last
+            if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
+                form, rows = cast("GraphForm | None", placement.form), placement.npu_rows
+                if form in INTEGER_FORMS and shard_ranges(ranges, spec, rows) is None:
+                    form = None
+                for length in placement.npu_lengths:
+                    yield PlannedGraph(spec, rows, length, form)
+
+
+def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:
+    """Return graphs by context: all lengths of a slice, in some layers that have the same slice.
+
+    Args:
+        graphs: The graphs of a model.
+        layers: Most layers of one context; 0 for contexts of one graph.
+    """
+    distinct = dict.fromkeys(graphs)
+    if not layers:
+        return [(graph,) for graph in distinct]
+    slices: dict[tuple[int, str, tuple[int, ...], bool], list[PlannedGraph]] = {}
+    for graph in distinct:
+        # Compilers need other options for integer graphs, and a context has one set of options.
+        place = (graph.spec.layer, graph.spec.group, graph.npu_rows, graph.form in INTEGER_FORMS)
+        slices.setdefault(place, []).append(graph)
+    alike: dict[tuple[object, ...], list[list[PlannedGraph]]] = {}
+    for (_, group, rows, _), own in sorted(slices.items(), key=lambda item: item[0]):
+        own.sort(key=lambda graph: (graph.length, graph.form or ""))
+        kind = group, rows, tuple((graph.length, graph.form) for graph in own)
+        alike.setdefault(kind, []).append(own)
+    return [
+        tuple(itertools.chain.from_iterable(members[first : first + layers]))
+        for members in alike.values()
+        for first in range(0, len(members), layers)
+    ]
+
+
+def context_graphs(
+    contexts: Iterable[Iterable[PlannedGraph]], shard: Callable[[PlannedGraph], NpuShard]
+) -> list[tuple[ContextGraph, ...]]:
+    """Return contexts as an NPU takes them.
+
+    Args:
+        contexts: The graphs of each context.
+        shard: Returns the shard of a graph.
+    """
+    return [
+        tuple(
+            ContextGraph(
+                *(graph.spec.layer, graph.spec.group, graph.npu_rows, graph.length, graph.form),
+                functools.partial(shard, graph),
+            )
+            for graph in context
+        )
+        for context in contexts
+    ]
+
+
+def planned_shard(
+    weights: ModelWeights, ranges: Mapping[tuple[int, Group], StaticRanges], graph: PlannedGraph
+) -> NpuShard:
+    """Return the shard of a planned graph, with calibrated ranges if it computes in integers."""
+    own = shard_ranges(ranges, graph.spec, graph.npu_rows) if graph.form in INTEGER_FORMS else None
+    return npu_shard(weights, graph.spec, graph.npu_rows, own)
 
 
 def npu_shard(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of
 from heterollm.engine.lanes import Lane
-from heterollm.engine.npu_shards import npu_shard, shard_ranges
+from heterollm.engine.npu_shards import (
+    PlannedGraph,
+    context_graphs,
+    planned_contexts,
+    planned_graphs,
+    planned_shard,
+    shard_ranges,
+)
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
 from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
@@ -24,10 +31,10 @@ from heterollm.kernels.gpu import (
     Segments,
     SharedArray,
 )
-from heterollm.kernels.npu import INTEGER_FORMS, NpuGraph, StaticRanges
+from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, NpuShard, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
-from heterollm.solver import Placement
+from heterollm.solver import Placement, Plan
 
 __all__ = ["NO_RANGES", "SplitEmitter"]
 
@@ -57,6 +64,7 @@ class SplitEmitter:
         self,
         device: Device,
         weights: ModelWeights,
+        plan: Plan,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._device = device
@@ -66,6 +74,11 @@ class SplitEmitter:
         self._float_operators: dict[str, None] = {}
         self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
         self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
+        packager = device.packager
+        if packager is not None and packager.context_layers:
+            graphs = planned_graphs(plan, weights.specs, ranges)
+            contexts = planned_contexts(graphs, packager.context_layers)
+            packager.package(context_graphs(contexts, self._shard))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -86,7 +99,7 @@ class SplitEmitter:
 
     def codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
         """Return the codes in a lane of an operator that the NPU computes in integers; None for others."""
-        ranges = self._shard_ranges(spec, placement)
+        ranges = self._shard_ranges(spec, placement.npu_rows)
         if not placement.npu_lengths or self._form(spec, placement) not in INTEGER_FORMS or ranges is None:
             return None
         grid = ranges.grid
@@ -280,26 +293,29 @@ class SplitEmitter:
         """Return the element type of the memory that the NPU reads and writes."""
         return self._device.activation_dtype if op.codes is None else np.dtype(np.uint16)
 
-    def _form(self, spec: OpSpec, placement: Placement) -> str | None:
+    def _form(self, spec: OpSpec, placement: Placement) -> GraphForm | None:
         """Return the planned form, or the default in place of an integer one without ranges."""
-        if placement.form not in INTEGER_FORMS or self._shard_ranges(spec, placement) is not None:
-            return placement.form
+        form = cast("GraphForm | None", placement.form)
+        if form not in INTEGER_FORMS or self._shard_ranges(spec, placement.npu_rows) is not None:
+            return form
         self._float_operators[operator_name(spec.group, spec.layer)] = None
         return None
 
-    def _graph(self, spec: OpSpec, placement: Placement, form: str | None, length: int) -> NpuGraph:
+    def _shard(self, graph: PlannedGraph) -> NpuShard:
+        return planned_shard(self._weights, self._ranges, graph)
+
+    def _graph(self, spec: OpSpec, placement: Placement, form: GraphForm | None, length: int) -> NpuGraph:
         npu = self._device.npu
         assert npu is not None  # loading has checked the plan
         key = (spec.layer, spec.group, placement.npu_rows, form, length)
         if key not in self._graphs:
             # The shard is not kept: its stacked members are a second copy of the weights.
-            ranges = self._shard_ranges(spec, placement) if form in INTEGER_FORMS else None
-            shard = npu_shard(self._weights, spec, placement.npu_rows, ranges)
-            self._graphs[key] = npu.prepare(shard, length, form)  # type: ignore[arg-type]
+            shard = self._shard(PlannedGraph(spec, placement.npu_rows, length, form))
+            self._graphs[key] = npu.prepare(shard, length, form)
         return self._graphs[key]
 
-    def _shard_ranges(self, spec: OpSpec, placement: Placement) -> StaticRanges | None:
-        return shard_ranges(self._ranges, spec, placement.npu_rows)
+    def _shard_ranges(self, spec: OpSpec, npu_rows: tuple[int, ...]) -> StaticRanges | None:
+        return shard_ranges(self._ranges, spec, npu_rows)
 
 
 def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:

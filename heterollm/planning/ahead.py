@@ -6,9 +6,10 @@ makes the same context binaries for any chip, and files them under names that do
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -25,10 +26,17 @@ from heterollm.base import (
     format_bytes,
     silent,
 )
-from heterollm.engine import HEAD_ROWS, npu_shard, shard_ranges
-from heterollm.kernels.npu import GRAPHS_FOLDER, INTEGER_FORMS, SOCS, GraphForm, QnnNpu, StaticRanges
-from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, ffn_specs
-from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
+from heterollm.engine import (
+    HEAD_ROWS,
+    PlannedGraph,
+    context_graphs,
+    planned_contexts,
+    planned_graphs,
+    planned_shard,
+)
+from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, NpuShard, QnnNpu, chosen_context_layers
+from heterollm.kernels.ops import Group, Precision, Scales
+from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm.planning.calibrated import calibrated_ranges, calibration_key
 from heterollm.planning.choice import choose_plan
 from heterollm.planning.load_options import LoadOptions, choose_context
@@ -50,12 +58,13 @@ SPARE_BYTES: Final = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class GroupBuild:
-    """Build times of the graphs of one group at one length, over all layers.
+    """Build times of the graphs of one group at one length, or at all that share contexts, over all layers.
 
     Args:
         group: The group.
-        length: Tokens of each graph.
+        lengths: Tokens of each graph.
         graphs: Number of graphs.
+        contexts: Number of context binaries that hold them.
         compiled: Number compiled now; the others were in the cache.
         loadable: Number that QNN's emulator loads on this machine.
         size_bytes: Size of their files.
@@ -64,8 +73,9 @@ class GroupBuild:
     """
 
     group: Group
-    length: int
+    lengths: tuple[int, ...]
     graphs: int
+    contexts: int
     compiled: int
     loadable: int
     size_bytes: int
@@ -114,21 +124,6 @@ class Precompiled:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """One graph to build."""
-
-    spec: OpSpec
-    npu_rows: tuple[int, ...]
-    length: int
-    form: GraphForm | None
-    ranges: StaticRanges | None
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.spec.slice_bytes(self.npu_rows)
-
-
 def precompile(
     model: str | Path,
     *,
@@ -142,6 +137,7 @@ def precompile(
     prompts: Sequence[int] | None = None,
     decode: bool = True,
     context: int | None = None,
+    context_layers: int | None = None,
     progress: Progress | None = None,
 ) -> Precompiled:
     """Compile every NPU graph that a model needs on a Snapdragon, and see which the emulator loads.
@@ -158,6 +154,9 @@ def precompile(
         prompts: Standard lengths of prompts to compile for; all that the plan uses by default.
         decode: Whether to compile the graphs of one token.
         context: Positions of a session; decides with the plan which lengths are used.
+        context_layers: Layers that share a context, which holds all lengths of their slices and equal weights
+            once; 0 for contexts of one graph. By default as ``$HETEROLLM_CONTEXT_LAYERS`` says, else 1; 0 if
+            not all lengths are compiled, since a device looks for contexts of all lengths of its plan.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
@@ -176,7 +175,8 @@ def precompile(
     if soc not in SOCS:
         known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
         raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")
-    npu = QnnNpu(emulator=True, soc_model=soc)
+    layers = _context_layers(context_layers, partly=prompts is not None or not decode)
+    npu = QnnNpu(emulator=True, soc_model=soc, context_layers=layers)
     wanted = _wanted(prompts, decode, npu.standard_lengths)
     checkpoint = Checkpoint(model)
     config = ModelConfig.from_folder(checkpoint.folder)
@@ -209,15 +209,18 @@ def precompile(
         activation=config.activation,
     )
     ranges = calibrated_ranges(calibration, weights)
-    every = dict.fromkeys(_graphs(chosen, weights.specs, ranges))
+    every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
     graphs = [graph for graph in every if graph.length in wanted]
     if not graphs:
         raise OptionError(
             f"Plan {chosen.level!r} runs no graph of these lengths on the NPU: nothing is to compile.",
             fix="Choose plan level layer or npu, or other lengths.",
         )
-    _check_disk(weights, npu, graphs)
-    builds = _build(weights, npu, graphs, report)
+    contexts = planned_contexts(graphs, layers)
+    shard_of = functools.partial(planned_shard, weights, ranges)
+    npu.package(context_graphs(contexts, shard_of))
+    _check_disk(npu, contexts, shard_of)
+    builds = _build(npu, contexts, shard_of, report)
     return Precompiled(
         soc,
         SOCS[soc].name,
@@ -227,6 +230,24 @@ def precompile(
         npu.versions(),
         tuple(builds),
     )
+
+
+def _context_layers(asked: int | None, *, partly: bool) -> int:
+    """Return the layers that share a context.
+
+    Raises:
+        OptionError: The number is negative, or not 0 although not all lengths are compiled.
+    """
+    if asked is None:
+        return 0 if partly else chosen_context_layers()
+    if asked < 0:
+        raise OptionError(f"{asked} layers cannot share a context.", fix="Give 0 or more.")
+    if asked and partly:
+        raise OptionError(
+            "A context holds all lengths of the plan, so that some lengths alone cannot share one.",
+            fix="Leave the lengths out, or give --context-layers 0.",
+        )
+    return asked
 
 
 def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ...]) -> frozenset[int]:
@@ -241,43 +262,30 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
     return found | {1} if decode or 1 in (prompts or ()) else found
 
 
-def _graphs(
-    plan: Plan, specs: Sequence[OpSpec], ranges: Mapping[tuple[int, Group], StaticRanges]
-) -> Iterator[_Graph]:
-    """Yield every graph that some pass of the plan runs, layer by layer, repeated ones included."""
-    for spec in (*specs, *ffn_specs(specs)):
-        for entry in plan.placed:
-            placement, (first, last) = entry.placement, entry.layers
-            used = entry.group == spec.group and first <= spec.layer <= last
-            if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
-                own, form = None, placement.form
-                if form in INTEGER_FORMS:
-                    own = shard_ranges(ranges, spec, placement.npu_rows)
-                    form = None if own is None else form
-                for length in placement.npu_lengths:
-                    yield _Graph(spec, placement.npu_rows, length, form, own)  # type: ignore[arg-type]
-
-
-def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) -> None:
+def _check_disk(
+    npu: QnnNpu, contexts: Sequence[tuple[PlannedGraph, ...]], shard_of: Callable[[PlannedGraph], NpuShard]
+) -> None:
     """Refuse builds that the disk cannot hold.
 
     Raises:
         CacheError: It cannot; the message has the needed and the free bytes.
     """
-    needed_bytes = SPARE_BYTES
-    for graph in graphs:
-        shard = npu_shard(weights, graph.spec, graph.npu_rows, graph.ranges)
-        stored_bytes = npu.stored_bytes(shard, graph.length, graph.form)
-        estimate_bytes = int(graph.weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES
+    needed_bytes, count = SPARE_BYTES, 0
+    for context in contexts:
+        first = context[0]
+        stored_bytes = npu.stored_bytes(shard_of(first), first.length, first.form)
+        weight_bytes = sum({(graph.spec, graph.form): graph.weight_bytes for graph in context}.values())
+        estimate_bytes = int(weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES * len(context)
         needed_bytes += max(0, estimate_bytes - stored_bytes)
-    # While one graph is built, its weights lie beside its binary.
-    needed_bytes += max(graph.weight_bytes for graph in graphs)
+        count += len(context)
+    # While a context is built, the weights of each of its graphs lie beside its binary.
+    needed_bytes += max(sum(graph.weight_bytes for graph in context) for context in contexts)
     folder = cache_root()
     folder.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise CacheError(
-            f"{len(graphs)} graphs take about {format_bytes(needed_bytes)}, and {folder} has "
+            f"{count} graphs take about {format_bytes(needed_bytes)}, and {folder} has "
             f"{format_bytes(free_bytes)} free.",
             fix="Compile fewer lengths with --prompt, free some space, or point "
             f"{CACHE_VARIABLE} at another disk.",
@@ -285,33 +293,39 @@ def _check_disk(weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph]) ->
 
 
 def _build(
-    weights: ModelWeights, npu: QnnNpu, graphs: Sequence[_Graph], report: Progress
+    npu: QnnNpu,
+    contexts: Sequence[tuple[PlannedGraph, ...]],
+    shard_of: Callable[[PlannedGraph], NpuShard],
+    report: Progress,
 ) -> Iterator[GroupBuild]:
-    """Build graphs by group and length, and yield the builds of each pair."""
-    total_bytes = sum(graph.weight_bytes for graph in graphs)
+    """Build graphs by group and lengths, and yield the builds of each pair."""
+    total_bytes = sum(graph.weight_bytes for context in contexts for graph in context)
     done_bytes = 0
     order: tuple[Group, ...] = get_args(Group)
-    kinds = {(order.index(graph.spec.group), graph.length) for graph in graphs}
-    for group, length in ((order[index], length) for index, length in sorted(kinds)):
-        mine = [graph for graph in graphs if (graph.spec.group, graph.length) == (group, length)]
+    kinds: dict[tuple[int, tuple[int, ...]], list[tuple[PlannedGraph, ...]]] = {}
+    for context in contexts:
+        lengths = tuple(sorted({graph.length for graph in context}))
+        kinds.setdefault((order.index(context[0].spec.group), lengths), []).append(context)
+    for (index, lengths), mine in sorted(kinds.items(), key=lambda item: item[0]):
         compiled = loadable = size_bytes = 0
         build_s = 0.0
         refusal = ""
-        for graph in mine:
+        for context in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
-            shard = npu_shard(weights, graph.spec, graph.npu_rows, graph.ranges)
+            shard = shard_of(context[0])
             started = time.perf_counter()
-            built = npu.build(shard, length, graph.form)
+            built = npu.build(shard, context[0].length, context[0].form)
             build_s += (time.perf_counter() - started) if built.compiled else 0.0
-            compiled += built.compiled
-            loadable += not built.refusal
+            compiled += built.compiled * len(context)
+            loadable += (not built.refusal) * len(context)
             size_bytes += built.size_bytes
             refusal = refusal or built.refusal
-            done_bytes += graph.weight_bytes
+            done_bytes += sum(graph.weight_bytes for graph in context)
         yield GroupBuild(
-            group=group,
-            length=length,
-            graphs=len(mine),
+            group=order[index],
+            lengths=lengths,
+            graphs=sum(map(len, mine)),
+            contexts=len(mine),
             compiled=compiled,
             loadable=loadable,
             size_bytes=size_bytes,

@@ -290,7 +290,7 @@ def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -
             "Standard lengths are chosen for the prompts that come, and none were named.",
             fix="Name them with --histogram, such as 1:200,64:10,256:3.",
         )
-    builds = BuildCosts.of(model.profile, free=not model.copies_by_length)
+    builds = BuildCosts.of(model.profile, free=not model.profile.graphs_by_length)
     labels = {"device": model.profile.device, "precision": model.precision}
     return choose(solver, histogram, builds, budget_s * 1e6, **labels)
 

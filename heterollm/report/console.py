@@ -326,22 +326,28 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
 
 def precompile_report(result: Precompiled) -> Group:
     """Return the graphs compiled for a chip, and how to copy them to it."""
-    made = table("group", ">tokens", ">graphs", ">compiled", ">size", ">time", "loads in the emulator")
+    counted = (">graphs", ">contexts", ">compiled", ">size", ">time")
+    made = table("group", ">tokens", *counted, "loads in the emulator")
     for build in result.builds:
         loads = "yes" if build.loadable == build.graphs else f"{build.loadable} of {build.graphs}"
         made.add_row(
             build.group,
-            str(build.length),
+            ", ".join(map(str, build.lengths)),
             str(build.graphs),
+            str(build.contexts),
             str(build.compiled),
             format_bytes(build.size_bytes),
             f"{build.build_s:.1f} s",
             f"{loads}: {build.refusal}" if build.refusal else loads,
         )
     made.add_section()
-    counts = (sum(build.graphs for build in result.builds), sum(build.compiled for build in result.builds))
+    counts = (
+        sum(build.graphs for build in result.builds),
+        sum(build.contexts for build in result.builds),
+        sum(build.compiled for build in result.builds),
+    )
     size = format_bytes(result.size_bytes)
-    made.add_row("all", "", str(counts[0]), str(counts[1]), size, f"{result.build_s:.1f} s", "")
+    made.add_row("all", "", *map(str, counts), size, f"{result.build_s:.1f} s", "")
     versions = result.versions
     return Group(
         Text(f"{result.chip} (SoC {result.soc}), plan {result.plan}, {result.precision}"),

@@ -78,6 +78,8 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
     words = [f"The NPU's graphs take {format_bytes(model.npu_bytes(plan))} in all layers"]
     if model.copies_by_length:
         words.append("weights counted for each length")
+    elif profile.graphs_by_length:
+        words.append("weights counted once for all lengths")
     if profile.graph_activation_bytes:
         words.append("inputs and outputs of every graph included")
     if limit is not None:

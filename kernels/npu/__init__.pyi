@@ -1,3 +1,5 @@
+from .contexts import ContextGraph as ContextGraph
+from .contexts import ContextPackager as ContextPackager
 from .fewer_forms import FewerForms as FewerForms
 from .forms import every_ffn_form as every_ffn_form
 from .forms import every_form as every_form
@@ -16,6 +18,7 @@ from .protocol import check_form as check_form
 from .protocol import edge_dtype as edge_dtype
 from .qnn import QnnNpu as QnnNpu
 from .qnn_binaries import GRAPHS_FOLDER as GRAPHS_FOLDER
+from .qnn_contexts import chosen_context_layers as chosen_context_layers
 from .qnn_runtime import qnn_available as qnn_available
 from .qnn_socs import SOCS as SOCS
 from .ranges import FfnRanges as FfnRanges

@@ -25,7 +25,7 @@ from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody, Tensor
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm, edge_dtype
 from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard
 
-__all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "shard_digest", "write_graph"]
+__all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "graph_identity", "shard_digest", "write_graph"]
 
 GRAPH_VERSION = 2
 """Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
@@ -69,6 +69,24 @@ def shard_digest(shard: NpuShard) -> str:
         rows = np.unique(np.linspace(0, len(array) - 1, min(len(array), SAMPLED_ROWS)).astype(np.int64))
         digest.update(array[rows].tobytes())
     return digest.hexdigest()
+
+
+def graph_identity(shard: NpuShard, form: GraphForm, length: int) -> dict[str, Any]:
+    """Return all that a graph computes, as JSON can hold it."""
+    identity: dict[str, Any] = {
+        "weights": shard.weights_key,
+        "content": shard_digest(shard),
+        "layer": shard.layer,
+        "group": shard.group,
+        "row_ranges": shard.row_ranges,
+        "columns": shard.columns,
+        "format": str(shard.format),
+        "form": form,
+        "length": length,
+    }
+    if isinstance(shard, FfnShard):
+        identity |= {"activation": shard.activation, "outputs": shard.rows, "bias": shard.bias is not None}
+    return identity
 
 
 def _sampled_arrays(shard: NpuShard) -> list[NDArray[Any]]:

@@ -41,6 +41,7 @@ class HostNpu:
 
     name = "host NPU (ONNX Runtime CPU)"
     time_kind: TimeKind = "real"
+    graphs_by_length = False
     copies_by_length = False
     io_by_graph = False
     addressable_bytes = None

@@ -136,6 +136,10 @@ class NpuBackend(Protocol):
         """Multiple of rows at which a row split may lie."""
 
     @property
+    def graphs_by_length(self) -> bool:
+        """Whether each standard length of a shard is a graph of its own, which takes time to build."""
+
+    @property
     def copies_by_length(self) -> bool:
         """Whether each standard length of a shard has its own copy of the weights."""
 

@@ -1,9 +1,12 @@
 """The NPU backend of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
 
 Each shard has one static graph per length. The backend compiles it, closes the compiled session, which is
-heavy, and loads the cached context binary, whose weights are mapped. Open graphs take no more memory than the
-NPU can address: the backend closes those that it opened longest ago, and opens them again when they run. It
-does not share weights between lengths and does not use the rpcmem allocator.
+heavy, and loads the cached context binary, whose weights are mapped. Open contexts take no more memory than
+the NPU can address: the backend closes those that it opened longest ago, and opens them again when they run.
+
+Where :attr:`QnnNpu.context_layers` says so, graphs that :meth:`QnnNpu.package` names share one context, which
+holds equal weights once. Such a binary compiles anywhere and crashes the x86 emulator that loads it, so that
+a self-test in a child process decides (:mod:`heterollm.kernels.npu.qnn_sharing`).
 """
 
 from __future__ import annotations
@@ -11,18 +14,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from heterollm.base import GIB, MIB, DeviceError, GraphError, OptionError, locked, see
+from heterollm.base import GIB, MIB, CacheError, DeviceError, GraphError, OptionError, locked, see
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
+from heterollm.kernels.npu.contexts import (
+    ContextGraph,
+    GraphIdentity,
+    HeldContext,
+    HeldContexts,
+    PackedGraph,
+    SharingVerdict,
+    context_label,
+)
 from heterollm.kernels.npu.forms import integer_forms, k_split_ffn_forms, reshaped_forms
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, shard_digest, write_graph
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
@@ -32,13 +43,19 @@ from heterollm.kernels.npu.protocol import (
     edge_dtype,
 )
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
-from heterollm.kernels.npu.qnn_compile import compile_graph
+from heterollm.kernels.npu.qnn_compile import compile_graph, compile_shared
 from heterollm.kernels.npu.qnn_cpu_time import emulated_cpu_us
 from heterollm.kernels.npu.qnn_power import SESSION_OPTIONS, QnnPower
-from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session, qnn_available, qnn_versions
+from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, qnn_available, qnn_versions
+from heterollm.kernels.npu.qnn_sharing import (
+    REUSED_IO_OPTION,
+    keep_verdict,
+    kept_verdict,
+    run_sharing_test,
+)
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
-from heterollm.kernels.npu.session import HeldSession, SessionGraph
-from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard, ShardKey
+from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.npu.shards import LinearShard, NpuShard
 from heterollm.kernels.ops import Activation, Power, WeightFormat
 
 __all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
@@ -58,13 +75,16 @@ CHILD_WEIGHT_BYTES = 16 * MIB
 """Larger shards are compiled in a child process by default."""
 
 
+SHARED_REFUSAL: Final = "a context with shared weights loads on a Hexagon only"
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
     """Result of :meth:`QnnNpu.build`.
 
     Args:
-        size_bytes: Size of the graph's files in the cache.
-        compiled: Whether this call compiled the graph; otherwise the cache had it.
+        size_bytes: Size of the files of the graph's context in the cache.
+        compiled: Whether this call compiled the context; otherwise the cache had it.
         refusal: Reason why QNN does not load it on this machine; empty if it does.
     """
 
@@ -81,9 +101,12 @@ class QnnNpu:
         soc_model: Qualcomm's number of the SoC to emulate or to compile for; None for this machine's SoC.
         compile_in_child: Whether to compile in a child process; None does so for large shards.
         power: Clocks to ask for while there is work.
+        context_layers: Layers that share a context; 0 if each graph has a context of its own, the only form
+            that the emulator loads.
 
     Attributes:
         power: The switch of the clocks; None where nothing is asked for.
+        context_layers: As above; :meth:`choose_contexts` and a refused context change it.
 
     Raises:
         DeviceError: The provider, the emulator or the NPU is missing.
@@ -91,7 +114,7 @@ class QnnNpu:
 
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 256
-    copies_by_length = True
+    graphs_by_length = True
     io_by_graph = True
     addressable_bytes: int | None = HEXAGON_BYTES
     activation_dtype: np.dtype[Any] = np.dtype(np.float16)
@@ -103,6 +126,7 @@ class QnnNpu:
         soc_model: str | None = None,
         compile_in_child: bool | None = None,
         power: Power = "default",
+        context_layers: int = 0,
     ) -> None:
         usable, reason, fix = qnn_available(emulator=emulator)
         if not usable:
@@ -127,10 +151,17 @@ class QnnNpu:
         self._target = QnnTarget(emulator, options, SESSION_OPTIONS[power])
         self.power = None if power == "default" else QnnPower(self._target, power)
         self._compile_in_child = compile_in_child
-        self._sessions: OrderedDict[tuple[ShardKey, GraphForm, int], HeldSession] = OrderedDict()
-        self._sizes: dict[tuple[ShardKey, GraphForm, int], int] = {}
+        self.context_layers = context_layers
+        self._reuses_io = False
+        self._contexts = HeldContexts()
+        self._packages: dict[tuple[Any, ...], tuple[ContextGraph, ...]] = {}
         self._temporary: Path | None = None
-        self._removable: dict[tuple[ShardKey, GraphForm, int], ContextBinary] = {}
+        self._removable: dict[GraphIdentity, ContextBinary] = {}
+
+    @property
+    def copies_by_length(self) -> bool:
+        """Whether each standard length of a shard has its own copy of the weights."""
+        return not self.context_layers
 
     def forms(
         self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
@@ -187,21 +218,55 @@ class QnnNpu:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
         chosen = check_form(self, shard, length, form, any_length=any_length)
         key = (shard.key, chosen, length)
-        if key not in self._sessions:
-            if self._temporary is not None:
-                self._removable[key] = self._binary(shard, chosen, length)
-            self._sizes[key] = self._graph_bytes(shard, length)
-            self._make_room(key)
-            session = self._open(shard, chosen, length)
-            self._sessions[key] = HeldSession(session, self._opener(key, shard, chosen))
-        self._sessions.move_to_end(key)
+        if key not in self._contexts:
+            graphs = self._context_of(shard, length, form, chosen)
+            try:
+                self._hold(graphs)
+            except GraphError as error:
+                if len(graphs) == 1:
+                    raise
+                self._stop_sharing(error.message)
+                self._hold([(shard, chosen, length)])
         dtype = edge_dtype(chosen, self.activation_dtype)
-        return SessionGraph(self._sessions[key], shard, length, dtype)
+        return SessionGraph(self._contexts.session(key), shard, length, dtype)
+
+    def choose_contexts(self, layers: int) -> None:
+        """Share contexts if the self-test allows it; the first test of a machine takes seconds.
+
+        Args:
+            layers: Layers that share a context; 0 for contexts of one graph, without a test.
+        """
+        self.context_layers = 0
+        if layers:
+            verdict = kept_verdict(self._target, self.soc_model)
+            if verdict.status == "pass":
+                self.context_layers, self._reuses_io = layers, verdict.reuses_io
+            else:
+                logger.info("NPU graphs share no contexts: %s", verdict.reason)
+
+    def test_sharing(self) -> SharingVerdict:
+        """Run the self-test of shared contexts, and keep its verdict.
+
+        Raises:
+            CacheError: The cache cannot be written.
+        """
+        verdict = run_sharing_test(self._target, loads=not self._target.emulator)
+        keep_verdict(self._target, self.soc_model, verdict)
+        return verdict
+
+    def package(self, contexts: Sequence[Sequence[ContextGraph]]) -> None:
+        """State which graphs share a context; see :class:`heterollm.kernels.npu.ContextPackager`.
+
+        Graphs that it does not name, such as those of a profiler, have contexts of their own.
+        """
+        if self.context_layers:
+            for context in contexts:
+                self._packages.update(dict.fromkeys((graph.place for graph in context), tuple(context)))
 
     @property
     def open_bytes(self) -> int:
-        """Memory that the open graphs take, by their weights, inputs and outputs."""
-        return sum(self._sizes[key] for key, held in self._sessions.items() if held.is_open)
+        """Memory that the open contexts take, by their weights, inputs and outputs."""
+        return self._contexts.open_bytes
 
     def stored_bytes(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> int:
         """Return the bytes that a shard's graph takes in the cache, damaged or not; 0 if it is missing.
@@ -209,25 +274,29 @@ class QnnNpu:
         Raises:
             GraphError: As :meth:`prepare`.
         """
-        return self._binary(shard, check_form(self, shard, length, form), length).size_bytes
+        chosen = check_form(self, shard, length, form)
+        return self._stored(self._context_of(shard, length, form, chosen)).size_bytes
 
     def build(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
-        """Put a graph into the cache, check whether it loads on this machine, and keep no session.
+        """Put a graph into the cache, with the others of its context, and keep no session.
 
-        A sound graph for a newer Hexagon than the emulated one does not load.
+        Checks whether a context of one graph loads on this machine; one for a newer Hexagon than the emulated
+        one does not. Contexts of several graphs are never loaded here.
 
         Raises:
             GraphError: As :meth:`prepare`.
             CacheError: The cache folder cannot be written or locked.
         """
         chosen = check_form(self, shard, length, form)
-        stored = self._binary(shard, chosen, length)
-        label = f"{shard.label} ({chosen}, {length} tokens)"
+        graphs = self._context_of(shard, length, form, chosen)
+        stored, label = self._stored(graphs), context_label(graphs)
         with locked(stored.model):
             compiled = stored.problem() is not None
             if compiled:
-                self._build(stored, shard, chosen, length, label)
-        _, problem = self._load(stored, label)
+                self._build(stored, graphs, label)
+        if len(graphs) > 1:
+            return BuiltGraph(stored.size_bytes, compiled, SHARED_REFUSAL)
+        _, problem = self._load(stored, self._target, label)
         return BuiltGraph(stored.size_bytes, compiled, problem)
 
     def cpu_times_us(
@@ -249,7 +318,7 @@ class QnnNpu:
                 folder, model = Path(name), stored.model
                 if stored.problem() is not None:
                     model = folder / "compiled.onnx"
-                    self._compile(shard, chosen, length, folder, model, label)
+                    self._compile([(shard, chosen, length)], folder, [model], label)
                 dtype = edge_dtype(chosen, self.activation_dtype)
                 return emulated_cpu_us(model, self._target, shard, length, dtype, runs)
         except OSError as error:
@@ -263,8 +332,7 @@ class QnnNpu:
 
         Within :meth:`temporary_graphs` this deletes its graphs as well.
         """
-        for key in [key for key in self._sessions if key[0] == shard.key]:
-            del self._sessions[key]
+        self._contexts.release(shard.key)
         for key in [key for key in self._removable if key[0] == shard.key]:
             self._removable.pop(key).remove()
 
@@ -285,7 +353,7 @@ class QnnNpu:
             finally:
                 self._temporary = None
                 self._removable.clear()
-                self._sessions.clear()  # they map the files
+                self._contexts.clear()  # they map the files
 
     def versions(self) -> dict[str, str]:
         """Return the versions of ONNX Runtime, the provider and its SDK, and the SoC compiled for."""
@@ -298,7 +366,7 @@ class QnnNpu:
         """Drop all sessions, and the vote for clocks."""
         if self.power is not None:
             self.power.close()
-        self._sessions.clear()
+        self._contexts.clear()
 
     def self_test(self) -> None:
         """Run one small graph against float64.
@@ -332,111 +400,149 @@ class QnnNpu:
                 fix=f"Update the NPU driver and onnxruntime-qnn. {see('a-part-computes-wrong-numbers')}",
             )
 
-    def _graph_bytes(self, shard: NpuShard, length: int) -> int:
-        elements = length * (shard.columns + shard.rows) if self.io_by_graph else 0
-        return shard.weight_bytes + elements * self.activation_dtype.itemsize
+    def _context_of(
+        self, shard: NpuShard, length: int, form: GraphForm | None, chosen: GraphForm
+    ) -> list[PackedGraph]:
+        """Return the graphs that share a graph's context, itself included."""
+        rows = tuple([stop - start for start, stop in shard.row_ranges])
+        place = (shard.layer, shard.group, rows, length, form)
+        found: dict[GraphIdentity, PackedGraph] = {}
+        made = {place[:3]: shard}
+        for graph in self._packages.get(place, ()):
+            own = made.get(graph.place[:3])
+            if own is None:
+                own = made[graph.place[:3]] = graph.shard()
+            if own.weights_key != shard.weights_key:  # another model on this backend
+                continue
+            other = check_form(self, own, graph.length, graph.form)
+            found[own.key, other, graph.length] = own, other, graph.length
+        # A compiler takes one set of options for all graphs of a context.
+        integer = chosen in INTEGER_FORMS
+        alike = [graph for graph in found.values() if (graph[1] in INTEGER_FORMS) is integer]
+        return alike or [(shard, chosen, length)]
 
-    def _opener(
-        self, key: tuple[ShardKey, GraphForm, int], shard: NpuShard, form: GraphForm
-    ) -> Callable[[], Any]:
-        """Return a call that opens a graph of the cache; it does not keep the shard with its weights."""
-        model, label = self._binary(shard, form, key[2]).model, f"{shard.label} ({form}, {key[2]} tokens)"
+    def _hold(self, graphs: Sequence[PackedGraph]) -> None:
+        """Open the context of some graphs, and build it first if necessary."""
+        stored, label, size_bytes = self._stored(graphs), context_label(graphs), self._context_bytes(graphs)
+        keys = [(shard.key, form, length) for shard, form, length in graphs]
+        if self._temporary is not None:
+            self._removable.update(dict.fromkeys(keys, stored))
+        self._contexts.make_room(size_bytes, self.addressable_bytes)
+        sessions = self._open(stored, graphs, label)
+        target, models = self._context_target(graphs), stored.models
 
-        def open_again() -> Any:  # noqa: ANN401 - onnxruntime ships no types
-            self._make_room(key)
-            self._sessions.move_to_end(key)
-            self.loaded_count += 1
-            return open_session(model, self._target, label)
+        def open_again() -> Sequence[Any]:
+            # It must not keep the shards with their weights.
+            self._contexts.make_room(size_bytes, self.addressable_bytes)
+            self._contexts.session(keys[0])
+            self.loaded_count += len(models)
+            return open_context(models, target, label)
 
-        return open_again
+        self._contexts.add(HeldContext(size_bytes, keys, sessions, open_again))
 
-    def _make_room(self, key: tuple[ShardKey, GraphForm, int]) -> None:
-        """Close the graphs that were opened longest ago, until one more can be addressed."""
-        limit, used = self.addressable_bytes, self.open_bytes
-        if limit is None:
-            return
-        for other, held in self._sessions.items():
-            if used + self._sizes[key] <= limit:
-                return
-            if held.is_open and other != key:
-                held.close()
-                used -= self._sizes[other]
+    def _stop_sharing(self, reason: str) -> None:
+        """Use contexts of one graph from now on, in later processes too, after a context was refused."""
+        logger.warning("NPU graphs share no contexts from now on: %s", reason)
+        self.context_layers = 0
+        self._packages.clear()
+        try:
+            keep_verdict(self._target, self.soc_model, SharingVerdict("fail", reason))
+        except CacheError as error:
+            logger.warning("This is not kept: %s", error)
 
-    def _open(self, shard: NpuShard, form: GraphForm, length: int) -> Any:  # noqa: ANN401 - onnxruntime ships no types
-        """Load the graph from the cache; build it first if the cache has no sound one."""
-        label = f"{shard.label} ({form}, {length} tokens)"
-        stored = self._binary(shard, form, length)
-        session, problem = self._load(stored, label)
-        if session is not None:
-            return session
+    def _context_target(self, graphs: Sequence[PackedGraph]) -> QnnTarget:
+        """Return the target that opens a context, with the size of the buffer that all its graphs use.
+
+        All graphs of a model are bound to the same few slots.
+        """
+        if len(graphs) == 1 or not self._reuses_io:
+            return self._target
+        largest_bytes = max(length * (shard.columns + shard.rows) for shard, _, length in graphs)
+        limit_mib = -(-largest_bytes * self.activation_dtype.itemsize // MIB)
+        options = self._target.session_options | {REUSED_IO_OPTION: str(limit_mib)}
+        return replace(self._target, session_options=options)
+
+    def _context_bytes(self, graphs: Sequence[PackedGraph]) -> int:
+        # Graphs of one shard in several forms hold its weights once for each form.
+        weights = {(shard.key, form): shard.weight_bytes for shard, form, _ in graphs}
+        elements = sum(length * (shard.columns + shard.rows) for shard, _, length in graphs)
+        return sum(weights.values()) + elements * self.activation_dtype.itemsize * self.io_by_graph
+
+    def _open(self, stored: ContextBinary, graphs: Sequence[PackedGraph], label: str) -> Sequence[Any]:
+        """Load the context from the cache; build it first if the cache has no sound one."""
+        target = self._context_target(graphs)
+        sessions, problem = self._load(stored, target, label)
+        if sessions is not None:
+            return sessions
         with locked(stored.model):
             # Another process may have built it while this one waited for the lock.
-            session, problem = self._load(stored, label)
-            if session is not None:
-                return session
+            sessions, problem = self._load(stored, target, label)
+            if sessions is not None:
+                return sessions
             if problem != "missing":
                 logger.warning("The cached NPU graph of %s is %s; building it again.", label, problem)
-            self._build(stored, shard, form, length, label)
-        return open_session(stored.model, self._target, label)
+            self._build(stored, graphs, label)
+        return open_context(stored.models, target, label)
 
-    def _build(
-        self, stored: ContextBinary, shard: NpuShard, form: GraphForm, length: int, label: str
-    ) -> None:
-        stored.build(lambda folder, model: self._compile(shard, form, length, folder, model, label))
-        self.compiled_count += 1
+    def _build(self, stored: ContextBinary, graphs: Sequence[PackedGraph], label: str) -> None:
+        stored.build(lambda folder, models: self._compile(graphs, folder, models, label))
+        self.compiled_count += len(graphs)
 
-    def _load(self, stored: ContextBinary, label: str) -> tuple[Any, str]:
-        """Return the session of a sound file, or None and the fault."""
+    def _load(self, stored: ContextBinary, target: QnnTarget, label: str) -> tuple[Sequence[Any] | None, str]:
+        """Return the sessions of sound files, or None and the fault.
+
+        A context of several graphs that was refused cannot be loaded again in this process, so that its
+        refusal is an error.
+        """
         problem = stored.problem()
         if problem is not None:
             return None, problem
         try:
-            session = open_session(stored.model, self._target, label)
+            sessions = open_context(stored.models, target, label)
         except GraphError as error:
+            if stored.graphs > 1:
+                raise
             return None, f"refused by QNN ({error.message})"
-        self.loaded_count += 1
-        return session, ""
+        self.loaded_count += len(sessions)
+        return sessions, ""
 
     def _compile(
-        self, shard: NpuShard, form: GraphForm, length: int, folder: Path, model: Path, label: str
+        self, graphs: Sequence[PackedGraph], folder: Path, models: Sequence[Path], label: str
     ) -> None:
-        source = write_graph(shard, form, self.activation_dtype, folder, length)
+        sources = []
+        for number, (shard, form, length) in enumerate(graphs):
+            own = folder / str(number)
+            own.mkdir()
+            sources.append(write_graph(shard, form, self.activation_dtype, own, length))
+        target = self._compiler_target([form for _, form, _ in graphs])
+        if len(graphs) > 1:
+            compile_shared(sources, models, target, label)
+            return
         in_child = self._compile_in_child
         if in_child is None:
-            in_child = shard.weight_bytes > CHILD_WEIGHT_BYTES
-        compile_graph(source, model, self._compiler_target(form), label, in_child=in_child)
+            in_child = graphs[0][0].weight_bytes > CHILD_WEIGHT_BYTES
+        compile_graph(sources[0], models[0], target, label, in_child=in_child)
 
-    def _compiler_target(self, form: GraphForm) -> QnnTarget:
-        """Return the target that compiles a form: integer ones need an option that others may not have."""
-        if form not in INTEGER_FORMS:
+    def _compiler_target(self, forms: Collection[GraphForm]) -> QnnTarget:
+        """Return the target that compiles forms: integer ones need an option that others may not have."""
+        if INTEGER_FORMS.isdisjoint(forms):
             return self._target
         return replace(self._target, options=self._target.options | BLOCK_OPTION)
 
+    def _stored(self, graphs: Sequence[PackedGraph]) -> ContextBinary:
+        """Return the cache's files of a context."""
+        own = [self._binary(*graph) for graph in graphs]
+        if len(own) == 1:
+            return own[0]
+        return replace(own[0], identity={"context": [one.identity for one in own]}, graphs=len(own))
+
     def _binary(self, shard: NpuShard, form: GraphForm, length: int) -> ContextBinary:
-        identity: dict[str, Any] = {
-            "weights": shard.weights_key,
-            "content": shard_digest(shard),
-            "layer": shard.layer,
-            "group": shard.group,
-            "row_ranges": shard.row_ranges,
-            "columns": shard.columns,
-            "format": str(shard.format),
-            "form": form,
-            "length": length,
+        options = self._compiler_target([form]).options
+        identity = graph_identity(shard, form, length) | {
             "dtype": str(self.activation_dtype),
             "soc": self.soc_model,
-            "options": {
-                name: value
-                for name, value in self._compiler_target(form).options.items()
-                if name != "soc_model"
-            },
+            "options": {name: value for name, value in options.items() if name != "soc_model"},
         }
-        if isinstance(shard, FfnShard):
-            identity |= {
-                "activation": shard.activation,
-                "outputs": shard.rows,
-                "bias": shard.bias is not None,
-            }
         versions = qnn_versions()
         made_by = {
             "graph_version": GRAPH_VERSION,

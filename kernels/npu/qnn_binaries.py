@@ -1,7 +1,8 @@
 """The cache of compiled NPU graphs: keys of context binaries, and checks before use.
 
-A graph has three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the
-context binary, which it maps) and ``<name>.json`` (compiler versions and checksums), written last.
+A binary has three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the
+context binary, which it maps) and ``<name>.json`` (compiler versions and checksums), written last. Each
+further graph of the binary has a wrapper ``<name>.1.onnx``, ``<name>.2.onnx`` and so on.
 """
 
 from __future__ import annotations
@@ -30,24 +31,33 @@ TEMPORARY_SUFFIX = ".temporary"
 
 @dataclass(frozen=True, slots=True)
 class ContextBinary:
-    """One compiled graph in the cache.
+    """One compiled graph in the cache, or several that share a context.
 
     Args:
-        identity: Graph and target; its hash names the files.
+        identity: Graphs and target; its hash names the files.
         made_by: Versions of the compiler; files of other versions are stale and are replaced.
         folder: Folder of the files; by default the graphs' folder of the cache.
+        graphs: Number of graphs.
     """
 
     identity: Mapping[str, Any]
     made_by: Mapping[str, Any]
     folder: Path | None = None
+    graphs: int = 1
 
     @property
     def model(self) -> Path:
-        """The wrapper to open."""
+        """The wrapper of the first graph."""
         text = json.dumps(dict(self.identity), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return (self.folder or cache_root() / GRAPHS_FOLDER) / f"{name}.onnx"
+
+    @property
+    def models(self) -> tuple[Path, ...]:
+        """The wrappers of all graphs, in the order in which to open them."""
+        first = self.model
+        more = (first.with_name(f"{first.stem}.{number}.onnx") for number in range(1, self.graphs))
+        return (first, *more)
 
     @property
     def binary(self) -> Path:
@@ -62,7 +72,7 @@ class ContextBinary:
     @property
     def size_bytes(self) -> int:
         """Size of the existing files."""
-        return sum(path.stat().st_size for path in (self.model, self.binary, self.manifest) if path.exists())
+        return sum(path.stat().st_size for path in self._files if path.exists())
 
     def problem(self) -> str | None:
         """Return the fault of the files, "missing" if there are none, or None if they are sound."""
@@ -82,11 +92,11 @@ class ContextBinary:
             return "damaged (a file cannot be read)"
         return None if stored.get("sha256") == sums else "damaged (a checksum differs)"
 
-    def build(self, compile_into: Callable[[Path, Path], None]) -> None:
+    def build(self, compile_into: Callable[[Path, tuple[Path, ...]], None]) -> None:
         """Replace the files with newly compiled ones; the caller holds the lock of :attr:`model`.
 
         Args:
-            compile_into: Compiler; takes an empty folder for sources and the path of the wrapper to write.
+            compile_into: Compiler; takes an empty folder for sources and the paths of the wrappers to write.
 
         Raises:
             GraphError: The compiler failed or wrote nothing.
@@ -96,11 +106,11 @@ class ContextBinary:
         try:
             shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
             building.mkdir(parents=True)
-            model = building / self.model.name
-            compile_into(building, model)
+            models = tuple([building / model.name for model in self.models])
+            compile_into(building, models)
             self.manifest.unlink(missing_ok=True)
-            (building / self.binary.name).replace(self.binary)
-            model.replace(self.model)
+            for name in (self.binary.name, *(model.name for model in models)):
+                (building / name).replace(self.model.with_name(name))
             description = {
                 "identity": self._plain(self.identity),
                 "made_by": self._plain(self.made_by),
@@ -117,13 +127,17 @@ class ContextBinary:
 
     def remove(self) -> None:
         """Delete the files as far as the system allows; no other process may use them."""
-        for path in (self.manifest, self.model, self.binary, self.model.with_name(f"{self.model.name}.lock")):
+        for path in (*self._files, self.model.with_name(f"{self.model.name}.lock")):
             with contextlib.suppress(OSError):  # Windows keeps files that are mapped
                 path.unlink(missing_ok=True)
 
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        return (self.manifest, *self.models, self.binary)
+
     def _checksums(self) -> dict[str, str]:
         sums = {}
-        for path in (self.model, self.binary):
+        for path in (*self.models, self.binary):
             with path.open("rb") as file:
                 sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return sums

@@ -1,24 +1,25 @@
-"""Compiles a graph to a context binary, in this process or in a child process.
+"""Compiles graphs to a context binary, in this process or in a child process.
 
 A compiled session keeps several times its weights in memory, and QNN's compiler can crash on graphs that it
-should refuse. A child process contains both.
+should refuse. A child process contains both. Several graphs compile into one binary that holds equal weights
+once; a failure midway leaves the provider's list of shared contexts unusable, so a child always compiles
+them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import re
-import signal
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heterollm.base import DeviceError, GraphError, HeteroLLMError, see
+from heterollm.base import GraphError, see
+from heterollm.kernels.npu.qnn_child import ChildError, answer_parent, run_child
 from heterollm.kernels.npu.qnn_runtime import UNPLACED, QnnTarget, open_session
 
-__all__ = ["compile_graph"]
+__all__ = ["compile_graph", "compile_shared"]
 
 TIMEOUT_S = 1800.0
 """Longest compile time; the largest shard measured took 36 s."""
@@ -33,7 +34,7 @@ def compile_graph(model: Path, context: Path, target: QnnTarget, label: str, *, 
     """
     try:
         if in_child:
-            _run_child(model, context, target, label, log_severity=4)
+            _compile_in_child([model], [context], target, label)
         else:
             open_session(model, target, label, context=context)
     except GraphError as error:
@@ -49,73 +50,66 @@ def compile_graph(model: Path, context: Path, target: QnnTarget, label: str, *, 
             _return_memory()
 
 
+def compile_shared(models: Sequence[Path], contexts: Sequence[Path], target: QnnTarget, label: str) -> None:
+    """Compile several models into one binary, in a child: the ``_qnn.bin`` beside the first of ``contexts``.
+
+    The provider names a graph by the path of its model, so that the paths must differ.
+
+    Raises:
+        DeviceError: The provider or its device is missing.
+        GraphError: A graph does not compile, does not run on HTP as a whole, or crashed the child.
+    """
+    _compile_in_child(models, contexts, target, label)
+
+
 def _reasons(model: Path, target: QnnTarget, label: str) -> str:
     """Return why the provider rejects nodes, from its verbose log."""
     try:
-        log = _run_child(model, None, target, label, log_severity=0)
-    except _ChildError as error:
+        log = _compile_in_child([model], None, target, label, log_severity=0)
+    except ChildError as error:
         log = error.log
     nodes = re.findall(r"Operator type: (\w+)[^\n]*\s+REASON\s*:\s*([^\n]+)", log)
     lines = dict.fromkeys(f"{operator}: {reason.strip()}" for operator, reason in nodes)
     return "; ".join(lines) or "QNN gives no reason."
 
 
-class _ChildError(GraphError):
-    """Failure of the child; ``log`` is its stderr."""
-
-    def __init__(self, message: str, *, fix: str = "", log: str = "") -> None:
-        super().__init__(message, fix=fix)
-        self.log = log
-
-
-def _run_child(model: Path, context: Path | None, target: QnnTarget, label: str, *, log_severity: int) -> str:
-    """Open the session in a child and return its stderr."""
-    answer = model.with_name(model.name + ".answer")
-    answer.unlink(missing_ok=True)
+def _compile_in_child(
+    models: Sequence[Path],
+    contexts: Sequence[Path] | None,
+    target: QnnTarget,
+    label: str,
+    *,
+    log_severity: int = 4,
+) -> str:
+    """Open the sessions in a child and return its stderr."""
     request = {
-        "model": str(model),
-        "context": None if context is None else str(context),
+        "models": [str(model) for model in models],
+        "contexts": None if contexts is None else [str(context) for context in contexts],
         "emulator": target.emulator,
         "options": target.options,
         "label": label,
         "log_severity": log_severity,
-        "answer": str(answer),
     }
-    # -P: a folder named heterollm in the working directory must not be imported.
-    command = [sys.executable, "-P", "-m", "heterollm.kernels.npu.qnn_compile"]
-    try:
-        child = subprocess.run(  # noqa: S603 - our own interpreter and module
-            command,
-            input=json.dumps(request).encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _ChildError(f"Compiling {label} took over {TIMEOUT_S:.0f} s and was stopped.") from error
-    except OSError as error:
-        raise _ChildError(f"The child that compiles {label} cannot be started: {error}.") from error
-    log = child.stderr.decode(errors="replace")
-    if child.returncode != 0 or not answer.exists():
-        raise _ChildError(
-            f"The compiler of {label} crashed ({_exit_text(child.returncode)}). {log.strip()[-300:]}".strip(),
-            fix="QNN cannot compile this graph: choose another precision or form for it. "
-            + see("the-graph-compiler-crashes"),
-            log=log,
-        )
-    reply = json.loads(answer.read_bytes())
-    if reply["kind"] == "GraphError":
-        raise _ChildError(reply["message"], fix=reply["fix"], log=log)
-    if reply["kind"]:
-        raise DeviceError(reply["message"], fix=reply["fix"])
-    return log
+    answer = models[0].with_name(models[0].name + ".answer")
+    return run_child(__spec__.name, request, answer, f"compiler of {label}", timeout_s=TIMEOUT_S)
 
 
-def _exit_text(code: int) -> str:
-    if code < 0:
-        return signal.Signals(-code).name
-    return f"exit code {code:#x}" if code > 255 else f"exit code {code}"
+def _compile(request: dict[str, Any]) -> None:
+    models = request["models"]
+    contexts = request["contexts"] or [None] * len(models)
+    sessions = []
+    for number, (model, context) in enumerate(zip(models, contexts, strict=True)):
+        last = number == len(models) - 1
+        sessions.append(
+            open_session(
+                Path(model),
+                QnnTarget(request["emulator"], request["options"]),
+                request["label"],
+                context=None if context is None else Path(context),
+                log_severity=request["log_severity"],
+                sharing=None if len(models) == 1 else "last" if last else "more",
+            )
+        )
 
 
 def _return_memory() -> None:
@@ -126,21 +120,5 @@ def _return_memory() -> None:
             trim(0)
 
 
-def _child_main() -> None:
-    request = json.loads(sys.stdin.buffer.read())
-    reply = {"message": "", "fix": "", "kind": ""}
-    try:
-        open_session(
-            Path(request["model"]),
-            QnnTarget(request["emulator"], request["options"]),
-            request["label"],
-            context=None if request["context"] is None else Path(request["context"]),
-            log_severity=request["log_severity"],
-        )
-    except HeteroLLMError as error:
-        reply = {"message": error.message, "fix": error.fix, "kind": type(error).__name__}
-    Path(request["answer"]).write_text(json.dumps(reply))
-
-
 if __name__ == "__main__":
-    _child_main()
+    answer_parent(_compile)

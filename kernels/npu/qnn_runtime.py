@@ -14,10 +14,11 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from heterollm.base import DeviceError, GraphError, see
 from heterollm.kernels.npu.session import runtime_errors, session_options
@@ -25,6 +26,7 @@ from heterollm.kernels.npu.session import runtime_errors, session_options
 __all__ = [
     "PROVIDER",
     "QnnTarget",
+    "open_context",
     "open_session",
     "provider_metadata",
     "qnn_available",
@@ -107,7 +109,13 @@ def qnn_versions() -> dict[str, str]:
 
 
 def open_session(
-    model: Path, target: QnnTarget, label: str, *, context: Path | None = None, log_severity: int = 4
+    model: Path,
+    target: QnnTarget,
+    label: str,
+    *,
+    context: Path | None = None,
+    log_severity: int = 4,
+    sharing: Literal["more", "last"] | None = None,
 ) -> Any:  # noqa: ANN401 - onnxruntime ships no types
     """Open a session whose every node runs on HTP.
 
@@ -117,6 +125,8 @@ def open_session(
         label: Name of the graph in messages.
         context: Path for the compiled graph (``.onnx``, with ``_qnn.bin`` beside it); None writes none.
         log_severity: 4 is silent; 0 makes the provider log to stderr why it rejects a node.
+        sharing: Whether the session shares one context binary with those opened before and, unless it is the
+            last one, with those opened next; see :func:`open_context`.
 
     Raises:
         DeviceError: The provider or its device is missing.
@@ -131,6 +141,10 @@ def open_session(
     if context is not None:
         options.add_session_config_entry("ep.context_enable", "1")
         options.add_session_config_entry("ep.context_file_path", str(context))
+    if sharing is not None:
+        options.add_session_config_entry("ep.share_ep_contexts", "1")
+        if sharing == "last":
+            options.add_session_config_entry("ep.stop_share_ep_contexts", "1")
     options.add_provider_for_devices([device], target.options | target.session_options)
     try:
         with _quiet_stdout(target.emulator):
@@ -140,6 +154,40 @@ def open_session(
     if PROVIDER not in session.get_providers():
         raise GraphError(f"{label} runs on {session.get_providers()} instead of the NPU.")
     return session
+
+
+_opening_context = threading.Lock()
+"""Held while a context opens: another thread's sessions would take its graphs from the provider's list."""
+
+
+def open_context(models: Sequence[Path], target: QnnTarget, label: str) -> list[Any]:
+    """Open one session for each graph of a context binary; close them last to first.
+
+    The first session loads the binary with all its graphs and leaves those that it does not need in a list of
+    the process, from which the next sessions take theirs. So all graphs must be opened at once: one that
+    stays in the list makes the provider refuse the binary from then on ("Duplicate graph names"). The graphs
+    belong to the first session; once it is closed they fail ("No valid QNN context").
+
+    Args:
+        models: The wrappers of all graphs of the binary.
+        target: Target of the sessions.
+        label: Name of the graphs in messages.
+
+    Raises:
+        DeviceError: The provider or its device is missing.
+        GraphError: The binary does not load; the process can then not load it again.
+    """
+    if len(models) == 1:
+        return [open_session(models[0], target, label)]
+    sessions: list[Any] = []
+    with _opening_context:
+        try:
+            sessions.extend(open_session(model, target, label, sharing="more") for model in models)
+        except BaseException:
+            while sessions:
+                sessions.pop()
+            raise
+    return sessions
 
 
 @contextlib.contextmanager

@@ -70,6 +70,10 @@ class HeldSession:
             self._session = self._open_again()
         return self._session
 
+    def adopt(self, session: Any) -> None:  # noqa: ANN401 - onnxruntime ships no types
+        """Take a session that was opened elsewhere."""
+        self._session = session
+
     def close(self) -> None:
         """Close the session; graphs that are bound to it open it again when they run."""
         self._session = None

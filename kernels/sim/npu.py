@@ -60,7 +60,7 @@ class SimulatedNpu:
 
     time_kind: TimeKind = "simulated"
     row_alignment = 256
-    copies_by_length = True
+    graphs_by_length = True
     loaded_count = 0
 
     def __init__(
@@ -75,6 +75,7 @@ class SimulatedNpu:
     ) -> None:
         self.name = f"simulated NPU of {soc.name}"
         self.standard_lengths = lengths
+        self.copies_by_length = not soc.npu.shared_contexts
         self.io_by_graph = bool(soc.npu.io_by_graph)
         self.addressable_bytes = int(soc.npu.address_space_gib * GIB) or None
         self.activation_dtype = np.dtype(np.float16) if real is None else real.activation_dtype

@@ -393,7 +393,7 @@ def _kind(work: WorkPoint) -> tuple[object, ...]:
 
 
 def _shares_lengths(device: Device) -> bool:
-    return device.npu is not None and not device.npu.copies_by_length
+    return device.npu is not None and not device.npu.graphs_by_length
 
 
 def _estimate_s(work: WorkPoint, device: Device) -> float:

@@ -85,7 +85,7 @@ def _key(rows: int, columns: int, tokens: int, weight: WeightFormat, form: Graph
 def _task(device: Device, npu: NpuBackend, keys: Sequence[SweepKey]) -> Task:
     """Return the task of one weight; the user asked for it, so that no budget leaves it out."""
     first = keys[0].point
-    graphs = len(keys) if npu.copies_by_length else len({key.point.form for key in keys})
+    graphs = len(keys) if npu.graphs_by_length else len({key.point.form for key in keys})
     size = first.rows * first.columns
     runs = EMULATED_RUNS if npu.time_kind == "emulated" else RUNS
     estimate_s = NOTHING_COMPUTED_S

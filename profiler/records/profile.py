@@ -52,6 +52,7 @@ class Description(Struct, frozen=True):
     npu_copies_by_length: bool
     npu_io_by_graph: bool = False
     maps_beside_kernels: bool = False
+    npu_graphs_by_length: bool | None = None
     npu_addressable_bytes: Count | None = None
     activation_dtype: str = ""
 
@@ -107,6 +108,11 @@ class Profile:
     def copies_by_length(self) -> bool:
         """Whether each standard length of an NPU graph holds weights of its own."""
         return bool(self.description["npu_copies_by_length"])
+
+    @property
+    def graphs_by_length(self) -> bool:
+        """Whether each standard length of a slice is a graph of its own, which takes time to build."""
+        return bool(self.description.get("npu_graphs_by_length", self.copies_by_length))
 
     @property
     def graph_activation_bytes(self) -> int:

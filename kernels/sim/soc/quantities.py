@@ -148,6 +148,7 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
     io_by_graph: Annotated[
         int, quantity("1", "1 if each graph reserves memory for its own input and output", 0, 1)
     ]
+    shared_contexts: Annotated[int, quantity("1", "1 if the lengths of a slice share its weights", 0, 1)]
 
 
 class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):
@@ -280,6 +281,9 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
         unused = () if self.npu.integer_graphs else INTEGER_PARAMETERS
         if not self.hand_over.maps_beside_kernels:
             unused += ("hand_over.maps_beside_kernels",)
+        # Without sharing, profiles and rows stay valid that were made before the parameter existed.
+        if not self.npu.shared_contexts:
+            unused += ("npu.shared_contexts",)
         for name in unused:
             del values[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 import importlib.metadata
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from heterollm.doctor import checks as doctor_checks
 from heterollm.doctor import run as doctor
 from heterollm.doctor.case import DoctorCase, run_case
 from heterollm.doctor.checks import FLAG, device_cases
+from heterollm.doctor.contexts import CONTEXTS
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers
 from heterollm.kernels.gpu import GpuLinear, GpuWork
+from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sync.litmus import Litmus
 from heterollm.report import console as report
@@ -314,3 +317,22 @@ def test_the_way_out_is_named(monkeypatch):
     warning = diagnose("host").warnings[0]
     assert "libOpenCL_adreno.so.1" in warning.message
     assert "OCL_ICD_VENDORS=/etc/OpenCL/vendors" in warning.fix
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status", "words"),
+    [
+        (SharingVerdict("pass", "2 graphs", reuses_io=True), "pass", "counts a buffer of all graphs once"),
+        (SharingVerdict("pass", "2 graphs", io_reason="refused"), "pass", "count for each: refused"),
+        (SharingVerdict("unverified", "only a Hexagon loads it"), "unverified", "only a Hexagon"),
+        (SharingVerdict("fail", "crashed (SIGSEGV)"), "fail", "SIGSEGV"),
+    ],
+)
+def test_the_row_of_shared_contexts(device, monkeypatch, verdict, status, words):
+    assert not cases_of(device, CONTEXTS)
+    monkeypatch.setattr(device, "packager", SimpleNamespace(test_sharing=lambda: verdict))
+    (case,) = cases_of(device, CONTEXTS)
+    check = run_case(case, "fp32")
+    assert (check.part, check.status) == ("NPU", status)
+    assert words in check.message
+    assert ("contexts-with-shared-weights" in check.fix) is (status == "fail")

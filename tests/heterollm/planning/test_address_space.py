@@ -9,7 +9,7 @@ import pytest
 
 from heterollm.base import GIB, silent
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Precision
+from heterollm.kernels.ops import Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel, solve_plan
@@ -65,6 +65,40 @@ def test_the_default_plan_fits_and_serves_all_lengths(
     assert min(gains.values()) > 0.9, gains
     # With a graph for every length and no limit no prompt is more than twice as fast.
     assert all(rate(everything, prompt) < 2.0 * rate(plan, prompt) for prompt in (1, *PROMPTS))
+
+
+def test_lengths_that_share_weights_leave_room_for_more(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Weights count once for a slice, inputs and outputs for each of its lengths."""
+    found = find_model("llama-3-8b")
+    specs = op_specs(found.config, PRECISION, 128, True)
+    plans, held = {}, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        for shared in (0, 1):
+            simulation = Simulation(overrides={"npu.shared_contexts": float(shared)})
+            device = open_device("sim:snapdragon-8gen3", simulation=simulation)
+            profile = profile_of(device, "llama-3-8b", found.config, specs, silent)
+            assert profile.copies_by_length is not bool(shared)
+            assert profile.graphs_by_length
+            model = ProfiledModel(profile, found.config, specs, PRECISION)
+            plan = plans[shared] = solve_plan(model, PlanRequest()).plan
+            by_group: dict[str, int] = {}
+            io_bytes = 0
+            for slice_ in plan.slices:
+                for spec in (*specs, *ffn_specs(specs)):
+                    if spec.group == slice_.group and slice_.layers[0] <= spec.layer <= slice_.layers[1]:
+                        copies = 1 if shared else len(slice_.lengths)
+                        weights = spec.slice_bytes(slice_.npu_rows) * copies
+                        by_group[spec.group] = by_group.get(spec.group, 0) + weights
+                        outputs = sum(slice_.npu_rows) if spec.then is None else spec.then.rows
+                        io_bytes += sum(slice_.lengths) * (spec.columns + outputs) * 2
+            assert model.npu_bytes(plan) == sum(by_group.values()) + io_bytes <= 3.5 * GIB
+            held[shared] = sum(
+                len(slice_.lengths) * (slice_.layers[1] - slice_.layers[0] + 1) for slice_ in plan.slices
+            )
+    assert held[1] > held[0]
+    # The plan with shared weights would not fit with a copy for each length.
+    assert plans[1].npu_bytes(specs, copies_by_length=True, activation_bytes=2) > 3.5 * GIB
 
 
 @pytest.mark.parametrize("gib", [0.0, 0.5, 3.0, 8.0])

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
-from heterollm.base import CacheError, OptionError, PlanError
+from heterollm.base import CacheError, GraphError, OptionError, PlanError
 from heterollm.cli import main
 from heterollm.kernels.npu import QnnNpu, qnn_available
 from heterollm.kernels.npu import qnn as npu_qnn
+from heterollm.kernels.npu.qnn_runtime import open_context
 from heterollm.llm import LLM
 from heterollm.planning import Precompiled, precompile
 from heterollm.planning.ahead import GroupBuild
@@ -43,11 +44,12 @@ def compiled(tmp_path_factory, bundled_model):
 class TestTheBundledModel:
     def test_every_group_has_a_graph_of_each_length_in_each_layer(self, compiled):
         result, folder, steps = compiled
-        assert [(build.group, build.length) for build in result.builds] == [
-            (group, length) for group in GROUPS for length in (1, 32)
+        assert [(build.group, build.lengths) for build in result.builds] == [
+            (group, (length,)) for group in GROUPS for length in (1, 32)
         ]
         for build in result.builds:
-            assert (build.graphs, build.compiled, build.loadable, build.refusal) == (4, 4, 4, "")
+            assert (build.graphs, build.contexts, build.compiled) == (4, 4, 4)
+            assert (build.loadable, build.refusal) == (4, "")
             assert build.build_s > 0
         files = [path for path in (folder / "graphs").iterdir() if path.suffix != ".lock"]
         assert len(files) == 3 * 32
@@ -94,6 +96,40 @@ class TestTheBundledModel:
         estimate_mib = float(caught.value.message.split(" MiB")[0].split()[-1]) - 64
         assert compiled[0].size_bytes / 2**20 < estimate_mib < 2 * compiled[0].size_bytes / 2**20
 
+    def test_a_device_finds_the_contexts_of_several_layers(
+        self, compiled, monkeypatch, caplog, cache, bundled_model
+    ):
+        """The emulator looks for what a device would load; where that is refused, each graph is compiled."""
+        result = precompile(bundled_model, soc="57", context=32, context_layers=4)
+        assert [(build.group, build.lengths) for build in result.builds] == [
+            (group, (1, 32)) for group in GROUPS
+        ]
+        assert all((build.graphs, build.contexts, build.loadable) == (8, 1, 0) for build in result.builds)
+        assert all("loads on a Hexagon only" in build.refusal for build in result.builds)
+        assert result.size_bytes == sum(
+            path.stat().st_size for path in (cache / "graphs").iterdir() if path.suffix != ".lock"
+        )
+        # The same graphs with contexts of their own.
+        assert result.size_bytes < 0.75 * compiled[0].size_bytes
+        shutil.copytree(compiled[1] / "graphs", cache / "graphs", dirs_exist_ok=True)
+        looked_for = []
+
+        def refuse_shared(models, *rest):
+            if len(models) == 1:
+                return open_context(models, *rest)
+            looked_for.append([path.exists() for path in models])
+            raise GraphError("Shared weights buffer isn't supported on this platform.")
+
+        monkeypatch.setattr(npu_qnn, "open_context", refuse_shared)
+        monkeypatch.setitem(QnnNpu.__init__.__kwdefaults__, "context_layers", 4)
+        with LLM.load(bundled_model, device="emulator", plan="layer", context=32, allow_slow=True) as llm:
+            npu = llm.device.npu
+            assert npu.compiled_count == 0
+            assert npu.loaded_count > 0
+            assert npu.copies_by_length
+        assert looked_for == [[True] * 8]
+        assert "NPU graphs share no contexts from now on: Shared weights buffer" in caplog.text
+
     def test_from_the_command_line(self, compiled, monkeypatch, capsys, bundled_model):
         monkeypatch.setenv("HETEROLLM_CACHE", str(compiled[1]))
         arguments = ["compile", str(bundled_model), "--soc", "57", "--prompt", "32"]
@@ -116,6 +152,8 @@ class TestTheBundledModel:
         ({"soc": "57", "plan": "gpu"}, OptionError, "nothing is to compile"),
         ({"soc": "57", "plan": "auto"}, OptionError, "nothing is to compile"),
         ({"soc": "57", "context": 0}, OptionError, "A context of 0"),
+        ({"soc": "57", "context_layers": -1}, OptionError, "-1 layers cannot share"),
+        ({"soc": "57", "prompts": [32], "context_layers": 1}, OptionError, "some lengths alone"),
         ({"soc": "37"}, PlanError, "does not run int4"),
         (
             {"soc": "57", "context": 16, "prompts": [64], "decode": False},
@@ -138,13 +176,14 @@ def test_lengths_that_are_no_numbers(capsys, bundled_model, text):
 
 def test_the_report_says_what_does_not_load_and_what_to_copy(tmp_path):
     builds = (
-        GroupBuild("qkv", 1, 4, 4, 0, 5 * 2**20, 1.25, "refused by QNN"),
-        GroupBuild("down", 32, 4, 0, 4, 3 * 2**20, 0.0, ""),
+        GroupBuild("qkv", (1,), 4, 4, 4, 0, 5 * 2**20, 1.25, "refused by QNN"),
+        GroupBuild("down", (32, 64), 8, 4, 0, 8, 3 * 2**20, 0.0, ""),
     )
     versions = {"onnxruntime-qnn": "2.7.0", "qairt": "2.51.0"}
     result = Precompiled("87", "Snapdragon 8 Elite Gen 5", "npu", "fp16", tmp_path, versions, builds)
     text = report.render(report.precompile_report(result), width=200)
     assert "0 of 4: refused by QNN" in text
+    assert "32, 64" in text
     assert "8.0 MiB" in text
     assert f"Copy the files in {tmp_path}" in text
     assert "onnxruntime-qnn 2.7.0 (QAIRT 2.51.0)" in text

@@ -147,7 +147,7 @@ class TestEmulator:
                 opened.append(weakref.ref(session))
             return session
 
-        monkeypatch.setattr("heterollm.kernels.npu.qnn.open_session", recorded)
+        monkeypatch.setattr("heterollm.kernels.npu.qnn_runtime.open_session", recorded)
         x = activations(32, 256)
         outputs = [np.zeros((32, part.rows), np.float16) for part in parts]
         calls = []

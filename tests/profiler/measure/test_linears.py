@@ -75,7 +75,7 @@ class FakeNpu:
     name = "fake"
     time_kind = "real"
     standard_lengths = (1, 32, 64, 256)
-    copies_by_length = True
+    graphs_by_length = True
     row_alignment = 64
     activation_dtype = np.dtype(np.float32)
     loaded_count = 0
@@ -185,7 +185,7 @@ def test_estimates_count_the_graphs_that_are_built(fake, device):
     assert all(task.build_s > 0 for task in npu)
     assert {(task.graphs, task.build_s) for task in gpu} == {(0, 0.0)}
     # A graph that serves all lengths is built for the first of them.
-    fake.npu.copies_by_length = False
+    fake.npu.graphs_by_length = False
     points = [key.point for task in npu for key in task.keys]
     slices = {(point.group, point.member_rows, point.form) for point in points}
     assert sum(task.graphs for task in linear_tasks(fake, shapes)[0]) == len(slices) < len(points)

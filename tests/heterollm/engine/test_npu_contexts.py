@@ -1,0 +1,94 @@
+"""The graphs of a plan by context: each once, all lengths of a slice together."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heterollm.engine import PlannedGraph, planned_contexts, planned_graphs
+from heterollm.kernels.npu import NpuBackend
+from heterollm.kernels.open import open_device
+from heterollm.llm import LLM
+from heterollm.model import ModelConfig, op_specs
+from heterollm.solver import level_plan
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_graph_has_one_context_with_all_lengths_of_its_slice(bundled_model: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    specs = op_specs(ModelConfig.from_folder(bundled_model), "w4a16", 32, True)
+    lengths = tuple(sorted(draw.sample((1, 32, 64, 128, 256), draw.randint(1, 5))))
+    plan = level_plan(
+        draw.choice(["layer", "npu"]),
+        specs,
+        device="d",
+        precision="w4a16",
+        standard_lengths=lengths,
+        chunk_length=lengths[-1],
+    )
+    graphs = list(dict.fromkeys(planned_graphs(plan, specs)))
+    assert [(graph,) for graph in graphs] == planned_contexts(graphs, 0)
+    layers = draw.randint(1, 5)
+    contexts = planned_contexts(draw.sample(graphs, len(graphs)), layers)
+    assert sorted(map(place, (graph for context in contexts for graph in context))) == sorted(
+        map(place, graphs)
+    )
+    owners: dict[tuple[Any, ...], set[int]] = {}
+    for number, context in enumerate(contexts):
+        assert len({(graph.spec.group, graph.npu_rows) for graph in context}) == 1
+        assert len({graph.spec.layer for graph in context}) <= layers
+        assert list(context) == sorted(context, key=place)
+        for graph in context:
+            owners.setdefault(place(graph)[:3], set()).add(number)
+    assert all(len(numbers) == 1 for numbers in owners.values())
+    whole = {(graph.spec.group, graph.npu_rows) for graph in graphs if graph.spec.layer >= 0}
+    heads = len({graph.npu_rows for graph in graphs if graph.spec.layer < 0})
+    assert len(contexts) == len(whole) * -(-4 // layers) + heads
+
+
+def place(graph: PlannedGraph) -> tuple[Any, ...]:
+    return graph.spec.layer, graph.spec.group, graph.npu_rows, graph.length, graph.form or ""
+
+
+def test_the_engine_packages_what_it_prepares(bundled_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged: list[tuple[Any, ...]] = []
+    prepared: list[tuple[Any, ...]] = []
+
+    class Packager:
+        context_layers = 2
+
+        def package(self, contexts: Any) -> None:
+            for context in contexts:
+                assert {graph.shard().layer for graph in context} == {graph.layer for graph in context}
+                packaged.extend(graph.place for graph in context)
+
+        def test_sharing(self) -> Any:
+            raise AssertionError
+
+    class Recording:
+        def __init__(self, npu: NpuBackend) -> None:
+            self.npu = npu
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.npu, name)
+
+        def prepare(self, shard: Any, length: int, form: Any = None, **options: Any) -> Any:
+            rows = tuple(stop for _, stop in shard.row_ranges)
+            prepared.append((shard.layer, shard.group, rows, length, form))
+            return self.npu.prepare(shard, length, form, **options)
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        device = open_device(*arguments, **options)
+        assert device.npu is not None
+        device.npu, device.packager = Recording(device.npu), Packager()  # type: ignore[assignment]
+        return device
+
+    monkeypatch.setattr("heterollm.llm.open_device", opened)
+    with LLM.load(bundled_model, device="host", plan="npu", context=64) as llm:
+        llm.generate("import os", max_new_tokens=2)
+    assert prepared
+    assert set(prepared) <= set(packaged)
+    assert len(packaged) == len(set(packaged))
