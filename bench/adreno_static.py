@@ -254,6 +254,7 @@ def _row(body: str, answers: dict[str, int], program: Program) -> StaticRow:
     items = 1
     for size in sizes[-1] if sizes else ("64",):
         items *= int(size)
+    items = items or 64  # the kernel leaves the size to the launch
     pair = 2 if answers["wave"] == 128 else 1
     by_registers = REGISTER_FILE // (max(1, registers) * pair) * 2
     taken = -(-answers["local_bytes"] // 1024) * 1024
