@@ -152,7 +152,7 @@ def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, co
         if option is None:
             return math.inf
         between_us = costs.between_us(_first_of(spec), tokens)
-        groups.append(LayerGroup.of(spec, between_us, (), costs.overheads))
+        groups.append(LayerGroup.of(spec, (), costs))
         chosen.append(option)
         time_us += between_us + option.time_us
     if submits_singly(tokens, costs.overheads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, TypeAlias, TypeGuard
 
@@ -107,7 +108,8 @@ class ProfileCosts:
         position: int | None = None,
         predictor: Predictor | None = None,
     ) -> None:
-        self.overheads = replace(overheads_of(profile), kernels_before=_kernels_before(profile, shape))
+        self._kernels = _kernels_of_operators(profile)
+        self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
         self.position = position
         self.missing: set[str] = set()
         self._predictor = predictor or fitted_predictor(profile)
@@ -170,8 +172,16 @@ class ProfileCosts:
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the glue operators before a group."""
-        total, shape = 0.0, self._shape
-        position = self.position
+        return sum(time_us for _, time_us in self._operators_us(spec, tokens))
+
+    def kernels_us(self, spec: OpSpec) -> tuple[float, ...]:
+        """Return the time of each kernel before a group; those of one operator take equally long."""
+        operators = [(self._kernels.get(key.operator, 1), us) for key, us in self._operators_us(spec, 1)]
+        return tuple(time_us / count for count, time_us in operators for _ in range(count))
+
+    def _operators_us(self, spec: OpSpec, tokens: int) -> Iterator[tuple[LayerKey, float]]:
+        """Yield the glue operators before a group, as far as the profile has them, with their times."""
+        shape, position = self._shape, self.position
         if position is None:
             position = DECODE_POSITION if tokens == 1 else 0
         if spec.group == "down" and spec.columns != shape.intermediate_size:
@@ -179,10 +189,9 @@ class ProfileCosts:
         for operator in BEFORE[spec.group]:
             key = layer_key(shape, operator, tokens, position)
             try:
-                total += self._predictor.predict_layer_us(key).us + self._gap_us
+                yield key, self._predictor.predict_layer_us(key).us + self._gap_us
             except ProfileError:
                 self.missing.add(operator)
-        return total
 
     def _us(self, point: LinearPoint, processor: Processor) -> float:
         try:
@@ -321,18 +330,16 @@ def _map_costs(profile: Profile) -> tuple[float, float]:
     return MAPPED_BUFFERS * fixed_us, us_per_byte * item_bytes
 
 
-def _kernels_before(profile: Profile, shape: ModelShape) -> dict[Group, int]:
-    """Return the number of kernels before each group in a pass of one token; empty where they are merged.
+def _kernels_of_operators(profile: Profile) -> dict[str, int]:
+    """Return the number of kernels of each operator in a pass of one token; empty where they are merged.
 
     The record of the longest context counts: attention has more kernels there.
     """
-    counts = {
+    return {
         key.operator: int(record.values[SUBMISSIONS])
         for key, record in profile.of_kind(LayerKey)
         if key.tokens == 1 and SUBMISSIONS in record.values
     }
-    names = {group: [layer_key(shape, one, 1).operator for one in before] for group, before in BEFORE.items()}
-    return {group: sum(counts.get(name, 1) for name in names[group]) for group in names} if counts else {}
 
 
 def _hidden_start_us(profile: Profile) -> float:

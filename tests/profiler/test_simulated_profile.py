@@ -127,7 +127,9 @@ def test_costs_are_those_of_the_parameters(found):
     costs = ProfileCosts(profile, SHAPE)
     assert costs.overheads.submit_us == soc.cpu.submit_us
     assert costs.overheads.hidden_us == pytest.approx(hidden_us, abs=4.0)
-    assert costs.overheads.kernels_before == {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
+    assert not costs.overheads.merges_launches
+    assert [len(costs.kernels_us(spec)) for spec in SHAPE.layer] == [1, 3, 1, 1]
+    assert all(sum(costs.kernels_us(spec)) == pytest.approx(costs.between_us(spec, 1)) for spec in SHAPE.layer)
     # A token is decoded behind others, unless somebody knows behind how many; a prompt begins a session.
     output = next(spec for spec in SHAPE.layer if spec.group == "o")
     first_us, usual_us = (costs.at(position).between_us(output, 1) for position in (0, DECODE_POSITION))
