@@ -147,27 +147,33 @@ class ProfileCosts:
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
         """Return the slowdown of both processors by their bounds; for an ffn, that of gate and up."""
         linear = spec if spec.then is None else ffn_groups(spec)[0]
-        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, tokens)
-        if ("npu", "spill", gpu) in self._factors and self._spills(linear, tokens):
+        length = self._graph_length(tokens)
+        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, length)
+        if ("npu", "spill", gpu) in self._factors and self._spills(linear, length):
             npu = "spill"
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
-    def _spills(self, spec: OpSpec, tokens: int) -> bool:
+    def _graph_length(self, tokens: int) -> int:
+        """Return the length of the graph that a pass is padded to, or of the longest graph."""
+        lengths = self._limits.standard_lengths if self._limits else (tokens,)
+        return next((length for length in lengths if length >= tokens), lengths[-1])
+
+    def _spills(self, spec: OpSpec, length: int) -> bool:
         """Return whether the NPU takes much longer for each weight of a group than for other groups.
 
         Rows that are too long for its on-chip memory spill; the profile has the contention of that too.
         """
-        return self._us_per_byte(spec, tokens) > SPILL_FACTOR * min(
-            self._us_per_byte(one, tokens) for one in self._shape.layer
+        return self._us_per_byte(spec, length) > SPILL_FACTOR * min(
+            self._us_per_byte(one, length) for one in self._shape.layer
         )
 
-    def _us_per_byte(self, spec: OpSpec, tokens: int) -> float:
-        return self._whole_us(spec, tokens) / spec.weight_bytes()
+    def _us_per_byte(self, spec: OpSpec, length: int) -> float:
+        return self._whole_us(spec, length) / spec.weight_bytes()
 
-    def _whole_us(self, spec: OpSpec, tokens: int) -> float:
+    def _whole_us(self, spec: OpSpec, length: int) -> float:
         """Return the NPU's time of a group without the start of a graph, which does not depend on weights."""
-        forms = () if self._limits is None else self._limits.forms(spec, tokens)
-        times_us = [self.npu_us(spec, spec.member_rows, tokens, form) for form in forms]
+        forms = () if self._limits is None else self._limits.forms(spec, length)
+        times_us = [self.npu_us(spec, spec.member_rows, length, form) for form in forms]
         return max(0.0, min(times_us, default=math.inf) - max(0.0, -self.overheads.hand_over_us))
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
@@ -205,9 +211,9 @@ class ProfileCosts:
         read_us = point.weight_bytes / (self._gbps.get("gpu", math.inf) * 1e3)
         return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, "gpu") else "compute"
 
-    def _npu_bound(self, spec: OpSpec, tokens: int) -> ContentionBound:
+    def _npu_bound(self, spec: OpSpec, length: int) -> ContentionBound:
         # While more tokens take no longer, the NPU waits for weights.
-        if tokens == 1 or self._whole_us(spec, tokens) <= FLAT_FACTOR * self._whole_us(spec, 1):
+        if length == 1 or self._whole_us(spec, length) <= FLAT_FACTOR * self._whole_us(spec, 1):
             return "memory"
         return "compute"
 
