@@ -235,7 +235,7 @@ class Solver:
             rows = {group: {*tried[group], *slices[group], *near.get(group, ())} for group in groups}
             slices = self._slices(restricted(table, rows), range_weights)
         if self.budget.counts_graphs and not self.budget.holds(self._graph_bytes(slices)):
-            return table, packed_slices(self, table, slices, weights)
+            return table, packed_slices(self, alone, slices, weights)
         return table, slices
 
     def _graph_bytes(self, slices: Slices) -> int:
