@@ -155,14 +155,14 @@ class SolvedLayer:
         gpu_us, npu_us = sum(item.gpu_us for item in chosen), sum(item.npu_us for item in chosen)
         return cls(tuple(groups), tuple(chosen), time_us, goal.cost(time_us, gpu_us, npu_us), overheads, goal)
 
-    def replaced(self, number: int, item: Option) -> SolvedLayer:
-        """Return the layer with another option of one group."""
-        chosen = (*self.chosen[:number], item, *self.chosen[number + 1 :])
-        return SolvedLayer.of(self.groups, chosen, self.overheads, self.objective)
+    def chosen_with(self, number: int, item: Option) -> tuple[Option, ...]:
+        """Return the options with another one of one group."""
+        return (*self.chosen[:number], item, *self.chosen[number + 1 :])
 
     def with_chain_cost(self, number: int, item: Option) -> Option:
         """Return an option of one group with its time and cost beside the chosen options of the others."""
-        other, own = self.replaced(number, item), self.chosen[number]
+        chosen, own = self.chosen_with(number, item), self.chosen[number]
+        other = SolvedLayer.of(self.groups, chosen, self.overheads, self.objective)
         time_us = own.time_us + other.time_us - self.time_us
         return replace(item, time_us=time_us, cost=own.cost + other.cost - self.cost)
 
@@ -174,6 +174,14 @@ def solve_layer(groups: Sequence[LayerGroup], overheads: Overheads, objective: O
     none changes.
     """
     tried = [_tried(group.items) for group in groups]
+    known: dict[tuple[int, ...], SolvedLayer] = {}
+
+    def layer_of(chosen: Sequence[Option]) -> SolvedLayer:
+        key = tuple(map(id, chosen))
+        if key not in known:
+            known[key] = SolvedLayer.of(groups, chosen, overheads, objective)
+        return known[key]
+
     margins = [
         objective.margin_fraction * min((item.cost for item in items if not item.is_split), default=0.0)
         for items in tried
@@ -185,11 +193,12 @@ def solve_layer(groups: Sequence[LayerGroup], overheads: Overheads, objective: O
 
     found: list[SolvedLayer] = []
     for first in (_cheapest, _on_gpu, _on_npu):
-        best = SolvedLayer.of(groups, [min(items, key=first) for items in tried], overheads, objective)
+        best = layer_of([min(items, key=first) for items in tried])
         for _ in range(SWEEPS):
             before = best
             for number, items in enumerate(tried):
-                best = min((best, *(best.replaced(number, item) for item in items)), key=cost_with_margin)
+                others = (layer_of(best.chosen_with(number, item)) for item in items)
+                best = min((best, *others), key=cost_with_margin)
             if best is before:
                 break
         found.append(best)
