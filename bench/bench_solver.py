@@ -65,6 +65,10 @@ class FormulaCosts:
         """Norms and the like: what they read and write."""
         return 10.0 + 8 * tokens * spec.columns / 43e3
 
+    def kernels_us(self, spec: OpSpec) -> tuple[float, ...]:
+        """One kernel before each group."""
+        return (self.between_us(spec, 1),)
+
 
 def formula_forms(spec: OpSpec, length: int) -> tuple[str, ...]:
     """Return two forms where chunks make sense, as on Hexagon."""

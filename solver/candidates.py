@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from heterollm.kernels.npu import INTEGER_FORMS
@@ -64,15 +65,18 @@ class NpuLimits:
 
     def slice_forms(self, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
         """Return the legal forms of some rows of each member of a group at every length."""
-        if spec.then is None:
-            return {length: self.forms(spec, length) for length in self.standard_lengths}
-        shard = ffn_shard(spec, rows[0])
-        return {length: self.forms(shard, length) for length in self.standard_lengths}
+        return _slice_forms(self, spec, rows if spec.then is not None else spec.member_rows)
 
     def runs(self, spec: OpSpec) -> bool:
         """Return whether the NPU can compute a group, or some shard of it, at any length."""
         splits = [*aligned_splits(spec, self.row_alignment), spec.member_rows]
         return any(any(self.slice_forms(spec, rows).values()) for rows in splits)
+
+
+@lru_cache(maxsize=1024)
+def _slice_forms(limits: NpuLimits, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
+    shard = spec if spec.then is None else ffn_shard(spec, rows[0])
+    return {length: limits.forms(shard, length) for length in limits.standard_lengths}
 
 
 def aligned_splits(spec: OpSpec, alignment: int) -> list[Rows]:

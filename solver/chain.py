@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import NpuLimits, Splits
-from heterollm.solver.costs import Costs, Overheads
+from heterollm.solver.costs import Costs
 from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, ffn_options, group_options, whole_cost_of
@@ -151,7 +151,7 @@ class _Path:
 
 def _cheapest_path(groups: Sequence[_GroupOptions], tokens: int, costs: Costs, objective: Objective) -> _Path:
     if submits_singly(tokens, costs.overheads):
-        return _path_with_submissions(groups, costs.overheads, objective)
+        return _path_with_submissions(groups, costs, objective)
     between_us = sum(group.before_us for group in groups)
     choices = tuple(group.choice(group.allowed[0]) for group in groups)
     time_us = between_us + sum(choice.chosen.time_us for choice in choices)
@@ -159,17 +159,15 @@ def _cheapest_path(groups: Sequence[_GroupOptions], tokens: int, costs: Costs, o
     return _Path.of(choices, time_us, cost, objective)
 
 
-def _path_with_submissions(
-    groups: Sequence[_GroupOptions], overheads: Overheads, objective: Objective
-) -> _Path:
+def _path_with_submissions(groups: Sequence[_GroupOptions], costs: Costs, objective: Objective) -> _Path:
     """Return the cheapest choices where submissions count; other options have their costs in this chain."""
     layer = []
     for group in groups:
         # Only the chain shows whether a split beats one processor by the margin.
         more = [item for item in group.rejected if objective.allows(item.gpu_us, item.time_us)]
         items = sorted([*group.allowed, *more], key=lambda item: item.cost)
-        layer.append(LayerGroup.of(group.spec, group.before_us, items, overheads))
-    found = solve_layer(layer, overheads, objective)
+        layer.append(LayerGroup.of(group.spec, items, costs))
+    found = solve_layer(layer, costs.overheads, objective)
     choices = []
     for number, (group, chosen) in enumerate(zip(groups, found.chosen, strict=True)):
         choice = group.choice(chosen)

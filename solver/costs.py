@@ -6,11 +6,10 @@ The time of a split group is ``max(T_gpu(shard), T_npu(shard)) + T_sync`` (Heter
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 
 __all__ = ["CachedCosts", "Costs", "Overheads", "Slowdown", "joint_time_us"]
 
@@ -46,8 +45,8 @@ class Overheads:
         submit_us: Time to submit a kernel to a busy queue; infinite if unknown, and every refill then counts.
         hidden_us: Time of a graph's start that a wait hides, already subtracted in ``hand_over_us``. It holds
             only where the NPU was free for that long.
-        kernels_before: Number of GPU kernels before each group in a pass of one token; empty where they are
-            merged into one launch, so that submitting is never slower than computing.
+        merges_launches: Whether a pass of one token is one launch, so that submitting is never slower than
+            computing.
     """
 
     hand_over_us: float = 0.0
@@ -58,7 +57,7 @@ class Overheads:
     empties_queue: bool = False
     submit_us: float = math.inf
     hidden_us: float = 0.0
-    kernels_before: Mapping[Group, int] = field(default_factory=dict)
+    merges_launches: bool = True
 
     def mapping_us(self, values: int) -> float:
         """Return the time to map, and that to unmap, an input and an output of so many values together."""
@@ -90,6 +89,10 @@ class Costs(Protocol):
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the glue operators before a group; ``down`` has ``spec.columns`` inputs."""
+        ...
+
+    def kernels_us(self, spec: OpSpec) -> tuple[float, ...]:
+        """Return the time of each kernel of these operators, in order, in a pass of one token."""
         ...
 
 
@@ -135,6 +138,10 @@ class CachedCosts:
         if found is None:
             found = self._between_us[key] = self._costs.between_us(spec, tokens)
         return found
+
+    def kernels_us(self, spec: OpSpec) -> tuple[float, ...]:
+        """See :class:`Costs`."""
+        return self._costs.kernels_us(spec)
 
 
 def joint_time_us(

@@ -32,6 +32,7 @@ __all__ = [
     "ffn_options",
     "group_options",
     "restricted",
+    "rows_of",
     "whole_cost_of",
     "with_new_rows",
 ]
@@ -86,7 +87,9 @@ def evaluate(
     left_rows, left_tokens = _left_to_gpu(spec, tokens, placement)
     gpu_us = gpu_shard_us(costs, spec, left_rows, left_tokens) if left_tokens else 0.0
     form = placement.form or ""
-    npu_us = sum(costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths)
+    npu_us = 0.0
+    for length in placement.npu_lengths:
+        npu_us += costs.npu_us(spec, placement.npu_rows, length, form)
     if not math.isfinite(gpu_us + npu_us):
         return None
     time_us = gpu_us
@@ -249,15 +252,22 @@ def _divided(
     return taken, [item for item in options if id(item) not in kept]
 
 
+def rows_of(table: OptionTable) -> dict[Group, set[Rows]]:
+    """Return the rows of a table's options, by group."""
+    return {
+        group: {item.placement.npu_rows for items in by_length.values() for item in items}
+        for group, by_length in table.items()
+    }
+
+
 def with_new_rows(table: OptionTable, more: OptionTable) -> OptionTable:
     """Return a table with the options of another one that use rows new to their group."""
-    result = dict(table)
+    result, known = dict(table), rows_of(table)
     for group, by_length in more.items():
-        known = {item.placement.npu_rows for items in table[group].values() for item in items}
         result[group] = {
             length: [
                 *table[group][length],
-                *(item for item in items if item.placement.npu_rows not in known),
+                *(item for item in items if item.placement.npu_rows not in known[group]),
             ]
             for length, items in by_length.items()
         }

@@ -93,7 +93,7 @@ def packed_slices(
 
     Args:
         solver: The model on its device.
-        table: All options that were costed without regard to the budget.
+        table: All options that were costed without regard to the budget, each by itself.
         slices: The slices without a budget.
         weights: Weights of prompts by length, and of decode under length 1; None as in this module's
             description.
@@ -241,7 +241,8 @@ class _Search:
 
     def _least(self, tokens: int) -> float:
         """Return the least cost of all layers' groups at a length without a budget."""
-        top = min(top for top in self._table["qkv"] if top >= tokens)
+        table = self._single if tokens == 1 else self._table
+        top = min(top for top in table["qkv"] if top >= tokens)
         groups = [group for group in self.groups if group not in ("head", "ffn")]
-        least = sum(min(item.cost for item in self._table[group][top]) for group in groups)
+        least = sum(min(item.cost for item in table[group][top]) for group in groups)
         return self.solver.layers * least or 1.0

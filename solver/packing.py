@@ -226,6 +226,7 @@ class _Table:
         offered = sorted({length for lengths in used for length in lengths})
         rows = sorted({item.placement.npu_rows for items in options.values() for item in items} - {()})
         bits = {length: 1 << place for place, length in enumerate(offered)}
+        masks_of = {lengths: sum(bits[length] for length in set(lengths)) for lengths in used}
         numbers = {own: place for place, own in enumerate(rows)}
         shape = len(rows), 1 << len(offered), len(options)
         whole, split = np.full(shape, math.inf), np.full(shape, math.inf)
@@ -237,9 +238,10 @@ class _Table:
                 if not own:
                     gpu[place] = min(gpu[place], cost)
                     continue
-                at = numbers[own], sum(bits[length] for length in set(item.placement.npu_lengths)), place
+                at = numbers[own], masks_of[item.placement.npu_lengths], place
                 table = split if item.is_split else whole
-                table[at] = min(table[at], cost)
+                if cost < table[at]:
+                    table[at] = cost
         margin = objective.margin_fraction
         bound = gpu if gpu_cost is None else gpu_cost
         whole[whole >= bound] = math.inf
@@ -302,7 +304,9 @@ class _Table:
 
     def _prompts(self, weights: Floats) -> _Sets:
         """Return the sets of up to two slices for prompts that a slice for single tokens may complete."""
-        own = np.flatnonzero(~self.single)
+        # A slice that serves no counted pass only makes a set larger.
+        serves = np.isfinite(np.minimum(self.whole, self.split)[:, weights > 0.0]).any(axis=1)
+        own = np.flatnonzero(~self.single & serves)
         none = np.full((1, len(self.tokens)), math.inf)
         whole, split = np.vstack([self.whole, none]), np.vstack([self.split, none])
         sizes = np.append(self.sizes, 0)

@@ -146,17 +146,17 @@ def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, co
         tokens: Tokens of the pass.
         costs: Times of both processors.
     """
-    groups, chosen, time_us = [], [], 0.0
+    specs, chosen, time_us = [], [], 0.0
     for spec, placement in decisions:
         option = evaluate(spec, tokens, placement, costs)
         if option is None:
             return math.inf
         between_us = costs.between_us(_first_of(spec), tokens)
-        groups.append(LayerGroup.of(spec, between_us, (), costs.overheads))
+        specs.append(spec)
         chosen.append(option)
         time_us += between_us + option.time_us
     if submits_singly(tokens, costs.overheads):
-        return layer_us(groups, chosen, costs.overheads)
+        return layer_us([LayerGroup.of(spec, (), costs) for spec in specs], chosen, costs.overheads)
     return time_us
 
 

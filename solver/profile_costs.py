@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, TypeAlias, TypeGuard
 
@@ -107,7 +108,8 @@ class ProfileCosts:
         position: int | None = None,
         predictor: Predictor | None = None,
     ) -> None:
-        self.overheads = replace(overheads_of(profile), kernels_before=_kernels_before(profile, shape))
+        self._kernels = _kernels_of_operators(profile)
+        self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
         self.position = position
         self.missing: set[str] = set()
         self._predictor = predictor or fitted_predictor(profile)
@@ -145,33 +147,47 @@ class ProfileCosts:
     def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
         """Return the slowdown of both processors by their bounds; for an ffn, that of gate and up."""
         linear = spec if spec.then is None else ffn_groups(spec)[0]
-        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, tokens)
-        if ("npu", "spill", gpu) in self._factors and self._spills(linear, tokens):
+        length = self._graph_length(tokens)
+        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, length)
+        if ("npu", "spill", gpu) in self._factors and self._spills(linear, length):
             npu = "spill"
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
-    def _spills(self, spec: OpSpec, tokens: int) -> bool:
+    def _graph_length(self, tokens: int) -> int:
+        """Return the length of the graph that a pass is padded to, or of the longest graph."""
+        lengths = self._limits.standard_lengths if self._limits else (tokens,)
+        return next((length for length in lengths if length >= tokens), lengths[-1])
+
+    def _spills(self, spec: OpSpec, length: int) -> bool:
         """Return whether the NPU takes much longer for each weight of a group than for other groups.
 
         Rows that are too long for its on-chip memory spill; the profile has the contention of that too.
         """
-        return self._us_per_byte(spec, tokens) > SPILL_FACTOR * min(
-            self._us_per_byte(one, tokens) for one in self._shape.layer
+        return self._us_per_byte(spec, length) > SPILL_FACTOR * min(
+            self._us_per_byte(one, length) for one in self._shape.layer
         )
 
-    def _us_per_byte(self, spec: OpSpec, tokens: int) -> float:
-        return self._whole_us(spec, tokens) / spec.weight_bytes()
+    def _us_per_byte(self, spec: OpSpec, length: int) -> float:
+        return self._whole_us(spec, length) / spec.weight_bytes()
 
-    def _whole_us(self, spec: OpSpec, tokens: int) -> float:
+    def _whole_us(self, spec: OpSpec, length: int) -> float:
         """Return the NPU's time of a group without the start of a graph, which does not depend on weights."""
-        forms = () if self._limits is None else self._limits.forms(spec, tokens)
-        times_us = [self.npu_us(spec, spec.member_rows, tokens, form) for form in forms]
+        forms = () if self._limits is None else self._limits.forms(spec, length)
+        times_us = [self.npu_us(spec, spec.member_rows, length, form) for form in forms]
         return max(0.0, min(times_us, default=math.inf) - max(0.0, -self.overheads.hand_over_us))
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the glue operators before a group."""
-        total, shape = 0.0, self._shape
-        position = self.position
+        return sum(time_us for _, time_us in self._operators_us(spec, tokens))
+
+    def kernels_us(self, spec: OpSpec) -> tuple[float, ...]:
+        """Return the time of each kernel before a group; those of one operator take equally long."""
+        operators = [(self._kernels.get(key.operator, 1), us) for key, us in self._operators_us(spec, 1)]
+        return tuple(time_us / count for count, time_us in operators for _ in range(count))
+
+    def _operators_us(self, spec: OpSpec, tokens: int) -> Iterator[tuple[LayerKey, float]]:
+        """Yield the glue operators before a group, as far as the profile has them, with their times."""
+        shape, position = self._shape, self.position
         if position is None:
             position = DECODE_POSITION if tokens == 1 else 0
         if spec.group == "down" and spec.columns != shape.intermediate_size:
@@ -179,10 +195,9 @@ class ProfileCosts:
         for operator in BEFORE[spec.group]:
             key = layer_key(shape, operator, tokens, position)
             try:
-                total += self._predictor.predict_layer_us(key).us + self._gap_us
+                yield key, self._predictor.predict_layer_us(key).us + self._gap_us
             except ProfileError:
                 self.missing.add(operator)
-        return total
 
     def _us(self, point: LinearPoint, processor: Processor) -> float:
         try:
@@ -196,9 +211,9 @@ class ProfileCosts:
         read_us = point.weight_bytes / (self._gbps.get("gpu", math.inf) * 1e3)
         return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, "gpu") else "compute"
 
-    def _npu_bound(self, spec: OpSpec, tokens: int) -> ContentionBound:
+    def _npu_bound(self, spec: OpSpec, length: int) -> ContentionBound:
         # While more tokens take no longer, the NPU waits for weights.
-        if tokens == 1 or self._whole_us(spec, tokens) <= FLAT_FACTOR * self._whole_us(spec, 1):
+        if length == 1 or self._whole_us(spec, length) <= FLAT_FACTOR * self._whole_us(spec, 1):
             return "memory"
         return "compute"
 
@@ -321,18 +336,16 @@ def _map_costs(profile: Profile) -> tuple[float, float]:
     return MAPPED_BUFFERS * fixed_us, us_per_byte * item_bytes
 
 
-def _kernels_before(profile: Profile, shape: ModelShape) -> dict[Group, int]:
-    """Return the number of kernels before each group in a pass of one token; empty where they are merged.
+def _kernels_of_operators(profile: Profile) -> dict[str, int]:
+    """Return the number of kernels of each operator in a pass of one token; empty where they are merged.
 
     The record of the longest context counts: attention has more kernels there.
     """
-    counts = {
+    return {
         key.operator: int(record.values[SUBMISSIONS])
         for key, record in profile.of_kind(LayerKey)
         if key.tokens == 1 and SUBMISSIONS in record.values
     }
-    names = {group: [layer_key(shape, one, 1).operator for one in before] for group, before in BEFORE.items()}
-    return {group: sum(counts.get(name, 1) for name in names[group]) for group in names} if counts else {}
 
 
 def _hidden_start_us(profile: Profile) -> float:

@@ -178,7 +178,8 @@ def slice_costs(options: Iterable[Option], objective: Objective) -> dict[Rows, S
     for item in options:
         cost = item.cost * (1.0 if objective.allows(item.gpu_us, item.time_us) else OVER_CAP)
         key = item.placement.npu_rows, item.is_split
-        best[key] = min(best.get(key, math.inf), cost)
+        if cost < best.get(key, math.inf):
+            best[key] = cost
     return {
         rows: SliceCost(best.get((rows, False), math.inf), best.get((rows, True), math.inf))
         for rows in dict.fromkeys(rows for rows, _ in best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -23,6 +23,7 @@ from heterollm.solver.options import (
     all_options,
     check_any,
     restricted,
+    rows_of,
     with_new_rows,
 )
 from heterollm.solver.packed import packed_slices
@@ -50,6 +51,9 @@ RANGE_TOKENS: Final = 32
 
 FEW_TOKENS: Final = 16
 """Decode passes up to this length, as in speculative decoding, have entries of their own."""
+
+FAR_OVER: Final = 1.5
+"""Factor on the budget above which graphs of roughly chosen slices do not fit once rows are refined."""
 
 SHARED_LOSS_FRACTION: Final = 0.01
 """Largest extra cost of a placement that several lengths share."""
@@ -202,20 +206,46 @@ class Solver:
     def _solved(self, weights: Mapping[int, float] | None) -> tuple[OptionTable, Slices]:
         """Return all options that were costed, and the resident slices.
 
-        The first search tries splits far apart. Later ones halve the distance and try the neighbours of the
-        chosen splits, until the distance is the alignment.
+        The first search tries splits far apart. Where its graphs are far over the budget, only decode is
+        refined: the search under the budget refines the rows of prompts itself.
         """
-        groups = {spec.group: spec for spec in (*self.layer, self.head, self.ffn) if spec is not None}
-        alone = self._all_options(dict.fromkeys(groups))
+        groups, ranges = self._groups, list(self._ranges())
+        alone = self._all_options(dict.fromkeys(groups), ranges)
         for spec in (*self.layer, self.head):
             for tokens, items in alone[spec.group].items():
                 check_any(spec, tokens, items)
         if self.limits is None:
             return alone, {group: {} for group in groups}
-        alignment = self.limits.row_alignment
         table = self.in_chain(alone)
         range_weights = self._range_weights(table, weights)
         slices = self._slices(table, range_weights)
+        if not self._holds(slices, FAR_OVER):
+            single = {group: {1: items[1]} for group, items in alone.items()}
+            decode = {1: 1.0}
+            first = self._slices(self.in_chain(single), decode)
+            refined, own = self._refined(single, first, decode, [(1, 1)])
+            alone = {group: {**items, 1: refined[group][1]} for group, items in alone.items()}
+            slices = {group: {**rows, **own[group]} for group, rows in slices.items()}
+        else:
+            alone, slices = self._refined(alone, slices, range_weights, ranges)
+        if not self._holds(slices):
+            slices = packed_slices(self, alone, slices, weights)
+        return self.in_chain(alone), slices
+
+    def _refined(
+        self,
+        alone: OptionTable,
+        slices: Slices,
+        range_weights: Mapping[int, float],
+        ranges: Sequence[tuple[int, int]],
+    ) -> tuple[OptionTable, Slices]:
+        """Return more options of some ranges of lengths, each by itself, and slices chosen among them.
+
+        Each step halves the distance of splits and tries the neighbours of the chosen ones, until the
+        distance is the alignment.
+        """
+        assert self.limits is not None
+        groups, alignment = self._groups, self.limits.row_alignment
         strides = {group: split_stride(spec, alignment) for group, spec in groups.items()}
         tried: dict[Group, set[Rows]] = {group: {spec.member_rows, ()} for group, spec in groups.items()}
         while max(strides.values()) > 1:
@@ -224,7 +254,9 @@ class Solver:
             near: dict[Group, list[Rows]] = {
                 group: splits_near(groups[group], alignment, slices[group], strides[group]) for group in wide
             }
-            alone = with_new_rows(alone, self._all_options(near))
+            known = rows_of(alone)
+            new = {group: [own for own in rows if own not in known[group]] for group, rows in near.items()}
+            alone = with_new_rows(alone, self._all_options(new, ranges))
             table = self.in_chain(alone)
             if table is not alone:
                 # The best rows of a group in decode may change with the splits of others, and come back.
@@ -234,25 +266,30 @@ class Solver:
                         tried[group].add(min(by_length[1], key=lambda item: item.cost).placement.npu_rows)
             rows = {group: {*tried[group], *slices[group], *near.get(group, ())} for group in groups}
             slices = self._slices(restricted(table, rows), range_weights)
-        if self.budget.counts_graphs and not self.budget.holds(self._graph_bytes(slices)):
-            return table, packed_slices(self, table, slices, weights)
-        return table, slices
+        return alone, slices
 
-    def _graph_bytes(self, slices: Slices) -> int:
-        """Return the bytes of all graphs of resident slices, in all layers."""
-        groups = {spec.group: (spec, self.layers) for spec in (*self.layer, self.ffn) if spec is not None}
-        groups["head"] = self.head, 1
-        return sum(
-            layers * self.budget.graph_bytes(spec, rows, lengths)
-            for group, (spec, layers) in groups.items()
+    @property
+    def _groups(self) -> dict[Group, OpSpec]:
+        return {spec.group: spec for spec in (*self.layer, self.head, self.ffn) if spec is not None}
+
+    def _holds(self, slices: Slices, factor: float = 1.0) -> bool:
+        """Return whether all graphs of resident slices fit into ``factor`` times the budget."""
+        if not self.budget.counts_graphs:
+            return True
+        size_bytes = sum(
+            (1 if group == "head" else self.layers) * self.budget.graph_bytes(spec, rows, lengths)
+            for group, spec in self._groups.items()
             for rows, lengths in slices.get(group, {}).items()
         )
+        return self.budget.holds(int(size_bytes / factor))
 
-    def _all_options(self, splits: Mapping[Group, Splits | None]) -> OptionTable:
+    def _all_options(
+        self, splits: Mapping[Group, Splits | None], ranges: Iterable[tuple[int, int]]
+    ) -> OptionTable:
         """Return the options of groups for the longest pass of each range; None is all aligned splits."""
         table: dict[Group, dict[int, list[Option]]] = {group: {} for group in splits}
         ffn = self.ffn
-        for low, high in self._ranges():
+        for low, high in ranges:
             groups = [(spec, high) for spec in self.layer if spec.group in splits]
             if low <= self.head_rows and self.head.group in splits:
                 groups.append((self.head, min(high, self.head_rows)))

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.costs import Costs, Overheads
+from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
 
@@ -39,25 +40,23 @@ class LayerGroup:
 
     Args:
         spec: The group or ffn.
-        before_us: Time of the GPU's kernels before it.
-        before: Number of these kernels.
+        before_us: Time of each of the GPU's kernels before it, in order.
         items: Allowed options, cheapest first.
         kernels: Number of kernels of the GPU's shard: of an ffn, both groups and their activation.
     """
 
     spec: OpSpec
-    before_us: float
-    before: int
+    before_us: Sequence[float]
     items: Sequence[Option]
     kernels: int
 
     @classmethod
-    def of(cls, spec: OpSpec, before_us: float, items: Sequence[Option], overheads: Overheads) -> LayerGroup:
-        """Return a group behind glue operators that take ``before_us``."""
-        counts = overheads.kernels_before
+    def of(cls, spec: OpSpec, items: Sequence[Option], costs: Costs) -> LayerGroup:
+        """Return a group or ffn behind its glue operators."""
         if spec.then is None:
-            return cls(spec, before_us, counts.get(spec.group, 0), items, 1)
-        return cls(spec, before_us, counts.get("gate_up", 0), items, 2 + counts.get("down", 0))
+            return cls(spec, costs.kernels_us(spec), items, 1)
+        gate_up, down = ffn_groups(spec)
+        return cls(spec, costs.kernels_us(gate_up), items, 2 + len(costs.kernels_us(down)))
 
 
 class _Timeline:
@@ -71,12 +70,12 @@ class _Timeline:
         self._slack_us = 0.0
         self._npu_free_us = -math.inf
 
-    def submit(self, duration_us: float, kernels: int) -> None:
-        """Enqueue kernels that take ``duration_us`` together."""
+    def submit(self, durations_us: Sequence[float]) -> None:
+        """Enqueue kernels."""
         overheads = self._overheads
         # The delay of a kernel in an empty queue counts from before its submission.
         refill_us = max(0.0, overheads.refill_us - overheads.submit_us)
-        for _ in range(kernels):
+        for duration_us in durations_us:
             self.host_us += overheads.submit_us
             begin_us, busy_us = self.queue_us, self.queue_us - self.host_us
             if busy_us <= 0.0:
@@ -85,17 +84,17 @@ class _Timeline:
                 self.refills += 1
             elif busy_us < self._slack_us:
                 begin_us += refill_us * (1.0 - busy_us / self._slack_us)
-            self.queue_us = begin_us + duration_us / kernels
+            self.queue_us = begin_us + duration_us
 
     def compute(self, item: Option, kernels: int) -> None:
         """Run a group whose input is enqueued."""
-        overheads = self._overheads
+        overheads, shard_us = self._overheads, [item.gpu_us / kernels] * kernels
         if not item.placement.npu_lengths:
-            self.submit(item.gpu_us, kernels)
+            self.submit(shard_us)
             return
         input_us = self.queue_us
         if item.is_split and not overheads.empties_queue:
-            self.submit(item.gpu_us, kernels)
+            self.submit(shard_us)
         latency_us = overheads.hand_over_us + overheads.hidden_us
         self.host_us = max(self.host_us, input_us) + latency_us + overheads.map_us
         if item.is_split and overheads.empties_queue:
@@ -114,7 +113,7 @@ class _Timeline:
 
 def submits_singly(tokens: int, overheads: Overheads) -> bool:
     """Return whether submitting may take longer than computing in a pass of ``tokens``."""
-    return tokens == 1 and bool(overheads.kernels_before) and math.isfinite(overheads.submit_us)
+    return tokens == 1 and not overheads.merges_launches and math.isfinite(overheads.submit_us)
 
 
 def layer_us(groups: Sequence[LayerGroup], chosen: Sequence[Option], overheads: Overheads) -> float:
@@ -123,7 +122,7 @@ def layer_us(groups: Sequence[LayerGroup], chosen: Sequence[Option], overheads: 
     half_us = end_us = ahead_us = 0.0
     for number in range(MOST_LAYERS):
         for group, item in zip(groups, chosen, strict=True):
-            timeline.submit(group.before_us, group.before)
+            timeline.submit(group.before_us)
             timeline.compute(item, group.kernels)
         if number == MOST_LAYERS // 2 - 1:
             half_us = timeline.host_us
@@ -156,14 +155,14 @@ class SolvedLayer:
         gpu_us, npu_us = sum(item.gpu_us for item in chosen), sum(item.npu_us for item in chosen)
         return cls(tuple(groups), tuple(chosen), time_us, goal.cost(time_us, gpu_us, npu_us), overheads, goal)
 
-    def replaced(self, number: int, item: Option) -> SolvedLayer:
-        """Return the layer with another option of one group."""
-        chosen = (*self.chosen[:number], item, *self.chosen[number + 1 :])
-        return SolvedLayer.of(self.groups, chosen, self.overheads, self.objective)
+    def chosen_with(self, number: int, item: Option) -> tuple[Option, ...]:
+        """Return the options with another one of one group."""
+        return (*self.chosen[:number], item, *self.chosen[number + 1 :])
 
     def with_chain_cost(self, number: int, item: Option) -> Option:
         """Return an option of one group with its time and cost beside the chosen options of the others."""
-        other, own = self.replaced(number, item), self.chosen[number]
+        chosen, own = self.chosen_with(number, item), self.chosen[number]
+        other = SolvedLayer.of(self.groups, chosen, self.overheads, self.objective)
         time_us = own.time_us + other.time_us - self.time_us
         return replace(item, time_us=time_us, cost=own.cost + other.cost - self.cost)
 
@@ -175,6 +174,14 @@ def solve_layer(groups: Sequence[LayerGroup], overheads: Overheads, objective: O
     none changes.
     """
     tried = [_tried(group.items) for group in groups]
+    known: dict[tuple[int, ...], SolvedLayer] = {}
+
+    def layer_of(chosen: Sequence[Option]) -> SolvedLayer:
+        key = tuple(map(id, chosen))
+        if key not in known:
+            known[key] = SolvedLayer.of(groups, chosen, overheads, objective)
+        return known[key]
+
     margins = [
         objective.margin_fraction * min((item.cost for item in items if not item.is_split), default=0.0)
         for items in tried
@@ -186,11 +193,12 @@ def solve_layer(groups: Sequence[LayerGroup], overheads: Overheads, objective: O
 
     found: list[SolvedLayer] = []
     for first in (_cheapest, _on_gpu, _on_npu):
-        best = SolvedLayer.of(groups, [min(items, key=first) for items in tried], overheads, objective)
+        best = layer_of([min(items, key=first) for items in tried])
         for _ in range(SWEEPS):
             before = best
             for number, items in enumerate(tried):
-                best = min((best, *(best.replaced(number, item) for item in items)), key=cost_with_margin)
+                others = (layer_of(best.chosen_with(number, item)) for item in items)
+                best = min((best, *others), key=cost_with_margin)
             if best is before:
                 break
         found.append(best)
@@ -213,15 +221,9 @@ def chain_costs(
         costs: Times of both processors.
         objective: The objective.
     """
-    before_us = {spec.group: costs.between_us(spec, 1) for spec in specs}
 
     def solved(path: Sequence[OpSpec]) -> tuple[SolvedLayer, dict[Group, list[Option]]]:
-        groups = [
-            LayerGroup.of(
-                spec, before_us[spec.group], _allowed(found[spec.group], objective), costs.overheads
-            )
-            for spec in path
-        ]
+        groups = [LayerGroup.of(spec, _allowed(found[spec.group], objective), costs) for spec in path]
         best = solve_layer(groups, costs.overheads, objective)
         return best, {
             spec.group: [best.with_chain_cost(number, item) for item in found[spec.group]]
@@ -232,12 +234,12 @@ def chain_costs(
     if ffn is None or not found[ffn.group]:
         return options
     number = next(number for number, spec in enumerate(specs) if spec.group == "gate_up")
-    before_us[ffn.group] = before_us["gate_up"]
     as_ffn, options_with_ffn = solved([*specs[:number], ffn, *specs[number + 2 :]])
     # Both paths are compared by the cost of the whole layer.
-    activation = objective.cost(before_us["down"], before_us["down"], 0.0)
+    between_us = costs.between_us(specs[number + 1], 1)
+    activation = objective.cost(between_us, between_us, 0.0)
     pair, own = as_groups.chosen[number : number + 2], as_ffn.chosen[number]
-    time_us = sum(item.time_us for item in pair) + before_us["down"] + as_ffn.time_us - as_groups.time_us
+    time_us = sum(item.time_us for item in pair) + between_us + as_ffn.time_us - as_groups.time_us
     cost = sum(item.cost for item in pair) + activation + as_ffn.cost - as_groups.cost
     of_ffn = [
         replace(item, time_us=item.time_us - own.time_us + time_us, cost=item.cost - own.cost + cost)

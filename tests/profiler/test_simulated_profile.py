@@ -127,12 +127,19 @@ def test_costs_are_those_of_the_parameters(found):
     costs = ProfileCosts(profile, SHAPE)
     assert costs.overheads.submit_us == soc.cpu.submit_us
     assert costs.overheads.hidden_us == pytest.approx(hidden_us, abs=4.0)
-    assert costs.overheads.kernels_before == {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
+    assert not costs.overheads.merges_launches
+    assert [len(costs.kernels_us(spec)) for spec in SHAPE.layer] == [1, 3, 1, 1]
+    for spec in SHAPE.layer:
+        assert sum(costs.kernels_us(spec)) == pytest.approx(costs.between_us(spec, 1))
     # A token is decoded behind others, unless somebody knows behind how many; a prompt begins a session.
     output = next(spec for spec in SHAPE.layer if spec.group == "o")
     first_us, usual_us = (costs.at(position).between_us(output, 1) for position in (0, DECODE_POSITION))
     assert first_us < costs.between_us(output, 1) == usual_us
     assert costs.between_us(output, 256) == costs.at(0).between_us(output, 256)
+    # The NPU pads passes to its graphs, so each is slowed as one of that length.
+    up = next(spec for spec in SHAPE.layer if spec.group == "gate_up")
+    assert costs.slowdown(up, 5).npu == costs.slowdown(up, 32).npu < costs.slowdown(up, 256).npu
+    assert costs.slowdown(up, 200) == costs.slowdown(up, 256)
     # As soon as polling, and asleep meanwhile.
     assert best_strategy(profile) == "sleep_poll"
     power = power_of(profile)

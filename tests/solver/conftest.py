@@ -39,6 +39,11 @@ class RandomCosts:
     def between_us(self, spec, tokens):
         return self._draw("between", spec.group, tokens)
 
+    def kernels_us(self, spec):
+        # The kernels before the output projection: a short one, then attention in two.
+        parts = (0.1, 0.6, 0.3) if spec.group == "o" else (1.0,)
+        return tuple(part * self.between_us(spec, 1) for part in parts)
+
     def _draw(self, *what):
         # A text as seed does not depend on the process's hash seed.
         return random.Random(f"{self.seed} {what}").uniform(self.low, self.high)

@@ -17,7 +17,7 @@ from heterollm.solver.placements import GPU_ONLY, RowsPlacement
 from heterollm.solver.submissions import LayerGroup, chain_costs, layer_us, solve_layer, submits_singly
 
 KERNELS = {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "head": 1}
-BUSY = Overheads(hand_over_us=0.0, refill_us=90.0, submit_us=15.0, kernels_before=KERNELS)
+BUSY = Overheads(hand_over_us=0.0, refill_us=90.0, submit_us=15.0, merges_launches=False)
 FREE = Objective(margin_fraction=0.0)
 SEEDS = range(40)
 
@@ -39,7 +39,8 @@ def random_places(made, draw, low=1.0, high=200.0):
         items += [priced(draw.uniform(low, high), draw.uniform(low, high)) for _ in range(2)]
         items.append(priced(0.0, draw.uniform(low, high)))
         items.sort(key=lambda item: item.cost)
-        places.append(LayerGroup(made.spec(group, (128,)), draw.uniform(1, 10), kernels, items, 1))
+        before_us = [draw.choice([1.0, 5.0, 60.0]) for _ in range(kernels)]
+        places.append(LayerGroup(made.spec(group, (128,)), before_us, items, 1))
     return places
 
 
@@ -60,8 +61,8 @@ def on_the_clock(places, chosen, layers, overheads):
     ends_us = []
     for _ in range(layers):
         for place, item in zip(places, chosen, strict=True):
-            for number in range(place.before):
-                last = clock.submit(SimulatedJob(f"before {number}", place.before_us / place.before))
+            for number, before_us in enumerate(place.before_us):
+                last = clock.submit(SimulatedJob(f"before {number}", before_us))
             if item.gpu_us:
                 clock.submit(SimulatedJob("own", item.gpu_us))
             if item.npu_us:
@@ -108,18 +109,30 @@ def test_a_layer_takes_what_the_simulated_clock_says(made, seed, hidden_us, monk
 
 
 def test_small_kernels_take_as_long_as_submitting_them(made):
-    places = [LayerGroup(made.spec("o", (64,)), 3.0, 3, [priced(1.0)], 1)]
+    places = [LayerGroup(made.spec("o", (64,)), [1.0] * 3, [priced(1.0)], 1)]
     assert layer_us(places, [priced(1.0)], BUSY) == pytest.approx(4 * BUSY.submit_us, abs=BUSY.refill_us / 8)
     assert layer_us(places, [priced(500.0)], BUSY) == pytest.approx(503.0)
+
+
+def test_a_short_kernel_before_a_long_one_empties_the_queue(made):
+    """Their sum would keep the queue busy until the long one is submitted, but the short one does not."""
+    spec = made.spec("o", (64,))
+    before = LayerGroup(spec, [1.0, 59.0], [priced(200.0)], 1)
+    behind = LayerGroup(spec, [1.0, 1.0], [priced(100.0, 80.0)], 1)
+    even = replace(before, before_us=[30.0, 30.0])
+    chosen = [group.items[0] for group in (before, behind)]
+    short_us, even_us = (layer_us([first, behind], chosen, BUSY) for first in (before, even))
+    assert short_us == pytest.approx(on_the_clock([before, behind], chosen, 30, BUSY)[-1] / 30, rel=0.05)
+    assert short_us > even_us + BUSY.refill_us / 2
 
 
 def test_a_cut_that_empties_the_queue_is_not_taken(made, monkeypatch):
     """Its own price is lower, but behind it the control thread is late with every kernel."""
     places = [
-        LayerGroup(made.spec("qkv", (64,)), 1.0, 1, [priced(10.0)], 1),
-        LayerGroup(made.spec("o", (64,)), 6.0, 3, [priced(10.0)], 1),
-        LayerGroup(made.spec("gate_up", (64,)), 1.0, 1, [priced(90.0, 70.0), priced(105.0)], 1),
-        LayerGroup(made.spec("down", (64,)), 1.0, 1, [priced(55.0)], 1),
+        LayerGroup(made.spec("qkv", (64,)), [1.0], [priced(10.0)], 1),
+        LayerGroup(made.spec("o", (64,)), [2.0] * 3, [priced(10.0)], 1),
+        LayerGroup(made.spec("gate_up", (64,)), [1.0], [priced(90.0, 70.0), priced(105.0)], 1),
+        LayerGroup(made.spec("down", (64,)), [1.0], [priced(55.0)], 1),
     ]
     found = solve_layer(places, BUSY, FREE)
     assert [item.is_split for item in found.chosen] == [False] * 4
@@ -147,7 +160,7 @@ def test_what_is_settled_on_is_the_best_of_all(made, seed):
 
 def test_a_cut_must_beat_the_whole_by_the_margin(made):
     spec = made.spec("gate_up", (64,))
-    places = [LayerGroup(spec, 1.0, 1, [priced(990.0, 900.0), priced(1000.0)], 1)]
+    places = [LayerGroup(spec, [1.0], [priced(990.0, 900.0), priced(1000.0)], 1)]
     assert solve_layer(places, BUSY, FREE).chosen[0].is_split
     assert not solve_layer(places, BUSY, Objective(margin_fraction=0.03)).chosen[0].is_split
 
@@ -155,7 +168,7 @@ def test_a_cut_must_beat_the_whole_by_the_margin(made):
 def test_only_passes_of_one_token_whose_kernels_are_submitted_singly_count():
     assert submits_singly(1, BUSY)
     assert not submits_singly(2, BUSY)
-    assert not submits_singly(1, replace(BUSY, kernels_before={}))
+    assert not submits_singly(1, replace(BUSY, merges_launches=True))
     assert not submits_singly(1, replace(BUSY, submit_us=float("inf")))
 
 
@@ -179,7 +192,7 @@ def test_a_plan_of_decode_is_no_slower_than_any_part_alone(made, seed):
                 for item in all_options(spec, 1, limits, costs, FREE, None, 1)
                 if not item.is_split and bool(item.placement.npu_lengths) == on_npu
             ]
-            places.append(LayerGroup.of(spec, costs.between_us(spec, 1), items, overheads))
+            places.append(LayerGroup.of(spec, items, costs))
             chosen.append(items[0])
         return layer_us(places, chosen, overheads)
 

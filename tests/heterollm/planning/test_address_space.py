@@ -63,6 +63,8 @@ def test_the_default_plan_fits_and_serves_all_lengths(
     gains = {prompt: rate(plan, prompt) / rate(narrow, prompt) for prompt in (1, *PROMPTS)}
     assert math.prod(gains[prompt] for prompt in PROMPTS) > 1.0, gains
     assert min(gains.values()) > 0.9, gains
+    # Decode takes little memory, so the limit costs it nothing.
+    assert rate(plan, 1) == pytest.approx(rate(everything, 1), rel=1e-3)
     # With a graph for every length and no limit no prompt is more than twice as fast.
     assert all(rate(everything, prompt) < 2.0 * rate(plan, prompt) for prompt in (1, *PROMPTS))
 
