@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, settings
 
 from heterollm.kernels.threads import split_threads
 
+# NumPy and PyTorch read these at their first import. Their waiting threads take cores from the other worker.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+
 # A slow machine fails no test, and each run has the same examples.
 settings.register_profile(
     "heterollm",
