@@ -441,6 +441,23 @@ def what_if_table() -> str:
     return table(head, "lrrrr", what_if.what_if_table(rows))
 
 
+def contexts_table() -> str:
+    """The table of what contexts with shared weights would give."""
+    lines = []
+    for name, changed in (
+        ("a copy for each length", {}),
+        ("weights shared", {"npu.shared_contexts": 1.0}),
+        ("weights shared, buffers counted once", {"npu.shared_contexts": 1.0, "npu.io_by_graph": 0.0}),
+    ):
+        found = [
+            one(rows_of("simulated_contexts"), what_if=changed, prompt_tokens=prompt)
+            for prompt in (64, 256, 300, 1024)
+        ]
+        rates = [f"{row['prefill_tokens_per_second']:.0f}" for row in found]
+        lines.append((name, str(found[1]["npu_graphs"]), *rates, f"{found[1]['decode_tokens_per_second']:.1f}"))
+    return table("simulated, `block` | graphs | prefill 64 | 256 | 300 | 1024 | decode", "lrrrrrr", lines)
+
+
 def flights_table() -> str:
     """The table of prompts in chunks one after the other, and with four at once."""
     rows = rows_of("simulated_flights")
@@ -551,6 +568,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (README, "rates"): measured_table,
     (README, "simulated rates"): simulated_table,
     (SIMULATION, "what-ifs"): what_if_table,
+    (SIMULATION, "shared contexts"): contexts_table,
     (FLIGHTS, "chunks in flight"): flights_table,
     (MEASURED, "perplexity"): perplexity_table,
     (README, "published model"): lambda: published_table((0, 2048, 7680)),

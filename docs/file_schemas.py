@@ -65,8 +65,10 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
 """The type of each file, its title, and the page (or module) about it."""
 
 STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
-"""Records of which a file must state every field, though Python gives some a default; but a plan may have no
-calibration."""
+"""Records of which a file must state every field, though Python gives some a default."""
+
+OPTIONAL: Final = ("schedule", "calibration")
+"""Fields of such records that a file leaves out where they have no value."""
 
 
 def schema_files() -> dict[Path, str]:
@@ -82,7 +84,7 @@ def _schema(name: str, kind: type[msgspec.Struct], title: str, page: str) -> dic
     for stated in STATED:
         if stated.__name__ in records:
             named = records[stated.__name__]["properties"]
-            records[stated.__name__]["required"] = [name for name in named if name != "calibration"]
+            records[stated.__name__]["required"] = [name for name in named if name not in OPTIONAL]
     whole = records.pop(kind.__name__)
     if kind is Plan:
         whole["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **whole["properties"]}

@@ -406,8 +406,8 @@ def made(session_cache, tmp_path_factory):
     traced = simulate(SimulationRequest(model, prompt=40, decode=2, trace=True)).trace
     good, counts = RangeErrors(1e-8, 1e-8, 1e-8), (0,) * 384
     linears = (
-        LinearCalibration(0, "gate_up", 4.0, (3.0, 2.0), counts, 1.0, (), good),
-        LinearCalibration(0, "down", 6.0, (8.0,), counts, 1.0, (), good),
+        LinearCalibration(0, "gate_up", 4.0, (3.0, 2.0), (1.5, 1.0), counts, 1.0, (), good),
+        LinearCalibration(0, "down", 6.0, (8.0,), (2.0,), counts, 1.0, (), good),
     )
     ffns = (FfnCalibration(0, 2.0, 9.0, good, good),)
     calibration = Calibration("0" * 64, "tiny", "1" * 64, 512, 2, 2, 64, linears, ffns)
@@ -481,7 +481,7 @@ def test_the_schema_of_a_soc_refuses_what_the_loader_refuses(edit):
 EDITS = [
     # Name, edit, and who refuses the result: the schema (and the loader), or the loader alone.
     ("calibration", lambda made: made, None),
-    ("calibration", lambda made: made.update(version=2), "schema"),
+    ("calibration", lambda made: made.update(version=1), "schema"),
     ("calibration", lambda made: made.update(windows=-1), "schema"),
     ("calibration", lambda made: made.update(weights_key="0" * 65), "schema"),
     ("calibration", lambda made: made.pop("linears"), "schema"),

@@ -3,11 +3,9 @@ from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need
 from .npu_shards import PlannedGraph as PlannedGraph
 from .npu_shards import context_graphs as context_graphs
-from .npu_shards import npu_shard as npu_shard
 from .npu_shards import planned_contexts as planned_contexts
 from .npu_shards import planned_graphs as planned_graphs
 from .npu_shards import planned_shard as planned_shard
-from .npu_shards import shard_ranges as shard_ranges
 from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine

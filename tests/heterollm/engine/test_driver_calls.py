@@ -162,7 +162,8 @@ def test_codes_of_integer_graphs_need_no_further_call(
         entries.append(structs.replace(entry, placement=placed))
     plan = structs.replace(half_rows_plan(plain), entries=tuple(entries))
     ranges = {(spec.layer, spec.group): LinearRanges(4.0) for spec in plain._weights.specs}
-    monkeypatch.setattr("heterollm.llm._ranges", lambda *_: ranges)
+    monkeypatch.setattr("heterollm.llm.calibrated_ranges", lambda *_: ranges)
+    monkeypatch.setattr(Plan, "has_integer_forms", False)  # else a calibration must be named
     llm = load("svm", plan, "event", scales="stepped")
     found, splits = count(llm, calls, tokens)
     assert splits == 9

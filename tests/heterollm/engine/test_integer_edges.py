@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from heterollm.calibration import load_calibration
 from heterollm.calibration.records import (
     OCTAVES,
     STEPS_PER_OCTAVE,
@@ -54,7 +56,7 @@ def calibration(llm: LLM, path: Path, magnitude: float = 1.0) -> Path:
         relative = (4.0 * magnitude,) * len(spec.members)
         one = LinearCalibration(spec.layer, spec.group, 16.0, wide, relative, histogram, 1.0, (), EXACT)
         linears.append(one)
-    ffns = tuple(FfnCalibration(spec.layer, 16.0, EXACT) for spec in specs if spec.group == "down")
+    ffns = tuple(FfnCalibration(spec.layer, 16.0, errors=EXACT) for spec in specs if spec.group == "down")
     key = llm._weights.content_key
     Calibration(key, "wide", "none", 1, 1, 1, 1, tuple(linears), ffns).save(path)
     return path
@@ -118,6 +120,7 @@ def load(host_llm: Callable[..., LLM], folder: Path, tmp_path: Path) -> Callable
     def loaded(magnitude: float = 1.0, **options: Any) -> LLM:
         with LLM.load(folder, device="host", plan="gpu", scales="stepped") as plain:
             plan, file = integer_plan(plain), calibration(plain, tmp_path / "wide.json", magnitude)
+        plan = structs.replace(plan, calibration=load_calibration(file).key)
         return host_llm(folder, plan=plan, scales="stepped", calibration=file, **options)
 
     return loaded

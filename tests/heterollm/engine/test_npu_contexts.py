@@ -29,7 +29,7 @@ def test_every_graph_has_one_context_with_all_lengths_of_its_slice(bundled_model
         standard_lengths=lengths,
         chunk_length=lengths[-1],
     )
-    graphs = list(dict.fromkeys(planned_graphs(plan, specs)))
+    graphs = list(dict.fromkeys(planned_graphs(plan, specs, {})))
     assert [(graph,) for graph in graphs] == planned_contexts(graphs, 0)
     layers = draw.randint(1, 5)
     contexts = planned_contexts(draw.sample(graphs, len(graphs)), layers)

@@ -78,7 +78,7 @@ def poisoned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function from whose call on every pass finds NaN in all slots, and every head in its own."""
 
     def poison() -> None:
-        start, head = Engine._write_step, Engine._head
+        start, head = Engine._write_inputs, Engine._head
 
         def start_on_nan(engine, *arguments):
             fill_with_nan(engine, list(engine.pool))
@@ -91,7 +91,7 @@ def poisoned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             fill_private_with_nan(engine, [name for name in HEAD_SLOTS if name in engine.private])
             head(engine, *arguments)
 
-        monkeypatch.setattr(Engine, "_write_step", start_on_nan)
+        monkeypatch.setattr(Engine, "_write_inputs", start_on_nan)
         monkeypatch.setattr(Engine, "_head", head_on_nan)
 
     return poison

@@ -472,8 +472,8 @@ def context_binary(files):
     """A damaged graph is never taken for sound."""
     stored = ContextBinary({"layer": 0, "ranges": [[0, 64]], "soc": "57"}, {"qairt": "2.51"})
 
-    def compile_into(folder, model):
-        model.write_bytes(b"wrapper" * 9)
+    def compile_into(folder, models):
+        models[0].write_bytes(b"wrapper" * 9)
         (folder / stored.binary.name).write_bytes(bytes(range(256)))
 
     stored.build(compile_into)
