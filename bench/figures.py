@@ -454,7 +454,9 @@ def contexts_table() -> str:
             for prompt in (64, 256, 300, 1024)
         ]
         rates = [f"{row['prefill_tokens_per_second']:.0f}" for row in found]
-        lines.append((name, str(found[1]["npu_graphs"]), *rates, f"{found[1]['decode_tokens_per_second']:.1f}"))
+        lines.append(
+            (name, str(found[1]["npu_graphs"]), *rates, f"{found[1]['decode_tokens_per_second']:.1f}")
+        )
     return table("simulated, `block` | graphs | prefill 64 | 256 | 300 | 1024 | decode", "lrrrrrr", lines)
 
 

@@ -113,6 +113,8 @@ class Engine:
         self._no_cache: KvMemory | None = None
         self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int], CompiledPass] = {}
         self._lanes = self._compiler.lanes
+        # With a wait after every operator, or without the NPU, chunks at once would gain nothing.
+        self._flies = plan.schedule is not None and not self.fences.after_every_operator
         logits = self._compiler.pool["logits"]
         self._logits_slot = logits
         self._logits: NDArray[np.float32] = logits.view(np.float32, (HEAD_ROWS, self._config.vocab_size))
@@ -180,7 +182,7 @@ class Engine:
             HeteroLLMError: A kernel, a graph or a fence failed. Earlier positions stay valid.
         """
         for flight in self.plan.flights(len(ids)):
-            if len(flight) > 1 and target is None and phase == "prefill":
+            if len(flight) > 1 and self._flies and target is None and phase == "prefill":
                 try:
                     self._flight(cache, position, ids, flight)
                     continue
@@ -226,7 +228,7 @@ class Engine:
         Raises:
             OptionError: No pass has this number of tokens.
         """
-        lanes = len(self._lanes) if phase == "prefill" else 1
+        lanes = len(self._lanes) if phase == "prefill" and self._flies else 1
         longest = min(lanes * self.plan.chunk_length, self.context)
         if not 1 <= tokens <= longest:
             raise OptionError(
@@ -425,7 +427,7 @@ class Engine:
         """Compute on the GPU alone from now on, or raise the error if that is not allowed or impossible."""
         if not self._may_fall_back or self._lost:
             raise error
-        self._may_fall_back = False
+        self._may_fall_back = self._flies = False
         self._passes.clear()
         self._heads.clear()
         self._compiler.leave_npu()

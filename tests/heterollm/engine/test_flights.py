@@ -1,5 +1,6 @@
 """Several chunks of a prompt at once give the numbers of one after the other, in whatever order they run."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from heterollm.base import GraphError
 from heterollm.engine.slot_check import CHECK_VARIABLE
+from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.solver import ChunkSchedule, GroupTimes, Plan
 
@@ -99,6 +102,33 @@ def test_chunks_alternate_where_a_processor_would_wait(
         attention = next(i for i, s in enumerate(steps) if (s.lane, s.operator) == (lane, "attention"))
         stored = [s.lane for s in steps[:attention] if (s.layer, s.operator) == (0, "rope")]
         assert set(range(lane + 1)) <= set(stored)
+
+
+def test_without_the_npu_chunks_run_one_by_one(
+    planned: tuple[Path, Plan], host_llm: Callable[..., LLM], ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of the flight in which the NPU failed, and later prompts of the session."""
+    bind, runs = SessionGraph.bind, Counter({"left": 10**6})
+
+    def bind_to_break(graph: SessionGraph, x: object, y: object) -> Callable[[], None]:
+        call = bind(graph, x, y)
+
+        def run() -> None:
+            runs["left"] -= 1
+            if runs["left"] == 0:
+                raise GraphError("The device is gone.")
+            call()
+
+        return run
+
+    expected = answers(host_llm(planned[0], plan="gpu"), ids, 4 * CHUNK + 5)
+    monkeypatch.setattr(SessionGraph, "bind", bind_to_break)
+    plan = structs.replace(planned[1], schedule=schedule(2))
+    llm = host_llm(planned[0], plan=plan, allow_fallback=True)
+    runs["left"] = 8  # loading has run some
+    assert np.allclose(answers(llm, ids, 4 * CHUNK + 5), expected, atol=1e-3)
+    assert runs["left"] == 0
+    assert any("computes alone since token 0" in note for note in llm.notes)
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
