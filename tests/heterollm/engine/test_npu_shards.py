@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heterollm.engine import npu_shard
+from heterollm.engine.npu_shards import npu_shard
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.formats.reference import weight_values
 from heterollm.kernels.npu import FfnShard, LinearShard

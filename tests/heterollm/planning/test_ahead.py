@@ -194,7 +194,7 @@ def test_the_report_says_what_does_not_load_and_what_to_copy(tmp_path):
 @pytest.fixture
 def make_part(bundled_model):
     """Return a function that makes the NPU's part of the bundled model's first group."""
-    from heterollm.engine import npu_shard
+    from heterollm.engine.npu_shards import npu_shard
     from heterollm.model import Checkpoint, ModelConfig, load_weights
 
     def make():
