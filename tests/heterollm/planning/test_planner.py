@@ -12,6 +12,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import OptionError, ProfileError, list_cache
 from heterollm.cli import main
@@ -209,6 +210,23 @@ def test_plan_shows_and_writes_what_generate_runs(profile, folder, tmp_path, cap
     assert plan.uses_npu
     with LLM.load(folder, device="host", plan=target) as llm:
         assert llm.plan == plan
+
+
+def test_plan_shows_chunks_in_flight_and_generate_runs_them(profile, folder, tmp_path, capsys) -> None:
+    """Without splits, whole operators of two chunks keep both processors busy."""
+    target = tmp_path / "plan.json"
+    options = ["--context", "512", "--in-flight", "3", "--forbid", "row,hybrid,sequence,block"]
+    command = ["plan", str(folder), "--device", "host", *options, "--prompt", "64,400", "--explain"]
+    assert main([*command, "-o", str(target)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "at once" in shown
+    plan = Plan.load(target)
+    assert plan.schedule is not None
+    ids = np.random.default_rng(0).integers(1, 150, 400).tolist()
+    with LLM.load(folder, device="host", plan=target, context=512) as llm:
+        found = llm.session().prefill(ids).copy()
+    with LLM.load(folder, device="host", plan=structs.replace(plan, schedule=None), context=512) as llm:
+        assert np.allclose(found, llm.session().prefill(ids), atol=1e-4)
 
 
 def test_level_tensor_shows_no_block(profile, folder, capsys) -> None:
