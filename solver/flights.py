@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_field
@@ -35,6 +36,9 @@ SAMPLED_LAYERS: Final = (2, 4)
 """Layers that are scheduled; all others take as long as those between these two numbers."""
 
 
+SUBMITTED: Final = 3
+"""Kernels that the engine thread submits before a graph, about: glue operators and a shard."""
+
 PRICES: Final = tuple(2.0 ** (step / 4) for step in range(-8, 21))
 """Prices of the GPU's time, in that of the NPU, that are tried."""
 
@@ -53,7 +57,10 @@ class PredictedPrompt:
 def group_times(
     decisions: Iterable[tuple[OpSpec, Option]], tokens: int, costs_at: Callable[[int], Costs]
 ) -> tuple[GroupTimes, ...]:
-    """Return the times of a layer's groups in a chunk.
+    """Return the times of a layer's groups in a chunk, with the overheads of changing the processor.
+
+    While the engine thread runs a graph it submits nothing, so that the queue is empty behind it; before a
+    graph it submits the kernels of other chunks and waits for the hand-over.
 
     Args:
         decisions: The operators of a layer in order with their placements.
@@ -61,13 +68,17 @@ def group_times(
         costs_at: Returns costs of passes that begin at a position.
     """
     first, later = costs_at(0), costs_at(tokens)
+    overheads = first.overheads
+    submit_us = overheads.submit_us if math.isfinite(overheads.submit_us) else overheads.refill_us
     found = []
     for spec, option in decisions:
         before_us = first.between_us(_first_of(spec), tokens)
         more_us = later.between_us(_first_of(spec), tokens) - before_us
-        found.append(
-            GroupTimes(spec.group, before_us, max(0.0, more_us / tokens), option.gpu_us, option.npu_us)
-        )
+        npu_us = option.npu_us
+        if npu_us:
+            before_us += overheads.refill_us
+            npu_us += max(0.0, overheads.hand_over_us) + SUBMITTED * submit_us
+        found.append(GroupTimes(spec.group, before_us, max(0.0, more_us / tokens), option.gpu_us, npu_us))
     return tuple(found)
 
 
