@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.solver import Budget, Plan, Solver, plan_flights, predict_prompt
+from heterollm.solver.costs import Overheads
 
 PROMPTS = {96: 1.0, 300: 1.0, 1000: 1.0}
 
@@ -15,8 +16,8 @@ def planned(made):
     """Return a function that gives a solver, its plan, and the plan with up to four chunks in flight."""
 
     class Attention(made.proportional_blocks):
-        def __init__(self, seed, attention_us, position=0):
-            super().__init__(seed)
+        def __init__(self, seed, attention_us, overheads, position=0):
+            super().__init__(seed, overheads=overheads)
             self.position, self.attention_us = position, attention_us
 
         def between_us(self, spec, tokens):
@@ -24,8 +25,8 @@ def planned(made):
             return super().between_us(spec, tokens) + (own_us if spec.group == "o" else 0.0)
 
     @functools.cache
-    def plans(seed, level="block", limit=None, attention_us=40.0):
-        costs_at = functools.partial(Attention, seed, attention_us)
+    def plans(seed, level="block", limit=None, attention_us=40.0, overheads=made.free):
+        costs_at = functools.partial(Attention, seed, attention_us, overheads)
         budget = Budget(limit, copies_by_length=True)
         solver = Solver(
             made.model(), made.limits(), costs_at(0), budget=budget, chunk_length=128, level=level
@@ -63,7 +64,9 @@ def test_graphs_of_chunks_in_flight_keep_the_budget(planned, fraction):
         assert flown == plan
 
 
-def test_without_gain_a_plan_stays_as_it_is(planned):
-    # Attention takes nearly all the time, and the GPU computes it.
-    _, plan, flown = planned(1, attention_us=1e6)
+@pytest.mark.parametrize("kind", ["attention", "hand-overs"])
+def test_without_gain_a_plan_stays_as_it_is(planned, made, kind):
+    # The GPU's attention takes nearly all the time, or a change of the processor does.
+    changed = {"attention_us": 1e6} if kind == "attention" else {"overheads": Overheads(1e5, 1e5)}
+    _, plan, flown = planned(1, **changed)
     assert flown == plan
