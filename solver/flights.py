@@ -169,6 +169,9 @@ def _best_chunk(
     fits: _Fits,
 ) -> _Flown | None:
     """Return the best chunk for prompts in flight; None where they gain less than the margin of a split."""
+    if costs_at(0).overheads.empties_queue:
+        # Each wait for one chunk would wait for the kernels of all.
+        return None
     whole = solver.chunk_length
     choices = solver.length(whole, slices).choices
     times = group_times(((one.spec, one.chosen) for one in choices), whole, costs_at)
@@ -182,7 +185,7 @@ def _best_chunk(
 
     lengths = solver.limits.standard_lengths if solver.limits else ()
     offered = [length for length in lengths if 1 < length <= solver.chunk_length]
-    found = [_balanced(solver, length, in_flight, costs_at, fits) for length in offered]
+    found = [own for length in offered if (own := _balanced(solver, length, in_flight, costs_at, fits))]
     before_us = {prompt: prompt_us(prompt, whole, one_by_one) for prompt in prompts}
 
     def loss(flown: _Flown) -> float:
@@ -238,8 +241,8 @@ class _Flown:
 
 def _balanced(
     solver: Solver, tokens: int, in_flight: int, costs_at: Callable[[int], Costs], fits: _Fits
-) -> _Flown:
-    """Return the placements of whole chunks with which they are predicted to be fastest in flight.
+) -> _Flown | None:
+    """Return the placements of whole chunks with which these are predicted to fly fastest, if any fit.
 
     The dearer the GPU's time, the more rows the NPU takes of every operator. The best price is found by
     trying :data:`PRICES`.
@@ -267,12 +270,7 @@ def _balanced(
             schedule = ChunkSchedule("out_of_order", in_flight, times, entries)
             time_us = predict_prompt(schedule, [tokens] * in_flight, solver.layers).time_us
             flown[key] = _Flown(tokens, schedule, time_us)
-    if not flown:
-        raise PlanError(
-            f"No processor can compute chunks of {tokens} tokens under the options given.",
-            fix="Allow both processors, or plan for one chunk at once.",
-        )
-    return min(flown.values(), key=lambda one: one.time_us)
+    return min(flown.values(), key=lambda one: one.time_us, default=None)
 
 
 def _anything(_spec: OpSpec, _option: Option) -> bool:
