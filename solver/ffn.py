@@ -13,7 +13,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import ffn_alignment
 from heterollm.solver.costs import Costs
 
-__all__ = ["ffn_groups", "ffn_shard", "gpu_shard_us", "split_alignment"]
+__all__ = ["ffn_groups", "ffn_shard", "first_group", "gpu_shard_us", "split_alignment"]
 
 
 @lru_cache(maxsize=256)
@@ -21,6 +21,11 @@ def ffn_groups(ffn: OpSpec) -> tuple[OpSpec, OpSpec]:
     """Return ``gate_up`` and ``down`` of an ffn, for costs: their buffers have no names."""
     assert ffn.then is not None
     return replace(ffn, group="gate_up", join="concatenate", then=None), ffn.then
+
+
+def first_group(spec: OpSpec) -> OpSpec:
+    """Return the group itself, or ``gate_up`` of an ffn."""
+    return spec if spec.then is None else ffn_groups(spec)[0]
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from heterollm.base import PlanError
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import first_group
 from heterollm.solver.options import Option, all_options
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
@@ -34,7 +34,6 @@ __all__ = [
 
 SAMPLED_LAYERS: Final = (2, 4)
 """Layers that are scheduled; all others take as long as those between these two numbers."""
-
 
 SUBMITTED: Final = 3
 """Kernels that the engine thread submits before a graph, about: glue operators and a shard."""
@@ -72,8 +71,8 @@ def group_times(
     submit_us = overheads.submit_us if math.isfinite(overheads.submit_us) else overheads.refill_us
     found = []
     for spec, option in decisions:
-        before_us = first.between_us(_first_of(spec), tokens)
-        more_us = later.between_us(_first_of(spec), tokens) - before_us
+        before_us = first.between_us(first_group(spec), tokens)
+        more_us = later.between_us(first_group(spec), tokens) - before_us
         npu_us = option.npu_us
         if npu_us:
             before_us += overheads.refill_us
@@ -148,7 +147,7 @@ def plan_flights(
     held_bytes = free.npu_bytes(
         solver.specs, copies_by_length=budget.copies_by_length, activation_bytes=budget.activation_bytes
     )
-    if budget.npu_bytes is None or held_bytes <= budget.npu_bytes:
+    if budget.holds(held_bytes):
         return free
     resident = {(item.group, item.npu_rows, length) for item in plan.slices for length in item.lengths}
 
@@ -339,8 +338,3 @@ def _chunk_stages(
                 kernel = ((number, next(count)),)
             yield Stage("npu", one.npu_us, before)
             graph = ((number, next(count)),)
-
-
-def _first_of(spec: OpSpec) -> OpSpec:
-    """Return the group itself, or ``gate_up`` of an ffn."""
-    return spec if spec.then is None else ffn_groups(spec)[0]

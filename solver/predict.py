@@ -11,7 +11,7 @@ from msgspec import structs
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import first_group
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, evaluate
 from heterollm.solver.placements import Placement
@@ -110,7 +110,7 @@ def predict_pass(
         option = evaluate(spec, rows, decided, costs)
         if option is None:
             return None
-        found.append(PredictedOperator(spec, rows, option, costs.between_us(_first_of(spec), rows)))
+        found.append(PredictedOperator(spec, rows, option, costs.between_us(first_group(spec), rows)))
     body = [item for item in found if item.spec.group != "head"]
     decisions = [(item.spec, item.option.placement) for item in body]
     one_us = layer_time_us(decisions, tokens, costs)
@@ -132,7 +132,7 @@ def layer_cost(
     total = 0.0
     for spec, placement in decisions:
         option = evaluate(spec, tokens, placement, costs, objective)
-        between_us = costs.between_us(_first_of(spec), tokens)
+        between_us = costs.between_us(first_group(spec), tokens)
         own = math.inf if option is None else option.cost
         total += own + objective.cost(between_us, between_us, 0.0)
     return total
@@ -151,18 +151,13 @@ def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, co
         option = evaluate(spec, tokens, placement, costs)
         if option is None:
             return math.inf
-        between_us = costs.between_us(_first_of(spec), tokens)
+        between_us = costs.between_us(first_group(spec), tokens)
         specs.append(spec)
         chosen.append(option)
         time_us += between_us + option.time_us
     if submits_singly(tokens, costs.overheads):
         return layer_us([LayerGroup.of(spec, (), costs) for spec in specs], chosen, costs.overheads)
     return time_us
-
-
-def _first_of(spec: OpSpec) -> OpSpec:
-    """Return the group itself, or ``gate_up`` of an ffn."""
-    return spec if spec.then is None else ffn_groups(spec)[0]
 
 
 def _with_form(placement: Placement, spec: OpSpec, costs: Costs, limits: NpuLimits | None) -> Placement:
