@@ -75,7 +75,7 @@ def bench_shape(device: Device, name: str, tokens: int, seed: int, rounded: bool
         checked = [(opencl[-1], device.gpu.finish)]
         if tokens in device.npu.standard_lengths:
             part = LinearShard(weight, copy, name, ((0, rows),), f"bench {seed} {tokens}", rounded)
-            runtime.append(device.npu.prepare(part, tokens).bind(x.array, y.array))
+            runtime.append(device.npu.prepare(part, tokens).bind({"x": x.array}, {"y": y.array}))
             checked.append((runtime[-1], lambda: None))
         expected = inputs @ weight.dequantize().astype(np.float64).T
         for launch, wait in checked:

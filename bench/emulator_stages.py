@@ -63,7 +63,8 @@ def collect(path: Path, minutes: float) -> None:
             x = np.random.default_rng(1).standard_normal((LONGEST, SIZE), np.float32)
             y = np.zeros((LONGEST, SIZE), npu.activation_dtype)
             fillers = [
-                npu.prepare(part, LONGEST, form).bind(x.astype(npu.activation_dtype), y) for form in NAMES
+                npu.prepare(part, LONGEST, form).bind({"x": x.astype(npu.activation_dtype)}, {"y": y})
+                for form in NAMES
             ]
             rounds = 0
             while rounds == 0 or time.monotonic() < give_up:

@@ -41,11 +41,12 @@ from heterollm.data import bundled_model
 from heterollm.kernels.formats import CodeGrid, linear_errors, quantize
 from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuGlue, NpuCodes
 from heterollm.kernels.npu import LinearRanges, LinearShard, QnnNpu
-from heterollm.kernels.npu.graphs import INPUT, OUTPUT, write_graph
+from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.qnn import BLOCK_OPTION
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.ranges import HEADROOM
 from heterollm.kernels.npu.session import HeldSession, SessionGraph
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Plan
@@ -130,7 +131,8 @@ def _on_emulator(
     length = len(x)
     if not integer:
         y = np.zeros((length, shard.rows), np.float16)
-        return _cpu_ms(npu.prepare(shard, length, "matmul_nbits").bind(x.astype(np.float16), y)), y
+        graph = npu.prepare(shard, length, "matmul_nbits")
+        return _cpu_ms(graph.bind({"x": x.astype(np.float16)}, {"y": y})), y
     assert shard.ranges is not None
     grid = shard.ranges.grid
     if edges == "uint16":
@@ -140,14 +142,15 @@ def _on_emulator(
             given, _ = replace(grid, input_step=grid.input_step * factor, per_token=False).codes(x)
             factors = np.full(length, factor, np.float32)
         codes = np.zeros((length, shard.rows), np.uint16)
-        used = _cpu_ms(npu.prepare(shard, length, "integer").bind(given, codes))
+        used = _cpu_ms(npu.prepare(shard, length, "integer").bind({"x": given}, {"y": codes}))
         return used, grid.values(codes, factors)
     assert factor is not None
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(_with_float_edges(shard, length, Path(folder)), _target(), shard.label)
         y = np.zeros((length, shard.rows), np.float16)
         graph = SessionGraph(HeldSession(session), shard, length, np.dtype(np.float16))
-        return _cpu_ms(graph.bind((x / factor).astype(np.float16), y)), y.astype(np.float32) * factor
+        used = _cpu_ms(graph.bind({"x": (x / factor).astype(np.float16)}, {"y": y}))
+        return used, y.astype(np.float32) * factor
 
 
 def _target() -> QnnTarget:

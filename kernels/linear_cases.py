@@ -223,7 +223,7 @@ def run_part(
     padded = np.full((length, x.shape[1]), np.nan, npu.activation_dtype)
     padded[: len(x)] = x
     y = np.full((length, part.rows), np.nan, npu.activation_dtype)
-    npu.prepare(part, length, form).bind(padded, y)()
+    npu.prepare(part, length, form).bind({"x": padded}, {"y": y})()
     return y[: len(x)]
 
 

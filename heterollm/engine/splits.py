@@ -285,7 +285,8 @@ class SplitEmitter:
             label = f"{shard} tokens {first}:{first + length}{form}"
             run: Call = NOT_RUN
             if builder.builds_graphs:
-                run = self._graph(spec, placement, chosen, length).bind(x[tokens], y[tokens])
+                graph = self._graph(spec, placement, chosen, length)
+                run = graph.bind({"x": x[tokens]}, {"y": y[tokens]})
             builder.graph(op, run, label, reads, writes, work)
             first += length
 

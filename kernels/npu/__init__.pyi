@@ -13,7 +13,6 @@ from .protocol import GraphForm as GraphForm
 from .protocol import NpuBackend as NpuBackend
 from .protocol import NpuGraph as NpuGraph
 from .protocol import TimeKind as TimeKind
-from .protocol import check_arrays as check_arrays
 from .protocol import check_form as check_form
 from .protocol import edge_dtype as edge_dtype
 from .qnn import QnnNpu as QnnNpu
@@ -29,3 +28,7 @@ from .shards import FfnShard as FfnShard
 from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard
 from .shards import ShardKey as ShardKey
+from .tensors import GraphTensors as GraphTensors
+from .tensors import NamedArrays as NamedArrays
+from .tensors import check_arrays as check_arrays
+from .tensors import graph_tensors as graph_tensors

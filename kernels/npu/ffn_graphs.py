@@ -9,8 +9,6 @@ import numpy as np
 
 from heterollm.kernels.formats import LinearWeight, take_rows
 from heterollm.kernels.npu.linear_graphs import (
-    INPUT,
-    OUTPUT,
     Bounds,
     GraphBody,
     add_linear,
@@ -20,6 +18,7 @@ from heterollm.kernels.npu.linear_graphs import (
 )
 from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.shards import FfnShard
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import Activation
 
 __all__ = ["build_ffn"]

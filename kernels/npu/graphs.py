@@ -15,21 +15,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from heterollm.base import PAGE_BYTES, GraphError
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.npu.ffn_graphs import build_ffn
 from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
-from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody, Tensors, build_linear
+from heterollm.kernels.npu.linear_graphs import GraphBody, Tensors, build_linear
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm, edge_dtype
 from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard
+from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
 
-__all__ = ["GRAPH_VERSION", "INPUT", "OUTPUT", "graph_identity", "shard_digest", "write_graph"]
+__all__ = ["GRAPH_VERSION", "graph_identity", "shard_digest", "write_graph"]
 
 GRAPH_VERSION = 2
 """Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
 
+OPEN_LENGTH = -1
+"""Length in shapes of a graph that leaves it symbolic."""
 IR_VERSION = 10
 OPSET = 21
 MICROSOFT_OPSET = 1
@@ -137,12 +140,12 @@ def write_graph(
         build_linear(shard, form, body, k_split_columns)
     weights = folder / "graph.weights"
     tokens: int | str = "m" if length is None else length
-    element = ONNX_TYPES[edge_dtype(form, dtype)]
+    tensors = graph_tensors(shard, OPEN_LENGTH if length is None else length, edge_dtype(form, dtype))
     graph = helper.make_graph(
         body.nodes,
         f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}_{tokens}_{shard_digest(shard)[:16]}",
-        [helper.make_tensor_value_info(INPUT, element, [1, tokens, shard.columns])],
-        [helper.make_tensor_value_info(OUTPUT, element, [1, tokens, shard.rows])],
+        [_value_info(name, tensor) for name, tensor in tensors.inputs.items()],
+        [_value_info(name, tensor) for name, tensor in tensors.outputs.items()],
         _write_tensors(body.tensors, weights),
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", MICROSOFT_OPSET)]
@@ -150,6 +153,11 @@ def write_graph(
     path = folder / "graph.onnx"
     path.write_bytes(model.SerializeToString())
     return path
+
+
+def _value_info(name: str, tensor: GraphTensor) -> ValueInfoProto:
+    shape = ["m" if size == OPEN_LENGTH else size for size in tensor.shape]
+    return helper.make_tensor_value_info(name, ONNX_TYPES[tensor.dtype], [1, *shape])
 
 
 def _forms(shard: NpuShard) -> frozenset[GraphForm]:

@@ -27,9 +27,10 @@ from heterollm.kernels.formats import (
     row_steps,
     take_rows,
 )
-from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody
+from heterollm.kernels.npu.linear_graphs import GraphBody
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.npu.shards import FfnShard, LinearShard
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 
 __all__ = ["build_integer_ffn", "build_integer_linear"]
 

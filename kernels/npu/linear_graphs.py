@@ -19,11 +19,10 @@ from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, take_columns
 from heterollm.kernels.npu.protocol import TILE_TOKENS, GraphForm
 from heterollm.kernels.npu.shards import LinearShard
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = [
-    "INPUT",
-    "OUTPUT",
     "Bounds",
     "GraphBody",
     "Tensors",
@@ -33,9 +32,6 @@ __all__ = [
     "build_linear",
     "k_split_bounds",
 ]
-
-INPUT, OUTPUT = "x", "y"
-"""Names of the activations."""
 
 Tensors: TypeAlias = dict[str, NDArray[Any]]
 Bounds: TypeAlias = list[tuple[int, int]]

@@ -1,8 +1,8 @@
 """The protocol of an NPU backend.
 
 A backend turns shards of linear layers into prepared graphs of standard lengths. It states its properties
-(lengths, alignment, activation type, legal forms); callers never test its name. Activations are row-major
-``[m, k]`` in and ``[m, r]`` out, in place in memory that the caller owns.
+(lengths, alignment, activation type, legal forms); callers never test its name. A graph states its inputs and
+outputs by name (:class:`GraphTensors`), row-major, in place in memory that the caller owns.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.base import GraphError
 from heterollm.kernels.npu.shards import FfnShard, NpuShard
+from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "NpuBackend",
     "NpuGraph",
     "TimeKind",
-    "check_arrays",
     "check_form",
     "edge_dtype",
 ]
@@ -90,29 +89,22 @@ class NpuGraph(Protocol):
     """The prepared graph of one shard at one length."""
 
     @property
-    def length(self) -> int:
-        """Tokens of one run."""
+    def tensors(self) -> GraphTensors:
+        """Its inputs and outputs: ``x`` and ``y`` of a linear or an ffn."""
 
-    @property
-    def rows(self) -> int:
-        """Outputs ``r``."""
-
-    @property
-    def columns(self) -> int:
-        """Inputs ``k``."""
-
-    def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
-        """Return a call that reads ``x`` and writes ``y`` in place, in the calling thread.
+    def bind(self, inputs: NamedArrays, outputs: NamedArrays) -> Callable[[], None]:
+        """Return a call that reads the inputs and writes the outputs in place, in the calling thread.
 
         The call releases the interpreter lock, creates no NumPy or ONNX Runtime object, and returns when
-        ``y`` is complete. Both arrays must outlive it.
+        the outputs are complete. The arrays must outlive it.
 
         Args:
-            x: C-contiguous ``[length, k]`` in the type of :func:`edge_dtype`, in long-lived memory.
-            y: C-contiguous ``[length, r]`` in the same type, not overlapping ``x``.
+            inputs: C-contiguous arrays of the shapes and types in :attr:`tensors`, in long-lived memory.
+            outputs: The same for the outputs, none of which overlaps another array.
 
         Raises:
-            GraphError: An array's shape, type or layout would make the runtime copy it.
+            GraphError: An array's name, shape, type or layout is not that of the graph, or would make the
+                runtime copy it.
         """
 
 
@@ -293,24 +285,3 @@ def _forms(backend: NpuBackend, shard: NpuShard, length: int) -> tuple[GraphForm
     return backend.forms(
         shard.format, columns=shard.columns, length=length, integer_inputs=shard.integer_inputs
     )
-
-
-def check_arrays(x: NDArray[Any], y: NDArray[Any], graph: NpuGraph, label: str, dtype: np.dtype[Any]) -> None:
-    """Refuse input and output of a graph that ONNX Runtime would copy instead of using in place.
-
-    Raises:
-        GraphError: A shape, type or layout is wrong, an array is read-only, or the two overlap.
-    """
-    _check_array(x, f"input of {label}", (graph.length, graph.columns), dtype)
-    _check_array(y, f"output of {label}", (graph.length, graph.rows), dtype)
-    if np.may_share_memory(x, y):
-        raise GraphError(f"Input and output of {label} overlap.")
-
-
-def _check_array(array: NDArray[Any], what: str, shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        raise GraphError(f"{what} must be {dtype} {list(shape)}, not {array.dtype} {list(array.shape)}.")
-    if not array.flags.c_contiguous:
-        raise GraphError(f"{what} is not contiguous (strides {array.strides}) and would be copied.")
-    if not array.flags.writeable or not array.flags.aligned:
-        raise GraphError(f"{what} is read-only or misaligned and cannot be computed on in place.")

@@ -392,7 +392,7 @@ class QnnNpu:
         shard = LinearShard(weight, 0, "self_test", ((0, rows),), "self_test")
         x = generator.standard_normal((tokens, columns)).astype(self.activation_dtype)
         y = np.zeros((tokens, rows), self.activation_dtype)
-        self.prepare(shard, tokens).bind(x, y)()
+        self.prepare(shard, tokens).bind({"x": x}, {"y": y})()
         errors = linear_errors(y, x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
         if not errors.within("fp16"):
             raise DeviceError(

@@ -17,6 +17,7 @@ import numpy as np
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.npu.shards import NpuShard
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 
 __all__ = ["emulated_cpu_us"]
 
@@ -45,7 +46,7 @@ def emulated_cpu_us(
     if shard.ranges is not None and dtype == np.uint16:
         x, _ = shard.ranges.grid.codes(values)
     y = np.empty((length, shard.rows), dtype)
-    call = SessionGraph(HeldSession(session), shard, length, dtype).bind(x, y)
+    call = SessionGraph(HeldSession(session), shard, length, dtype).bind({INPUT: x}, {OUTPUT: y})
     call()
     found = []
     for _ in range(runs):

@@ -36,12 +36,13 @@ from heterollm.base import (
 )
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.contexts import SharingVerdict
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, INPUT, write_graph
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, write_graph
 from heterollm.kernels.npu.qnn_binaries import GRAPHS_FOLDER
 from heterollm.kernels.npu.qnn_child import answer_parent, run_child
 from heterollm.kernels.npu.qnn_compile import compile_shared
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, provider_metadata, qnn_versions
 from heterollm.kernels.npu.shards import LinearShard
+from heterollm.kernels.npu.tensors import INPUT
 
 __all__ = ["REUSED_IO_OPTION", "keep_verdict", "kept_verdict", "run_sharing_test"]
 

@@ -6,10 +6,9 @@ Without numerics a graph computes nothing; with numerics another backend compute
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.base import GIB
 from heterollm.kernels.npu import (
@@ -17,6 +16,8 @@ from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
     FfnShard,
     GraphForm,
+    GraphTensors,
+    NamedArrays,
     NpuBackend,
     NpuGraph,
     NpuShard,
@@ -27,6 +28,7 @@ from heterollm.kernels.npu import (
     edge_dtype,
     every_ffn_form,
     every_form,
+    graph_tensors,
     integer_forms,
 )
 from heterollm.kernels.ops import Activation, WeightFormat
@@ -137,8 +139,8 @@ class SimulatedNpu:
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         label = f"{shard.label}{AS_INTEGERS}" if chosen in INTEGER_FORMS else shard.label
         return SimulatedGraph(
-            *(self._soc, self._clock, label, work, edge_dtype(chosen, self.activation_dtype)),
-            *(real, self._settle),
+            *(self._soc, self._clock, label, work),
+            *(graph_tensors(shard, length, edge_dtype(chosen, self.activation_dtype)), real, self._settle),
         )
 
     def cpu_times_us(
@@ -179,7 +181,7 @@ class SimulatedGraph:
         clock: Its clock.
         label: Name of the shard.
         work: Work of a run.
-        dtype: Element type of input and output.
+        tensors: Its inputs and outputs.
         real: Graph that computes, or None.
         settle: Waits until the GPU has computed the input.
     """
@@ -190,25 +192,22 @@ class SimulatedGraph:
         clock: SimulatedClock,
         label: str,
         work: NpuWork,
-        dtype: np.dtype[Any],
+        tensors: GraphTensors,
         real: NpuGraph | None,
         settle: Callable[[], None],
     ) -> None:
-        self.length = work.tokens
-        self.rows = work.rows
-        self.columns = work.columns
+        self.tensors = tensors
         self.work = work
         self._clock = clock
         self._label = label
-        self._dtype = dtype
         self._real = real
         self._settle = settle
         self._time = npu_time(soc, work)
 
-    def bind(self, x: NDArray[Any], y: NDArray[Any]) -> Callable[[], None]:
+    def bind(self, inputs: NamedArrays, outputs: NamedArrays) -> Callable[[], None]:
         """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        check_arrays(x, y, self, self._label, self._dtype)
-        compute = None if self._real is None else self._real.bind(x, y)
+        check_arrays(inputs, outputs, self.tensors, self._label)
+        compute = None if self._real is None else self._real.bind(inputs, outputs)
         clock, settle, time, label = self._clock, self._settle, self._time, self._label
         arithmetic_bound = time.arithmetic_bound
 

@@ -244,7 +244,7 @@ class SharedLoad:
         x.acquire()
         self._buffers += [x, y]
         self._shards.append(shard)
-        return graph.bind(x.array, y.array)
+        return graph.bind({"x": x.array}, {"y": y.array})
 
     def _wall_us(self, call: Callable[[], None]) -> float:
         now_ns = self._timer.runtime.now_ns

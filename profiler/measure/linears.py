@@ -176,7 +176,8 @@ class LinearBench:
         y.acquire()
         try:
             call = graph.bind(
-                x.view(dtype, (point.tokens, point.columns)), y.view(dtype, (point.tokens, point.outputs))
+                {"x": x.view(dtype, (point.tokens, point.columns))},
+                {"y": y.view(dtype, (point.tokens, point.outputs))},
             )
             real = npu.time_kind == "real"
             cold = real and point.streamed and point.tokens <= COLD_TOKENS

@@ -230,7 +230,7 @@ def _small_graph(npu: NpuBackend) -> Callable[[], None]:
     x = aligned_empty((length, NPU_COLUMNS), npu.activation_dtype)
     y = aligned_empty((length, rows), npu.activation_dtype)
     x.fill(1)
-    return npu.prepare(shard, length).bind(x, y)
+    return npu.prepare(shard, length).bind({"x": x}, {"y": y})
 
 
 def _timed_us(runtime: GpuRuntime, call: Callable[[], object]) -> float:

@@ -145,7 +145,7 @@ def _timed(device: Device, npu: NpuBackend, shard: LinearShard, key: SweepKey) -
     x.acquire()
     y.acquire()
     try:
-        call = graph.bind(x.array, y.array)
+        call = graph.bind({"x": x.array}, {"y": y.array})
 
         def once() -> float:
             begin_ns = device.gpu.now_ns()

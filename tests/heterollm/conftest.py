@@ -322,8 +322,8 @@ def shards_meet(monkeypatch: pytest.MonkeyPatch) -> None:
             gates[runtime].close()
         held[runtime] = gates[runtime]._launch()
 
-    def bind_to_meet(graph: SessionGraph, x: Any, y: Any) -> Callable[[], None]:
-        call = bind(graph, x, y)
+    def bind_to_meet(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
 
         def run() -> None:
             for runtime, event in held.items():

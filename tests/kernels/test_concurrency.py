@@ -47,7 +47,7 @@ def test_both_shards_run_at_once(device, weight, kind, eighths):
     else:
         launch = linear.launch(x, npu_y, tokens=tokens - TOKENS, first_token=TOKENS, label="GPU shard")
     shard = LinearShard(take_rows(weight, [(0, rows)]), 0, "o", ((0, rows),), "concurrency")
-    call = npu.prepare(shard, TOKENS).bind(x.array[:TOKENS], npu_y.array[:TOKENS])
+    call = npu.prepare(shard, TOKENS).bind({"x": x.array[:TOKENS]}, {"y": npu_y.array[:TOKENS]})
     npu_y.array.fill(np.nan)
     gpu_y.array.fill(np.nan)
     gate = Gate(gpu)

@@ -311,7 +311,7 @@ class TestOnTheEmulator:
         for power in ("default", "balanced", "burst"):
             npu = QnnNpu(emulator=True, power=power)
             y = np.zeros((32, part.rows), np.float16)
-            call = npu.prepare(part, 32).bind(x, y)
+            call = npu.prepare(part, 32).bind({"x": x}, {"y": y})
             if npu.power is not None:
                 npu.power.wake()
             call()

@@ -41,8 +41,8 @@ class Npu:
 def npu(monkeypatch: pytest.MonkeyPatch) -> Npu:
     state, bind = Npu(), SessionGraph.bind
 
-    def bind_to_break(graph: SessionGraph, x: Any, y: Any) -> Callable[[], None]:
-        call = bind(graph, x, y)
+    def bind_to_break(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
         return lambda: state.run(call)
 
     monkeypatch.setattr(SessionGraph, "bind", bind_to_break)

@@ -110,8 +110,8 @@ def test_without_the_npu_chunks_run_one_by_one(
     """Also those of the flight in which the NPU failed, and later prompts of the session."""
     bind, runs = SessionGraph.bind, Counter({"left": 10**6})
 
-    def bind_to_break(graph: SessionGraph, x: object, y: object) -> Callable[[], None]:
-        call = bind(graph, x, y)
+    def bind_to_break(graph: SessionGraph, inputs: object, outputs: object) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
 
         def run() -> None:
             runs["left"] -= 1

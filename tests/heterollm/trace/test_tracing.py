@@ -319,8 +319,8 @@ def break_graphs(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let one run of a graph fail."""
     runs, bind = [], SessionGraph.bind
 
-    def bind_to_break(graph: SessionGraph, x: Any, y: Any) -> Callable[[], None]:
-        call = bind(graph, x, y)
+    def bind_to_break(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
 
         def run() -> None:
             runs.append(None)

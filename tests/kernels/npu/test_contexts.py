@@ -152,7 +152,7 @@ def packaged(npu, shards, layers):
 
 def run(npu, shard, length):
     y = np.zeros((length, shard.rows), np.float16)
-    npu.prepare(shard, length).bind(np.zeros((length, shard.columns), np.float16), y)()
+    npu.prepare(shard, length).bind({"x": np.zeros((length, shard.columns), np.float16)}, {"y": y})()
     assert (y == length + shard.layer / 2).all()
 
 
@@ -204,7 +204,7 @@ def test_contexts_open_and_close_whole_within_the_address_space(qnn, make_slice)
     for shard in shards:
         for length in LENGTHS:
             x, y = np.zeros((length, 256), np.float16), np.zeros((length, 64), np.float16)
-            calls[shard.layer, length] = npu.prepare(shard, length).bind(x, y), y
+            calls[shard.layer, length] = npu.prepare(shard, length).bind({"x": x}, {"y": y}), y
     for _ in range(60):
         layer, length = draw.choice(list(calls))
         call, y = calls[layer, length]

@@ -46,7 +46,7 @@ def forms_of(npu, part, length):
 def run(npu, part, length, form=None, seed=0):
     x = np.random.default_rng(seed).standard_normal((length, part.columns)).astype(npu.activation_dtype)
     y = np.full((length, part.rows), np.nan, npu.activation_dtype)
-    npu.prepare(part, length, form).bind(x, y)()
+    npu.prepare(part, length, form).bind({"x": x}, {"y": y})()
     return x, y
 
 
@@ -290,9 +290,10 @@ class TestEmulator:
         x, y = run(hexagon, part, 32)
         products, whole = (np.full((32, rows), np.nan, np.float16) for rows in (512, 256))
         upper = LinearShard(gate_up, 1, "gate_up", ((0, 256), (0, 256)), "tails")
-        hexagon.prepare(upper, 32).bind(x, products)()
+        hexagon.prepare(upper, 32).bind({"x": x}, {"y": products})()
         activated = gated_activation(products[:, :256], products[:, 256:]).astype(np.float16)
-        hexagon.prepare(LinearShard(down, 1, "down", ((0, 256),), "tails"), 32).bind(activated, whole)()
+        alone = LinearShard(down, 1, "down", ((0, 256),), "tails")
+        hexagon.prepare(alone, 32).bind({"x": activated}, {"y": whole})()
         exact = exact_block(part, x)
         # What the block rounds itself: the sigmoid and two products more in float16.
         assert linear_errors(y, exact).nmse < linear_errors(whole, exact).nmse + 4e-7

@@ -213,7 +213,7 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     part = FfnShard(
         upper, take_columns(network.down, 0, cut), network.activation, bias, 0, "cut", (0, cut), integer
     )
-    npu.prepare(part, length, form).bind(padded, y_npu.array)()
+    npu.prepare(part, length, form).bind({"x": padded}, {"y": y_npu.array})()
     npu.release(part)
 
     layers = GpuGlue(runtime, dtype, dtype, style=style)

@@ -90,7 +90,7 @@ def test_several_threads_compute_the_same(make_slice, exact):
 def test_a_bound_call_reads_and_writes_in_place(npu, make_slice, exact):
     part = make_slice(64, 256)
     x, y = activations(32, 256), np.zeros((32, 64), np.float32)
-    call = npu.prepare(part, 32).bind(x, y)
+    call = npu.prepare(part, 32).bind({"x": x}, {"y": y})
     for seed in range(3):
         x[:] = activations(32, 256, seed)
         call()
@@ -102,7 +102,7 @@ def test_rows_of_a_larger_buffer_are_bound_in_place(npu, make_slice, exact):
     pool = np.zeros((96, 256), np.float32)
     outputs = np.full((96, 64), 7.0, np.float32)
     pool[32:64] = activations(32, 256)
-    npu.prepare(part, 32).bind(pool[32:64], outputs[32:64])()
+    npu.prepare(part, 32).bind({"x": pool[32:64]}, {"y": outputs[32:64]})()
     assert linear_errors(outputs[32:64], exact(part, pool[32:64])).within("fp32")
     assert (outputs[:32] == 7).all()
     assert (outputs[64:] == 7).all()
@@ -110,7 +110,7 @@ def test_rows_of_a_larger_buffer_are_bound_in_place(npu, make_slice, exact):
 
 def test_calls_leave_nothing_behind(npu, make_slice):
     x, y = activations(1, 256), np.zeros((1, 64), np.float32)
-    call = npu.prepare(make_slice(64, 256), 1).bind(x, y)
+    call = npu.prepare(make_slice(64, 256), 1).bind({"x": x}, {"y": y})
     tracemalloc.start()
     try:
         for _ in range(1000):  # the first few hundred fill a pool inside ONNX Runtime's bindings
@@ -146,7 +146,14 @@ def test_arrays_that_would_be_copied_are_refused(npu, make_slice):
     ]
     for source, target, reason in cases:
         with pytest.raises(GraphError, match=reason):
-            graph.bind(source, target)
+            graph.bind({"x": source}, {"y": target})
+    for inputs, outputs, reason in (
+        ({"input": x}, {"y": y}, "inputs x, not input"),
+        ({"x": x, "mask": x}, {"y": y}, "inputs x, not x, mask"),
+        ({"x": x}, {}, "outputs y, not none"),
+    ):
+        with pytest.raises(GraphError, match=reason):
+            graph.bind(inputs, outputs)
 
 
 def test_only_standard_lengths_and_legal_forms(npu, make_slice):
@@ -228,7 +235,7 @@ def test_the_rounding_is_the_oracles(npu, bits, block):
     for length in (1, 64):
         for values in (rng.standard_normal((64, block)), halves, halves * rng.uniform(0.01, 100, (64, 1))):
             x, y = values[:length].astype(np.float32), np.empty((length, block), np.float32)
-            npu.prepare(part, length).bind(x, y)()
+            npu.prepare(part, length).bind({"x": x}, {"y": y})()
             scales = (np.abs(x).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float64)
             np.testing.assert_array_equal(
                 np.rint(y / scales), np.rint(reference.round_inputs(x, block) / scales)

@@ -96,7 +96,7 @@ def run(npu, shard, x, form, factor=None):
         given, _ = dataclasses.replace(grid, per_token=False).codes(x / factor)
         factors = np.full(len(x), factor, np.float32)
     got = np.zeros((len(x), shard.rows), np.uint16)
-    graph.bind(given, got)()
+    graph.bind({"x": given}, {"y": got})()
     return grid.values(got, factors)
 
 

@@ -127,7 +127,7 @@ class TestEmulator:
         part = make_slice(64, 256)
         pool = np.zeros((96, 256), np.float16)
         outputs = np.full((96, 64), 7.0, np.float16)
-        call = npu.prepare(part, 32).bind(pool[32:64], outputs[32:64])
+        call = npu.prepare(part, 32).bind({"x": pool[32:64]}, {"y": outputs[32:64]})
         for seed in range(3):
             pool[32:64] = activations(32, 256, seed)
             call()
@@ -152,7 +152,7 @@ class TestEmulator:
         outputs = [np.zeros((32, part.rows), np.float16) for part in parts]
         calls = []
         for part, y in zip(parts, outputs, strict=True):
-            calls.append(npu.prepare(part, 32).bind(x, y))
+            calls.append(npu.prepare(part, 32).bind({"x": x}, {"y": y}))
             assert npu.open_bytes <= npu.addressable_bytes
         gc.collect()
         # The first graph made room for the third: no part of the backend keeps its session.
@@ -173,9 +173,9 @@ class TestEmulator:
         graph = npu.prepare(make_slice(64, 256), 32)
         x, y = activations(32, 256), np.zeros((32, 64), np.float16)
         with pytest.raises(GraphError, match="not contiguous"):
-            graph.bind(np.zeros((32, 512), np.float16)[:, :256], y)
+            graph.bind({"x": np.zeros((32, 512), np.float16)[:, :256]}, {"y": y})
         with pytest.raises(GraphError, match="float16"):
-            graph.bind(x.astype(np.float32), y)
+            graph.bind({"x": x.astype(np.float32)}, {"y": y})
 
     def test_what_the_soc_cannot_compute_is_refused_by_name(self, cache_folder, make_slice):
         assert QnnNpu(emulator=True, soc_model="37").forms(WeightFormat(16), **SHAPE) == ()
@@ -208,7 +208,7 @@ from heterollm.kernels.npu.qnn import QnnNpu
 weight = np.load(sys.argv[1])
 npu = QnnNpu(emulator=True)
 x, y = np.ones((32, weight.shape[1]), np.float16), np.zeros((32, weight.shape[0]), np.float16)
-npu.prepare(LinearShard(weight, 3, "o", ((0, weight.shape[0]),), "key"), 32).bind(x, y)()
+npu.prepare(LinearShard(weight, 3, "o", ((0, weight.shape[0]),), "key"), 32).bind({"x": x}, {"y": y})()
 assert np.abs(y).max() > 0
 print(npu.compiled_count, npu.loaded_count)
 """

@@ -50,7 +50,7 @@ def graph_call(device, tokens, rows=4096, columns=4096):
     graph = device.npu.prepare(part, tokens)
     x = device.gpu.shared((tokens, columns), np.float16)
     y = device.gpu.shared((tokens, rows), np.float16)
-    return graph, graph.bind(x.array, y.array)
+    return graph, graph.bind({"x": x.array}, {"y": y.array})
 
 
 def test_its_times_are_labelled_and_filed_under_its_parameters(simulated):
@@ -131,9 +131,9 @@ def test_what_a_real_graph_refuses_is_refused(simulated):
     graph = simulated.npu.prepare(part, 32)
     x = np.zeros((32, 256), np.float16)
     with pytest.raises(GraphError):
-        graph.bind(x, np.zeros((32, 128), np.float16))
+        graph.bind({"x": x}, {"y": np.zeros((32, 128), np.float16)})
     with pytest.raises(GraphError, match="overlap"):
-        graph.bind(x, x)
+        graph.bind({"x": x}, {"y": x})
 
 
 def test_own_forms_can_be_left_out_and_lengths_added():

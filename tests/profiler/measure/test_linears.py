@@ -13,7 +13,7 @@ from heterollm.base import MIB, GraphError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, kernel_times_ns
 from heterollm.kernels.gpu.traits import host_cache_bytes
-from heterollm.kernels.npu import GraphForm, LinearShard
+from heterollm.kernels.npu import GraphForm, LinearShard, NamedArrays
 from heterollm.kernels.npu.qnn import BuiltGraph
 from heterollm.model import ModelShape
 from heterollm.model.known import ModelSize
@@ -55,7 +55,8 @@ class FakeGraph:
         self.length, self.rows, self.columns = length, rows, columns
         self._form = form
 
-    def bind(self, x: Any, y: Any) -> Callable[[], None]:
+    def bind(self, inputs: NamedArrays, outputs: NamedArrays) -> Callable[[], None]:
+        x, y = inputs["x"], outputs["y"]
         assert x.shape == (self.length, self.columns)
         assert y.shape == (self.length, self.rows)
         assert (x != 0).any(axis=1).all(), "a row of the input is zero"

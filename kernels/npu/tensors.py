@@ -1,0 +1,88 @@
+"""Inputs and outputs of NPU graphs by name, and checks of the arrays that are bound to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import GraphError
+from heterollm.kernels.npu.shards import NpuShard
+
+__all__ = ["INPUT", "OUTPUT", "GraphTensor", "GraphTensors", "NamedArrays", "check_arrays", "graph_tensors"]
+
+INPUT: Final = "x"
+OUTPUT: Final = "y"
+"""Names of the activations of linears and ffns."""
+
+NamedArrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""Arrays by the names of a graph's inputs or outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensor:
+    """An input or output of a graph.
+
+    Args:
+        shape: Shape of the array to bind; ONNX has a leading 1 before it.
+        dtype: Element type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensors:
+    """The inputs and outputs of a graph by name."""
+
+    inputs: Mapping[str, GraphTensor]
+    outputs: Mapping[str, GraphTensor]
+
+
+def graph_tensors(shard: NpuShard, length: int, dtype: np.dtype[Any]) -> GraphTensors:
+    """Return the inputs and outputs of a shard's graph.
+
+    Args:
+        shard: The shard.
+        length: Tokens of one run.
+        dtype: Element type at the graph's edges: :func:`heterollm.kernels.npu.edge_dtype`.
+    """
+    x, y = GraphTensor((length, shard.columns), dtype), GraphTensor((length, shard.rows), dtype)
+    return GraphTensors({INPUT: x}, {OUTPUT: y})
+
+
+def check_arrays(inputs: NamedArrays, outputs: NamedArrays, tensors: GraphTensors, label: str) -> None:
+    """Refuse arrays that are not those of a graph, or that ONNX Runtime would copy.
+
+    Raises:
+        GraphError: A name, shape, type or layout is wrong, an array is read-only, or an output overlaps
+            another array.
+    """
+    for kind, arrays, stated in (("input", inputs, tensors.inputs), ("output", outputs, tensors.outputs)):
+        if arrays.keys() != stated.keys():
+            raise GraphError(
+                f"The graph of {label} has the {kind}s {', '.join(stated)}, not "
+                f"{', '.join(arrays) or 'none'}."
+            )
+        for name, tensor in stated.items():
+            _check_array(arrays[name], f"{kind} {name} of {label}", tensor)
+    checked = list(inputs.items())
+    for name, output in outputs.items():
+        for other, array in checked:
+            if np.may_share_memory(output, array):
+                raise GraphError(f"{other} and {name} of {label} overlap.")
+        checked.append((name, output))
+
+
+def _check_array(array: NDArray[Any], what: str, tensor: GraphTensor) -> None:
+    shape, dtype = tensor.shape, tensor.dtype
+    if array.shape != shape or array.dtype != dtype:
+        raise GraphError(f"{what} must be {dtype} {list(shape)}, not {array.dtype} {list(array.shape)}.")
+    if not array.flags.c_contiguous:
+        raise GraphError(f"{what} is not contiguous (strides {array.strides}) and would be copied.")
+    if not array.flags.writeable or not array.flags.aligned:
+        raise GraphError(f"{what} is read-only or misaligned and cannot be computed on in place.")
