@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from heterollm.base import PlanError, format_bytes
-from heterollm.kernels.npu import NpuBackend
+from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec, Phase
 from heterollm.solver.ffn import split_alignment
 from heterollm.solver.placements import Placement
@@ -121,7 +121,7 @@ def _check_on_npu(
                 fix=f"Split at multiples of {alignment}, or not at all.",
             )
     for tokens in placement.npu_lengths:
-        forms = _forms(placement, spec, tokens, npu, activation)
+        forms = npu.forms(_shape(placement, spec, activation), tokens)
         if not forms or placement.form not in (None, *forms):
             raise PlanError(
                 f"{where}: {npu.name} does not run {spec.weight} weights in form {placement.form!r} "
@@ -130,16 +130,7 @@ def _check_on_npu(
             )
 
 
-def _forms(
-    placement: Placement, spec: OpSpec, tokens: int, npu: NpuBackend, activation: Activation
-) -> tuple[str, ...]:
+def _shape(placement: Placement, spec: OpSpec, activation: Activation) -> GraphShape:
     if spec.then is None:
-        return npu.forms(spec.weight, columns=spec.columns, length=tokens, integer_inputs=spec.integer_inputs)
-    return npu.ffn_forms(
-        spec.weight,
-        width=placement.npu_rows[0],
-        columns=spec.columns,
-        length=tokens,
-        integer_inputs=spec.integer_inputs,
-        activation=activation,
-    )
+        return LinearShape(spec.weight, spec.columns, spec.integer_inputs)
+    return FfnShape(spec.weight, spec.columns, placement.npu_rows[0], activation, spec.integer_inputs)

@@ -14,7 +14,7 @@ from heterollm.kernels.cases import Numbers
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import random_weight, reference
 from heterollm.kernels.linear_cases import EMBEDDINGS, LINEARS, LinearCase, embed
-from heterollm.kernels.npu import NpuBackend
+from heterollm.kernels.npu import LinearShape, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["AGREEMENT", "gpu_linear_cases", "npu_cases"]
@@ -62,10 +62,8 @@ def _npu_linear(device: Device, npu: NpuBackend, case: LinearCase) -> Iterator[D
     most = 2 if npu.time_kind == "emulated" or case.integer_inputs else 3
     lengths = [length for length in npu.standard_lengths if length in LENGTHS][:most]
     integer = case.integer_inputs
-    legal = {
-        length: npu.forms(case.weight, columns=case.columns, length=length, integer_inputs=integer)
-        for length in lengths
-    }
+    shape = LinearShape(case.weight, case.columns, integer)
+    legal = {length: npu.forms(shape, length) for length in lengths}
     operator = _operator(case)
     if not any(legal.values()):
         reason = f"cannot: {npu.name} has float activations only, so {device.name} refuses w4a8"

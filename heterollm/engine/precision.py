@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from heterollm.base import DeviceError
 from heterollm.kernels.device import Device
+from heterollm.kernels.npu import LinearShape
 from heterollm.kernels.ops import OpSpec, Precision
 
 __all__ = ["check_precision"]
@@ -24,7 +25,7 @@ def check_precision(device: Device, precision: Precision, specs: Iterable[OpSpec
         return
     for spec in specs:
         if spec.integer_inputs and not any(
-            npu.forms(spec.weight, columns=spec.columns, length=length, integer_inputs=True)
+            npu.forms(LinearShape(spec.weight, spec.columns, integer_inputs=True), length)
             for length in npu.standard_lengths
         ):
             raise DeviceError(

@@ -1,7 +1,6 @@
 from .contexts import ContextGraph as ContextGraph
 from .contexts import ContextPackager as ContextPackager
 from .fewer_forms import FewerForms as FewerForms
-from .forms import every_ffn_form as every_ffn_form
 from .forms import every_form as every_form
 from .forms import integer_forms as integer_forms
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
@@ -24,6 +23,9 @@ from .ranges import FfnRanges as FfnRanges
 from .ranges import LinearRanges as LinearRanges
 from .ranges import StaticRanges as StaticRanges
 from .ranges import step_of as step_of
+from .shapes import FfnShape as FfnShape
+from .shapes import GraphShape as GraphShape
+from .shapes import LinearShape as LinearShape
 from .shards import FfnShard as FfnShard
 from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard

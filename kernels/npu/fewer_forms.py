@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from heterollm.kernels.npu.protocol import GraphForm, NpuBackend
-from heterollm.kernels.ops import Activation, WeightFormat
+from heterollm.kernels.npu.shapes import GraphShape
 
 __all__ = ["FewerForms"]
 
@@ -26,32 +26,9 @@ class FewerForms:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an attribute of the wrapped backend
         return getattr(self._npu, name)
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[GraphForm, ...]:
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the remaining forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = self._npu.forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
-        return tuple(form for form in found if form not in self._left_out)
-
-    def ffn_forms(
-        self,
-        weight: WeightFormat,
-        *,
-        width: int,
-        columns: int,
-        length: int,
-        integer_inputs: bool,
-        activation: Activation,
-    ) -> tuple[GraphForm, ...]:
-        """Return the remaining ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = self._npu.ffn_forms(
-            weight,
-            width=width,
-            columns=columns,
-            length=length,
-            integer_inputs=integer_inputs,
-            activation=activation,
-        )
+        found = self._npu.forms(shape, length)
         return tuple(form for form in found if form not in self._left_out)
 
     def versions(self) -> dict[str, str]:

@@ -1,82 +1,61 @@
-"""Legal graph forms of a shard by its number format and shape; backends choose among them.
-
-The parameters are those of :meth:`heterollm.kernels.npu.NpuBackend.forms` and ``ffn_forms``; ``floats`` are
-the plain forms of float weights, the default first.
-"""
+"""Legal graph forms of a shard by its shape and length; backends choose among them."""
 
 from __future__ import annotations
 
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_TOKENS, GraphForm
-from heterollm.kernels.ops import Activation, WeightFormat
+from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape
 
-__all__ = ["every_ffn_form", "every_form", "integer_forms", "k_split_ffn_forms", "reshaped_forms"]
+__all__ = ["every_form", "integer_forms", "reshaped_forms"]
 
 INTEGER_TILE_TOKENS = 32
 """Hexagon lays out 16-bit activations in tiles of 32 tokens; other lengths take up to 8 times as long."""
 
 
-def every_form(
-    weight: WeightFormat,
-    floats: tuple[GraphForm, ...],
-    *,
-    columns: int,
-    length: int,
-    integer_inputs: bool = False,
-) -> tuple[GraphForm, ...]:
-    """Return the forms of a linear shard for a backend that runs them all."""
-    plain = floats
-    if weight.quantized:
-        plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
-    elif integer_inputs:
+def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
+    """Return the forms with float activations for a backend that runs them all, the default first.
+
+    Args:
+        shape: Shape of the graph.
+        length: Tokens of one run.
+        floats: The plain forms of a linear with float weights.
+    """
+    rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
+    plain: tuple[GraphForm, ...]
+    if not shape.weight.quantized:
+        plain = () if rounded else ("ffn", "ffn_weight_first") if ffn else floats
+    elif ffn:
+        plain = ("ffn_int8",) if rounded else ("ffn",)
+    else:
+        plain = ("matmul_nbits_int8",) if rounded else ("matmul_nbits",)
+    return plain + reshaped_forms(shape, length)
+
+
+def integer_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+    """Return the legal forms with 16-bit activations."""
+    weight = shape.weight
+    packed = weight.bits == 4 and weight.symmetric and weight.stepped and not shape.integer_inputs
+    if not packed or length % INTEGER_TILE_TOKENS:
         return ()
-    return plain + reshaped_forms(weight, columns=columns, length=length, integer_inputs=integer_inputs)
+    if isinstance(shape, LinearShape):
+        return ("integer",)
+    return ("ffn_integer",) if shape.activation == "silu" else ()
 
 
-def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) -> tuple[GraphForm, ...]:
-    """Return the forms of an ffn shard for a backend that runs them all."""
-    plain: tuple[GraphForm, ...] = ("ffn", "ffn_weight_first")
-    if weight.quantized:
-        plain = ("ffn_int8",) if integer_inputs else ("ffn",)
-    elif integer_inputs:
+def reshaped_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+    """Return the forms beside the plain ones, for any backend: the k-split of an ffn is one of down."""
+    weight, rounded = shape.weight, shape.integer_inputs
+    if rounded and not weight.quantized:
         return ()
-    return plain + k_split_ffn_forms(weight, width=width, integer_inputs=integer_inputs)
-
-
-def integer_forms(
-    weight: WeightFormat, *, length: int, integer_inputs: bool = False, activation: Activation | None = None
-) -> tuple[GraphForm, ...]:
-    """Return the legal forms with 16-bit activations of a linear shard, or with an activation of an ffn."""
-    packed = weight.bits == 4 and weight.symmetric and weight.stepped and not integer_inputs
-    if not packed or length % INTEGER_TILE_TOKENS or activation not in (None, "silu"):
-        return ()
-    return ("integer",) if activation is None else ("ffn_integer",)
-
-
-def reshaped_forms(
-    weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-) -> tuple[GraphForm, ...]:
-    """Return the forms of a linear shard beside the plain ones, for any backend."""
-    if weight.quantized:
-        # A k-split takes whole pairs of blocks: the 4-bit zero points of a pair share a byte.
-        if columns <= K_SPLIT_COLUMNS or 2 * weight.block > K_SPLIT_COLUMNS:
-            return ()
-        return ("k_chunked_int8",) if integer_inputs else ("k_chunked",)
-    if integer_inputs:
-        return ()
-    forms: list[GraphForm] = ["conv_1x1"]
-    if length >= 2 * TILE_TOKENS and length % TILE_TOKENS == 0:
-        forms.append("token_tiles")
-    if columns > K_SPLIT_COLUMNS:
-        forms.append("k_chunked")
-    return tuple(forms)
-
-
-def k_split_ffn_forms(
-    weight: WeightFormat, *, width: int, integer_inputs: bool = False
-) -> tuple[GraphForm, ...]:
-    """Return the legal ffn forms with a k-split of the last linear."""
-    if width <= K_SPLIT_COLUMNS or 2 * weight.block > K_SPLIT_COLUMNS:
-        return ()
-    if integer_inputs:
-        return ("ffn_k_chunked_int8",) if weight.quantized else ()
-    return ("ffn_k_chunked",)
+    # A k-split takes whole pairs of blocks: the 4-bit zero points of a pair share a byte.
+    inputs = shape.width if isinstance(shape, FfnShape) else shape.columns
+    splits = inputs > K_SPLIT_COLUMNS and 2 * weight.block <= K_SPLIT_COLUMNS
+    if isinstance(shape, FfnShape):
+        ffn: GraphForm = "ffn_k_chunked_int8" if rounded else "ffn_k_chunked"
+        return (ffn,) if splits else ()
+    linear: GraphForm = "k_chunked_int8" if rounded else "k_chunked"
+    forms: list[GraphForm] = []
+    if not weight.quantized:
+        forms.append("conv_1x1")
+        if length >= 2 * TILE_TOKENS and length % TILE_TOKENS == 0:
+            forms.append("token_tiles")
+    return (*forms, linear) if splits else tuple(forms)

@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import DeviceError, GraphError, OptionError
-from heterollm.kernels.npu.forms import every_ffn_form, every_form, integer_forms
+from heterollm.kernels.npu.forms import every_form, integer_forms
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, edge_dtype
 from heterollm.kernels.npu.session import HeldSession, SessionGraph, runtime_errors, session_options
+from heterollm.kernels.npu.shapes import GraphShape
 from heterollm.kernels.npu.shards import NpuShard, ShardKey
-from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["HostNpu"]
 
@@ -59,27 +59,9 @@ class HostNpu:
         self.compiled_count = 0
         self._sessions: dict[tuple[ShardKey, GraphForm], HeldSession] = {}
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[GraphForm, ...]:
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
-        return found + integer_forms(weight, length=length, integer_inputs=integer_inputs)
-
-    def ffn_forms(
-        self,
-        weight: WeightFormat,
-        *,
-        width: int,
-        columns: int,  # noqa: ARG002 - all values are legal here
-        length: int,
-        integer_inputs: bool,
-        activation: Activation,
-    ) -> tuple[GraphForm, ...]:
-        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
-        integer = integer_forms(weight, length=length, integer_inputs=integer_inputs, activation=activation)
-        return found + integer
+        return every_form(shape, length, FLOAT_FORMS) + integer_forms(shape, length)
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False

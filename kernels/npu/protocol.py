@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.shards import FfnShard, NpuShard
+from heterollm.kernels.npu.shapes import GraphShape
+from heterollm.kernels.npu.shards import NpuShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
-from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = [
     "INTEGER_FORMS",
@@ -155,40 +155,14 @@ class NpuBackend(Protocol):
     def loaded_count(self) -> int:
         """Graphs that this object has loaded from the cache."""
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[GraphForm, ...]:
-        """Return the legal forms of a linear shard at a length, the default first; empty if there are none.
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+        """Return the legal forms of a graph at a length, the default first; empty if there are none.
 
         Legal forms depend on the length. The profiler measures which one is fastest.
 
         Args:
-            weight: Number format of the shard's weight.
-            columns: Inputs ``k`` of the shard.
+            shape: Shape of the graph.
             length: Tokens of one run, standard or not.
-            integer_inputs: Whether the inputs must be rounded to int8 for each block of the weight.
-        """
-
-    def ffn_forms(
-        self,
-        weight: WeightFormat,
-        *,
-        width: int,
-        columns: int,
-        length: int,
-        integer_inputs: bool,
-        activation: Activation,
-    ) -> tuple[GraphForm, ...]:
-        """Return the legal forms of an ffn shard, as :meth:`forms` does for a linear one.
-
-        Args:
-            weight: Number format of its weights.
-            width: Rows ``c`` of the intermediate width.
-            columns: Inputs ``h``.
-            length: Tokens of one run, standard or not.
-            integer_inputs: Whether the inputs of each linear must be rounded to int8 for each block of its
-                weights.
-            activation: Activation of the gate.
         """
 
     def prepare(
@@ -257,7 +231,7 @@ def check_form(
         )
     if length < 1:
         raise GraphError(f"A graph of {shard.label} needs at least one token, not {length}.")
-    forms = _forms(backend, shard, length)
+    forms = backend.forms(shard.shape, length)
     if not forms:
         inputs = " and int8 activations" if shard.integer_inputs else ""
         raise GraphError(
@@ -270,18 +244,3 @@ def check_form(
             fix=f"Legal forms: {', '.join(forms)}.",
         )
     return form or forms[0]
-
-
-def _forms(backend: NpuBackend, shard: NpuShard, length: int) -> tuple[GraphForm, ...]:
-    if isinstance(shard, FfnShard):
-        return backend.ffn_forms(
-            shard.format,
-            width=shard.width,
-            columns=shard.columns,
-            length=length,
-            integer_inputs=shard.integer_inputs,
-            activation=shard.activation,
-        )
-    return backend.forms(
-        shard.format, columns=shard.columns, length=length, integer_inputs=shard.integer_inputs
-    )

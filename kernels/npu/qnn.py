@@ -32,7 +32,7 @@ from heterollm.kernels.npu.contexts import (
     SharingVerdict,
     context_label,
 )
-from heterollm.kernels.npu.forms import integer_forms, k_split_ffn_forms, reshaped_forms
+from heterollm.kernels.npu.forms import integer_forms, reshaped_forms
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
@@ -55,8 +55,9 @@ from heterollm.kernels.npu.qnn_sharing import (
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.npu.shapes import GraphShape, LinearShape
 from heterollm.kernels.npu.shards import LinearShard, NpuShard
-from heterollm.kernels.ops import Activation, Power, WeightFormat
+from heterollm.kernels.ops import Power
 
 __all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
 
@@ -163,54 +164,31 @@ class QnnNpu:
         """Whether each standard length of a shard has its own copy of the weights."""
         return not self.context_layers
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[GraphForm, ...]:
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
         Weight first leads: at 5 to 32 tokens the compiler lays activation first out in 265 memory blocks and
         weight first in 41 (512 x 512). It takes up to 7.7 times as long to emulate, which says nothing of
         silicon.
-        """
-        # MatMulNBits on HTP has float activations only.
-        soc = SOCS.get(self.soc_model)
-        if weight.bits == 32 or integer_inputs or (soc is not None and not soc.takes_float16):
-            return ()
-        plain: tuple[GraphForm, ...] = ("weight_first", "activation_first")
-        if weight.quantized:
-            integer = integer_forms(weight, length=length)
-            if soc is not None and not soc.takes_4_bits:
-                return integer
-            plain = ("matmul_nbits",)
-            return plain + reshaped_forms(weight, columns=columns, length=length) + integer
-        return plain + reshaped_forms(weight, columns=columns, length=length)
-
-    def ffn_forms(
-        self,
-        weight: WeightFormat,
-        *,
-        width: int,
-        columns: int,
-        length: int,
-        integer_inputs: bool,
-        activation: Activation,
-    ) -> tuple[GraphForm, ...]:
-        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
         QNN fuses a sigmoid into an activation-first product before it, at NMSE 1.4e-5 (measured on the
         emulator), far past the gate. SiLU between float weights therefore has weight-first forms only.
         """
-        if not self.forms(weight, columns=columns, length=length, integer_inputs=integer_inputs):
+        # MatMulNBits on HTP has float activations only.
+        soc, weight = SOCS.get(self.soc_model), shape.weight
+        if weight.bits == 32 or shape.integer_inputs or (soc is not None and not soc.takes_float16):
             return ()
-        plain: tuple[GraphForm, ...] = ("ffn_weight_first",)
-        if weight.quantized:
-            integer = integer_forms(weight, length=length, activation=activation)
-            if (soc := SOCS.get(self.soc_model)) is not None and not soc.takes_4_bits:
-                return integer
-            return ("ffn", *k_split_ffn_forms(weight, width=width), *integer)
-        if activation != "silu":
-            plain = ("ffn_weight_first", "ffn")
-        return plain + k_split_ffn_forms(weight, width=width)
+        integer = integer_forms(shape, length)
+        if weight.quantized and soc is not None and not soc.takes_4_bits:
+            return integer
+        plain: tuple[GraphForm, ...]
+        if isinstance(shape, LinearShape):
+            plain = ("matmul_nbits",) if weight.quantized else ("weight_first", "activation_first")
+        elif weight.quantized:
+            plain = ("ffn",)
+        else:
+            plain = ("ffn_weight_first",) if shape.activation == "silu" else ("ffn_weight_first", "ffn")
+        return plain + reshaped_forms(shape, length) + integer
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False

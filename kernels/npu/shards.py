@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
+from heterollm.kernels.npu.shapes import FfnShape, LinearShape
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
 __all__ = ["FfnShard", "LinearShard", "NpuShard", "ShardKey"]
@@ -62,6 +63,11 @@ class LinearShard:
     def columns(self) -> int:
         """Inputs ``k``."""
         return _shape(self.weight)[1]
+
+    @property
+    def shape(self) -> LinearShape:
+        """The shape of its graphs."""
+        return LinearShape(self.format, self.columns, self.integer_inputs)
 
     @property
     def format(self) -> WeightFormat:
@@ -154,6 +160,11 @@ class FfnShard:
     def width(self) -> int:
         """Rows ``c`` of the intermediate width."""
         return self.cut[1] - self.cut[0]
+
+    @property
+    def shape(self) -> FfnShape:
+        """The shape of its graphs."""
+        return FfnShape(self.format, self.columns, self.width, self.activation, self.integer_inputs)
 
     @property
     def row_ranges(self) -> tuple[tuple[int, int], ...]:

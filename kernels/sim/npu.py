@@ -16,6 +16,7 @@ from heterollm.kernels.npu import (
     STANDARD_LENGTHS,
     FfnShard,
     GraphForm,
+    GraphShape,
     GraphTensors,
     NamedArrays,
     NpuBackend,
@@ -26,12 +27,10 @@ from heterollm.kernels.npu import (
     check_arrays,
     check_form,
     edge_dtype,
-    every_ffn_form,
     every_form,
     graph_tensors,
     integer_forms,
 )
-from heterollm.kernels.ops import Activation, WeightFormat
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.power_model import build_us
@@ -90,32 +89,12 @@ class SimulatedNpu:
         self._built: dict[ShardKey, set[tuple[int, GraphForm]]] = {}
         self._shapes: set[NpuWork] = set()
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[GraphForm, ...]:
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
+        found = every_form(shape, length, FLOAT_FORMS)
         if self._soc.npu.integer_graphs:
-            found += integer_forms(weight, length=length, integer_inputs=integer_inputs)
-        return self._offered(found)
-
-    def ffn_forms(
-        self,
-        weight: WeightFormat,
-        *,
-        width: int,
-        columns: int,  # noqa: ARG002 - all values are legal here
-        length: int,
-        integer_inputs: bool,
-        activation: Activation,
-    ) -> tuple[GraphForm, ...]:
-        """Return the legal ffn forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        found = every_ffn_form(weight, width=width, integer_inputs=integer_inputs)
-        if self._soc.npu.integer_graphs:
-            found += integer_forms(
-                weight, length=length, integer_inputs=integer_inputs, activation=activation
-            )
-        return self._offered(found)
+            found += integer_forms(shape, length)
+        return tuple(form for form in found if self._every_form or form in BASELINE_FORMS)
 
     def prepare(
         self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
@@ -168,9 +147,6 @@ class SimulatedNpu:
         self._built.clear()
         if self._real is not None:
             self._real.close()
-
-    def _offered(self, forms: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
-        return tuple(form for form in forms if self._every_form or form in BASELINE_FORMS)
 
 
 class SimulatedGraph:

@@ -21,7 +21,7 @@ import numpy as np
 from heterollm.base import MIB, DeviceError, bandwidth_gbps
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, Launch, SharedArray, is_complete, kernel_times_ns
-from heterollm.kernels.npu import LinearShard, NpuBackend
+from heterollm.kernels.npu import LinearShape, LinearShard, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import eviction_bytes, reading_bytes, reading_launch
@@ -215,7 +215,7 @@ class SharedLoad:
             weight = next(
                 item
                 for item in ((WeightFormat(32), WeightFormat(16), PACKED) if bound == "memory" else (PACKED,))
-                if npu.forms(item, columns=READ_COLUMNS, length=1)
+                if npu.forms(LinearShape(item, READ_COLUMNS), 1)
             )
             columns = LONG_COLUMNS if bound == "spill" else READ_COLUMNS
             return self.read_bytes("npu") // weight.weight_bytes(1, columns), columns, weight, 1

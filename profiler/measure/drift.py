@@ -6,6 +6,7 @@ from typing import Final
 
 from heterollm.base import ProfileError
 from heterollm.kernels.device import Device
+from heterollm.kernels.npu import LinearShape
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.profiler.measure.linears import LinearBench
 from heterollm.profiler.records import LinearPoint, Processor
@@ -31,7 +32,7 @@ class ReferenceOperators:
         self.processors: tuple[Processor, ...] = ("gpu",)
         self._form = ""
         if device.npu is not None:
-            forms = device.npu.forms(SPEC.weight, columns=SPEC.columns, length=TOKENS)
+            forms = device.npu.forms(LinearShape(SPEC.weight, SPEC.columns), TOKENS)
             if TOKENS in device.npu.standard_lengths and forms:
                 self.processors, self._form = ("gpu", "npu"), forms[0]
         self._bench = LinearBench(device)

@@ -225,8 +225,7 @@ def _small_graph(npu: NpuBackend) -> Callable[[], None]:
     floats = np.random.default_rng(0).standard_normal((rows, NPU_COLUMNS)).astype(np.float32)
     packed = LinearShard(quantize(floats, bits=4, block=32), 0, "o", ((0, rows),), "links")
     plain = LinearShard(floats.astype(np.float16), 0, "o", ((0, rows),), "links")
-    offered = npu.forms(packed.format, columns=NPU_COLUMNS, length=length)
-    shard = packed if offered else plain
+    shard = packed if npu.forms(packed.shape, length) else plain
     x = aligned_empty((length, NPU_COLUMNS), npu.activation_dtype)
     y = aligned_empty((length, rows), npu.activation_dtype)
     x.fill(1)

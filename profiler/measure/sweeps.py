@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from heterollm.base import HeteroLLMError
 from heterollm.kernels.device import Device
-from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend
+from heterollm.kernels.npu import GraphForm, LinearShape, LinearShard, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.gpu_timer import gpu_timer
@@ -59,13 +59,13 @@ def sweep_tasks(device: Device) -> list[Task]:
     floats = WeightFormat(32 if npu.activation_dtype.itemsize == 4 else 16)
     tasks = []
     for weight in (floats, PACKED):
-        offered = npu.forms(weight, columns=size, length=1)
+        offered = npu.forms(LinearShape(weight, size), 1)
         for form in [form for form in ORDERS if form in offered] or offered[:1]:
             keys = [_key(size, size, tokens, weight, form) for tokens in TOKENS]
             tasks.append(_task(device, npu, keys))
     weights = EMULATED_WEIGHTS if emulated else WEIGHTS
     for columns in COLUMNS:
-        offered = npu.forms(PACKED, columns=columns, length=1)
+        offered = npu.forms(LinearShape(PACKED, columns), 1)
         keys = [
             _key(weights // columns, columns, tokens, PACKED, form)
             for form in offered

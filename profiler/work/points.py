@@ -13,7 +13,14 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import structs
 
-from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm, NpuBackend
+from heterollm.kernels.npu import (
+    INTEGER_FORMS,
+    K_SPLIT_COLUMNS,
+    FfnShape,
+    GraphForm,
+    LinearShape,
+    NpuBackend,
+)
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Processor
@@ -252,9 +259,7 @@ def _npu_points(
     # Between whole stages of the NPU time is linear in rows.
     between = splits.between if npu.row_alignment % STAGE_ROWS == 0 else 0
     for length in lengths:
-        forms = npu.forms(
-            spec.weight, columns=spec.columns, length=length, integer_inputs=spec.integer_inputs
-        )
+        forms = npu.forms(LinearShape(spec.weight, spec.columns, spec.integer_inputs), length)
         if not forms:
             skipped.add("unsupported", 1 + len(splits.tiers))
         for form in forms:
@@ -281,14 +286,8 @@ def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterat
     between = splits.between if alignment % STAGE_ROWS == 0 else 0
     for length in npu.standard_lengths:
         for rows, split_tier in widths.items():
-            forms = npu.ffn_forms(
-                spec.weight,
-                width=rows[0],
-                columns=spec.columns,
-                length=length,
-                integer_inputs=spec.integer_inputs,
-                activation=FFN_ACTIVATION,
-            )
+            shape = FfnShape(spec.weight, spec.columns, rows[0], FFN_ACTIVATION, spec.integer_inputs)
+            forms = npu.forms(shape, length)
             if not forms:
                 skipped.add("unsupported")
             elif rows == spec.member_rows:

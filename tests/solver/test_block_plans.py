@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from heterollm.base import PlanError
+from heterollm.kernels.npu import FfnShape, LinearShape
 from heterollm.kernels.ops import Phase, ffn_spec, ffn_specs
 from heterollm.solver import Budget, NpuLimits, Plan, Solver, check_plan
 from heterollm.solver.ffn_slices import FeedForwardCosts
@@ -34,25 +35,17 @@ class FakeNpu:
     name: str = "the NPU"
     addressable_bytes: int | None = None
 
-    def forms(self, weight, *, columns, length, integer_inputs=False):
-        return ("plain",)
-
-    def ffn_forms(self, weight, *, width, columns, length, integer_inputs, activation):
-        return ("ffn",) if width <= self.widest_plain else ("pieces",)
+    def forms(self, shape, length):
+        if isinstance(shape, LinearShape):
+            return ("plain",)
+        return ("ffn",) if shape.width <= self.widest_plain else ("pieces",)
 
 
 def limits_of(npu):
     def forms(spec, length):
         if spec.then is None:
-            return npu.forms(spec.weight, columns=spec.columns, length=length)
-        return npu.ffn_forms(
-            spec.weight,
-            width=spec.then.columns,
-            columns=spec.columns,
-            length=length,
-            integer_inputs=False,
-            activation="silu",
-        )
+            return npu.forms(LinearShape(spec.weight, spec.columns), length)
+        return npu.forms(FfnShape(spec.weight, spec.columns, spec.then.columns, "silu"), length)
 
     return NpuLimits(npu.standard_lengths, npu.row_alignment, forms)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.npu import STANDARD_LENGTHS, LinearShape
 from heterollm.kernels.ops import Phase
 from heterollm.profiler.work import split_rows
 from heterollm.solver import NpuLimits, Objective, Plan, Solver, check_plan, describe, model_shape
@@ -45,7 +45,7 @@ class FakeNpu:
     name: str = "the NPU"
     addressable_bytes: int | None = None
 
-    def forms(self, weight, *, columns, length, integer_inputs=False):
+    def forms(self, shape, length):
         # Like a form in tiles of tokens, which not every length has.
         return ("plain", "tiles") if length % 64 == 0 else () if length == 13 else ("plain",)
 
@@ -54,7 +54,7 @@ def limits_of(npu, spec):
     return NpuLimits(
         npu.standard_lengths,
         npu.row_alignment,
-        lambda spec, length: npu.forms(spec.weight, columns=spec.columns, length=length),
+        lambda spec, length: npu.forms(LinearShape(spec.weight, spec.columns), length),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
-from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.npu import STANDARD_LENGTHS, FfnShape
 from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import NpuLimits, Placement, Plan, model_shape
@@ -38,14 +38,9 @@ def block_candidates(llm: LLM, block: OpSpec, tokens: int) -> list[Placement]:
     assert npu is not None
 
     def forms(part: OpSpec, length: int) -> tuple[str, ...]:
-        return npu.ffn_forms(
-            part.weight,
-            width=part.member_rows[0],
-            columns=part.columns,
-            length=length,
-            integer_inputs=part.integer_inputs,
-            activation=llm.config.activation,
-        )
+        rounded = part.integer_inputs
+        shape = FfnShape(part.weight, part.columns, part.member_rows[0], llm.config.activation, rounded)
+        return npu.forms(shape, length)
 
     return list(candidates(block, tokens, NpuLimits(npu.standard_lengths, npu.row_alignment, forms)))
 

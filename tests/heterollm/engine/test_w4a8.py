@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from heterollm.base import DeviceError, PlanError
 from heterollm.engine import check_precision
 from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.kernels.npu import GraphShape
 from heterollm.kernels.ops import WeightFormat
 from heterollm.llm import LLM
 
@@ -106,10 +107,8 @@ class FloatOnlyNpu:
     name = "Hexagon"
     standard_lengths = (1, 32)
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[str, ...]:
-        return () if integer_inputs else ("matmul_nbits",)
+    def forms(self, shape: GraphShape, length: int) -> tuple[str, ...]:
+        return () if shape.integer_inputs else ("matmul_nbits",)
 
 
 def test_a_device_that_rounds_nothing_is_refused_by_name(

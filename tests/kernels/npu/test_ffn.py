@@ -11,7 +11,15 @@ from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors, quantize
 from heterollm.kernels.formats.reference import weight_values
 from heterollm.kernels.formats.reference_layers import gated_activation
-from heterollm.kernels.npu import K_SPLIT_COLUMNS, FfnShard, HostNpu, LinearShard, QnnNpu, qnn_available
+from heterollm.kernels.npu import (
+    K_SPLIT_COLUMNS,
+    FfnShape,
+    FfnShard,
+    HostNpu,
+    LinearShard,
+    QnnNpu,
+    qnn_available,
+)
 from heterollm.kernels.npu.graphs import shard_digest, write_graph
 from heterollm.kernels.ops import WeightFormat
 
@@ -30,17 +38,6 @@ def npu():
     backend = HostNpu()
     yield backend
     backend.close()
-
-
-def forms_of(npu, part, length):
-    return npu.ffn_forms(
-        part.format,
-        width=part.width,
-        columns=part.columns,
-        length=length,
-        integer_inputs=part.integer_inputs,
-        activation=part.activation,
-    )
 
 
 def run(npu, part, length, form=None, seed=0):
@@ -167,16 +164,14 @@ def test_a_part_whose_weights_do_not_fit_is_refused(make_block):
 
 
 def test_the_forms_on_host(npu):
-    shape = {"columns": 512, "length": 32, "activation": "silu"}
     codes, floats = WeightFormat(4, 32), WeightFormat(16)
     for width, more in ((K_SPLIT_COLUMNS, ()), (K_SPLIT_COLUMNS + 64, ("ffn_k_chunked",))):
-        options = {**shape, "width": width}
-        assert npu.ffn_forms(codes, integer_inputs=False, **options) == ("ffn", *more)
+        assert npu.forms(FfnShape(codes, 512, width, "silu"), 32) == ("ffn", *more)
         rounded = tuple(f"{form}_int8" for form in ("ffn", *more))
-        assert npu.ffn_forms(codes, integer_inputs=True, **options) == rounded
+        assert npu.forms(FfnShape(codes, 512, width, "silu", integer_inputs=True), 32) == rounded
         both = ("ffn", "ffn_weight_first", *more)
-        assert npu.ffn_forms(floats, integer_inputs=False, **options) == both
-        assert npu.ffn_forms(floats, integer_inputs=True, **options) == ()
+        assert npu.forms(FfnShape(floats, 512, width, "silu"), 32) == both
+        assert npu.forms(FfnShape(floats, 512, width, "silu", integer_inputs=True), 32) == ()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -185,7 +180,7 @@ def test_every_form_matches_float64(npu, make_block, exact_block, bits, block, s
     for biased, width in ((False, 256), (True, K_SPLIT_COLUMNS + 256)):
         part = make_block(128, width, bits, block, symmetric, activation=activation, biased=biased)
         for length in (1, 32, 64):
-            for form in forms_of(npu, part, length):
+            for form in npu.forms(part.shape, length):
                 x, y = run(npu, part, length, form)
                 assert linear_errors(y, exact_block(part, x)).within("fp32"), (width, length, form)
 
@@ -196,7 +191,7 @@ def test_int8_rounds_each_linears_inputs(npu, make_block, exact_block, bits, blo
     for width in (256, K_SPLIT_COLUMNS + 256):
         part = make_block(128, width, bits, block, symmetric, activation=activation, integer=True)
         for length in (1, 32):
-            for form in forms_of(npu, part, length):
+            for form in npu.forms(part.shape, length):
                 x, y = run(npu, part, length, form)
                 rounded, plain = exact_block(part, x), exact_block(part, x, integer=False)
                 # Float32 gives a value near a half another code here and there: one of 256 is 2e-6. Rounding
@@ -246,7 +241,7 @@ class TestEmulator:
     ):
         part = make_block(128, 256, bits, block, symmetric, activation=activation, biased=bits == 4)
         for length in (1, 32, 64):
-            forms = forms_of(hexagon, part, length)
+            forms = hexagon.forms(part.shape, length)
             assert forms
             for form in forms:
                 x, y = run(hexagon, part, length, form)
@@ -255,19 +250,17 @@ class TestEmulator:
     def test_pieces_of_the_last_linear(self, hexagon, make_block, exact_block):
         for kind in ({}, {"symmetric": False}, {"bits": 16}):
             part = make_block(64, K_SPLIT_COLUMNS + 256, **kind)
-            assert forms_of(hexagon, part, 32)[-1] == "ffn_k_chunked"
+            assert hexagon.forms(part.shape, 32)[-1] == "ffn_k_chunked"
             x, y = run(hexagon, part, 32, "ffn_k_chunked")
             assert linear_errors(y, exact_block(part, x)).within("fp16"), kind
 
     def test_the_forms(self, hexagon):
-        options = {"width": 256, "columns": 128, "length": 32, "integer_inputs": False}
         floats, codes = WeightFormat(16), WeightFormat(4, 32)
-        assert hexagon.ffn_forms(codes, activation="silu", **options) == ("ffn",)
-        assert hexagon.ffn_forms(floats, activation="silu", **options) == ("ffn_weight_first",)
-        assert hexagon.ffn_forms(floats, activation="gelu_tanh", **options) == ("ffn_weight_first", "ffn")
-        assert hexagon.ffn_forms(WeightFormat(32), activation="silu", **options) == ()
-        rounded = options | {"integer_inputs": True}
-        assert hexagon.ffn_forms(codes, activation="silu", **rounded) == ()
+        assert hexagon.forms(FfnShape(codes, 128, 256, "silu"), 32) == ("ffn",)
+        assert hexagon.forms(FfnShape(floats, 128, 256, "silu"), 32) == ("ffn_weight_first",)
+        assert hexagon.forms(FfnShape(floats, 128, 256, "gelu_tanh"), 32) == ("ffn_weight_first", "ffn")
+        assert hexagon.forms(FfnShape(WeightFormat(32), 128, 256, "silu"), 32) == ()
+        assert hexagon.forms(FfnShape(codes, 128, 256, "silu", integer_inputs=True), 32) == ()
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_gates_beyond_a_square_in_float16_stay_finite(self, hexagon, exact_block, activation):

@@ -8,7 +8,7 @@ import pytest
 
 from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.npu import LinearShard
+from heterollm.kernels.npu import LinearShape, LinearShard
 from heterollm.kernels.npu.forms import reshaped_forms
 from heterollm.kernels.npu.graphs import shard_digest, write_graph
 from heterollm.kernels.ops import WeightFormat
@@ -133,14 +133,14 @@ def test_the_forms_that_a_shape_allows():
     floats, codes = WeightFormat(16), WeightFormat(4, 128)
     for length in (1, 31, 32, 33, 64, 65, 96, 1024):
         tiles = ("token_tiles",) if length in (64, 96, 1024) else ()
-        assert reshaped_forms(floats, columns=4096, length=length) == ("conv_1x1", *tiles)
-        assert reshaped_forms(floats, columns=4128, length=length) == ("conv_1x1", *tiles, "k_chunked")
-        assert reshaped_forms(codes, columns=4096, length=length) == ()
-        assert reshaped_forms(codes, columns=4224, length=length) == ("k_chunked",)
-        rounded = reshaped_forms(codes, columns=4224, length=length, integer_inputs=True)
+        assert reshaped_forms(LinearShape(floats, 4096), length) == ("conv_1x1", *tiles)
+        assert reshaped_forms(LinearShape(floats, 4128), length) == ("conv_1x1", *tiles, "k_chunked")
+        assert reshaped_forms(LinearShape(codes, 4096), length) == ()
+        assert reshaped_forms(LinearShape(codes, 4224), length) == ("k_chunked",)
+        rounded = reshaped_forms(LinearShape(codes, 4224, integer_inputs=True), length)
         assert rounded == ("k_chunked_int8",)
-    assert reshaped_forms(floats, columns=8192, length=64, integer_inputs=True) == ()
-    assert reshaped_forms(WeightFormat(4, 4096), columns=8192, length=64) == ()
+    assert reshaped_forms(LinearShape(floats, 8192, integer_inputs=True), 64) == ()
+    assert reshaped_forms(LinearShape(WeightFormat(4, 4096), 8192), 64) == ()
 
 
 @pytest.mark.parametrize("form", ["activation_first", "weight_first", "conv_1x1", "token_tiles"])

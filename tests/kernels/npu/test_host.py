@@ -10,7 +10,7 @@ import pytest
 from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.linear_cases import LinearCase, run_part
-from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShard
+from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShape, LinearShard
 from heterollm.kernels.ops import WeightFormat
 
 QUANTIZED = [
@@ -61,7 +61,7 @@ def test_float_forms_against_float64(npu, check, bits):
     seen, tokens_of = set(), {1: 1, 32: 1, 64: 33, 128: 127}
     for columns in (896, 4864):
         for length, tokens in tokens_of.items():
-            forms = npu.forms(WeightFormat(bits), columns=columns, length=length)
+            forms = npu.forms(LinearShape(WeightFormat(bits), columns), length)
             assert forms[0] == "activation_first"
             for form in forms:
                 check(LinearCase(WeightFormat(bits), (99,), columns, tokens), length, form)
@@ -74,7 +74,7 @@ def test_float_forms_against_float64(npu, check, bits):
 @pytest.mark.parametrize("number_format", QUANTIZED, ids=str)
 def test_pieces_of_quantized_weights_against_float64(npu, check, number_format):
     for tokens, length in LENGTHS:
-        assert npu.forms(number_format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
+        assert npu.forms(LinearShape(number_format, 4864), length) == ("matmul_nbits", "k_chunked")
         case = LinearCase(number_format, (33,), 4864, tokens)
         check(case, length, "k_chunked")
         check(replace(case, integer_inputs=True), length, "k_chunked_int8")
@@ -194,7 +194,7 @@ def test_a_thread_is_needed():
 def test_it_states_what_computes(npu):
     assert npu.versions()["onnxruntime"][0].isdigit()
     assert npu.time_kind == "real"
-    assert npu.forms(WeightFormat(8, 64, False), columns=256, length=32) == ("matmul_nbits",)
+    assert npu.forms(LinearShape(WeightFormat(8, 64, False), 256), 32) == ("matmul_nbits",)
 
 
 def test_a_full_temporary_folder_is_an_error_with_advice(npu, make_slice, monkeypatch):
@@ -244,7 +244,7 @@ def test_the_rounding_is_the_oracles(npu, bits, block):
 
 def test_rounded_inputs_never_run_as_floats(npu, make_slice):
     part = replace(make_slice(64, 256), integer_inputs=True)
-    assert npu.forms(part.format, columns=256, length=32, integer_inputs=True) == ("matmul_nbits_int8",)
+    assert npu.forms(LinearShape(part.format, 256, integer_inputs=True), 32) == ("matmul_nbits_int8",)
     with pytest.raises(GraphError, match=r"as matmul_nbits at 32"):
         npu.prepare(part, 32, "matmul_nbits")
     with pytest.raises(GraphError, match="as matmul_nbits_int8"):

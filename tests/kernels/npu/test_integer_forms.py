@@ -15,9 +15,11 @@ from heterollm.kernels.formats import QuantizedTensor, linear_errors, quantize, 
 from heterollm.kernels.npu import (
     INTEGER_FORMS,
     FfnRanges,
+    FfnShape,
     FfnShard,
     HostNpu,
     LinearRanges,
+    LinearShape,
     LinearShard,
     QnnNpu,
     qnn_available,
@@ -177,7 +179,7 @@ def test_an_ffn_is_within_the_gate_on_the_emulator(emulator, cut):
 def test_every_hexagon_takes_the_form(soc, form, tmp_path, monkeypatch):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     npu = QnnNpu(emulator=True, soc_model=soc)
-    assert form in npu.forms(STEPPED, columns=256, length=32)
+    assert form in npu.forms(LinearShape(STEPPED, 256), 32)
     built = npu.build(linear_case()[0], 32, form)
     assert built.compiled
 
@@ -278,12 +280,11 @@ def test_the_forms_need_stepped_weights_and_whole_tiles(make, length):
         (WeightFormat(16), False),
     ):
         legal = weight is STEPPED and not integer_inputs and length % 32 == 0
-        options = {"columns": 256, "length": length, "integer_inputs": integer_inputs}
-        forms = npu.forms(weight, **options)
+        forms = npu.forms(LinearShape(weight, 256, integer_inputs), length)
         assert ("integer" in forms) == legal
         assert forms[:1] != ("integer",)  # never the default
         for activation in ("silu", "gelu_tanh"):
-            forms = npu.ffn_forms(weight, width=256, activation=activation, **options)
+            forms = npu.forms(FfnShape(weight, 256, 256, activation, integer_inputs), length)
             assert ("ffn_integer" in forms) == (legal and activation == "silu")
     with pytest.raises(GraphError):
         npu.prepare(linear_case()[0], 1, "integer")

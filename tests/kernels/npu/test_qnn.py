@@ -14,14 +14,13 @@ from onnx import TensorProto, helper, numpy_helper
 from heterollm.base import CacheError, DeviceError, GraphError
 from heterollm.kernels.formats import linear_errors, quantize
 from heterollm.kernels.linear_cases import LinearCase, run_part
-from heterollm.kernels.npu import LinearShard, QnnNpu, qnn_available
+from heterollm.kernels.npu import LinearShape, LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.qnn_binaries import temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
-SHAPE = {"columns": 256, "length": 32}
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
 
 
@@ -95,7 +94,7 @@ class TestEmulator:
     @pytest.mark.parametrize("columns", [896, 4864])
     @pytest.mark.parametrize(("tokens", "length"), [(1, 1), (20, 32), (33, 64)])
     def test_float_forms_against_float64(self, npu, check, tokens, length, columns):
-        forms = npu.forms(WeightFormat(16), columns=columns, length=length)
+        forms = npu.forms(LinearShape(WeightFormat(16), columns), length)
         tiles = ("token_tiles",) if length == 64 else ()
         pieces = ("k_chunked",) if columns == 4864 else ()
         assert forms == ("weight_first", "activation_first", "conv_1x1", *tiles, *pieces)
@@ -107,7 +106,7 @@ class TestEmulator:
     def test_pieces_of_quantized_weights_against_float64(self, npu, check, bits, block, symmetric):
         number_format = WeightFormat(bits, block, symmetric)
         for tokens, length in ((1, 1), (32, 32), (33, 64)):
-            assert npu.forms(number_format, columns=4864, length=length) == ("matmul_nbits", "k_chunked")
+            assert npu.forms(LinearShape(number_format, 4864), length) == ("matmul_nbits", "k_chunked")
             check(LinearCase(number_format, (33,), 4864, tokens), length, "k_chunked")
 
     def test_long_and_wide(self, check):
@@ -178,11 +177,12 @@ class TestEmulator:
             graph.bind({"x": x.astype(np.float32)}, {"y": y})
 
     def test_what_the_soc_cannot_compute_is_refused_by_name(self, cache_folder, make_slice):
-        assert QnnNpu(emulator=True, soc_model="37").forms(WeightFormat(16), **SHAPE) == ()
-        assert QnnNpu(emulator=True).forms(WeightFormat(32), **SHAPE) == ()
-        assert QnnNpu(emulator=True).forms(WeightFormat(4, 32), **SHAPE, integer_inputs=True) == ()
+        assert QnnNpu(emulator=True, soc_model="37").forms(LinearShape(WeightFormat(16), 256), 32) == ()
+        assert QnnNpu(emulator=True).forms(LinearShape(WeightFormat(32), 256), 32) == ()
+        rounded = LinearShape(WeightFormat(4, 32), 256, integer_inputs=True)
+        assert QnnNpu(emulator=True).forms(rounded, 32) == ()
         old = QnnNpu(emulator=True, soc_model="30")
-        assert old.forms(WeightFormat(16), **SHAPE)
+        assert old.forms(LinearShape(WeightFormat(16), 256), 32)
         with pytest.raises(GraphError, match="gate_up of layer 1 with int4 block 32"):
             old.prepare(make_slice(64, 256), 32)
 

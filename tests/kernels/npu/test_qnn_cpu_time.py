@@ -90,7 +90,7 @@ class TestEmulator:
     ):
         part = make_slice(32, 4352, **kind)
         for length in lengths:
-            for form in npu.forms(part.format, columns=4352, length=length):
+            for form in npu.forms(part.shape, length):
                 counts = npu.cpu_times_us(part, length, form, runs=2)
                 assert len(counts) == 2
                 assert min(counts) > 0

@@ -9,7 +9,7 @@ import pytest
 
 from heterollm.base import DeviceError, GraphError
 from heterollm.kernels.formats import random_weight
-from heterollm.kernels.npu import SOCS, LinearShard, QnnNpu, qnn_available, qnn_runtime, qnn_socs
+from heterollm.kernels.npu import SOCS, LinearShape, LinearShard, QnnNpu, qnn_available, qnn_runtime, qnn_socs
 from heterollm.kernels.npu import qnn as npu_qnn
 from heterollm.kernels.npu.qnn_socs import find_soc, this_soc
 from heterollm.kernels.ops import WeightFormat
@@ -149,7 +149,7 @@ def test_v68_refuses_4_bits_with_words(number):
     with pytest.raises(DeviceError, match=r"cannot be used: the Hexagon v68 of") as caught:
         npu.self_test()
     assert "--npu-threads 0" in caught.value.fix
-    floats = npu.forms(WeightFormat(16), columns=64, length=32)
+    floats = npu.forms(LinearShape(WeightFormat(16), 64), 32)
     assert bool(floats) is SOCS[number].takes_float16
 
 
@@ -159,7 +159,7 @@ def test_newer_ones_take_4_bits():
     for number in set(SOCS) - set(OLD):
         npu = QnnNpu(emulator=True, soc_model=number)
         assert npu.name == "Hexagon emulator (QNN HTP)"
-        assert npu.forms(WeightFormat(4, 32), columns=64, length=32)[0] == "matmul_nbits"
+        assert npu.forms(LinearShape(WeightFormat(4, 32), 64), 32)[0] == "matmul_nbits"
 
 
 @needs_qnn

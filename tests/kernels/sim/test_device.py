@@ -15,7 +15,7 @@ from heterollm.kernels.gpu import (
     KvLayer,
     Scores,
 )
-from heterollm.kernels.npu import LinearShard
+from heterollm.kernels.npu import LinearShape, LinearShard
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.sim import Simulation, clock_of, soc_of
@@ -139,7 +139,7 @@ def test_what_a_real_graph_refuses_is_refused(simulated):
 def test_own_forms_can_be_left_out_and_lengths_added():
     every = open_device(NAME, simulation=Simulation(lengths=(135,)))
     baseline = open_device(NAME, simulation=Simulation(every_form=False))
-    forms = [device.npu.forms(PACKED, columns=14336, length=256) for device in (every, baseline)]
+    forms = [device.npu.forms(LinearShape(PACKED, 14336), 256) for device in (every, baseline)]
     assert forms == [("matmul_nbits", "k_chunked"), ("matmul_nbits",)]
     assert 135 in every.standard_lengths
     assert 135 not in baseline.standard_lengths

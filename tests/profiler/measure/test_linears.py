@@ -13,7 +13,7 @@ from heterollm.base import MIB, GraphError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, kernel_times_ns
 from heterollm.kernels.gpu.traits import host_cache_bytes
-from heterollm.kernels.npu import GraphForm, LinearShard, NamedArrays
+from heterollm.kernels.npu import GraphForm, GraphShape, LinearShape, LinearShard, NamedArrays
 from heterollm.kernels.npu.qnn import BuiltGraph
 from heterollm.model import ModelShape
 from heterollm.model.known import ModelSize
@@ -91,11 +91,8 @@ class FakeNpu:
         self._forms = forms
         self._block_forms: tuple[GraphForm, ...] = ()
 
-    def forms(self, weight: Any, *, columns: int, length: int, integer_inputs: bool = False):
-        return self._forms
-
-    def ffn_forms(self, weight: Any, *, width: int, **_: Any) -> tuple[GraphForm, ...]:
-        return self._block_forms
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+        return self._forms if isinstance(shape, LinearShape) else self._block_forms
 
     def prepare(self, part: LinearShard, length: int, form: GraphForm) -> FakeGraph:
         self.prepared.append((length, form))

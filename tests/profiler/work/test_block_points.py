@@ -14,7 +14,14 @@ from msgspec import structs
 
 from heterollm.base import MIB, ProfileError
 from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
-from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS, FfnShard, GraphForm
+from heterollm.kernels.npu import (
+    K_SPLIT_COLUMNS,
+    STANDARD_LENGTHS,
+    FfnShard,
+    GraphForm,
+    GraphShape,
+    LinearShape,
+)
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model import default_shapes
 from heterollm.model.known import ModelSize
@@ -48,12 +55,11 @@ class BlockNpu:
     def __init__(self, row_alignment: int = 64) -> None:
         self.row_alignment = row_alignment
 
-    def forms(self, weight: WeightFormat, **_: object) -> tuple[GraphForm, ...]:
-        return ("matmul_nbits",) if weight.quantized else ("weight_first",)
-
-    def ffn_forms(self, weight: WeightFormat, *, width: int, activation: str, **_: object):
-        assert activation == "silu"
-        return ("ffn",) if width <= K_SPLIT_COLUMNS else ("ffn", "ffn_k_chunked")
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+        if isinstance(shape, LinearShape):
+            return ("matmul_nbits",) if shape.weight.quantized else ("weight_first",)
+        assert shape.activation == "silu"
+        return ("ffn",) if shape.width <= K_SPLIT_COLUMNS else ("ffn", "ffn_k_chunked")
 
 
 def block_points(shapes, npu) -> list[WorkPoint]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from heterollm.base import MIB, OptionError
-from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
-from heterollm.kernels.ops import GROUPS, WeightFormat
+from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm, GraphShape, LinearShape
+from heterollm.kernels.ops import GROUPS
 from heterollm.model import ModelShape, default_shapes
 from heterollm.model.known import ModelSize
 from heterollm.profiler.records import LinearPoint
@@ -36,14 +36,9 @@ class StatedNpu:
         self.row_alignment = row_alignment
         self._forms = forms
 
-    def forms(
-        self, weight: WeightFormat, *, columns: int, length: int, integer_inputs: bool = False
-    ) -> tuple[GraphForm, ...]:
-        return self._forms
-
-    def ffn_forms(self, weight: WeightFormat, **_: object) -> tuple[GraphForm, ...]:
-        """None: blocks have tests of their own."""
-        return ()
+    def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+        """Of linears; blocks have tests of their own."""
+        return self._forms if isinstance(shape, LinearShape) else ()
 
 
 def points_of(shapes, npu, cache_bytes=0, max_buffer_bytes=LARGE) -> tuple[list[WorkPoint], SkippedPoints]:

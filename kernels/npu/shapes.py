@@ -1,0 +1,48 @@
+"""Shapes of NPU graphs: one record for each kind of operator, by which a backend states the legal forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from heterollm.kernels.ops import Activation, WeightFormat
+
+__all__ = ["FfnShape", "GraphShape", "LinearShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """Linear layers.
+
+    Args:
+        weight: Number format of the weights.
+        columns: Inputs ``k``.
+        integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
+    """
+
+    weight: WeightFormat
+    columns: int
+    integer_inputs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FfnShape:
+    """Part of a feed-forward network.
+
+    Args:
+        weight: Number format of the weights.
+        columns: Inputs ``h``.
+        width: Rows ``c`` of the intermediate width.
+        activation: Activation of the gate.
+        integer_inputs: Whether the inputs of each linear must be rounded to int8 for each block of its
+            weights.
+    """
+
+    weight: WeightFormat
+    columns: int
+    width: int
+    activation: Activation
+    integer_inputs: bool = False
+
+
+GraphShape: TypeAlias = LinearShape | FfnShape
