@@ -148,7 +148,10 @@ def plan_flights(
         shorter, _ = own.solve(device=plan.device, precision=plan.precision, weights=weights)
     free, budget = flown.applied(shorter), solver.budget
     held_bytes = free.npu_bytes(
-        solver.specs, copies_by_length=budget.copies_by_length, activation_bytes=budget.activation_bytes
+        solver.specs,
+        copies_by_length=budget.copies_by_length,
+        activation_bytes=budget.activation_bytes,
+        reuses_io=budget.reuses_io,
     )
     if budget.holds(held_bytes):
         return free

@@ -81,7 +81,8 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
     elif profile.graphs_by_length:
         words.append("weights counted once for all lengths")
     if profile.graph_activation_bytes:
-        words.append("inputs and outputs of every graph included")
+        of = "the longest graph of each slice" if profile.reuses_io else "every graph"
+        words.append(f"inputs and outputs of {of} included")
     if limit is not None:
         words.append(f"{format_bytes(int(limit * GIB))} were allowed")
     elif profile.addressable_bytes is not None:
