@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from heterollm.kernels.formats import QuantizedTensor
+from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor
 from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuGlue,
@@ -22,6 +22,7 @@ from heterollm.kernels.gpu import (
     KernelParameters,
     KernelStyle,
     KvLayer,
+    NpuCodes,
     Rotation,
     RoundedInputs,
     Scores,
@@ -175,7 +176,17 @@ def _record_glue(
         runtime.label = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
         options = {"tokens": tokens, "bucket": 512, "parts": parts, "rounded": rounded}
         layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
-    if not rounds:
+    if rounds:
+        codes = NpuCodes(
+            slot, slot, slot, slot, 0, CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
+        )
+        runtime.label = "rms_norm f16 uint16 codes"
+        layers.rms_norm(slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=codes)
+        runtime.label = "write_npu_codes f16"
+        layers.write_codes(slot, codes, tokens=16, columns=hidden)
+        runtime.label = "read_npu_codes f16"
+        layers.read_codes(codes, slot, tokens=16, rows=hidden)
+    else:
         # Twice the rows of a work-group, to show that it is no better.
         half = runtime.programs.get(f"attention {kind} hd{shape.head_dim} group{shape.group} T64")
         if half is not None:

@@ -101,6 +101,8 @@ class Device:
             memory["npu_addressable_bytes"] = self.npu.addressable_bytes
         if self.npu is not None and self.npu.io_by_graph:
             memory["npu_io_by_graph"] = True
+        if self.npu is not None and self.npu.reuses_io:
+            memory["npu_reuses_io"] = True
         if self.gpu.maps_beside_kernels:
             memory["maps_beside_kernels"] = True
         if self.npu is not None and self.npu.graphs_by_length != self.npu.copies_by_length:

@@ -163,6 +163,7 @@ class OpSpec:
         *,
         copies_by_length: bool,
         activation_bytes: int,
+        reuses_io: bool = False,
     ) -> int:
         """Return the bytes that the NPU graphs of some rows of each member take.
 
@@ -171,9 +172,11 @@ class OpSpec:
             lengths: Tokens of each graph.
             copies_by_length: Whether each graph holds weights of its own.
             activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
+            reuses_io: Whether the longest graph's input and output serve all lengths.
         """
         outputs = sum(member_rows) if self.then is None else self.then.rows
-        io_bytes = sum(lengths) * (self.columns + outputs) * activation_bytes
+        tokens = max(lengths, default=0) if reuses_io else sum(lengths)
+        io_bytes = tokens * (self.columns + outputs) * activation_bytes
         return self.slice_bytes(member_rows) * (len(lengths) if copies_by_length else 1) + io_bytes
 
 

@@ -74,6 +74,7 @@ def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | 
                     set(placement.npu_lengths),
                     copies_by_length=npu.copies_by_length,
                     activation_bytes=activation_bytes,
+                    reuses_io=npu.reuses_io,
                 )
                 for spec, placement in plan.operators(phase, length, specs, rows=rows)
                 if placement.npu_lengths

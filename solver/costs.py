@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import Group, OpSpec
 
-__all__ = ["CachedCosts", "Costs", "Overheads", "Slowdown", "joint_time_us"]
+__all__ = ["WRITTEN_BY_NORMS", "CachedCosts", "Costs", "Overheads", "Slowdown", "joint_time_us"]
+
+WRITTEN_BY_NORMS: Final[frozenset[Group]] = frozenset({"qkv", "gate_up", "ffn", "head"})
+"""Groups whose input codes the norm before them writes; for the others a kernel of its own does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,28 @@ class Costs(Protocol):
         """Return the time of one NPU graph of a group or ffn; ``math.inf`` if the NPU cannot run it."""
         ...
 
-    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
-        """Return the slowdown of both processors in a split of this group."""
+    def slowdown(self, spec: OpSpec, tokens: int, form: str = "", length: int = 0) -> Slowdown:
+        """Return the slowdown of both processors in a split of this group.
+
+        Args:
+            spec: The group or ffn.
+            tokens: Tokens of the pass.
+            form: Form of the NPU's graphs, if they compute in integers.
+            length: Length of the longest of these.
+        """
+        ...
+
+    def codes_us(
+        self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int
+    ) -> tuple[float, float]:
+        """Return the GPU's times to write the input codes of an integer graph and to read its output codes.
+
+        Args:
+            spec: The group or ffn.
+            member_rows: The NPU's rows of each member.
+            tokens: Tokens of the pass.
+            covered: Tokens of these that the NPU computes.
+        """
         ...
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
@@ -104,7 +127,8 @@ class CachedCosts:
         self._costs = costs
         self._gpu_us: dict[tuple[str, int, tuple[int, ...], int], float] = {}
         self._npu_us: dict[tuple[str, tuple[int, ...], int, str], float] = {}
-        self._slowdowns: dict[tuple[str, int], Slowdown] = {}
+        self._slowdowns: dict[tuple[str, int, str, int], Slowdown] = {}
+        self._codes_us: dict[tuple[str, tuple[int, ...], int, int], tuple[float, float]] = {}
         self._between_us: dict[tuple[str, int, int], float] = {}
 
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
@@ -123,12 +147,23 @@ class CachedCosts:
             found = self._npu_us[key] = self._costs.npu_us(spec, member_rows, length, form)
         return found
 
-    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
+    def slowdown(self, spec: OpSpec, tokens: int, form: str = "", length: int = 0) -> Slowdown:
         """See :class:`Costs`."""
-        key = spec.group, tokens
+        key = spec.group, tokens, form, length
         found = self._slowdowns.get(key)
         if found is None:
-            found = self._slowdowns[key] = self._costs.slowdown(spec, tokens)
+            named = (form, length) if form else ()
+            found = self._slowdowns[key] = self._costs.slowdown(spec, tokens, *named)
+        return found
+
+    def codes_us(
+        self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int
+    ) -> tuple[float, float]:
+        """See :class:`Costs`."""
+        key = spec.group, member_rows, tokens, covered
+        found = self._codes_us.get(key)
+        if found is None:
+            found = self._codes_us[key] = self._costs.codes_us(spec, member_rows, tokens, covered)
         return found
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:

@@ -69,15 +69,18 @@ def group_times(
     first, later = costs_at(0), costs_at(tokens)
     overheads = first.overheads
     submit_us = overheads.submit_us if math.isfinite(overheads.submit_us) else overheads.refill_us
-    found = []
-    for spec, option in decisions:
+    found, own = [], list(decisions)
+    for number, (spec, option) in enumerate(own):
+        # The codes of the group before, in the last layer, are read first.
+        codes_us = own[number - 1][1].read_us + option.write_us
         before_us = first.between_us(first_group(spec), tokens)
         more_us = later.between_us(first_group(spec), tokens) - before_us
+        before_us += codes_us
         npu_us = option.npu_us
         if npu_us:
             before_us += overheads.refill_us
             npu_us += max(0.0, overheads.hand_over_us) + SUBMITTED * submit_us
-        found.append(GroupTimes(spec.group, before_us, max(0.0, more_us / tokens), option.gpu_us, npu_us))
+        found.append(GroupTimes(spec.group, before_us, max(0.0, more_us / tokens), option.shard_us, npu_us))
     return tuple(found)
 
 
@@ -145,7 +148,10 @@ def plan_flights(
         shorter, _ = own.solve(device=plan.device, precision=plan.precision, weights=weights)
     free, budget = flown.applied(shorter), solver.budget
     held_bytes = free.npu_bytes(
-        solver.specs, copies_by_length=budget.copies_by_length, activation_bytes=budget.activation_bytes
+        solver.specs,
+        copies_by_length=budget.copies_by_length,
+        activation_bytes=budget.activation_bytes,
+        reuses_io=budget.reuses_io,
     )
     if budget.holds(held_bytes):
         return free

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from heterollm.base import PlanError
+from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.profiler.work import rest_rows
 from heterollm.solver.candidates import NpuLimits, Rows, Splits, candidates
@@ -56,6 +57,8 @@ class Option(Struct, frozen=True, gc=False):
         npu_us: Time of the NPU, slowed by the GPU where both run.
         cost: Value of the objective.
         is_split: Whether both processors compute.
+        write_us: Time of the GPU, counted above, to write the input codes of integer graphs.
+        read_us: Time of the GPU, counted above, to read their output codes.
     """
 
     placement: Placement
@@ -64,6 +67,13 @@ class Option(Struct, frozen=True, gc=False):
     npu_us: float
     cost: float
     is_split: bool
+    write_us: float = 0.0
+    read_us: float = 0.0
+
+    @property
+    def shard_us(self) -> float:
+        """Time of the GPU's shard."""
+        return self.gpu_us - self.write_us - self.read_us
 
 
 OptionTable: TypeAlias = Mapping[Group, Mapping[int, list[Option]]]
@@ -92,7 +102,7 @@ def evaluate(
         npu_us += costs.npu_us(spec, placement.npu_rows, length, form)
     if not math.isfinite(gpu_us + npu_us):
         return None
-    time_us = gpu_us
+    time_us, write_us, read_us = gpu_us, 0.0, 0.0
     if placement.npu_lengths:
         # The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
         hidden_us = max(0.0, -overheads.hand_over_us)
@@ -104,7 +114,7 @@ def evaluate(
             # Both processors wait: the GPU's shard hides nothing of the hand-over.
             together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
         npu_us = max(0.0, npu_us - hidden_us)
-        slowdown = costs.slowdown(spec, tokens) if left_tokens else ALONE
+        slowdown = _slowdown(spec, tokens, placement, costs) if left_tokens else ALONE
         gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
         npu_us = npu_end - begin_us
         # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
@@ -115,8 +125,20 @@ def evaluate(
         if overheads.return_us:
             both_us = together_us + max(gpu_us, free_us)
             time_us = both_us + overheads.return_us + overheads.refill_us
+        if form in INTEGER_FORMS:
+            # Both processors wait for the input's codes; those of the output are read behind the GPU's shard.
+            covered = min(tokens, sum(placement.npu_lengths))
+            write_us, read_us = costs.codes_us(spec, placement.npu_rows, tokens, covered)
+            time_us, gpu_us = time_us + write_us + read_us, gpu_us + write_us + read_us
     cost = goal.cost(time_us, gpu_us, npu_us)
-    return Option(placement, time_us, gpu_us, npu_us, cost, bool(placement.npu_lengths and left_tokens))
+    is_split = bool(placement.npu_lengths and left_tokens)
+    return Option(placement, time_us, gpu_us, npu_us, cost, is_split, write_us, read_us)
+
+
+def _slowdown(spec: OpSpec, tokens: int, placement: Placement, costs: Costs) -> Slowdown:
+    if placement.form in INTEGER_FORMS:
+        return costs.slowdown(spec, tokens, placement.form or "", max(placement.npu_lengths))
+    return costs.slowdown(spec, tokens)
 
 
 def _left_to_gpu(spec: OpSpec, tokens: int, placement: Placement) -> tuple[tuple[int, ...], int]:

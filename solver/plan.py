@@ -167,13 +167,21 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for start in range(0, len(chunks), self.lanes):
             yield chunks[start : start + self.lanes]
 
-    def npu_bytes(self, specs: Sequence[OpSpec], *, copies_by_length: bool, activation_bytes: int = 0) -> int:
+    def npu_bytes(
+        self,
+        specs: Sequence[OpSpec],
+        *,
+        copies_by_length: bool,
+        activation_bytes: int = 0,
+        reuses_io: bool = False,
+    ) -> int:
         """Return the bytes that the NPU's graphs take.
 
         Args:
             specs: Every group of the model.
             copies_by_length: Whether every length of a slice holds weights of its own.
             activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
+            reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
         """
         return sum(
             spec.graph_bytes(
@@ -181,6 +189,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
                 held.lengths,
                 copies_by_length=copies_by_length,
                 activation_bytes=activation_bytes,
+                reuses_io=reuses_io,
             )
             for held in self.slices
             for spec in (*specs, *ffn_specs(specs))

@@ -32,7 +32,7 @@ from heterollm.profiler.records import (
 )
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
 
 __all__ = [
@@ -53,6 +53,12 @@ BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
     "head": ("final_norm",),
 }
 """The glue operators before each group."""
+
+WITH_CODES: Final[dict[GlueOperator, GlueOperator]] = {
+    "rms_norm": "rms_norm_uint16",
+    "final_norm": "final_norm_uint16",
+}
+"""Norms that write the input codes of integer graphs, and their names where they do."""
 
 MEMORY_BOUND_FRACTION: Final = 0.5
 """A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
@@ -76,6 +82,9 @@ SPILL_FACTOR: Final = 2.0
 
 FLAT_FACTOR: Final = 1.05
 """The NPU is bound by memory up to this factor on its time of one token."""
+
+WAITING_FRACTION: Final = 0.5
+"""Fraction of the longest integer graphs' time a token; shorter ones with less wait for their weights."""
 
 LEAST_HIDDEN_FRACTION: Final = 0.25
 """Fraction of a small graph's time; a smaller gain of a graph behind a wait may be noise."""
@@ -127,6 +136,7 @@ class ProfileCosts:
         }
 
         self._limits = limits_of(profile)
+        self._integer_limits = limits_of(profile, calibrated=True)
 
     def at(self, position: int) -> ProfileCosts:
         """Return the costs of passes that begin at another position; both share ``missing``."""
@@ -144,12 +154,21 @@ class ProfileCosts:
         point = LinearPoint.of(spec, length, member_rows=member_rows, form=form, streamed=self._streamed)
         return self._us(point, "npu")
 
-    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
-        """Return the slowdown of both processors by their bounds; for an ffn, that of gate and up."""
+    def slowdown(self, spec: OpSpec, tokens: int, form: str = "", length: int = 0) -> Slowdown:
+        """Return the slowdown of both processors by their bounds; for an ffn, that of gate and up.
+
+        Args:
+            spec: The group or ffn.
+            tokens: Tokens of the pass.
+            form: Form of the NPU's graphs, if they compute in integers.
+            length: Length of the longest of these.
+        """
         linear = spec if spec.then is None else ffn_groups(spec)[0]
-        length = self._graph_length(tokens)
-        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, length)
-        if ("npu", "spill", gpu) in self._factors and self._spills(linear, length):
+        graph_length = self._graph_length(tokens)
+        gpu, npu = self._gpu_bound(linear, tokens), self._npu_bound(linear, graph_length)
+        if form:
+            npu = self._integer_bound(spec, form, length)
+        elif ("npu", "spill", gpu) in self._factors and self._spills(linear, graph_length):
             npu = "spill"
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
@@ -185,6 +204,27 @@ class ProfileCosts:
         operators = [(self._kernels.get(key.operator, 1), us) for key, us in self._operators_us(spec, 1)]
         return tuple(time_us / count for count, time_us in operators for _ in range(count))
 
+    def codes_us(
+        self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int
+    ) -> tuple[float, float]:
+        """Return the times to write and to read codes; see :class:`heterollm.solver.costs.Costs`."""
+        rows = sum(member_rows) if spec.then is None else spec.then.rows
+        read_us = self._layer_us("read_codes", covered, width=rows)
+        norm = BEFORE[first_group(spec).group][-1]
+        if norm not in WITH_CODES:
+            return self._layer_us("write_codes", covered, width=spec.columns), read_us
+        more_us = self._layer_us(WITH_CODES[norm], tokens) - self._layer_us(norm, tokens)
+        return max(0.0, more_us), read_us
+
+    def _layer_us(self, operator: GlueOperator, tokens: int, width: int | None = None) -> float:
+        """Return the time of an operator that does not depend on the position; 0 if the profile lacks it."""
+        try:
+            key = layer_key(self._shape, operator, tokens, width=width)
+            return self._predictor.predict_layer_us(key).us + self._gap_us
+        except ProfileError:
+            self.missing.add(operator)
+            return 0.0
+
     def _operators_us(self, spec: OpSpec, tokens: int) -> Iterator[tuple[LayerKey, float]]:
         """Yield the glue operators before a group, as far as the profile has them, with their times."""
         shape, position = self._shape, self.position
@@ -210,6 +250,23 @@ class ProfileCosts:
         point = LinearPoint.of(spec, tokens, streamed=self._streamed)
         read_us = point.weight_bytes / (self._gbps.get("gpu", math.inf) * 1e3)
         return "memory" if read_us >= MEMORY_BOUND_FRACTION * self._us(point, "gpu") else "compute"
+
+    def _integer_bound(self, spec: OpSpec, form: str, length: int) -> ContentionBound:
+        """Return the bound of an integer graph, which may wait for weights where float graphs do not.
+
+        It waits where more tokens than the shortest graph's take much less time each than the tokens of the
+        longest graphs. They always take some: drivers copy inputs and outputs.
+        """
+        limits = self._integer_limits
+        assert limits is not None  # the form was measured
+        lengths = [own for own in limits.standard_lengths if form in limits.forms(spec, own)]
+
+        def us_per_token(few: int, many: int) -> float:
+            few_us, many_us = (self.npu_us(spec, spec.member_rows, tokens, form) for tokens in (few, many))
+            return (many_us - few_us) / max(1, many - few)
+
+        own_us, most_us = us_per_token(lengths[0], length), us_per_token(*lengths[-2:])
+        return "memory" if own_us <= WAITING_FRACTION * most_us else "compute"
 
     def _npu_bound(self, spec: OpSpec, length: int) -> ContentionBound:
         # While more tokens take no longer, the NPU waits for weights.

@@ -56,11 +56,13 @@ class Budget:
         npu_bytes: Bytes of all graphs of all slices; None is no limit.
         copies_by_length: Whether each length of a slice needs its own copy of the weights.
         activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
+        reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
     """
 
     npu_bytes: int | None = None
     copies_by_length: bool = False
     activation_bytes: int = 0
+    reuses_io: bool = False
 
     def __post_init__(self) -> None:
         if self.npu_bytes is not None and self.npu_bytes < 0:
@@ -78,6 +80,7 @@ class Budget:
             lengths,
             copies_by_length=self.copies_by_length,
             activation_bytes=self.activation_bytes,
+            reuses_io=self.reuses_io,
         )
 
     def holds(self, size_bytes: int) -> bool:

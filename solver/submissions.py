@@ -16,7 +16,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from heterollm.kernels.ops import Group, OpSpec
-from heterollm.solver.costs import Costs, Overheads
+from heterollm.solver.costs import WRITTEN_BY_NORMS, Costs, Overheads
 from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
@@ -86,12 +86,16 @@ class _Timeline:
                 begin_us += refill_us * (1.0 - busy_us / self._slack_us)
             self.queue_us = begin_us + duration_us
 
-    def compute(self, item: Option, kernels: int) -> None:
+    def compute(self, group: LayerGroup, item: Option) -> None:
         """Run a group whose input is enqueued."""
-        overheads, shard_us = self._overheads, [item.gpu_us / kernels] * kernels
+        overheads, shard_us = self._overheads, [item.shard_us / group.kernels] * group.kernels
         if not item.placement.npu_lengths:
             self.submit(shard_us)
             return
+        if item.write_us and group.spec.group in WRITTEN_BY_NORMS:
+            self.queue_us += item.write_us
+        elif item.write_us:
+            self.submit((item.write_us,))
         input_us = self.queue_us
         if item.is_split and not overheads.empties_queue:
             self.submit(shard_us)
@@ -99,7 +103,7 @@ class _Timeline:
         self.host_us = max(self.host_us, input_us) + latency_us + overheads.map_us
         if item.is_split and overheads.empties_queue:
             # The option's time includes the refill.
-            self.queue_us = self.host_us + item.gpu_us
+            self.queue_us = self.host_us + item.shard_us
         # The option's time assumes that the NPU was free for the whole start of the graph.
         hidden_us = min(overheads.hidden_us, self.host_us - self._npu_free_us)
         graph_us = item.npu_us + max(0.0, -overheads.hand_over_us) - hidden_us
@@ -109,6 +113,8 @@ class _Timeline:
         self._slack_us = UNSURE_FRACTION * graph_us
         if overheads.return_us:
             self.host_us = max(self.host_us, self.queue_us) + overheads.return_us
+        if item.read_us:
+            self.submit((item.read_us,))
 
 
 def submits_singly(tokens: int, overheads: Overheads) -> bool:
@@ -123,7 +129,7 @@ def layer_us(groups: Sequence[LayerGroup], chosen: Sequence[Option], overheads: 
     for number in range(MOST_LAYERS):
         for group, item in zip(groups, chosen, strict=True):
             timeline.submit(group.before_us)
-            timeline.compute(item, group.kernels)
+            timeline.compute(group, item)
         if number == MOST_LAYERS // 2 - 1:
             half_us = timeline.host_us
         before_us, end_us = end_us, max(timeline.host_us, timeline.queue_us)

@@ -90,6 +90,7 @@ def memory_need(
         specs,
         copies_by_length=npu is not None and npu.copies_by_length,
         activation_bytes=npu.activation_dtype.itemsize if npu is not None and npu.io_by_graph else 0,
+        reuses_io=npu is not None and npu.reuses_io,
     )
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)

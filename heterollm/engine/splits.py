@@ -34,7 +34,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, NpuShard, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
-from heterollm.solver import Placement, Plan
+from heterollm.solver import WRITTEN_BY_NORMS, Placement, Plan
 
 __all__ = ["NO_RANGES", "SplitEmitter"]
 
@@ -43,9 +43,6 @@ SHOWN_NAMES: Final = 6
 
 OPERATORS_OF_A_LAYER: Final = 5
 """The groups of linears and the ffn operator."""
-
-WRITTEN_BY_NORMS: Final[frozenset[Group]] = frozenset({"qkv", "gate_up", "ffn", "head"})
-"""Groups whose input codes the norm before them writes; for the others a kernel of its own does."""
 
 
 class SplitEmitter:

@@ -97,6 +97,7 @@ class ProfiledModel:
             self.specs,
             copies_by_length=self.copies_by_length,
             activation_bytes=self.profile.graph_activation_bytes,
+            reuses_io=self.profile.reuses_io,
         )
 
     @property
@@ -249,6 +250,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
             model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB),
             copies_by_length=model.copies_by_length,
             activation_bytes=model.profile.graph_activation_bytes,
+            reuses_io=model.profile.reuses_io,
         ),
         chunk_length=min(request.context, longest),
         head_rows=HEAD_ROWS,

@@ -81,7 +81,8 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
     elif profile.graphs_by_length:
         words.append("weights counted once for all lengths")
     if profile.graph_activation_bytes:
-        words.append("inputs and outputs of every graph included")
+        of = "the longest graph of each slice" if profile.reuses_io else "every graph"
+        words.append(f"inputs and outputs of {of} included")
     if limit is not None:
         words.append(f"{format_bytes(int(limit * GIB))} were allowed")
     elif profile.addressable_bytes is not None:
@@ -184,13 +185,20 @@ def _named(passes: Sequence[PredictedPass]) -> str:
 
 
 def pass_table(found: PredictedPass, *, explain: bool) -> Table:
-    """Return the placements of one pass, with the rejected ones if ``explain`` is set."""
+    """Return the placements of one pass.
+
+    Args:
+        found: The pass.
+        explain: Whether to show the times to write and read codes, and the rejected placements.
+    """
     title = (
         f"{found.phase}, {found.tokens} token{'s' if found.tokens > 1 else ''}: "
         f"{found.time_us / 1e3:.2f} ms, {found.tokens_per_s:.1f} tokens/s predicted"
     )
     columns = ["group", "placement", ">NPU share", ">GPU us", ">NPU us", ">time us"]
-    result = table(*columns, *(["rejected"] if explain else []), title=title)
+    codes = explain and any(item.option.read_us for item in found.operators)
+    more = [*([">codes us"] if codes else []), *(["rejected"] if explain else [])]
+    result = table(*columns, *more, title=title)
     for item in found.operators:
         option = item.option
         row = [
@@ -201,6 +209,8 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
             f"{option.npu_us:.0f}" if option.npu_us else "",
             f"{option.time_us:.0f}",
         ]
+        if codes:
+            row.append(f"{option.write_us:.0f} + {option.read_us:.0f}" if option.read_us else "")
         if explain:
             row.append("\n".join(_reasons(item, found.ffn_us)))
         result.add_row(*row)

@@ -156,7 +156,12 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     held_bytes = 0
     if npu is not None:
         item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
-        held_bytes = plan.npu_bytes(specs, copies_by_length=npu.copies_by_length, activation_bytes=item_bytes)
+        held_bytes = plan.npu_bytes(
+            specs,
+            copies_by_length=npu.copies_by_length,
+            activation_bytes=item_bytes,
+            reuses_io=npu.reuses_io,
+        )
     limit_gib = soc.npu.address_space_gib or None
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
 

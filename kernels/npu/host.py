@@ -44,6 +44,7 @@ class HostNpu:
     graphs_by_length = False
     copies_by_length = False
     io_by_graph = False
+    reuses_io = False
     addressable_bytes = None
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 64

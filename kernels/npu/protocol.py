@@ -140,6 +140,10 @@ class NpuBackend(Protocol):
         """Whether each graph reserves memory for its own input and output."""
 
     @property
+    def reuses_io(self) -> bool:
+        """Whether all lengths of a slice reserve memory for the longest one's input and output alone."""
+
+    @property
     def addressable_bytes(self) -> int | None:
         """Most bytes that all its open graphs can take; None without a limit of its own."""
 

@@ -76,6 +76,8 @@ CHILD_WEIGHT_BYTES = 16 * MIB
 """Larger shards are compiled in a child process by default."""
 
 
+LEAVE: Final = "With `--allow-fallback` the GPU goes on alone."
+
 SHARED_REFUSAL: Final = "a context with shared weights loads on a Hexagon only"
 
 
@@ -163,6 +165,11 @@ class QnnNpu:
     def copies_by_length(self) -> bool:
         """Whether each standard length of a shard has its own copy of the weights."""
         return not self.context_layers
+
+    @property
+    def reuses_io(self) -> bool:
+        """Whether all lengths of a slice reserve memory for the longest one's input and output alone."""
+        return self._reuses_io and bool(self.context_layers)
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
@@ -413,8 +420,16 @@ class QnnNpu:
             # It must not keep the shards with their weights.
             self._contexts.make_room(size_bytes, self.addressable_bytes)
             self._contexts.session(keys[0])
-            self.loaded_count += len(models)
-            return open_context(models, target, label)
+            try:
+                sessions = open_context(models, target, label)
+            except GraphError as error:
+                if len(models) > 1:
+                    self._stop_sharing(error.message)
+                    fix = f"Load the model again: graphs share no contexts from now on. {LEAVE}"
+                    raise GraphError(error.message, fix=fix) from error
+                raise
+            self.loaded_count += len(sessions)
+            return sessions
 
         self._contexts.add(HeldContext(size_bytes, keys, sessions, open_again))
 
@@ -433,7 +448,7 @@ class QnnNpu:
 
         All graphs of a model are bound to the same few slots.
         """
-        if len(graphs) == 1 or not self._reuses_io:
+        if len(graphs) == 1 or not self.reuses_io:
             return self._target
         largest_bytes = max(length * (shard.columns + shard.rows) for shard, _, length in graphs)
         limit_mib = -(-largest_bytes * self.activation_dtype.itemsize // MIB)
@@ -443,8 +458,9 @@ class QnnNpu:
     def _context_bytes(self, graphs: Sequence[PackedGraph]) -> int:
         # Graphs of one shard in several forms hold its weights once for each form.
         weights = {(shard.key, form): shard.weight_bytes for shard, form, _ in graphs}
-        elements = sum(length * (shard.columns + shard.rows) for shard, _, length in graphs)
-        return sum(weights.values()) + elements * self.activation_dtype.itemsize * self.io_by_graph
+        elements = [length * (shard.columns + shard.rows) for shard, _, length in graphs]
+        counted = max(elements) if self.reuses_io else sum(elements)
+        return sum(weights.values()) + counted * self.activation_dtype.itemsize * self.io_by_graph
 
     def _open(self, stored: ContextBinary, graphs: Sequence[PackedGraph], label: str) -> Sequence[Any]:
         """Load the context from the cache; build it first if the cache has no sound one."""

@@ -63,6 +63,7 @@ class SimulatedNpu:
     row_alignment = 256
     graphs_by_length = True
     loaded_count = 0
+    reuses_io = False
 
     def __init__(
         self,

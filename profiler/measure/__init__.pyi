@@ -2,9 +2,9 @@ from .bandwidth import SharedLoad as SharedLoad
 from .bandwidth import bandwidth_tasks as bandwidth_tasks
 from .builds import BuildPace as BuildPace
 from .drift import ReferenceOperators as ReferenceOperators
+from .layer_cases import GlueOperator as GlueOperator
+from .layer_cases import layer_key as layer_key
 from .layers import SUBMISSIONS as SUBMISSIONS
-from .layers import GlueOperator as GlueOperator
-from .layers import layer_key as layer_key
 from .layers import layer_tasks as layer_tasks
 from .linears import linear_tasks as linear_tasks
 from .links import COPY_SIZES_BYTES as COPY_SIZES_BYTES

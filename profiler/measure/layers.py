@@ -2,24 +2,21 @@
 
 They are timed as linears are: inside a busy queue, on random data. Attention of few tokens finds the caches
 emptied where the model is larger than they are; other inputs were written just before.
-
-In a :class:`heterollm.profiler.records.LayerKey`, ``context`` counts the positions that the last token of the
-pass attends to, its own included, :data:`OPERATORS` defines ``hidden``, and sizes that an operator does not
-depend on are 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
 from heterollm.base import HeteroLLMError
 from heterollm.kernels.device import Device
+from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
 from heterollm.kernels.gpu import (
+    COUNT_WORDS,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
@@ -28,59 +25,33 @@ from heterollm.kernels.gpu import (
     HeadShape,
     KvLayer,
     Launch,
+    NpuCodes,
     Rotation,
     RoundedInputs,
     Scores,
     Segments,
     SharedArray,
     head_stride,
-    kernel_source_hash,
     scratch_codes,
 )
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure.caches import COLD_TOKENS, eviction_bytes
 from heterollm.profiler.measure.gpu_timer import gpu_timer
+from heterollm.profiler.measure.layer_cases import (
+    ATTENTION_POSITIONS,
+    GlueCase,
+    GlueOperator,
+    cache_positions,
+    layer_cases,
+)
 from heterollm.profiler.measure.random_data import fill_shared, weight_for
 from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.measure.task import Task
-from heterollm.profiler.records import Key, LayerKey, Record
-from heterollm.profiler.work import HEAD_TOKENS
+from heterollm.profiler.records import Key, Record
 
-__all__ = ["ATTENTION_POSITIONS", "OPERATORS", "SUBMISSIONS", "GlueOperator", "layer_key", "layer_tasks"]
+__all__ = ["SUBMISSIONS", "layer_tasks"]
 
-GlueOperator: TypeAlias = Literal[
-    "embedding",
-    "rms_norm",
-    "rms_norm_int8",
-    "rope_and_store",
-    "attention",
-    "attention_int8",
-    "gated_activation",
-    "gated_activation_int8",
-    "final_norm",
-    "final_norm_int8",
-    "join_logits",
-]
-
-OPERATORS: Final[dict[GlueOperator, str]] = {
-    "embedding": "the residual stream",
-    "rms_norm": "the residual stream; the sum with the linear before it included",
-    "rms_norm_int8": "the same, with the inputs of the next linear rounded to int8",
-    "rope_and_store": "nothing",
-    "attention": "nothing",
-    "attention_int8": "nothing",
-    "gated_activation": "the width of the feed-forward network",
-    "gated_activation_int8": "the same",
-    "final_norm": "the residual stream",
-    "final_norm_int8": "the same",
-    "join_logits": "the vocabulary",
-}
-"""The operators by name, and the size that ``hidden`` states for each."""
-
-TOKENS: Final = (1, 32, 256, 512)
-QUICK_TOKENS: Final = (1, 256)
-ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
 TABLE_ROWS: Final = 4096
 """Rows of the embedding: the time of a look-up does not depend on their number."""
 
@@ -94,50 +65,8 @@ CORE_BYTES: Final = 4e9
 USUAL_RUNS: Final = 8
 OVERHEAD_S: Final = 0.02
 
-ROUNDING: Final[dict[GlueOperator, GlueOperator]] = {
-    "rms_norm": "rms_norm_int8",
-    "attention": "attention_int8",
-    "gated_activation": "gated_activation_int8",
-    "final_norm": "final_norm_int8",
-}
-"""Operators that write a linear's input, and their names where they round it to int8 as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class _GlueCase:
-    """One operator of a model at one size, after ``position`` tokens of the session."""
-
-    shape: ModelShape
-    operator: GlueOperator
-    tokens: int
-    position: int = 0
-
-    @property
-    def key(self) -> LayerKey:
-        return layer_key(self.shape, self.operator, self.tokens, self.position)
-
-
-def layer_key(shape: ModelShape, operator: GlueOperator, tokens: int, position: int = 0) -> LayerKey:
-    """Return the key of an operator in a model.
-
-    Args:
-        shape: The model; where its linears read int8 inputs, so does the operator that writes them.
-        operator: Its plain name.
-        tokens: Rows of the pass.
-        position: Tokens of the session before it, which only attention depends on.
-    """
-    context = position + tokens if operator == "attention" else 0
-    hidden = heads = kv_heads = head_dim = 0
-    if operator in ("attention", "rope_and_store"):
-        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-    elif operator == "gated_activation":
-        hidden = shape.intermediate_size
-    elif operator == "join_logits":
-        hidden = shape.vocab_size
-    else:
-        hidden = shape.hidden_size
-    name = ROUNDING.get(operator, operator) if shape.head.integer_inputs else operator
-    return LayerKey(name, tokens, context, hidden, heads, kv_heads, head_dim, kernel_source_hash())
+PER_TOKEN: Final = CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
+"""Grid of the measured codes: nearly all linears divide by the largest magnitude of a token."""
 
 
 def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = False) -> list[Task]:
@@ -149,11 +78,11 @@ def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = F
         quick: Whether to measure only two sizes of each, which every plan needs.
     """
     bench = _GlueBench(device)
-    cases: dict[Key, _GlueCase] = {}
+    cases: dict[Key, GlueCase] = {}
     for shape in shapes:
-        for case in _cases(shape, quick=quick):
+        for case in layer_cases(device, shape, quick=quick):
             cases.setdefault(case.key, case)
-    groups: dict[tuple[str, str], list[_GlueCase]] = {}
+    groups: dict[tuple[str, str], list[GlueCase]] = {}
     for case in cases.values():
         groups.setdefault((case.shape.name, case.operator), []).append(case)
     return [
@@ -169,29 +98,14 @@ def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = F
     ]
 
 
-def _cases(shape: ModelShape, *, quick: bool) -> Iterator[_GlueCase]:
-    sizes = QUICK_TOKENS if quick else TOKENS
-    plain: tuple[GlueOperator, ...] = ("embedding", "rms_norm", "rope_and_store", "gated_activation")
-    for operator in plain:
-        for tokens in sizes:
-            yield _GlueCase(shape, operator, tokens)
-    for tokens in sizes:
-        for position in ATTENTION_POSITIONS[:: 2 if quick else 1]:
-            yield _GlueCase(shape, "attention", tokens, position)
-    head: tuple[GlueOperator, ...] = ("final_norm", "join_logits")
-    for operator in head:
-        for tokens in (1,) if quick else (1, HEAD_TOKENS):
-            yield _GlueCase(shape, operator, tokens)
-
-
-def _split(cases: Sequence[_GlueCase]) -> Iterator[Sequence[_GlueCase]]:
+def _split(cases: Sequence[GlueCase]) -> Iterator[Sequence[GlueCase]]:
     """Yield an operator's cases a few at a time, since attention is slow."""
     size = len(ATTENTION_POSITIONS)
     for first in range(0, len(cases), size):
         yield cases[first : first + size]
 
 
-def _estimate_s(case: _GlueCase, device: Device) -> float:
+def _estimate_s(case: GlueCase, device: Device) -> float:
     """Return about how long a case takes to measure."""
     if not device.gpu.computes:
         return NOTHING_COMPUTED_S
@@ -218,7 +132,7 @@ class _GlueBench:
         self._runtime = self._timer.runtime
         self._glue = GpuGlue(self._runtime, device.activation_dtype, device.cache_dtype)
         self._slots: dict[str, SharedArray] = {}
-        self._makers: dict[GlueOperator, Callable[[_GlueCase], Sequence[Launch]]] = {
+        self._makers: dict[GlueOperator, Callable[[GlueCase], Sequence[Launch]]] = {
             "embedding": self._embedding,
             "rms_norm": self._rms_norm,
             "rope_and_store": self._rope,
@@ -226,13 +140,17 @@ class _GlueBench:
             "gated_activation": self._activation,
             "final_norm": self._final_norm,
             "join_logits": self._join_logits,
+            "rms_norm_uint16": self._rms_norm,
+            "final_norm_uint16": self._final_norm,
+            "write_codes": self._write_codes,
+            "read_codes": self._read_codes,
         }
 
-    def measure(self, cases: Sequence[_GlueCase]) -> list[Record]:
+    def measure(self, cases: Sequence[GlueCase]) -> list[Record]:
         """Measure some cases; a failure is a record too."""
         return [self._measure(case) for case in cases]
 
-    def _measure(self, case: _GlueCase) -> Record:
+    def _measure(self, case: GlueCase) -> Record:
         timer = self._timer
         streamed = case.shape.streamed(self._runtime.traits.cache_bytes)
         cold = streamed and case.operator == "attention" and case.tokens <= COLD_TOKENS
@@ -251,7 +169,7 @@ class _GlueBench:
 
     # -- memory --------------------------------------------------------------------------------------
 
-    def _slot(self, name: str, elements: int, dtype: np.dtype[np.floating] | None = None) -> SharedArray:
+    def _slot(self, name: str, elements: int, dtype: np.dtype[Any] | None = None) -> SharedArray:
         """Return a random buffer of at least that size, of the activation type by default."""
         kind = self._device.activation_dtype if dtype is None else dtype
         held = self._slots.get(name)
@@ -272,7 +190,7 @@ class _GlueBench:
         held.release()
         return held
 
-    def _write_step(self, case: _GlueCase) -> None:
+    def _write_step(self, case: GlueCase) -> None:
         words = [0] * STEP_WORDS
         words[STEP_POSITION], words[STEP_LENGTH] = case.position, case.tokens
         self._integers("step", words)
@@ -284,14 +202,25 @@ class _GlueBench:
         first = self._slot("first segment", tokens * taken_rows)
         return Segments(first, self._slot("second segment", tokens * (sum(rows) - taken_rows)), rows, splits)
 
-    def _rounded(self, case: _GlueCase, weight: WeightFormat, columns: int) -> RoundedInputs | None:
+    def _rounded(self, case: GlueCase, weight: WeightFormat, columns: int) -> RoundedInputs | None:
         if not case.shape.head.integer_inputs:
             return None
         return scratch_codes(self._runtime, weight, case.tokens, columns)
 
+    def _norm_codes(self, case: GlueCase, weight: WeightFormat) -> RoundedInputs | NpuCodes | None:
+        hidden = case.shape.hidden_size
+        if case.operator.endswith("_uint16"):
+            return self._codes(case, hidden)
+        return self._rounded(case, weight, hidden)
+
+    def _codes(self, case: GlueCase, width: int) -> NpuCodes:
+        codes = self._slot("codes", case.tokens * width, np.dtype(np.uint16))
+        factors = self._floats("factors", case.tokens)
+        return NpuCodes(codes, codes, factors, self._integers("counts", [0] * COUNT_WORDS), 0, PER_TOKEN)
+
     # -- the operators -------------------------------------------------------------------------------
 
-    def _embedding(self, case: _GlueCase) -> Sequence[Launch]:
+    def _embedding(self, case: GlueCase) -> Sequence[Launch]:
         shape = case.shape
         columns, weight = shape.hidden_size, shape.head.weight
         rows = min(TABLE_ROWS, shape.vocab_size)
@@ -302,7 +231,7 @@ class _GlueBench:
         residual = self._floats("residual", case.tokens * columns)
         return [linear.embed_launch(tokens, residual, count=case.tokens)]
 
-    def _rms_norm(self, case: _GlueCase) -> Sequence[Launch]:
+    def _rms_norm(self, case: GlueCase) -> Sequence[Launch]:
         hidden, tokens = case.shape.hidden_size, case.tokens
         launch = self._glue.rms_norm(
             self._floats("residual", tokens * hidden),
@@ -312,11 +241,11 @@ class _GlueBench:
             tokens=tokens,
             epsilon=1e-5,
             delta=self._linear_output((hidden,), tokens),
-            rounded=self._rounded(case, case.shape.layer[0].weight, hidden),
+            rounded=self._norm_codes(case, case.shape.layer[0].weight),
         )
         return [launch]
 
-    def _final_norm(self, case: _GlueCase) -> Sequence[Launch]:
+    def _final_norm(self, case: GlueCase) -> Sequence[Launch]:
         hidden, rows = case.shape.hidden_size, case.tokens
         launch = self._glue.final_norm(
             self._floats("residual", rows * hidden),
@@ -326,14 +255,14 @@ class _GlueBench:
             rows=rows,
             epsilon=1e-5,
             delta=self._linear_output((hidden,), rows),
-            rounded=self._rounded(case, case.shape.head.weight, hidden),
+            rounded=self._norm_codes(case, case.shape.head.weight),
         )
         return [launch]
 
-    def _rope(self, case: _GlueCase) -> Sequence[Launch]:
+    def _rope(self, case: GlueCase) -> Sequence[Launch]:
         shape, tokens = case.shape, case.tokens
         keys = shape.kv_heads * shape.head_dim
-        capacity = _capacity()
+        capacity = cache_positions()
         angles = capacity * shape.head_dim // 2
         launch = self._glue.rope_and_store(
             self._linear_output((shape.heads * shape.head_dim, keys, keys), tokens),
@@ -347,7 +276,7 @@ class _GlueBench:
         )
         return [launch]
 
-    def _attention(self, case: _GlueCase) -> Sequence[Launch]:
+    def _attention(self, case: GlueCase) -> Sequence[Launch]:
         shape, tokens = case.shape, case.tokens
         width = shape.heads * shape.head_dim
         bucket = SMALLEST_BUCKET
@@ -362,11 +291,11 @@ class _GlueBench:
             shape=_heads(shape),
             scores=Scores(shape.head_dim**-0.5),
             tokens=tokens,
-            bucket=min(bucket, _capacity()),
+            bucket=min(bucket, cache_positions()),
             rounded=self._rounded(case, output.weight, width),
         )
 
-    def _activation(self, case: _GlueCase) -> Sequence[Launch]:
+    def _activation(self, case: GlueCase) -> Sequence[Launch]:
         wide, tokens = case.shape.intermediate_size, case.tokens
         down = next(spec for spec in case.shape.layer if spec.group == "down")
         launch = self._glue.gated_activation(
@@ -378,20 +307,28 @@ class _GlueBench:
         )
         return [launch]
 
-    def _join_logits(self, case: _GlueCase) -> Sequence[Launch]:
+    def _join_logits(self, case: GlueCase) -> Sequence[Launch]:
         vocabulary, rows = case.shape.vocab_size, case.tokens
         logits = self._floats("logits", rows * vocabulary)
         return [self._glue.join_logits(self._linear_output((vocabulary,), rows), logits, rows=rows)]
 
+    def _write_codes(self, case: GlueCase) -> Sequence[Launch]:
+        tokens, columns = case.tokens, case.key.hidden
+        codes = self._codes(case, columns)
+        x = self._slot("linear input", tokens * columns)
+        return [self._glue.write_codes(x, codes, tokens=tokens, columns=columns)]
+
+    def _read_codes(self, case: GlueCase) -> Sequence[Launch]:
+        tokens, rows = case.tokens, case.key.hidden
+        codes = self._codes(case, rows)
+        out = self._slot("first segment", tokens * rows)
+        return [self._glue.read_codes(codes, out, tokens=tokens, rows=rows)]
+
     def _cache(self, shape: ModelShape) -> SharedArray:
         dtype = self._device.cache_dtype
-        elements = 2 * shape.kv_heads * head_stride(_capacity(), shape.head_dim, dtype)
+        elements = 2 * shape.kv_heads * head_stride(cache_positions(), shape.head_dim, dtype)
         return self._slot("cache", elements, dtype)
 
 
-def _capacity() -> int:
-    return max(ATTENTION_POSITIONS) + max(TOKENS)
-
-
 def _heads(shape: ModelShape) -> HeadShape:
-    return HeadShape(shape.heads, shape.kv_heads, shape.head_dim, _capacity())
+    return HeadShape(shape.heads, shape.kv_heads, shape.head_dim, cache_positions())

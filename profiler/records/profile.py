@@ -51,6 +51,7 @@ class Description(Struct, frozen=True):
     cache_bytes: Count
     npu_copies_by_length: bool
     npu_io_by_graph: bool = False
+    npu_reuses_io: bool = False
     maps_beside_kernels: bool = False
     npu_graphs_by_length: bool | None = None
     npu_addressable_bytes: Count | None = None
@@ -120,6 +121,11 @@ class Profile:
         if not self.description.get("npu_io_by_graph", False):
             return 0
         return 4 if self.description.get("activation_dtype") == "float32" else 2
+
+    @property
+    def reuses_io(self) -> bool:
+        """Whether all lengths of a slice reserve memory for the longest one's input and output alone."""
+        return bool(self.description.get("npu_reuses_io", False))
 
     @property
     def addressable_bytes(self) -> int | None:

@@ -9,7 +9,11 @@ from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat, ffn_spec
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver.candidates import NpuLimits, candidates
+from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
+from heterollm.solver.options import evaluate
+from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.profile_costs import limits_of
+from heterollm.solver.submissions import LayerGroup, layer_us
 
 STEPPED = WeightFormat(4, 32, stepped=True)
 GATE_UP = OpSpec("gate_up", 0, (Member("gate", 512), Member("up", 512)), 256, STEPPED, "x", "y")
@@ -66,6 +70,36 @@ def test_shards_of_an_ffn_have_integer_forms_too() -> None:
     for form in ("ffn", "ffn_integer"):
         widths = {one.npu_rows[0] for one in found if one.form == form}
         assert {min(widths), max(widths)} == {64, 512}
+
+
+@pytest.mark.parametrize("spec", [GATE_UP, DOWN], ids=["norm", "own kernel"])
+def test_codes_are_written_before_both_shards_and_read_behind_both(made, spec) -> None:
+    class Costs(made.costs):
+        def slowdown(self, spec, tokens, form="", length=0):
+            return Slowdown(1.0, 2.0) if (form, length) == ("integer", 32) else Slowdown(1.0, 1.5)
+
+        def codes_us(self, spec, member_rows, tokens, covered):
+            return self._draw("write", spec.group, tokens), self._draw("read", member_rows, covered)
+
+    costs = Costs(3, overheads=Overheads(submit_us=1.0, merges_launches=False), low=50.0)
+    rows = tuple(own // 2 for own in spec.member_rows)
+    for tokens in (20, 1):
+        found = evaluate(spec, tokens, RowsPlacement(rows, (32,), "integer"), costs)
+        write_us, read_us = costs.codes_us(spec, rows, tokens, tokens)
+        npu_us = costs.npu_us(spec, rows, 32, "integer")
+        both_us = joint_time_us(costs.gpu_us(spec, rows, tokens), npu_us, Slowdown(1.0, 2.0))
+        assert (found.write_us, found.read_us) == (write_us, read_us)
+        assert found.time_us == pytest.approx(write_us + max(both_us) + read_us)
+        assert found.gpu_us == pytest.approx(write_us + both_us[0] + read_us)
+        assert found.shard_us == pytest.approx(both_us[0])
+        plain = evaluate(spec, tokens, RowsPlacement(rows, (32,), "matmul_nbits"), costs)
+        assert plain.gpu_us == plain.shard_us
+    # So in a chain of submissions, where a norm writes codes in the kernel that it has anyway.
+    whole_us = 10.0 + write_us + max(both_us) + read_us
+    submitted_us = (2 if spec is GATE_UP else 3) * costs.overheads.submit_us
+    assert layer_us([LayerGroup(spec, [10.0], [found], 1)], [found], costs.overheads) == pytest.approx(
+        whole_us, abs=submitted_us
+    )
 
 
 def test_other_forms_are_padded_as_before() -> None:

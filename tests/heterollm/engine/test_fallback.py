@@ -12,7 +12,7 @@ from heterollm.base import EngineError, FenceError, GraphError, HeteroLLMError
 from heterollm.engine.splits import SplitEmitter
 from heterollm.kernels.gpu import HostClock, OpenClRuntime
 from heterollm.kernels.npu import HostNpu
-from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.sync import WaitLimits
 from heterollm.kernels.sync.faults import Gate
 from heterollm.llm import LLM
@@ -24,17 +24,26 @@ CHUNK = 128
 
 
 class Npu:
-    """Counts the graph runs of all models, and raises from a chosen one on."""
+    """Counts graph runs, and raises from a chosen one on, or closes all graphs before one."""
 
     def __init__(self) -> None:
         self.runs = 0
         self.fails_at: int | None = None
+        self.closes_at: int | None = None
+        self.held: set[HeldSession] = set()
 
     def run(self, call: Callable[[], None]) -> None:
         self.runs += 1
         if self.fails_at is not None and self.runs >= self.fails_at:
             raise GraphError("The graph of down of layer 1 failed while running: the device is gone")
+        if self.runs == self.closes_at:
+            for held in self.held:
+                held._open_again = self.refused
+                held.close()
         call()
+
+    def refused(self) -> None:
+        raise GraphError("QNN refuses the context")
 
 
 @pytest.fixture
@@ -43,6 +52,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Npu:
 
     def bind_to_break(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
         call = bind(graph, inputs, outputs)
+        state.held.add(graph._held)
         return lambda: state.run(call)
 
     monkeypatch.setattr(SessionGraph, "bind", bind_to_break)
@@ -117,6 +127,19 @@ def test_the_gpu_goes_on_from_the_same_cache(
     assert llm.generate(prompt, max_new_tokens=NEW, ignore_eos=True).token_ids == expected
     assert npu.runs == npu.fails_at
     assert llm.failures == (note,)
+
+
+def test_the_gpu_goes_on_where_a_closed_graph_does_not_open_again(
+    npu: Npu, load: Callable[..., LLM], prompt: list[int], expected: tuple[int, ...]
+) -> None:
+    """As where an NPU's address space is too small for all contexts, and QNN refuses one that was closed."""
+    llm = load(allow_fallback=True)
+    npu.closes_at = npu.runs + WHEN["in the tenth token"][0]
+    assert llm.generate(prompt, max_new_tokens=NEW, ignore_eos=True).token_ids == expected
+    assert npu.runs == npu.closes_at
+    (note,) = llm.failures
+    assert "QNN refuses the context" in note
+    assert note in llm.notes
 
 
 @pytest.mark.parametrize("when", WHEN)

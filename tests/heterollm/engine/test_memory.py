@@ -69,6 +69,7 @@ class Packaging:
     copies_by_length: bool
     io_by_graph: bool
     addressable_bytes: int | None
+    reuses_io: bool = False
     name: str = "the NPU"
 
     @property
@@ -99,6 +100,8 @@ def test_graphs_of_each_length_count_with_inputs_and_outputs_up_to_the_address_s
     both = graphs(Packaging(True, True, None))
     assert both == len(lengths) * once + 2 * sum(lengths) * elements
     assert graphs(Packaging(True, True, both - 1)) == both - 1
+    reused = graphs(Packaging(False, True, None, reuses_io=True))
+    assert reused == once + 2 * max(lengths) * elements
 
 
 def test_a_pass_whose_graphs_exceed_the_address_space_is_refused(bundled_model: Path) -> None:

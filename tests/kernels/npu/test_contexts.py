@@ -250,6 +250,29 @@ def test_contexts_are_kept_by_chip_version_and_content(qnn, make_slice, cache_fo
         assert "damaged (a checksum differs)" in caplog.text
 
 
+def test_a_context_that_does_not_open_again_is_an_error_and_ends_sharing(qnn, make_slice, caplog):
+    """The engine takes the error as any failure of the NPU (tests/heterollm/engine/test_fallback.py)."""
+    npu = QnnNpu(emulator=True, context_layers=1)
+    shards = packaged(npu, [shard_of(make_slice, layer) for layer in range(2)], 1)
+    npu.addressable_bytes = shards[0].weight_bytes + sum(LENGTHS) * (256 + 64) * 2
+    x, y = np.zeros((32, 256), np.float16), np.zeros((32, 64), np.float16)
+    first, _second = (npu.prepare(shard, 32).bind(x, y) for shard in shards)
+    qnn.refusal = "QNN_COMMON_ERROR_MEM_ALLOC"
+    loaded = npu.loaded_count
+    with pytest.raises(GraphError, match="MEM_ALLOC") as refused:
+        first()
+    assert "share no contexts" in refused.value.fix
+    assert npu.loaded_count == loaded
+    assert npu.copies_by_length
+    assert not npu.reuses_io
+    assert kept_verdict(npu._target, "57").reason == qnn.refusal
+    later = QnnNpu(emulator=True)
+    later.choose_contexts(1)
+    assert later.copies_by_length
+    for shard in shards:
+        run(later, shard, 64)
+
+
 def test_a_refused_context_ends_sharing_and_is_remembered(qnn, make_slice, caplog):
     npu = QnnNpu(emulator=True, context_layers=1)
     shards = packaged(npu, [shard_of(make_slice, layer) for layer in range(2)], 1)
@@ -383,6 +406,9 @@ class TestVerdict:
         # 64 tokens of 256 inputs and 16,384 outputs in float16 are 2.03 MiB.
         want = {"htp_reused_io_limit_mb": "3"} if reuses else {}
         assert [target.session_options for target in qnn.targets] == [want] * 3
+        assert npu.reuses_io is reuses
+        tokens = max(LENGTHS) if reuses else sum(LENGTHS)
+        assert npu.open_bytes == shard.weight_bytes + 2 * tokens * (256 + 16384)
 
 
 def sources_of(folder, shard, lengths):

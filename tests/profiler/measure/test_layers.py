@@ -8,11 +8,11 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuGlue
+from heterollm.model import op_specs, shape_of_specs
 from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import gpu_timer as timer_module
-from heterollm.profiler.measure import layer_key, layer_tasks
-from heterollm.profiler.measure import layers as layer_operators
-from heterollm.profiler.measure.layers import OPERATORS
+from heterollm.profiler.measure import layer_cases, layer_key, layer_tasks, layers
+from heterollm.profiler.measure.layer_cases import OPERATORS
 
 POSITIONS = (0, 300)
 SIZES = ModelSize(128, 256, 1, 4, 2, 320, True, 32, 2048)
@@ -21,8 +21,9 @@ SIZES = ModelSize(128, 256, 1, 4, 2, 320, True, 32, 2048)
 @pytest.fixture(autouse=True)
 def small_caches(device, monkeypatch):
     """Emptying the caches reads little, every model is larger than they are, and passes are short."""
-    monkeypatch.setattr(layer_operators, "TOKENS", (1, 32))
-    monkeypatch.setattr(layer_operators, "ATTENTION_POSITIONS", POSITIONS)
+    monkeypatch.setattr(layer_cases, "TOKENS", (1, 32))
+    for module in (layer_cases, layers):
+        monkeypatch.setattr(module, "ATTENTION_POSITIONS", POSITIONS)
     monkeypatch.setattr(timer_module, "eviction_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
@@ -36,7 +37,7 @@ def test_every_operator_is_measured_under_the_key_that_was_announced(device, pre
         assert not record.failed, record.error
         assert min(record.samples_us + record.warmup_us) > 0
         assert not record.values  # launches are merged here: none is a submission of its own
-    plain = {name.removesuffix("_int8") for name in OPERATORS}
+    plain = {name for name in OPERATORS if not name.endswith(("_int8", "_uint16", "_codes"))}
     found = {record.key.operator for record in records}
     assert {name.removesuffix("_int8") for name in found} == plain
     assert ("attention_int8" in found) == (precision == "w4a8")
@@ -53,6 +54,29 @@ def test_sizes_that_an_operator_does_not_depend_on_are_left_out():
     assert layer_key(shape, "gated_activation", 1).hidden == 256
     assert layer_key(shape, "join_logits", 1).hidden == 320
     assert layer_key(SIZES.shape("tiny", "w4a8"), "final_norm", 1).operator == "final_norm_int8"
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_operators_on_codes_are_measured_where_the_npu_has_integer_graphs(device, quick):
+    shape = SIZES.shape("tiny")
+    *layer, head = op_specs(SIZES.config(), "w4a16", 32, True, scales="stepped")
+    specs = (*layer, replace(head, weight=layer[0].weight))
+    stepped = shape_of_specs(SIZES.config(), specs, "stepped")
+
+    def of_codes(shape):
+        tasks = layer_tasks(device, [shape], quick=quick)
+        return [task for task in tasks if task.keys[0].operator.endswith(("_uint16", "_codes"))]
+
+    assert not of_codes(shape)
+    records = [record for task in of_codes(stepped) for record in task.run()]
+    assert all(min(record.samples_us) > 0 for record in records)
+    tokens = set(layer_cases.QUICK_TOKENS if quick else layer_cases.TOKENS)
+    widths = {"rms_norm_uint16": {128}, "write_codes": {128, 256}, "read_codes": {128, 256, 512}}
+    for name, expected in widths.items():
+        keys = [record.key for record in records if record.key.operator == name]
+        assert {key.hidden for key in keys} == expected
+        assert {key.tokens for key in keys} == tokens
+    assert {record.key.operator for record in records} == {*widths, "final_norm_uint16"}
 
 
 def test_operators_that_two_models_share_are_measured_once(device):

@@ -1,0 +1,176 @@
+"""The glue operators of a layer that the profiler measures: their names, keys and sizes.
+
+In a :class:`heterollm.profiler.records.LayerKey`, ``context`` counts the positions that the last token of the
+pass attends to, its own included, :data:`OPERATORS` defines ``hidden``, and sizes that an operator does not
+depend on are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import kernel_source_hash
+from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.ops import OpSpec
+from heterollm.model import ModelShape
+from heterollm.profiler.records import LayerKey
+from heterollm.profiler.work import HEAD_TOKENS
+
+__all__ = [
+    "ATTENTION_POSITIONS",
+    "OPERATORS",
+    "GlueCase",
+    "GlueOperator",
+    "cache_positions",
+    "layer_cases",
+    "layer_key",
+]
+
+GlueOperator: TypeAlias = Literal[
+    "embedding",
+    "rms_norm",
+    "rms_norm_int8",
+    "rope_and_store",
+    "attention",
+    "attention_int8",
+    "gated_activation",
+    "gated_activation_int8",
+    "final_norm",
+    "final_norm_int8",
+    "join_logits",
+    "rms_norm_uint16",
+    "final_norm_uint16",
+    "write_codes",
+    "read_codes",
+]
+
+OPERATORS: Final[dict[GlueOperator, str]] = {
+    "embedding": "the residual stream",
+    "rms_norm": "the residual stream; the sum with the linear before it included",
+    "rms_norm_int8": "the same, with the inputs of the next linear rounded to int8",
+    "rope_and_store": "nothing",
+    "attention": "nothing",
+    "attention_int8": "nothing",
+    "gated_activation": "the width of the feed-forward network",
+    "gated_activation_int8": "the same",
+    "final_norm": "the residual stream",
+    "final_norm_int8": "the same",
+    "join_logits": "the vocabulary",
+    "rms_norm_uint16": "the residual stream; the input codes of an integer NPU graph included",
+    "final_norm_uint16": "the residual stream; such codes included",
+    "write_codes": "the inputs of a linear whose codes no norm writes",
+    "read_codes": "the outputs of an integer NPU graph",
+}
+"""The operators by name, and the size that ``hidden`` states for each."""
+
+TOKENS: Final = (1, 32, 256, 512)
+QUICK_TOKENS: Final = (1, 256)
+ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
+
+ROUNDING: Final[dict[GlueOperator, GlueOperator]] = {
+    "rms_norm": "rms_norm_int8",
+    "attention": "attention_int8",
+    "gated_activation": "gated_activation_int8",
+    "final_norm": "final_norm_int8",
+}
+"""Operators that write a linear's input, and their names where they round it to int8 as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlueCase:
+    """One operator of a model at one size, after ``position`` tokens of the session; ``width`` of codes."""
+
+    shape: ModelShape
+    operator: GlueOperator
+    tokens: int
+    position: int = 0
+    width: int | None = None
+
+    @property
+    def key(self) -> LayerKey:
+        """Key of the measurement."""
+        return layer_key(self.shape, self.operator, self.tokens, self.position, width=self.width)
+
+
+def layer_key(
+    shape: ModelShape, operator: GlueOperator, tokens: int, position: int = 0, *, width: int | None = None
+) -> LayerKey:
+    """Return the key of an operator in a model.
+
+    Args:
+        shape: The model; where its linears read int8 inputs, so does the operator that writes them.
+        operator: Its plain name.
+        tokens: Rows of the pass.
+        position: Tokens of the session before it, which only attention depends on.
+        width: Inputs or outputs of each token, for ``write_codes`` and ``read_codes``.
+    """
+    context = position + tokens if operator == "attention" else 0
+    hidden = heads = kv_heads = head_dim = 0
+    if operator in ("attention", "rope_and_store"):
+        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    elif operator == "gated_activation":
+        hidden = shape.intermediate_size
+    elif operator == "join_logits":
+        hidden = shape.vocab_size
+    elif width is not None:
+        hidden = width
+    else:
+        hidden = shape.hidden_size
+    name = ROUNDING.get(operator, operator) if shape.head.integer_inputs else operator
+    return LayerKey(name, tokens, context, hidden, heads, kv_heads, head_dim, kernel_source_hash())
+
+
+def layer_cases(device: Device, shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:
+    """Yield every operator of a model at the sizes to measure."""
+    yield from _cases(shape, quick=quick)
+    yield from _code_cases(device, shape, quick=quick)
+
+
+def _cases(shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:
+    sizes = QUICK_TOKENS if quick else TOKENS
+    plain: tuple[GlueOperator, ...] = ("embedding", "rms_norm", "rope_and_store", "gated_activation")
+    for operator in plain:
+        for tokens in sizes:
+            yield GlueCase(shape, operator, tokens)
+    for tokens in sizes:
+        for position in ATTENTION_POSITIONS[:: 2 if quick else 1]:
+            yield GlueCase(shape, "attention", tokens, position)
+    head: tuple[GlueOperator, ...] = ("final_norm", "join_logits")
+    for operator in head:
+        for tokens in (1,) if quick else (1, HEAD_TOKENS):
+            yield GlueCase(shape, operator, tokens)
+
+
+def _code_cases(device: Device, shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:
+    """Yield the operators that write and read codes, where the NPU has integer graphs of these weights."""
+    own = [spec for spec in (*shape.layer, shape.head) if _has_integer_graphs(device, spec)]
+    groups = {spec.group: spec for spec in own}
+    for tokens in QUICK_TOKENS if quick else TOKENS:
+        if "qkv" in groups:
+            yield GlueCase(shape, "rms_norm_uint16", tokens)
+        # The outputs of an ffn are those of its last linear.
+        for columns in sorted({spec.columns for spec in own if spec.group in ("o", "down")}):
+            yield GlueCase(shape, "write_codes", tokens, width=columns)
+        for rows in sorted({spec.rows for spec in own if spec.group != "head"}):
+            yield GlueCase(shape, "read_codes", tokens, width=rows)
+    if "head" in groups:
+        for tokens in (1,) if quick else (1, HEAD_TOKENS):
+            yield GlueCase(shape, "final_norm_uint16", tokens)
+
+
+def _has_integer_graphs(device: Device, spec: OpSpec) -> bool:
+    npu = device.npu
+    return npu is not None and any(
+        not INTEGER_FORMS.isdisjoint(
+            npu.forms(spec.weight, columns=spec.columns, length=length, integer_inputs=spec.integer_inputs)
+        )
+        for length in npu.standard_lengths
+    )
+
+
+def cache_positions() -> int:
+    """Return the positions of the KV cache that the sizes need."""
+    return max(ATTENTION_POSITIONS) + max(TOKENS)
