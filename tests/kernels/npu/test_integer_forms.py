@@ -29,7 +29,7 @@ from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
-STEPPED = WeightFormat(4, 32, stepped=True)
+STEPPED = WeightFormat(4, 32, scales="stepped")
 
 OPEN_AND_TRACE = """
 import sys
@@ -43,7 +43,7 @@ open_session(Path(sys.argv[1]), QnnTarget(True, options), "traced")
 
 def weight_of(generator, rows, columns, block=32, tails=False):
     values = generator.standard_t(3, (rows, columns)) if tails else generator.standard_normal((rows, columns))
-    return quantize((values / np.sqrt(columns)).astype(np.float32), bits=4, block=block, stepped=True)
+    return quantize((values / np.sqrt(columns)).astype(np.float32), bits=4, block=block, scale_kind="stepped")
 
 
 def exact(weight):
@@ -83,7 +83,7 @@ def ffn_case(hidden=128, width=192, cut=None, tokens=32, seed=0):
 def quantized_rows(gate, up, cut):
     codes = np.concatenate([gate.codes[:cut], up.codes[:cut]])
     scales = np.concatenate([gate.scales[:cut], up.scales[:cut]])
-    return QuantizedTensor(codes, scales, None, 4, gate.block, stepped=True)
+    return QuantizedTensor(codes, scales, None, 4, gate.block, scale_kind="stepped")
 
 
 def run(npu, shard, x, form, factor=None):
