@@ -232,7 +232,8 @@ class SplitEmitter:
         """Append the kernel that writes the values of the output's codes to the NPU's slot."""
         tokens = min(sum(op.placement.npu_lengths), builder.tokens)
         rows = _npu_rows(op.spec, op.placement)
-        launch = self._layers.read_codes(codes, op.npu_output, tokens=tokens, rows=rows)
+        members = op.placement.npu_rows if op.spec.then is None else (rows,)
+        launch = self._layers.read_codes(codes, op.npu_output, tokens=tokens, member_rows=members)
         row_bytes = rows * self._device.activation_dtype.itemsize
         written = _tokens_of(builder, op.npu_output, row_bytes, 0, tokens)
         reads, writes = (codes.outputs, codes.factors), (written, codes.counts)

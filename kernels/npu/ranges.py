@@ -27,6 +27,7 @@ class LinearRanges:
             input.
         inputs: Largest magnitude of the input; None divides the input by that of each token.
         bits: Of a code; static 8-bit graphs need ``inputs``.
+        members: Largest magnitude of the output of each member, if each has a grid of its own.
 
     Raises:
         GraphError: A magnitude is not positive and finite, or 8-bit ranges lack ``inputs``.
@@ -35,9 +36,10 @@ class LinearRanges:
     outputs: float
     inputs: float | None = None
     bits: CodeBits = 16
+    members: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _check((self.outputs, self.inputs))
+        _check((self.outputs, self.inputs, *self.members))
         if self.bits == 8 and self.inputs is None:
             raise GraphError("Ranges of 8-bit codes lack that of the input: they are static.")
 
@@ -45,9 +47,10 @@ class LinearRanges:
     def grid(self) -> CodeGrid:
         """The grids of the graph's codes."""
         output_step = step_of(self.outputs, self.bits)
-        if self.inputs is None:
-            return CodeGrid(1 / largest_code(self.bits), output_step, per_token=True, bits=self.bits)
-        return CodeGrid(step_of(self.inputs, self.bits), output_step, per_token=False, bits=self.bits)
+        members = tuple([step_of(own, self.bits) for own in self.members])
+        per_token = self.inputs is None
+        input_step = 1 / largest_code(self.bits) if self.inputs is None else step_of(self.inputs, self.bits)
+        return CodeGrid(input_step, output_step, per_token, self.bits, members)
 
 
 @dataclass(frozen=True, slots=True)
