@@ -32,7 +32,7 @@ __all__ = [
     "ffn_specs",
 ]
 
-Precision = Literal["w4a16", "w4a8", "fp16"]
+Precision = Literal["w4a16", "w4a8", "w8a8", "fp16"]
 Scales = Literal["free", "stepped"]
 """Scales of 4-bit blocks: each of least squared error alone, or 1 to 16 times one number of its row, which
 integer NPU graphs need."""
