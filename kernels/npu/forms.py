@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_TOKENS, GraphForm
+from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_OF_INTEGERS, TILE_TOKENS, GraphForm
 from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape
 
 __all__ = ["every_form", "integer_forms", "reshaped_forms"]
-
-INTEGER_TILE_TOKENS = 32
-"""Hexagon lays out 16-bit activations in tiles of 32 tokens; other lengths take up to 8 times as long."""
 
 
 def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
@@ -21,6 +18,8 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
     """
     rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
     plain: tuple[GraphForm, ...]
+    if shape.weight.scales == "tensor":
+        return ()
     if not shape.weight.quantized:
         plain = () if rounded else ("ffn", "ffn_weight_first") if ffn else floats
     elif ffn:
@@ -31,14 +30,22 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
 
 
 def integer_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
-    """Return the legal forms with 16-bit activations."""
-    weight = shape.weight
-    packed = weight.bits == 4 and weight.symmetric and weight.stepped and not shape.integer_inputs
-    if not packed or length % INTEGER_TILE_TOKENS:
+    """Return the legal forms with calibrated ranges.
+
+    Weights with one scale for a tensor have no other forms: their activations are to have 8 bits, or 16 where
+    the calibration says so. Their ffns have no forms: 8 bits within one graph would not be enough.
+    """
+    scales, linear = shape.weight.scales, isinstance(shape, LinearShape)
+    forms: tuple[GraphForm, ...] = ()
+    if scales == "stepped" and linear:
+        forms = ("integer",)
+    elif scales == "stepped" and isinstance(shape, FfnShape) and shape.activation == "silu":
+        forms = ("ffn_integer",)
+    elif scales == "tensor" and linear:
+        forms = ("static_int8", "integer")
+    if shape.integer_inputs:
         return ()
-    if isinstance(shape, LinearShape):
-        return ("integer",)
-    return ("ffn_integer",) if shape.activation == "silu" else ()
+    return tuple(form for form in forms if length % TILE_OF_INTEGERS[form] == 0)
 
 
 def reshaped_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:

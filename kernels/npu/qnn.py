@@ -186,7 +186,7 @@ class QnnNpu:
         if weight.bits == 32 or shape.integer_inputs or (soc is not None and not soc.takes_float16):
             return ()
         integer = integer_forms(shape, length)
-        if weight.quantized and soc is not None and not soc.takes_4_bits:
+        if weight.scales == "tensor" or (weight.quantized and soc is not None and not soc.takes_4_bits):
             return integer
         plain: tuple[GraphForm, ...]
         if isinstance(shape, LinearShape):

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import kernel_source_hash
-from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.npu import INTEGER_FORMS, LinearShape
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.records import LayerKey
@@ -165,7 +165,7 @@ def _has_integer_graphs(device: Device, spec: OpSpec) -> bool:
     npu = device.npu
     return npu is not None and any(
         not INTEGER_FORMS.isdisjoint(
-            npu.forms(spec.weight, columns=spec.columns, length=length, integer_inputs=spec.integer_inputs)
+            npu.forms(LinearShape(spec.weight, spec.columns, spec.integer_inputs), length)
         )
         for length in npu.standard_lengths
     )

@@ -322,7 +322,7 @@ class _GlueBench:
         tokens, rows = case.tokens, case.key.hidden
         codes = self._codes(case, rows)
         out = self._slot("first segment", tokens * rows)
-        return [self._glue.read_codes(codes, out, tokens=tokens, rows=rows)]
+        return [self._glue.read_codes(codes, out, tokens=tokens, member_rows=(rows,))]
 
     def _cache(self, shape: ModelShape) -> SharedArray:
         dtype = self._device.cache_dtype
