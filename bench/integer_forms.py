@@ -64,7 +64,7 @@ def linears(size: int, tails: bool, outliers: bool) -> Iterator[dict[str, Any]]:
     """Yield accuracy and CPU time of each form of a square weight at each length."""
     generator = np.random.default_rng(0)
     values = generator.standard_t(3, (size, size)) if tails else generator.standard_normal((size, size))
-    weight = quantize((values / np.sqrt(size)).astype(np.float32), bits=4, block=32, stepped=True)
+    weight = quantize((values / np.sqrt(size)).astype(np.float32), bits=4, block=32, scale_kind="stepped")
     exact = weight.dequantize().astype(np.float64).T
     channels = generator.choice(size, OUTLIER_CHANNELS, replace=False)
 
@@ -286,7 +286,7 @@ def _code_rows(gpu: Any, tokens: int, width: int) -> Iterator[dict[str, Any]]:  
     for name, codes in made.items():
         launches[f"norm with codes, {name}"] = layers.rms_norm(residual, weight, y, **options, rounded=codes)
         launches[f"writing of codes, {name}"] = layers.write_codes(x, codes, tokens=tokens, columns=width)
-    launches["reading of codes"] = layers.read_codes(made["static"], y, tokens=tokens, rows=width)
+    launches["reading of codes"] = layers.read_codes(made["static"], y, tokens=tokens, member_rows=(width,))
     times: dict[str, list[float]] = {name: [] for name in launches}
     for _ in range(CODE_ROUNDS):
         for name, launch in launches.items():

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from heterollm.calibration.int8_check import int8_checked
+from heterollm.calibration.int8_check import Magnitudes, int8_checked
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.kernels.formats import (
@@ -68,7 +68,8 @@ class RangeCheck:
         weight = np.concatenate(members)
         checked = _checked(found, weight, x)
         if found.int8 is not None:
-            int8 = int8_checked(found.int8, weight, x, found.inputs, found.outputs)
+            given = Magnitudes(found.inputs, found.outputs, spec.member_rows)
+            int8 = int8_checked(found.int8, weight, x, given)
             checked = structs.replace(checked, int8=int8)
         self.linears[spec.layer, spec.group] = checked
         if spec.group == "gate_up" and spec.layer in self.ffns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from heterollm.calibration.int8_records import (
 )
 from heterollm.kernels.ops import Member
 
-__all__ = ["Int8Statistics", "int8_checked", "int8_output"]
+__all__ = ["Int8Statistics", "Magnitudes", "int8_checked", "int8_output"]
 
 Floats = NDArray[np.float32]
 
@@ -30,6 +31,25 @@ paper finds in one prompt."""
 
 SMALLEST: Final = 1e-30
 """Magnitude of a grid without values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitudes:
+    """Largest magnitudes of a group of linears.
+
+    Args:
+        inputs: Of the input.
+        outputs: Of each member's output.
+        member_rows: Output rows of each member.
+    """
+
+    inputs: float
+    outputs: Sequence[float]
+    member_rows: Sequence[int]
+
+    def of_rows(self, outputs: Sequence[float]) -> Floats:
+        """Return magnitudes of members for each output row."""
+        return np.repeat(np.array(outputs, np.float32), self.member_rows)
 
 
 class Int8Statistics:
@@ -89,41 +109,32 @@ class Int8Statistics:
 
 
 def int8_output(
-    x: Floats,
-    weight: Floats,
-    found: Int8Calibration,
-    activations: Activations,
-    *,
-    inputs: float,
-    outputs: Sequence[float],
+    x: Floats, weight: Floats, found: Int8Calibration, activations: Activations, given: Magnitudes
 ) -> Floats:
-    """Return the output of a group with 8-bit activations, its weight ``[n, k]`` as given.
+    """Return the output of a group with 8-bit activations, ``int8`` or ``shadow``.
 
     Args:
         x: The input ``[m, k]``.
         weight: The weight ``[n, k]``.
         found: The group's record.
-        activations: ``int8`` or ``shadow``.
-        inputs: Largest magnitude of the input, for ``int8``.
-        outputs: Largest magnitude of each member's output, for ``int8``.
+        activations: Those to compute with.
+        given: Largest magnitudes, for ``int8``.
     """
     if activations == "int8":
-        return _rounded(_rounded(x, inputs) @ weight.T, max(outputs))
+        return _rounded(_rounded(x, given.inputs) @ weight.T, given.of_rows(given.outputs))
     shadow = found.shadow
-    y = _rounded(_rounded(x, shadow.threshold) @ weight.T, max(shadow.outputs))
+    y = _rounded(_rounded(x, shadow.threshold) @ weight.T, given.of_rows(shadow.outputs))
     channels = np.flatnonzero(np.abs(x).max(axis=0) > shadow.threshold)
     beyond: Floats = _residual(x[:, channels], shadow.threshold) @ weight[:, channels].T
     return y + beyond
 
 
-def int8_checked(
-    found: Int8Calibration, weight: Floats, x: Floats, inputs: float, outputs: Sequence[float]
-) -> Int8Calibration:
+def int8_checked(found: Int8Calibration, weight: Floats, x: Floats, given: Magnitudes) -> Int8Calibration:
     """Return the record with the errors of all thresholds and with a chosen one."""
     exact = x @ weight.T
 
     def errors(one: Int8Calibration, activations: Activations) -> Int8Errors:
-        return _errors(int8_output(x, weight, one, activations, inputs=inputs, outputs=outputs), exact)
+        return _errors(int8_output(x, weight, one, activations, given), exact)
 
     shadows = tuple(
         structs.replace(shadow, errors=errors(structs.replace(found, chosen=place), "shadow"))
@@ -139,9 +150,9 @@ def _residual(x: Floats, threshold: float) -> Floats:
     return beyond
 
 
-def _rounded(values: Floats, magnitude: float) -> Floats:
-    """Return values on a grid of 8 bits whose largest code stands for a magnitude."""
-    step = np.float32(max(magnitude, SMALLEST) / LARGEST_INT8)
+def _rounded(values: Floats, magnitude: float | Floats) -> Floats:
+    """Return values on grids of 8 bits whose largest code stands for a magnitude."""
+    step = np.maximum(np.float32(magnitude), np.float32(SMALLEST)) / np.float32(LARGEST_INT8)
     rounded: Floats = np.clip(np.rint(values / step), -LARGEST_INT8 - 1, LARGEST_INT8) * step
     return rounded
 
