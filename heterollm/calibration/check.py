@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from heterollm.calibration.int8_check import Magnitudes, int8_checked
+from heterollm.calibration.int8_check import int8_checked
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.kernels.formats import (
@@ -68,8 +68,12 @@ class RangeCheck:
         weight = np.concatenate(members)
         checked = _checked(found, weight, x)
         if found.int8 is not None:
-            given = Magnitudes(found.inputs, found.outputs, spec.member_rows)
-            int8 = int8_checked(found.int8, weight, x, given)
+            int8 = int8_checked(
+                *(found.int8, weight, x),
+                inputs=found.inputs,
+                outputs=found.outputs,
+                member_rows=spec.member_rows,
+            )
             checked = structs.replace(checked, int8=int8)
         self.linears[spec.layer, spec.group] = checked
         if spec.group == "gate_up" and spec.layer in self.ffns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,7 +20,7 @@ from heterollm.calibration.int8_records import (
 )
 from heterollm.kernels.ops import Member
 
-__all__ = ["Int8Statistics", "Magnitudes", "int8_checked", "int8_output"]
+__all__ = ["Int8Statistics", "int8_checked", "int8_output"]
 
 Floats = NDArray[np.float32]
 
@@ -31,25 +30,6 @@ paper finds in one prompt."""
 
 SMALLEST: Final = 1e-30
 """Magnitude of a grid without values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Magnitudes:
-    """Largest magnitudes of a group of linears.
-
-    Args:
-        inputs: Of the input.
-        outputs: Of each member's output.
-        member_rows: Output rows of each member.
-    """
-
-    inputs: float
-    outputs: Sequence[float]
-    member_rows: Sequence[int]
-
-    def of_rows(self, outputs: Sequence[float]) -> Floats:
-        """Return magnitudes of members for each output row."""
-        return np.repeat(np.array(outputs, np.float32), self.member_rows)
 
 
 class Int8Statistics:
@@ -109,32 +89,52 @@ class Int8Statistics:
 
 
 def int8_output(
-    x: Floats, weight: Floats, found: Int8Calibration, activations: Activations, given: Magnitudes
+    x: Floats,
+    weight: Floats,
+    found: Int8Calibration,
+    activations: Activations,
+    *,
+    inputs: float,
+    outputs: Sequence[float],
+    member_rows: Sequence[int],
 ) -> Floats:
-    """Return the output of a group with 8-bit activations, ``int8`` or ``shadow``.
+    """Return the output of a group with 8-bit activations, its weight ``[n, k]`` as given.
 
     Args:
         x: The input ``[m, k]``.
         weight: The weight ``[n, k]``.
         found: The group's record.
-        activations: Those to compute with.
-        given: Largest magnitudes, for ``int8``.
+        activations: ``int8`` or ``shadow``.
+        inputs: Largest magnitude of the input, for ``int8``.
+        outputs: Largest magnitude of each member's output, for ``int8``; each has a grid of its own.
+        member_rows: Rows of each member.
     """
     if activations == "int8":
-        return _rounded(_rounded(x, given.inputs) @ weight.T, given.of_rows(given.outputs))
+        return _members_rounded(_rounded(x, inputs) @ weight.T, outputs, member_rows)
     shadow = found.shadow
-    y = _rounded(_rounded(x, shadow.threshold) @ weight.T, given.of_rows(shadow.outputs))
+    y = _members_rounded(_rounded(x, shadow.threshold) @ weight.T, shadow.outputs, member_rows)
     channels = np.flatnonzero(np.abs(x).max(axis=0) > shadow.threshold)
     beyond: Floats = _residual(x[:, channels], shadow.threshold) @ weight[:, channels].T
     return y + beyond
 
 
-def int8_checked(found: Int8Calibration, weight: Floats, x: Floats, given: Magnitudes) -> Int8Calibration:
-    """Return the record with the errors of all thresholds and with a chosen one."""
+def int8_checked(
+    found: Int8Calibration,
+    weight: Floats,
+    x: Floats,
+    *,
+    inputs: float,
+    outputs: Sequence[float],
+    member_rows: Sequence[int],
+) -> Int8Calibration:
+    """Return the record with the errors of all thresholds and with a chosen one; see :func:`int8_output`."""
     exact = x @ weight.T
 
     def errors(one: Int8Calibration, activations: Activations) -> Int8Errors:
-        return _errors(int8_output(x, weight, one, activations, given), exact)
+        actual = int8_output(
+            *(x, weight, one, activations), inputs=inputs, outputs=outputs, member_rows=member_rows
+        )
+        return _errors(actual, exact)
 
     shadows = tuple(
         structs.replace(shadow, errors=errors(structs.replace(found, chosen=place), "shadow"))
@@ -150,11 +150,16 @@ def _residual(x: Floats, threshold: float) -> Floats:
     return beyond
 
 
-def _rounded(values: Floats, magnitude: float | Floats) -> Floats:
-    """Return values on grids of 8 bits whose largest code stands for a magnitude."""
-    step = np.maximum(np.float32(magnitude), np.float32(SMALLEST)) / np.float32(LARGEST_INT8)
+def _rounded(values: Floats, magnitude: float) -> Floats:
+    """Return values on a grid of 8 bits whose largest code stands for a magnitude."""
+    step = np.float32(max(magnitude, SMALLEST) / LARGEST_INT8)
     rounded: Floats = np.clip(np.rint(values / step), -LARGEST_INT8 - 1, LARGEST_INT8) * step
     return rounded
+
+
+def _members_rounded(y: Floats, magnitudes: Sequence[float], member_rows: Sequence[int]) -> Floats:
+    parts = np.split(y, np.cumsum(member_rows)[:-1], axis=1)
+    return np.concatenate([_rounded(*pair) for pair in zip(parts, magnitudes, strict=True)], axis=1)
 
 
 def _errors(actual: Floats, exact: Floats) -> Int8Errors:

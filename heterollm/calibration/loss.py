@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import Progress
 from heterollm.calibration.check import group_floats
-from heterollm.calibration.int8_check import Magnitudes, int8_output
+from heterollm.calibration.int8_check import int8_output
 from heterollm.calibration.observer import ActivationObserver, Floats
 from heterollm.calibration.records import LinearCalibration
 from heterollm.engine import Engine
@@ -68,8 +68,15 @@ class LossMeter:
         if one.int8 is None or one.int8.activations in (None, "int16"):
             return None
         weight = group_floats(self._weights, spec)
-        given = Magnitudes(one.inputs, one.outputs, spec.member_rows)
-        return int8_output(x, weight, one.int8, one.int8.activations, given)
+        return int8_output(
+            x,
+            weight,
+            one.int8,
+            one.int8.activations,
+            inputs=one.inputs,
+            outputs=one.outputs,
+            member_rows=spec.member_rows,
+        )
 
 
 def _surprise(logits: Floats, ids: NDArray[np.int32]) -> float:

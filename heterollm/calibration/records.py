@@ -121,22 +121,6 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         """Ranges of one grid for all tokens."""
         return LinearRanges(max(self.outputs), self.inputs)
 
-    def ranges_of(self, activations: Activations) -> LinearRanges:
-        """Return the ranges of a kind of activations: those of a shadow are clamped at its threshold.
-
-        Raises:
-            GraphError: The group had no values, or has no record of 8 bits.
-        """
-        if activations == "int16":
-            return self.static_ranges if self.static else self.token_ranges
-        inputs, outputs = self.inputs, self.outputs
-        if activations == "shadow":
-            if self.int8 is None:
-                raise GraphError(f"{self.layer}.{self.group} has no shadow.", fix=FIX)
-            inputs, outputs = self.int8.shadow.threshold, self.int8.shadow.outputs
-        members = outputs if len(outputs) > 1 else ()
-        return LinearRanges(max(outputs), inputs, bits=8, members=members)
-
     @property
     def importance(self) -> float:
         """The largest input over the quantisation step of the shadow's threshold, as llm.npu ranks layers.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import CalibrationError
-from heterollm.kernels.npu import StaticRanges
+from heterollm.kernels.npu import LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
 
@@ -46,8 +46,7 @@ def calibrated_ranges(
 
     found = load_calibration(Path(path))
     found.check_weights(weights.content_key)
-    int8 = any(spec.weight.scales == "tensor" for spec in weights.specs)
-    ranges = _int8_ranges(found) if int8 else found.ranges()
+    ranges = _decided_ranges(found) if found.precision == "w8a8" else found.ranges()
     for spec in weights.specs:
         if spec.weight.scales == "tensor" and (spec.layer, spec.group) not in ranges:
             raise CalibrationError(
@@ -58,13 +57,15 @@ def calibrated_ranges(
     return ranges
 
 
-def _int8_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
-    """Return the ranges of the operators that have magnitudes, as the calibration decided."""
-    decided = found.activations()
-    return {
-        (one.layer, one.group): one.ranges_of(
-            "int16" if decided.get((one.layer, one.group)) == "int16" else "int8"
-        )
-        for one in found.linears
-        if min(one.inputs, *one.outputs) > 0
-    }
+def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
+    """Return the ranges of precision ``w8a8``: static ones of 8 bits, or 16 bits where decided."""
+    ranges: dict[tuple[int, Group], StaticRanges] = {}
+    for one in found.linears:
+        if min(one.inputs, *one.outputs) <= 0 or one.int8 is None:
+            continue
+        if one.int8.activations == "int16":
+            ranges[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
+        else:
+            members = one.outputs if len(one.outputs) > 1 else ()
+            ranges[one.layer, one.group] = LinearRanges(max(one.outputs), one.inputs, 8, members)
+    return ranges
