@@ -12,6 +12,7 @@ from heterollm.kernels.cases import LayerCases, Numbers
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
 from heterollm.kernels.gpu import GpuGlue, HeadShape, Scores
+from heterollm.kernels.ops import Join
 
 __all__ = ["gpu_layer_cases"]
 
@@ -25,9 +26,9 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
     """Yield every operator, with split inputs where it reads a linear layer's output."""
     layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
 
-    def made() -> LayerCases:
+    def made(join: Join = "concatenate") -> LayerCases:
         generator = np.random.default_rng(SEED)
-        return LayerCases(device.gpu, layers, device.activation_dtype, device.cache_dtype, generator)
+        return LayerCases(device.gpu, layers, device.activation_dtype, device.cache_dtype, generator, join)
 
     yield DoctorCase("GPU", "norm with residual", "5 tokens, split", lambda: made().norm(5, 192, 64)[0])
     yield DoctorCase(
@@ -56,7 +57,13 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
     yield DoctorCase("GPU", "soft cap of the logits", "1 row", lambda: made().soft_cap(1, 300, 30.0))
     for grid, name in ((PER_TOKEN, "a scale for each token"), (STATIC, "static")):
         yield DoctorCase("GPU", "codes for the NPU", f"5 tokens, {name}", _coded(made, grid))
-    yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().join(3, 300, 256))
+    yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().logits(3, 300, 256))
+    yield DoctorCase("GPU", "norm with residual", "5 tokens, sum", lambda: made("sum").norm(5, 192, 64)[0])
+    yield DoctorCase(
+        "GPU", "RoPE and KV write", "7 tokens, sum", lambda: made("sum").rope(7, 11, SHAPE, (64, 32, 0))[0]
+    )
+    yield DoctorCase("GPU", "gated activation", "5 tokens, sum", lambda: made("sum").gated(5, 160, (64, 64)))
+    yield DoctorCase("GPU", "join of the logits", "3 tokens, sum", lambda: made("sum").logits(3, 300, 256))
 
 
 def _coded(made: Callable[[], LayerCases], grid: CodeGrid) -> Callable[[], Numbers]:

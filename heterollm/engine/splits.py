@@ -147,7 +147,7 @@ class SplitEmitter:
         assert op.spec.then is not None
         rows = op.spec.then.member_rows
         if gpu:
-            return Segments(op.npu_output, op.gpu_output, rows, (0,), join="sum")
+            return Segments(op.npu_output, op.gpu_output, rows, rows, join="sum")
         return Segments(op.npu_output, op.npu_output, rows, rows)
 
     def end(self, builder: PassBuilder, *, waits: bool) -> None:
