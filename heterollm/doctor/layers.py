@@ -11,8 +11,9 @@ from heterollm.doctor.case import SEED, DoctorCase
 from heterollm.kernels.cases import LayerCases, Numbers
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
-from heterollm.kernels.gpu import GpuGlue, HeadShape, Scores
+from heterollm.kernels.gpu import GpuGlue, GpuOutliers, HeadShape, Scores
 from heterollm.kernels.ops import Join
+from heterollm.kernels.outlier_cases import OutlierCases
 
 __all__ = ["gpu_layer_cases"]
 
@@ -58,6 +59,13 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
     for grid, name in ((PER_TOKEN, "a scale for each token"), (STATIC, "static")):
         yield DoctorCase("GPU", "codes for the NPU", f"5 tokens, {name}", _coded(made, grid))
     yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().logits(3, 300, 256))
+    outliers = GpuOutliers(device.gpu, device.activation_dtype, device.cache_dtype)
+
+    def product() -> Numbers:
+        cases = OutlierCases(device.gpu, outliers, device.activation_dtype, np.random.default_rng(SEED))
+        return cases.product(5, 192, (96, 64), (64, 32), channels=9, hot=8)
+
+    yield DoctorCase("GPU", "shadow outliers", "9 of 192 channels", product)
     yield DoctorCase("GPU", "norm with residual", "5 tokens, sum", lambda: made("sum").norm(5, 192, 64)[0])
     yield DoctorCase(
         "GPU", "RoPE and KV write", "7 tokens, sum", lambda: made("sum").rope(7, 11, SHAPE, (64, 32, 0))[0]
