@@ -39,7 +39,11 @@ __all__ = [
 
 
 def shard_ranges(
-    ranges: Mapping[tuple[int, Group], StaticRanges], spec: OpSpec, npu_rows: tuple[int, ...]
+    ranges: Mapping[tuple[int, Group], StaticRanges],
+    spec: OpSpec,
+    npu_rows: tuple[int, ...],
+    *,
+    shadow: bool = False,
 ) -> StaticRanges | None:
     """Return the calibrated ranges of an operator's shard; None without suitable ones.
 
@@ -47,9 +51,12 @@ def shard_ranges(
         ranges: Ranges by layer and group.
         spec: A group of linears, or an ffn operator.
         npu_rows: Leading rows of each member.
+        shadow: Whether inputs are clamped, and the GPU multiplies what is beyond.
     """
     found = ranges.get((spec.layer, spec.group))
-    return found.of_shard(whole=npu_rows == spec.member_rows) if isinstance(found, FfnRanges) else found
+    if isinstance(found, LinearRanges):
+        return found.of_placement(shadow=shadow)
+    return None if found is None else found.of_shard(whole=npu_rows == spec.member_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,14 @@ class PlannedGraph:
         npu_rows: Leading rows of each member.
         length: Tokens of one run.
         form: Graph form; None for the backend's first one.
+        shadow: Whether inputs are clamped.
     """
 
     spec: OpSpec
     npu_rows: tuple[int, ...]
     length: int
     form: GraphForm | None
+    shadow: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -91,10 +100,11 @@ def planned_graphs(
             used = entry.group == spec.group and first <= spec.layer <= last
             if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
                 form, rows = cast("GraphForm | None", placement.form), placement.npu_rows
-                if form in INTEGER_FORMS and shard_ranges(ranges, spec, rows) is None:
-                    form = None
+                shadow = placement.shadow
+                if form in INTEGER_FORMS and shard_ranges(ranges, spec, rows, shadow=shadow) is None:
+                    form, shadow = None, False
                 for length in placement.npu_lengths:
-                    yield PlannedGraph(spec, rows, length, form)
+                    yield PlannedGraph(spec, rows, length, form, shadow)
 
 
 def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:
@@ -149,7 +159,9 @@ def planned_shard(
     weights: ModelWeights, ranges: Mapping[tuple[int, Group], StaticRanges], graph: PlannedGraph
 ) -> NpuShard:
     """Return the shard of a planned graph, with calibrated ranges if it computes in integers."""
-    own = shard_ranges(ranges, graph.spec, graph.npu_rows) if graph.form in INTEGER_FORMS else None
+    own = None
+    if graph.form in INTEGER_FORMS:
+        own = shard_ranges(ranges, graph.spec, graph.npu_rows, shadow=graph.shadow)
     return npu_shard(weights, graph.spec, graph.npu_rows, own)
 
 

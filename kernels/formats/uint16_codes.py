@@ -35,6 +35,11 @@ class CodeGrid:
     output_step: float
     per_token: bool
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest input that codes hold, of tokens with the factor 1."""
+        return -ZERO_CODE * self.input_step, LARGEST_CODE * self.input_step
+
     def codes(self, x: NDArray[Any]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
         """Return codes of inputs ``[m, k]`` and the factors ``[m]``, as the GPU's kernels compute them."""
         x = x.astype(np.float32)

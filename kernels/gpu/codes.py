@@ -31,6 +31,7 @@ class NpuCodes:
         counts: uint32, the counts of all operators.
         place: First word of this operator's counts.
         grid: The grids of the codes.
+        clamps: Whether inputs beyond their range are expected, and not counted.
     """
 
     inputs: SharedArray
@@ -39,11 +40,15 @@ class NpuCodes:
     counts: DeviceMemory
     place: int
     grid: CodeGrid
+    clamps: bool = False
 
     @property
     def defines(self) -> dict[str, str | int]:
         """Defines of the kernels that write the codes of their output."""
-        return {"NPU_CODES": 1}
+        defines: dict[str, str | int] = {"NPU_CODES": 1}
+        if self.clamps:
+            defines["CLAMPED"] = 1
+        return defines
 
     def arguments(self, tokens: int, columns: int, label: str) -> tuple[Argument, ...]:
         """Return the last arguments of a kernel that writes the codes of ``[tokens, columns]``.

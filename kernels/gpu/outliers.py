@@ -46,11 +46,16 @@ class OutlierList:
     found: SharedArray
     batch: SharedArray
 
+    def counts(self) -> memoryview:
+        """Return the counts of hot and cold channels as the host sees them, whatever pass wrote them last."""
+        return self.found.view(np.int32, (FIRST_FOUND,)).data
+
     @property
     def cold(self) -> NDArray[np.int32]:
         """Cold channels that were found, ascending, as the host sees them."""
-        hot, cold = self.found.array[:FIRST_FOUND]
-        channels: NDArray[np.int32] = self.found.array[FIRST_FOUND + hot : FIRST_FOUND + hot + cold]
+        words = self.found.view(np.int32, (self.found.size_bytes // WORD_BYTES,))
+        first = FIRST_FOUND + int(words[HOT_COUNT])
+        channels: NDArray[np.int32] = words[first : first + int(words[COLD_COUNT])]
         return channels
 
 

@@ -8,11 +8,32 @@ from typing import Final, TypeAlias
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
 
-__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "StaticRanges", "step_of"]
+__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "ShadowRanges", "StaticRanges", "step_of"]
 
 HEADROOM: Final = 1.5
 """Factor of a range over the largest magnitude seen. One saturated output ruins a token; the lost bit does
 not matter at 16 bits. A percentile in place of the maximum leaves 1 to 36 dB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowRanges:
+    """Ranges of a linear shard whose large inputs are clamped, while the GPU multiplies what is beyond them.
+
+    Args:
+        inputs: Magnitude at which inputs are clamped.
+        outputs: Largest magnitude of the output of clamped inputs, before a bias.
+        hot: Channels that often have larger inputs, whose float weights stay in memory.
+
+    Raises:
+        GraphError: A magnitude is not positive and finite.
+    """
+
+    inputs: float
+    outputs: float
+    hot: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self.inputs, self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +44,7 @@ class LinearRanges:
         outputs: Largest magnitude of the output, before a bias; without ``inputs`` over that of its token's
             input.
         inputs: Largest magnitude of the input; None divides the input by that of each token.
+        shadow: Ranges of the same shard with a shadow of outliers; None without one.
 
     Raises:
         GraphError: A magnitude is not positive and finite.
@@ -30,9 +52,18 @@ class LinearRanges:
 
     outputs: float
     inputs: float | None = None
+    shadow: ShadowRanges | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self.outputs, self.inputs)
+
+    def of_placement(self, *, shadow: bool) -> LinearRanges | None:
+        """Return the ranges with or without the shadow; None without suitable ones."""
+        if not shadow:
+            return replace(self, shadow=None)
+        if self.shadow is None:
+            return None
+        return replace(self, inputs=self.shadow.inputs, outputs=self.shadow.outputs)
 
     @property
     def grid(self) -> CodeGrid:
@@ -69,7 +100,7 @@ class FfnRanges:
     partial: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(*astuple(self))
 
     @property
     def grid(self) -> CodeGrid:
@@ -91,8 +122,8 @@ def step_of(magnitude: float) -> float:
     return HEADROOM * magnitude / LARGEST_CODE
 
 
-def _check(ranges: StaticRanges) -> None:
-    for value in astuple(ranges):
+def _check(*magnitudes: float | None) -> None:
+    for value in magnitudes:
         # Steps below float32's normal range would lose digits.
         if value is not None and not 1e-30 < value < 1e30:
             raise GraphError(
