@@ -30,6 +30,7 @@ from heterollm.solver import Plan
 __all__ = [
     "PlannedGraph",
     "context_graphs",
+    "form_of_ranges",
     "npu_shard",
     "planned_contexts",
     "planned_graphs",
@@ -57,6 +58,16 @@ def shard_ranges(
     if isinstance(found, LinearRanges):
         return found.of_placement(shadow=shadow)
     return None if found is None else found.of_shard(whole=npu_rows == spec.member_rows)
+
+
+def form_of_ranges(form: GraphForm | None, ranges: StaticRanges | None) -> GraphForm | None:
+    """Return the planned form, or ``integer`` in place of ``static_int8`` where ranges have 16 bits.
+
+    Plans treat layers alike; a calibration keeps 16 bits where 8 are not enough. Every length of
+    ``static_int8`` is one of ``integer``.
+    """
+    wide = isinstance(ranges, LinearRanges) and ranges.bits == 16
+    return "integer" if wide and form == "static_int8" else form
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +112,9 @@ def planned_graphs(
             if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
                 form, rows = cast("GraphForm | None", placement.form), placement.npu_rows
                 shadow = placement.shadow
-                if form in INTEGER_FORMS and shard_ranges(ranges, spec, rows, shadow=shadow) is None:
-                    form, shadow = None, False
+                if form in INTEGER_FORMS:
+                    own = shard_ranges(ranges, spec, rows, shadow=shadow)
+                    form, shadow = (None, False) if own is None else (form_of_ranges(form, own), shadow)
                 for length in placement.npu_lengths:
                     yield PlannedGraph(spec, rows, length, form, shadow)
 

@@ -1,7 +1,7 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may have a bias and a norm of its own: delta / rms(delta) * post.
-// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to uint16. Follows common.h, rounding.h and
-// glue.h, and with NPU_CODES codes.h.
+// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
+// rounding.h and glue.h, and with NPU_CODES codes.h.
 
 #define NORM_ONLY 0       // no delta
 #define NORM_ADD 1        // delta is added and the sum stored back
