@@ -441,6 +441,9 @@ class LayerCases:
         """Write the codes of a random input, and read them back as if they were an NPU's output."""
         x = _random(self.generator, (tokens, columns), self.activation_dtype)
         slot = self.gpu.shared((tokens, columns), grid.dtype)
+        count = max(1, len(grid.member_steps))
+        share = columns // count
+        members = (*[share] * (count - 1), columns - share * (count - 1))
         factors, counts = (
             DeviceMemory(self.gpu.scratch(size), size) for size in (tokens * FACTOR_BYTES, COUNT_WORDS * 4)
         )
@@ -448,10 +451,10 @@ class LayerCases:
         out = GuardedOutput(self.gpu, x.shape, self.activation_dtype)
         launches = (
             self.layers.write_codes(fill_slot(self.gpu, x), codes, tokens=tokens, columns=columns),
-            self.layers.read_codes(codes, out.slot, tokens=tokens, rows=columns),
+            self.layers.read_codes(codes, out.slot, tokens=tokens, member_rows=members),
         )
         run_launches(self.gpu, launches)
-        return out.read(), grid.values(*grid.codes(x)).astype(np.float64)
+        return out.read(), grid.values(*grid.codes(x), members).astype(np.float64)
 
     def _output(
         self, tokens: int, rows: tuple[int, ...], splits: tuple[int, ...], scale: float = 1.0

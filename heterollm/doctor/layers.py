@@ -20,7 +20,7 @@ __all__ = ["gpu_layer_cases"]
 SHAPE: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
 PER_TOKEN: Final = CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
 STATIC: Final = CodeGrid(8 / LARGEST_CODE, 8 / LARGEST_CODE, per_token=False)
-STATIC_8_BITS: Final = CodeGrid(5 / 127, 5 / 127, per_token=False, bits=8)
+STATIC_8_BITS: Final = CodeGrid(5 / 127, 5 / 127, False, 8, (5 / 127, 3 / 127, 4 / 127))
 CAPPED: Final = Scores(SHAPE.head_dim**-0.5, soft_cap=0.5)
 
 

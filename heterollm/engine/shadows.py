@@ -144,6 +144,8 @@ class Shadows:
         """Return the weights of an operator's hot channels, and the file with all channels."""
         key = spec.layer, spec.group
         if key not in self._held:
+            clamped = ranges.of_placement(shadow=True)
+            assert clamped is not None
             assert ranges.shadow is not None
             channels = np.array(ranges.shadow.hot, np.int64)
             place = np.full(spec.columns, -1, np.int32)
@@ -155,7 +157,7 @@ class Shadows:
             else:
                 # Some drivers refuse an empty buffer.
                 held = self._gpu.upload(file.weights[channels] if len(channels) else file.weights[:1].copy())
-            low, high = ranges.grid.limits
+            low, high = clamped.grid.limits
             hot = HotWeights(held, self._gpu.upload(place), spec.member_rows, spec.columns, low, high)
             self._held[key] = hot, file
         return self._held[key]

@@ -122,15 +122,16 @@ class SplitEmitter:
         """Upload the float weights of hot channels, so that no pass is delayed by reading them."""
         for entry in plan.placed:
             for spec in self._weights.specs if entry.placement.shadow else ():
-                if spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]:
-                    ranges = self._ranges_of(spec, entry.placement)
-                    if isinstance(ranges, LinearRanges):
-                        self._shadows.load(spec, ranges)
+                ranges = self._ranges.get((spec.layer, spec.group))
+                used = spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
+                if used and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
+                    self._shadows.load(spec, ranges)
 
     def shadow(self, lane: Lane, spec: OpSpec, placement: Placement) -> Shadow | None:
         """Return the shadow of an operator in a lane; None without one."""
-        ranges = self._ranges_of(spec, placement)
-        if not placement.shadow or not placement.npu_lengths or not isinstance(ranges, LinearRanges):
+        ranges = self._ranges.get((spec.layer, spec.group))
+        shadowed = placement.shadow and placement.npu_lengths
+        if not shadowed or not isinstance(ranges, LinearRanges) or ranges.shadow is None:
             return None
         return self._shadows.of(lane, spec, ranges)
 
@@ -287,7 +288,8 @@ class SplitEmitter:
         """Append the kernel that writes the values of the output's codes to the NPU's slot."""
         tokens = min(sum(op.placement.npu_lengths), builder.tokens)
         rows = _npu_rows(op.spec, op.placement)
-        launch = self._layers.read_codes(codes, op.npu_output, tokens=tokens, rows=rows)
+        members = op.placement.npu_rows if op.spec.then is None else (rows,)
+        launch = self._layers.read_codes(codes, op.npu_output, tokens=tokens, member_rows=members)
         row_bytes = rows * self._device.activation_dtype.itemsize
         written = _tokens_of(builder, op.npu_output, row_bytes, 0, tokens)
         reads, writes = (codes.outputs, codes.factors), (written, codes.counts)

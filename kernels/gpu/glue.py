@@ -7,7 +7,7 @@ a linear's input writes the type that both processors read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -206,17 +206,35 @@ class GpuGlue(GpuAttention):
         work = functools.partial(pointwise_work, tokens * columns, 4, self._item_bytes, codes.code_bytes)
         return self._runtime.launch(kernel, arguments, (tokens * items,), (items,), label, work=work)
 
-    def read_codes(self, codes: NpuCodes, out: DeviceMemory, *, tokens: int, rows: int) -> Launch:
-        """Return the launch that writes the values of output codes ``[tokens, rows]``, and counts them."""
+    def read_codes(
+        self, codes: NpuCodes, out: DeviceMemory, *, tokens: int, member_rows: tuple[int, ...]
+    ) -> Launch:
+        """Return the launch that writes the values of output codes ``[tokens, rows]``, and counts them.
+
+        Args:
+            codes: The codes.
+            out: ``[tokens, rows]`` in the activation type.
+            tokens: Tokens.
+            member_rows: Rows of each member, at most three members.
+        """
+        rows = sum(member_rows)
         label = "reading of codes"
         codes.outputs.require(tokens * rows * codes.code_bytes, f"{label} input")
         codes.require_factors(tokens, label)
         out.require(tokens * rows * self._item_bytes, f"{label} output")
-        kernel, style, items = self._kernel(CODE_FILES, "read_npu_codes", rounded=codes, widths=(rows,))
+        steps = codes.grid.member_steps
+        kernel, style, items = self._kernel(
+            CODE_FILES,
+            "read_npu_codes",
+            lambda _: {"MEMBER_STEPS": 1} if steps else {},
+            rounded=codes,
+            widths=(rows,),
+        )
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
             *(codes.outputs, codes.factors, out, codes.counts, np.int32(codes.place)),
             *(np.float32(codes.grid.output_step), np.int32(rows), np.int32(span)),
+            *(_steps_of_members(steps, member_rows) if steps else ()),
         )
         work = functools.partial(pointwise_work, tokens * rows, 4, codes.code_bytes, self._item_bytes)
         size = round_up(-(-rows // span), items), tokens
@@ -247,3 +265,10 @@ class GpuGlue(GpuAttention):
         codes = rounded.arguments(rows, columns, label) if rounded else ()
         arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
         return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label, work=work)
+
+
+def _steps_of_members(steps: tuple[float, ...], rows: tuple[int, ...]) -> Iterator[np.generic]:
+    """Yield the first row of the second and third member, and the step of each of three."""
+    ends = [sum(rows[: count + 1]) for count in range(len(rows))]
+    yield from (np.int32(ends[min(place, len(ends) - 1)]) for place in (0, 1))
+    yield from (np.float32(steps[min(place, len(steps) - 1)]) for place in (0, 1, 2))

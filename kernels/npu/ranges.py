@@ -25,6 +25,7 @@ class ShadowRanges:
     Args:
         inputs: Magnitude at which inputs are clamped.
         outputs: Largest magnitude of the output of clamped inputs, before a bias.
+        members: The same of each member, if each has a grid of its own.
         hot: Channels that often have larger inputs, whose float weights stay in memory.
 
     Raises:
@@ -33,10 +34,11 @@ class ShadowRanges:
 
     inputs: float
     outputs: float
+    members: tuple[float, ...] = ()
     hot: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check((self.inputs, self.outputs))
+        _check((self.inputs, self.outputs, *self.members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class LinearRanges:
             input.
         inputs: Largest magnitude of the input; None divides the input by that of each token.
         bits: Of a code; static 8-bit graphs need ``inputs``.
+        members: Largest magnitude of the output of each member, if each has a grid of its own.
         shadow: Ranges of the same shard with a shadow of outliers; None without one.
 
     Raises:
@@ -57,10 +60,11 @@ class LinearRanges:
     outputs: float
     inputs: float | None = None
     bits: CodeBits = 16
+    members: tuple[float, ...] = ()
     shadow: ShadowRanges | None = None
 
     def __post_init__(self) -> None:
-        _check((self.outputs, self.inputs))
+        _check((self.outputs, self.inputs, *self.members))
         if self.bits == 8 and self.inputs is None:
             raise GraphError("Ranges of 8-bit codes lack that of the input: they are static.")
 
@@ -70,15 +74,17 @@ class LinearRanges:
             return replace(self, shadow=None)
         if self.shadow is None:
             return None
-        return replace(self, inputs=self.shadow.inputs, outputs=self.shadow.outputs)
+        own = self.shadow
+        return replace(self, inputs=own.inputs, outputs=own.outputs, members=own.members, shadow=None)
 
     @property
     def grid(self) -> CodeGrid:
         """The grids of the graph's codes."""
         output_step = step_of(self.outputs, self.bits)
-        if self.inputs is None:
-            return CodeGrid(1 / largest_code(self.bits), output_step, per_token=True, bits=self.bits)
-        return CodeGrid(step_of(self.inputs, self.bits), output_step, per_token=False, bits=self.bits)
+        members = tuple([step_of(own, self.bits) for own in self.members])
+        per_token = self.inputs is None
+        input_step = 1 / largest_code(self.bits) if self.inputs is None else step_of(self.inputs, self.bits)
+        return CodeGrid(input_step, output_step, per_token, self.bits, members)
 
 
 @dataclass(frozen=True, slots=True)
