@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import CalibrationError
-from heterollm.kernels.npu import LinearRanges, StaticRanges
+from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
 
-__all__ = ["calibrated_ranges", "calibration_key"]
+__all__ = ["calibrated_ranges", "calibrated_shadows", "calibration_key"]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -29,6 +29,24 @@ def calibration_key(path: str | Path | None) -> str | None:
     from heterollm.calibration import load_calibration
 
     return load_calibration(Path(path)).key
+
+
+def calibrated_shadows(path: str | Path | None) -> dict[tuple[int, Group], int]:
+    """Return the operators that a calibration gives a shadow of outliers, and their hot channels.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is not a calibration.
+    """
+    if path is None:
+        return {}
+    from heterollm.calibration import load_calibration
+
+    found = load_calibration(Path(path))
+    return {
+        (one.layer, one.group): len(one.int8.shadow.hot_channels)
+        for one in found.linears
+        if one.int8 is not None and one.int8.activations == "shadow"
+    }
 
 
 def calibrated_ranges(
@@ -59,11 +77,21 @@ def calibrated_ranges(
 
 
 def _int8_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
-    """Return static ranges of 8 bits of the operators that have magnitudes."""
-    return {
-        (one.layer, one.group): LinearRanges(
-            max(one.outputs), one.inputs, bits=8, members=one.outputs if len(one.outputs) > 1 else ()
-        )
-        for one in found.linears
-        if min(one.inputs, *one.outputs) > 0
-    }
+    """Return static ranges of the operators that have magnitudes, of the bits that were decided."""
+    return dict(_ranges_of_int8(found))
+
+
+def _ranges_of_int8(found: Calibration) -> Iterator[tuple[tuple[int, Group], StaticRanges]]:
+    for one in found.linears:
+        if min(one.inputs, *one.outputs) <= 0:
+            continue
+        if one.int8 is not None and one.int8.activations == "int16":
+            yield (one.layer, one.group), one.static_ranges if one.static else one.token_ranges
+            continue
+        shadow, several = None, len(one.outputs) > 1
+        if one.int8 is not None and one.int8.shadow.outliers and min(one.int8.shadow.outputs) > 0:
+            own = one.int8.shadow
+            members = own.outputs if several else ()
+            shadow = ShadowRanges(own.threshold, max(own.outputs), members, own.hot_channels)
+        members = one.outputs if several else ()
+        yield (one.layer, one.group), LinearRanges(max(one.outputs), one.inputs, 8, members, shadow)
