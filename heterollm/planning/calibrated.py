@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,8 +64,7 @@ def calibrated_ranges(
 
     found = load_calibration(Path(path))
     found.check_weights(weights.content_key)
-    int8 = any(spec.weight.scales == "tensor" for spec in weights.specs)
-    ranges = _int8_ranges(found) if int8 else found.ranges()
+    ranges = _decided_ranges(found) if found.precision == "w8a8" else found.ranges()
     for spec in weights.specs:
         if spec.weight.scales == "tensor" and (spec.layer, spec.group) not in ranges:
             raise CalibrationError(
@@ -76,22 +75,19 @@ def calibrated_ranges(
     return ranges
 
 
-def _int8_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
-    """Return static ranges of the operators that have magnitudes, of the bits that were decided."""
-    return dict(_ranges_of_int8(found))
-
-
-def _ranges_of_int8(found: Calibration) -> Iterator[tuple[tuple[int, Group], StaticRanges]]:
+def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
+    """Return the ranges of precision ``w8a8``: static ones of 8 bits, or 16 bits where decided."""
+    ranges: dict[tuple[int, Group], StaticRanges] = {}
     for one in found.linears:
-        if min(one.inputs, *one.outputs) <= 0:
+        if min(one.inputs, *one.outputs) <= 0 or one.int8 is None:
             continue
-        if one.int8 is not None and one.int8.activations == "int16":
-            yield (one.layer, one.group), one.static_ranges if one.static else one.token_ranges
-            continue
-        shadow, several = None, len(one.outputs) > 1
-        if one.int8 is not None and one.int8.shadow.outliers and min(one.int8.shadow.outputs) > 0:
-            own = one.int8.shadow
-            members = own.outputs if several else ()
-            shadow = ShadowRanges(own.threshold, max(own.outputs), members, own.hot_channels)
-        members = one.outputs if several else ()
-        yield (one.layer, one.group), LinearRanges(max(one.outputs), one.inputs, 8, members, shadow)
+        if one.int8.activations == "int16":
+            ranges[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
+        else:
+            several, own, shadow = len(one.outputs) > 1, one.int8.shadow, None
+            if own.outliers and min(own.outputs) > 0:
+                members = own.outputs if several else ()
+                shadow = ShadowRanges(own.threshold, max(own.outputs), members, own.hot_channels)
+            members = one.outputs if several else ()
+            ranges[one.layer, one.group] = LinearRanges(max(one.outputs), one.inputs, 8, members, shadow)
+    return ranges
