@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_TOKENS, GraphForm
-from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape
+from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape, ScoresShape, WeightShape
 
-__all__ = ["every_form", "integer_forms", "reshaped_forms"]
+__all__ = ["every_form", "integer_forms", "reshaped_forms", "scores_forms"]
 
 INTEGER_TILE_TOKENS = 32
-"""Hexagon lays out 16-bit activations in tiles of 32 tokens; other lengths take up to 8 times as long."""
+"""Hexagon lays out integer activations in tiles of 32 tokens; other lengths take up to 8 times as long."""
 
 
 def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
-    """Return the forms with float activations for a backend that runs them all, the default first.
+    """Return the forms for a backend that runs them all, the default first.
 
     Args:
         shape: Shape of the graph.
         length: Tokens of one run.
         floats: The plain forms of a linear with float weights.
     """
+    if isinstance(shape, ScoresShape):
+        return scores_forms(length)
     rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
     plain: tuple[GraphForm, ...]
     if not shape.weight.quantized:
@@ -27,10 +29,15 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
         plain = ("ffn_int8",) if rounded else ("ffn",)
     else:
         plain = ("matmul_nbits_int8",) if rounded else ("matmul_nbits",)
-    return plain + reshaped_forms(shape, length)
+    return plain + reshaped_forms(shape, length) + integer_forms(shape, length)
 
 
-def integer_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+def scores_forms(length: int) -> tuple[GraphForm, ...]:
+    """Return the legal forms of attention scores of any shape."""
+    return () if length % INTEGER_TILE_TOKENS else ("scores",)
+
+
+def integer_forms(shape: WeightShape, length: int) -> tuple[GraphForm, ...]:
     """Return the legal forms with 16-bit activations."""
     weight = shape.weight
     packed = weight.bits == 4 and weight.symmetric and weight.stepped and not shape.integer_inputs
@@ -41,7 +48,7 @@ def integer_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
     return ("ffn_integer",) if shape.activation == "silu" else ()
 
 
-def reshaped_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+def reshaped_forms(shape: WeightShape, length: int) -> tuple[GraphForm, ...]:
     """Return the forms beside the plain ones, for any backend: the k-split of an ffn is one of down."""
     weight, rounded = shape.weight, shape.integer_inputs
     if rounded and not weight.quantized:

@@ -14,7 +14,7 @@ import numpy as np
 
 from heterollm.base import GraphError
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import NpuShard
+from heterollm.kernels.npu.shards import GraphShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 
 __all__ = [
@@ -48,6 +48,7 @@ GraphForm = Literal[
     "ffn_k_chunked",
     "ffn_k_chunked_int8",
     "ffn_weight_first",
+    "scores",
 ]
 """Graph forms: equivalent graphs of one shard. Forms of a linear shard:
 
@@ -67,6 +68,8 @@ Forms of an ffn shard:
 - ``ffn_k_chunked``, ``ffn_k_chunked_int8``: ``ffn``, ``ffn_int8`` or, with float weights,
   ``ffn_weight_first``, with a k-split of the last linear.
 - ``ffn_integer``: all three as ``integer``, SiLU between them in 16 bits, too.
+
+The form of scores, ``scores``, has uint8 codes at its edges; it exists at multiples of 32 tokens.
 """
 
 INTEGER_FORMS: frozenset[GraphForm] = frozenset({"integer", "ffn_integer"})
@@ -166,7 +169,7 @@ class NpuBackend(Protocol):
         """
 
     def prepare(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
     ) -> NpuGraph:
         """Build or load the graph of a shard at one length.
 
@@ -183,7 +186,7 @@ class NpuBackend(Protocol):
         """
 
     def cpu_times_us(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> tuple[float, ...] | None:
         """Return the CPU time of each of several emulated runs of a shard; None if nothing is emulated.
 
@@ -200,7 +203,7 @@ class NpuBackend(Protocol):
             OptionError: ``runs`` is not positive.
         """
 
-    def release(self, shard: NpuShard) -> None:
+    def release(self, shard: GraphShard) -> None:
         """Free the memory of a shard's graphs, which must not run afterwards."""
 
     def versions(self) -> dict[str, str]:
@@ -211,12 +214,14 @@ class NpuBackend(Protocol):
 
 
 def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the element type of a graph's input and output: uint16 for integer forms, else ``dtype``."""
+    """Return the element type of a graph's inputs and outputs: that of codes, else ``dtype``."""
+    if form == "scores":
+        return np.dtype(np.uint8)
     return np.dtype(np.uint16) if form in INTEGER_FORMS else dtype
 
 
 def check_form(
-    backend: NpuBackend, shard: NpuShard, length: int, form: GraphForm | None, *, any_length: bool = False
+    backend: NpuBackend, shard: GraphShard, length: int, form: GraphForm | None, *, any_length: bool = False
 ) -> GraphForm:
     """Return the graph form to build; the first legal one if ``form`` is None.
 
@@ -233,14 +238,13 @@ def check_form(
         raise GraphError(f"A graph of {shard.label} needs at least one token, not {length}.")
     forms = backend.forms(shard.shape, length)
     if not forms:
-        inputs = " and int8 activations" if shard.integer_inputs else ""
         raise GraphError(
-            f"{backend.name} cannot compute {shard.label} with {shard.format} weights{inputs}.",
-            fix="Choose another precision or group size.",
+            f"{backend.name} cannot compute {shard.label} with {shard.shape} at {length} tokens.",
+            fix="Choose another precision or length.",
         )
     if form is not None and form not in forms:
         raise GraphError(
-            f"{backend.name} cannot run {shard.label} ({shard.format}) as {form} at {length} tokens.",
+            f"{backend.name} cannot run {shard.label} ({shard.shape}) as {form} at {length} tokens.",
             fix=f"Legal forms: {', '.join(forms)}.",
         )
     return form or forms[0]
