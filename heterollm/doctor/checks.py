@@ -11,6 +11,7 @@ from heterollm.doctor.contexts import context_cases
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
 from heterollm.doctor.power import power_cases
+from heterollm.doctor.scores import score_cases
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import LITMUS_ROUNDS, flag_litmus, refused_strategies
 
@@ -27,7 +28,7 @@ def device_cases(device: Device) -> list[DoctorCase]:
     """Return every check of a device: GPU, NPU, flag, clocks and cores."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
     if device.npu is not None:
-        cases += npu_cases(device, device.npu)
+        cases += [*npu_cases(device, device.npu), *score_cases(device.npu)]
     return [*cases, *context_cases(device), *flag_cases(device), *power_cases(device)]
 
 

@@ -2,7 +2,6 @@ from .contexts import ContextGraph as ContextGraph
 from .contexts import ContextPackager as ContextPackager
 from .fewer_forms import FewerForms as FewerForms
 from .forms import every_form as every_form
-from .forms import integer_forms as integer_forms
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu
 from .protocol import INTEGER_FORMS as INTEGER_FORMS
@@ -28,9 +27,12 @@ from .ranges import step_of as step_of
 from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape
+from .shapes import ScoresShape as ScoresShape
 from .shards import FfnShard as FfnShard
+from .shards import GraphShard as GraphShard
 from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard
+from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
 from .tensors import GraphTensors as GraphTensors
 from .tensors import NamedArrays as NamedArrays

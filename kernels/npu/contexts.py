@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.session import HeldSession
-from heterollm.kernels.npu.shards import NpuShard, ShardKey
+from heterollm.kernels.npu.shards import GraphShard, NpuShard, ShardKey
 
 __all__ = [
     "ContextGraph",
@@ -28,7 +28,7 @@ GraphIdentity: TypeAlias = tuple[ShardKey, GraphForm, int]
 """Shard, form and length of a graph."""
 
 
-PackedGraph: TypeAlias = tuple[NpuShard, GraphForm, int]
+PackedGraph: TypeAlias = tuple[GraphShard, GraphForm, int]
 """Shard, form and length of a graph to open or build."""
 
 

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_OF_INTEGERS, TILE_TOKENS, GraphForm
-from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape
+from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape, ScoresShape, WeightShape
 
-__all__ = ["every_form", "integer_forms", "reshaped_forms"]
+__all__ = ["every_form", "integer_forms", "reshaped_forms", "scores_forms"]
+
+SCORES_TILE_TOKENS = 32
+"""Hexagon pads scores to tiles of 32 tokens."""
 
 
 def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
-    """Return the forms with float activations for a backend that runs them all, the default first.
+    """Return the forms for a backend that runs them all, the default first.
 
     Args:
         shape: Shape of the graph.
         length: Tokens of one run.
         floats: The plain forms of a linear with float weights.
     """
+    if isinstance(shape, ScoresShape):
+        return scores_forms(length)
     rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
     plain: tuple[GraphForm, ...]
     if shape.weight.scales == "tensor":
-        return ()
+        return integer_forms(shape, length)
     if not shape.weight.quantized:
         plain = () if rounded else ("ffn", "ffn_weight_first") if ffn else floats
     elif ffn:
         plain = ("ffn_int8",) if rounded else ("ffn",)
     else:
         plain = ("matmul_nbits_int8",) if rounded else ("matmul_nbits",)
-    return plain + reshaped_forms(shape, length)
+    return plain + reshaped_forms(shape, length) + integer_forms(shape, length)
 
 
-def integer_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+def scores_forms(length: int) -> tuple[GraphForm, ...]:
+    """Return the legal forms of attention scores of any shape."""
+    return () if length % SCORES_TILE_TOKENS else ("scores",)
+
+
+def integer_forms(shape: WeightShape, length: int) -> tuple[GraphForm, ...]:
     """Return the legal forms with calibrated ranges.
 
     Weights with one scale for a tensor have no other forms: their activations are to have 8 bits, or 16 where
@@ -48,7 +58,7 @@ def integer_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
     return tuple(form for form in forms if length % TILE_OF_INTEGERS[form] == 0)
 
 
-def reshaped_forms(shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
+def reshaped_forms(shape: WeightShape, length: int) -> tuple[GraphForm, ...]:
     """Return the forms beside the plain ones, for any backend: the k-split of an ffn is one of down."""
     weight, rounded = shape.weight, shape.integer_inputs
     if rounded and not weight.quantized:

@@ -1,7 +1,7 @@
 """Builds the ONNX model of a shard.
 
-Activations are ``[1, m, k]`` in and ``[1, m, r]`` out. The weights lie in a separate file, which ONNX Runtime
-maps instead of copying.
+Inputs and outputs have a leading 1 before the shape of their :class:`GraphTensor`. The weights lie in a
+separate file, which ONNX Runtime maps instead of copying.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from heterollm.kernels.npu.ffn_graphs import build_ffn
 from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
 from heterollm.kernels.npu.linear_graphs import GraphBody, Tensors, build_linear
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm, edge_dtype
-from heterollm.kernels.npu.shards import FfnShard, LinearShard, NpuShard
+from heterollm.kernels.npu.scores_graphs import build_scores
+from heterollm.kernels.npu.shards import FfnShard, GraphShard, LinearShard, NpuShard, ScoresShard
 from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
 
 __all__ = ["GRAPH_VERSION", "graph_identity", "shard_digest", "write_graph"]
@@ -58,11 +59,13 @@ ONNX_TYPES: dict[np.dtype[Any], int] = {
 }
 
 
-def shard_digest(shard: NpuShard) -> str:
+def shard_digest(shard: GraphShard) -> str:
     """Return a digest of a shard's identity and of a sample of its numbers.
 
     ``weights_key`` should identify the numbers; the sample catches callers that reuse a key.
     """
+    if isinstance(shard, ScoresShard):
+        return hashlib.sha256(json.dumps(shard.key).encode()).hexdigest()
     identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
     if isinstance(shard, FfnShard):
         identity.append(shard.activation)
@@ -75,8 +78,10 @@ def shard_digest(shard: NpuShard) -> str:
     return digest.hexdigest()
 
 
-def graph_identity(shard: NpuShard, form: GraphForm, length: int) -> dict[str, Any]:
+def graph_identity(shard: GraphShard, form: GraphForm, length: int) -> dict[str, Any]:
     """Return all that a graph computes, as JSON can hold it."""
+    if isinstance(shard, ScoresShard):
+        return asdict(shard) | {"form": form, "length": length}
     identity: dict[str, Any] = {
         "weights": shard.weights_key,
         "content": shard_digest(shard),
@@ -104,7 +109,7 @@ def _sampled_arrays(shard: NpuShard) -> list[NDArray[Any]]:
 
 
 def write_graph(
-    shard: NpuShard,
+    shard: GraphShard,
     form: GraphForm,
     dtype: np.dtype[Any],
     folder: Path,
@@ -126,12 +131,14 @@ def write_graph(
         GraphError: The form does not suit the format or shape, or float32 weights would lose precision.
         OSError: The files cannot be written.
     """
-    if shard.format.bits == 32 and dtype != np.float32:
+    if not isinstance(shard, ScoresShard) and shard.format.bits == 32 and dtype != np.float32:
         raise GraphError(f"{shard.label} has float32 weights, which a {dtype} graph would round.")
     if form not in _forms(shard):
-        raise GraphError(f"{shard.label} with {shard.format} weights cannot be written as {form}.")
+        raise GraphError(f"{shard.label} with {shard.shape} cannot be written as {form}.")
     body = GraphBody(dtype, length)
-    if isinstance(shard, FfnShard) and form == "ffn_integer":
+    if isinstance(shard, ScoresShard):
+        build_scores(shard, body)
+    elif isinstance(shard, FfnShard) and form == "ffn_integer":
         build_integer_ffn(shard, body)
     elif isinstance(shard, LinearShard) and form in ("integer", "static_int8"):
         build_integer_linear(shard, form, body)
@@ -142,9 +149,13 @@ def write_graph(
     weights = folder / "graph.weights"
     tokens: int | str = "m" if length is None else length
     tensors = graph_tensors(shard, OPEN_LENGTH if length is None else length, edge_dtype(form, dtype))
+    if isinstance(shard, ScoresShard):
+        name = f"scores_{shard.heads}x{shard.keys}"
+    else:
+        name = f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}"
     graph = helper.make_graph(
         body.nodes,
-        f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}_{tokens}_{shard_digest(shard)[:16]}",
+        f"{name}_{tokens}_{shard_digest(shard)[:16]}",
         [_value_info(name, tensor) for name, tensor in tensors.inputs.items()],
         [_value_info(name, tensor) for name, tensor in tensors.outputs.items()],
         _write_tensors(body.tensors, weights),
@@ -161,7 +172,9 @@ def _value_info(name: str, tensor: GraphTensor) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, ONNX_TYPES[tensor.dtype], [1, *shape])
 
 
-def _forms(shard: NpuShard) -> frozenset[GraphForm]:
+def _forms(shard: GraphShard) -> frozenset[GraphForm]:
+    if isinstance(shard, ScoresShard):
+        return frozenset({"scores"})
     if isinstance(shard, FfnShard):
         return QUANTIZED_FFN_FORMS if shard.format.quantized else FLOAT_FFN_FORMS
     return QUANTIZED_FORMS if shard.format.quantized else FLOAT_FORMS

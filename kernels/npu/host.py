@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 
 from heterollm.base import DeviceError, GraphError, OptionError
-from heterollm.kernels.npu.forms import every_form, integer_forms
+from heterollm.kernels.npu.forms import every_form
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, edge_dtype
 from heterollm.kernels.npu.session import HeldSession, SessionGraph, runtime_errors, session_options
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import NpuShard, ShardKey
+from heterollm.kernels.npu.shards import GraphShard, ShardKey
 
 __all__ = ["HostNpu"]
 
@@ -62,10 +62,10 @@ class HostNpu:
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        return every_form(shape, length, FLOAT_FORMS) + integer_forms(shape, length)
+        return every_form(shape, length, FLOAT_FORMS)
 
     def prepare(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
     ) -> SessionGraph:
         """Return a graph of the shard's session; see :class:`heterollm.kernels.npu.NpuBackend`."""
         chosen = check_form(self, shard, length, form, any_length=any_length)
@@ -78,7 +78,7 @@ class HostNpu:
 
     def cpu_times_us(
         self,
-        shard: NpuShard,
+        shard: GraphShard,
         length: int,
         form: GraphForm | None = None,
         *,
@@ -86,7 +86,7 @@ class HostNpu:
     ) -> None:
         """Return None: this backend's time is real."""
 
-    def release(self, shard: NpuShard) -> None:
+    def release(self, shard: GraphShard) -> None:
         """Drop the sessions of a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
         for key in [key for key in self._sessions if key[0] == shard.key]:
             del self._sessions[key]
@@ -101,7 +101,7 @@ class HostNpu:
         """Drop all sessions."""
         self._sessions.clear()
 
-    def _open(self, shard: NpuShard, form: GraphForm) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    def _open(self, shard: GraphShard, form: GraphForm) -> Any:  # noqa: ANN401 - onnxruntime ships no types
         """Open a session through a temporary file, which ONNX Runtime maps rather than copies."""
         import onnxruntime
 

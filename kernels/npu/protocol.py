@@ -16,7 +16,7 @@ import numpy as np
 from heterollm.base import GraphError
 from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import NpuShard
+from heterollm.kernels.npu.shards import GraphShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 
 __all__ = [
@@ -52,6 +52,7 @@ GraphForm = Literal[
     "ffn_k_chunked",
     "ffn_k_chunked_int8",
     "ffn_weight_first",
+    "scores",
 ]
 """Graph forms: equivalent graphs of one shard. Forms of a linear shard:
 
@@ -74,6 +75,8 @@ Forms of an ffn shard:
 - ``ffn_k_chunked``, ``ffn_k_chunked_int8``: ``ffn``, ``ffn_int8`` or, with float weights,
   ``ffn_weight_first``, with a k-split of the last linear.
 - ``ffn_integer``: all three as ``integer``, SiLU between them in 16 bits, too.
+
+The form of scores, ``scores``, has uint8 codes at its edges; it exists at multiples of 32 tokens.
 """
 
 TILE_OF_INTEGERS: Mapping[GraphForm, int] = MappingProxyType(
@@ -183,7 +186,7 @@ class NpuBackend(Protocol):
         """
 
     def prepare(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
     ) -> NpuGraph:
         """Build or load the graph of a shard at one length.
 
@@ -200,7 +203,7 @@ class NpuBackend(Protocol):
         """
 
     def cpu_times_us(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> tuple[float, ...] | None:
         """Return the CPU time of each of several emulated runs of a shard; None if nothing is emulated.
 
@@ -217,7 +220,7 @@ class NpuBackend(Protocol):
             OptionError: ``runs`` is not positive.
         """
 
-    def release(self, shard: NpuShard) -> None:
+    def release(self, shard: GraphShard) -> None:
         """Free the memory of a shard's graphs, which must not run afterwards."""
 
     def versions(self) -> dict[str, str]:
@@ -228,14 +231,14 @@ class NpuBackend(Protocol):
 
 
 def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the element type of a graph's input and output: that of codes, or ``dtype``."""
-    if form in INTEGER_FORMS:
-        return code_dtype(8 if form == "static_int8" else 16)
+    """Return the element type of a graph's inputs and outputs: that of codes, else ``dtype``."""
+    if form in INTEGER_FORMS or form == "scores":
+        return code_dtype(16 if form in ("integer", "ffn_integer") else 8)
     return dtype
 
 
 def check_form(
-    backend: NpuBackend, shard: NpuShard, length: int, form: GraphForm | None, *, any_length: bool = False
+    backend: NpuBackend, shard: GraphShard, length: int, form: GraphForm | None, *, any_length: bool = False
 ) -> GraphForm:
     """Return the graph form to build; the first legal one if ``form`` is None.
 
@@ -252,14 +255,13 @@ def check_form(
         raise GraphError(f"A graph of {shard.label} needs at least one token, not {length}.")
     forms = backend.forms(shard.shape, length)
     if not forms:
-        inputs = " and int8 activations" if shard.integer_inputs else ""
         raise GraphError(
-            f"{backend.name} cannot compute {shard.label} with {shard.format} weights{inputs}.",
-            fix="Choose another precision or group size.",
+            f"{backend.name} cannot compute {shard.label} with {shard.shape} at {length} tokens.",
+            fix="Choose another precision or length.",
         )
     if form is not None and form not in forms:
         raise GraphError(
-            f"{backend.name} cannot run {shard.label} ({shard.format}) as {form} at {length} tokens.",
+            f"{backend.name} cannot run {shard.label} ({shard.shape}) as {form} at {length} tokens.",
             fix=f"Legal forms: {', '.join(forms)}.",
         )
     return form or forms[0]

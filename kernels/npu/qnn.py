@@ -32,7 +32,7 @@ from heterollm.kernels.npu.contexts import (
     SharingVerdict,
     context_label,
 )
-from heterollm.kernels.npu.forms import integer_forms, reshaped_forms
+from heterollm.kernels.npu.forms import integer_forms, reshaped_forms, scores_forms
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
@@ -55,8 +55,9 @@ from heterollm.kernels.npu.qnn_sharing import (
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.npu.shapes import GraphShape, LinearShape
-from heterollm.kernels.npu.shards import LinearShard, NpuShard
+from heterollm.kernels.npu.shapes import GraphShape, LinearShape, ScoresShape
+from heterollm.kernels.npu.shards import GraphShard, LinearShard, NpuShard, ScoresShard
+from heterollm.kernels.npu.tensors import graph_tensors
 from heterollm.kernels.ops import Power
 
 __all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
@@ -181,9 +182,14 @@ class QnnNpu:
         QNN fuses a sigmoid into an activation-first product before it, at NMSE 1.4e-5 (measured on the
         emulator), far past the gate. SiLU between float weights therefore has weight-first forms only.
         """
+        soc = SOCS.get(self.soc_model)
+        if soc is not None and not soc.takes_float16:
+            return ()
+        if isinstance(shape, ScoresShape):
+            return scores_forms(length)
+        weight = shape.weight
         # MatMulNBits on HTP has float activations only.
-        soc, weight = SOCS.get(self.soc_model), shape.weight
-        if weight.bits == 32 or shape.integer_inputs or (soc is not None and not soc.takes_float16):
+        if weight.bits == 32 or shape.integer_inputs:
             return ()
         integer = integer_forms(shape, length)
         if weight.scales == "tensor" or (weight.quantized and soc is not None and not soc.takes_4_bits):
@@ -198,7 +204,7 @@ class QnnNpu:
         return plain + reshaped_forms(shape, length) + integer
 
     def prepare(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
     ) -> SessionGraph:
         """Load or build a static graph; see :class:`heterollm.kernels.npu.NpuBackend`."""
         chosen = check_form(self, shard, length, form, any_length=any_length)
@@ -253,7 +259,7 @@ class QnnNpu:
         """Memory that the open contexts take, by their weights, inputs and outputs."""
         return self._contexts.open_bytes
 
-    def stored_bytes(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> int:
+    def stored_bytes(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> int:
         """Return the bytes that a shard's graph takes in the cache, damaged or not; 0 if it is missing.
 
         Raises:
@@ -262,7 +268,7 @@ class QnnNpu:
         chosen = check_form(self, shard, length, form)
         return self._stored(self._context_of(shard, length, form, chosen)).size_bytes
 
-    def build(self, shard: NpuShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
+    def build(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
         """Put a graph into the cache, with the others of its context, and keep no session.
 
         Checks whether a context of one graph loads on this machine; one for a newer Hexagon than the emulated
@@ -285,7 +291,7 @@ class QnnNpu:
         return BuiltGraph(stored.size_bytes, compiled, problem)
 
     def cpu_times_us(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, runs: int
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> tuple[float, ...] | None:
         """Return the CPU time of each emulated run; see :class:`heterollm.kernels.npu.NpuBackend`.
 
@@ -312,7 +318,7 @@ class QnnNpu:
                 fix="Free some space there, or set TMPDIR to another folder.",
             ) from error
 
-    def release(self, shard: NpuShard) -> None:
+    def release(self, shard: GraphShard) -> None:
         """Drop the sessions of a shard; see :class:`heterollm.kernels.npu.NpuBackend`.
 
         Within :meth:`temporary_graphs` this deletes its graphs as well.
@@ -386,13 +392,15 @@ class QnnNpu:
             )
 
     def _context_of(
-        self, shard: NpuShard, length: int, form: GraphForm | None, chosen: GraphForm
+        self, shard: GraphShard, length: int, form: GraphForm | None, chosen: GraphForm
     ) -> list[PackedGraph]:
         """Return the graphs that share a graph's context, itself included."""
+        if isinstance(shard, ScoresShard):
+            return [(shard, chosen, length)]
         rows = tuple([stop - start for start, stop in shard.row_ranges])
         place = (shard.layer, shard.group, rows, length, form)
         found: dict[GraphIdentity, PackedGraph] = {}
-        made = {place[:3]: shard}
+        made: dict[Any, NpuShard] = {place[:3]: shard}
         for graph in self._packages.get(place, ()):
             own = made.get(graph.place[:3])
             if own is None:
@@ -450,17 +458,20 @@ class QnnNpu:
         """
         if len(graphs) == 1 or not self.reuses_io:
             return self._target
-        largest_bytes = max(length * (shard.columns + shard.rows) for shard, _, length in graphs)
-        limit_mib = -(-largest_bytes * self.activation_dtype.itemsize // MIB)
+        limit_mib = -(-max(map(self._io_bytes, graphs)) // MIB)
         options = self._target.session_options | {REUSED_IO_OPTION: str(limit_mib)}
         return replace(self._target, session_options=options)
 
     def _context_bytes(self, graphs: Sequence[PackedGraph]) -> int:
         # Graphs of one shard in several forms hold its weights once for each form.
         weights = {(shard.key, form): shard.weight_bytes for shard, form, _ in graphs}
-        elements = [length * (shard.columns + shard.rows) for shard, _, length in graphs]
-        counted = max(elements) if self.reuses_io else sum(elements)
-        return sum(weights.values()) + counted * self.activation_dtype.itemsize * self.io_by_graph
+        sizes = [self._io_bytes(graph) for graph in graphs]
+        counted = max(sizes) if self.reuses_io else sum(sizes)
+        return sum(weights.values()) + counted * self.io_by_graph
+
+    def _io_bytes(self, graph: PackedGraph) -> int:
+        shard, form, length = graph
+        return graph_tensors(shard, length, edge_dtype(form, self.activation_dtype)).size_bytes
 
     def _open(self, stored: ContextBinary, graphs: Sequence[PackedGraph], label: str) -> Sequence[Any]:
         """Load the context from the cache; build it first if the cache has no sound one."""
@@ -530,7 +541,7 @@ class QnnNpu:
             return own[0]
         return replace(own[0], identity={"context": [one.identity for one in own]}, graphs=len(own))
 
-    def _binary(self, shard: NpuShard, form: GraphForm, length: int) -> ContextBinary:
+    def _binary(self, shard: GraphShard, form: GraphForm, length: int) -> ContextBinary:
         options = self._compiler_target([form]).options
         identity = graph_identity(shard, form, length) | {
             "dtype": str(self.activation_dtype),

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.session import HeldSession, SessionGraph
-from heterollm.kernels.npu.shards import NpuShard
-from heterollm.kernels.npu.tensors import INPUT, OUTPUT
+from heterollm.kernels.npu.shards import GraphShard
+from heterollm.kernels.npu.tensors import GraphTensor
 
 __all__ = ["emulated_cpu_us"]
 
 
 def emulated_cpu_us(
-    model: Path, target: QnnTarget, shard: NpuShard, length: int, dtype: np.dtype[Any], runs: int
+    model: Path, target: QnnTarget, shard: GraphShard, length: int, dtype: np.dtype[Any], runs: int
 ) -> tuple[float, ...]:
     """Run a compiled graph on random data and return the CPU time in us of each run after the first.
 
@@ -34,19 +35,17 @@ def emulated_cpu_us(
         target: Where to run.
         shard: The shard to run.
         length: Tokens of one run.
-        dtype: Element type of the graph's input and output.
+        dtype: Element type of the graph's inputs and outputs.
         runs: Runs to measure, after one that is not.
 
     Raises:
         GraphError: The graph does not load or run.
     """
     session = open_session(model, target, shard.label)
-    values = np.random.default_rng(0).standard_normal((length, shard.columns), np.float32)
-    x = values.astype(dtype)
-    if shard.ranges is not None and dtype.kind == "u":
-        x, _ = shard.ranges.grid.codes(values)
-    y = np.empty((length, shard.rows), dtype)
-    call = SessionGraph(HeldSession(session), shard, length, dtype).bind({INPUT: x}, {OUTPUT: y})
+    graph, generator = SessionGraph(HeldSession(session), shard, length, dtype), np.random.default_rng(0)
+    inputs = {name: _random(generator, tensor) for name, tensor in graph.tensors.inputs.items()}
+    outputs = {name: np.empty(own.shape, own.dtype) for name, own in graph.tensors.outputs.items()}
+    call = graph.bind(inputs, outputs)
     call()
     found = []
     for _ in range(runs):
@@ -54,3 +53,9 @@ def emulated_cpu_us(
         call()
         found.append((time.process_time_ns() - begin_ns) / 1e3)
     return tuple(found)
+
+
+def _random(generator: np.random.Generator, tensor: GraphTensor) -> NDArray[Any]:
+    if tensor.dtype.kind == "u":
+        return generator.integers(0, np.iinfo(tensor.dtype).max, tensor.shape, tensor.dtype, endpoint=True)
+    return generator.standard_normal(tensor.shape, np.float32).astype(tensor.dtype)

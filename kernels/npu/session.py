@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.shards import NpuShard
+from heterollm.kernels.npu.shards import GraphShard
 from heterollm.kernels.npu.tensors import NamedArrays, check_arrays, graph_tensors
 
 __all__ = ["HeldSession", "SessionGraph", "runtime_errors", "session_options"]
@@ -131,7 +131,7 @@ class SessionGraph:
     def __init__(
         self,
         held: HeldSession,
-        shard: NpuShard,
+        shard: GraphShard,
         length: int,
         dtype: np.dtype[Any],
     ) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from heterollm.kernels.ops import Activation, WeightFormat
 
-__all__ = ["FfnShape", "GraphShape", "LinearShape"]
+__all__ = ["FfnShape", "GraphShape", "LinearShape", "ScoresShape", "WeightShape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,9 @@ class LinearShape:
     weight: WeightFormat
     columns: int
     integer_inputs: bool = False
+
+    def __str__(self) -> str:
+        return _weights(self.weight, self.integer_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +47,31 @@ class FfnShape:
     activation: Activation
     integer_inputs: bool = False
 
+    def __str__(self) -> str:
+        return _weights(self.weight, self.integer_inputs)
 
-GraphShape: TypeAlias = LinearShape | FfnShape
+
+@dataclass(frozen=True, slots=True)
+class ScoresShape:
+    """Attention scores, in codes of 8 bits.
+
+    Args:
+        heads: Heads, each with queries and keys of its own.
+        keys: Keys of each head.
+        head_dim: Elements of a query and of a key.
+    """
+
+    heads: int
+    keys: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.keys} keys of {self.head_dim} codes"
+
+
+WeightShape: TypeAlias = LinearShape | FfnShape
+GraphShape: TypeAlias = WeightShape | ScoresShape
+
+
+def _weights(weight: WeightFormat, integer_inputs: bool) -> str:
+    return f"{weight} weights{' and int8 activations' if integer_inputs else ''}"

@@ -1,8 +1,13 @@
-"""The NPU's shards of a layer, one graph each: rows of a group of linears, or part of the ffn's width."""
+"""The NPU's shards of a layer, one graph each: linears, part of an ffn, attention scores.
+
+Linears and ffns hold weights. Scores have none: both factors are inputs of their graph, so that one graph
+serves all layers with its quantisation steps.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -11,12 +16,12 @@ from numpy.typing import NDArray
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
-from heterollm.kernels.npu.shapes import FfnShape, LinearShape
+from heterollm.kernels.npu.shapes import FfnShape, LinearShape, ScoresShape
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
-__all__ = ["FfnShard", "LinearShard", "NpuShard", "ShardKey"]
+__all__ = ["FfnShard", "GraphShard", "LinearShard", "NpuShard", "ScoresShard", "ShardKey"]
 
-ShardKey: TypeAlias = tuple[str | int | WeightFormat | tuple[tuple[int, int], ...], ...]
+ShardKey: TypeAlias = tuple[str | int | float | WeightFormat | tuple[tuple[int, int], ...], ...]
 """Identity of a shard: equal keys mean equal numbers."""
 
 
@@ -194,7 +199,62 @@ class FfnShard:
         return (*identity, self.activation, self.bias is not None, str(self.ranges))
 
 
+@dataclass(frozen=True, slots=True)
+class ScoresShard:
+    """Attention scores ``Q·Kᵀ`` of several heads, before any scale or mask.
+
+    A value is ``(code - 128) * step``; all heads share the three steps. The length of its graph is the number
+    of queries of each head.
+
+    Args:
+        heads: Heads, each with queries and keys of its own.
+        keys: Keys of each head.
+        head_dim: Elements of a query and of a key.
+        query_step: Difference between adjacent codes of a query.
+        key_step: Difference between adjacent codes of a key.
+        score_step: Difference between adjacent codes of a score; scores past 127 steps saturate.
+
+    Raises:
+        GraphError: A size or a step is not positive.
+    """
+
+    heads: int
+    keys: int
+    head_dim: int
+    query_step: float
+    key_step: float
+    score_step: float
+
+    def __post_init__(self) -> None:
+        for value in astuple(self):
+            if not 0 < value < math.inf:
+                raise GraphError(f"{self.label} need positive sizes and steps, not {value}.")
+
+    @property
+    def shape(self) -> ScoresShape:
+        """The shape of its graphs."""
+        return ScoresShape(self.heads, self.keys, self.head_dim)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads: none."""
+        return 0
+
+    @property
+    def label(self) -> str:
+        """Name of the shard in messages."""
+        return f"scores of {self.heads} head{'s' * (self.heads > 1)}"
+
+    @property
+    def key(self) -> ShardKey:
+        """Identity of the shard."""
+        return ("scores", *astuple(self))
+
+
 NpuShard: TypeAlias = LinearShard | FfnShard
+"""The NPU's part of an operator with weights."""
+
+GraphShard: TypeAlias = NpuShard | ScoresShard
 """The shard that one graph of an NPU backend computes."""
 
 

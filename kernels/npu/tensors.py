@@ -1,7 +1,12 @@
-"""Inputs and outputs of NPU graphs by name, and checks of the arrays that are bound to them."""
+"""Inputs and outputs of NPU graphs by name, and checks of the arrays that are bound to them.
+
+The graph of a linear or an ffn reads ``x [m, k]`` and writes ``y [m, r]``. The graph of scores reads
+``queries [heads, m, d]`` and ``keys [heads, S, d]`` and writes ``scores [heads, m, S]``.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -10,13 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.shards import NpuShard
+from heterollm.kernels.npu.shards import GraphShard, ScoresShard
 
-__all__ = ["INPUT", "OUTPUT", "GraphTensor", "GraphTensors", "NamedArrays", "check_arrays", "graph_tensors"]
+__all__ = [
+    "INPUT",
+    "KEYS",
+    "OUTPUT",
+    "QUERIES",
+    "SCORES",
+    "GraphTensor",
+    "GraphTensors",
+    "NamedArrays",
+    "check_arrays",
+    "graph_tensors",
+]
 
 INPUT: Final = "x"
 OUTPUT: Final = "y"
-"""Names of the activations of linears and ffns."""
+QUERIES: Final = "queries"
+KEYS: Final = "keys"
+SCORES: Final = "scores"
 
 NamedArrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Arrays by the names of a graph's inputs or outputs."""
@@ -34,6 +52,11 @@ class GraphTensor:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class GraphTensors:
@@ -42,8 +65,13 @@ class GraphTensors:
     inputs: Mapping[str, GraphTensor]
     outputs: Mapping[str, GraphTensor]
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of all inputs and outputs together."""
+        return sum(tensor.size_bytes for tensor in (*self.inputs.values(), *self.outputs.values()))
 
-def graph_tensors(shard: NpuShard, length: int, dtype: np.dtype[Any]) -> GraphTensors:
+
+def graph_tensors(shard: GraphShard, length: int, dtype: np.dtype[Any]) -> GraphTensors:
     """Return the inputs and outputs of a shard's graph.
 
     Args:
@@ -51,6 +79,12 @@ def graph_tensors(shard: NpuShard, length: int, dtype: np.dtype[Any]) -> GraphTe
         length: Tokens of one run.
         dtype: Element type at the graph's edges: :func:`heterollm.kernels.npu.edge_dtype`.
     """
+    if isinstance(shard, ScoresShard):
+        queries, keys, scores = (
+            GraphTensor((shard.heads, *size), dtype)
+            for size in ((length, shard.head_dim), (shard.keys, shard.head_dim), (length, shard.keys))
+        )
+        return GraphTensors({QUERIES: queries, KEYS: keys}, {SCORES: scores})
     x, y = GraphTensor((length, shard.columns), dtype), GraphTensor((length, shard.rows), dtype)
     return GraphTensors({INPUT: x}, {OUTPUT: y})
 

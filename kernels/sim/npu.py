@@ -17,11 +17,14 @@ from heterollm.kernels.npu import (
     FfnShard,
     GraphForm,
     GraphShape,
+    GraphShard,
     GraphTensors,
     NamedArrays,
     NpuBackend,
     NpuGraph,
     NpuShard,
+    ScoresShape,
+    ScoresShard,
     ShardKey,
     TimeKind,
     check_arrays,
@@ -29,7 +32,6 @@ from heterollm.kernels.npu import (
     edge_dtype,
     every_form,
     graph_tensors,
-    integer_forms,
 )
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
@@ -92,13 +94,15 @@ class SimulatedNpu:
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        if isinstance(shape, ScoresShape):  # no time of theirs is known
+            return ()
         found = every_form(shape, length, FLOAT_FORMS)
-        if self._soc.npu.integer_graphs:
-            found += integer_forms(shape, length)
+        if not self._soc.npu.integer_graphs:
+            found = tuple(form for form in found if form not in INTEGER_FORMS)
         return tuple(form for form in found if self._every_form or form in BASELINE_FORMS)
 
     def prepare(
-        self, shard: NpuShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, any_length: bool = False
     ) -> SimulatedGraph:
         """Return a shard's graph; building and opening a new one take virtual time.
 
@@ -112,6 +116,7 @@ class SimulatedNpu:
             built.add((length, chosen))
             self.compiled_count += 1
             self._clock.work(self._soc.build.session_us, "open")
+        assert not isinstance(shard, ScoresShard)  # it has no form
         work = npu_work(shard, length, chosen)
         if work not in self._shapes or (is_new and not self._soc.build.shared_graphs):
             self._shapes.add(work)
@@ -125,7 +130,7 @@ class SimulatedNpu:
 
     def cpu_times_us(
         self,
-        shard: NpuShard,
+        shard: GraphShard,
         length: int,
         form: GraphForm | None = None,
         *,
@@ -133,7 +138,7 @@ class SimulatedNpu:
     ) -> None:
         """Return None: the model gives times, and emulates nothing."""
 
-    def release(self, shard: NpuShard) -> None:
+    def release(self, shard: GraphShard) -> None:
         """Forget a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
         self._built.pop(shard.key, None)
         if self._real is not None:

@@ -16,11 +16,13 @@ from heterollm.doctor.contexts import CONTEXTS
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
+from heterollm.doctor.scores import SCORES, score_cases
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers
 from heterollm.kernels.gpu import GpuLinear, GpuWork
 from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.open import open_device
+from heterollm.kernels.score_cases import ScoresCase
 from heterollm.kernels.sync.litmus import Litmus
 from heterollm.report import console as report
 from heterollm.report import diagnosis_report
@@ -48,7 +50,7 @@ def cases_of(device, *operators):
 def test_host_passes_every_check(diagnosis):
     assert diagnosis.passed
     assert diagnosis.device == "host"
-    compared = [check for check in diagnosis.checks if check.operator not in (FLAG, CLOCKS, CORES)]
+    compared = [check for check in diagnosis.checks if check.operator not in (FLAG, CLOCKS, CORES, SCORES)]
     assert all(check.error <= check.gate == 1e-10 for check in compared)
 
 
@@ -59,7 +61,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     linears = {f"linear int4 block {block}{kind}" for block in (32, 64, 128) for kind in ("", " asymmetric")}
     linears |= {"linear int8 block 32", "linear int8 block 32 asymmetric", "linear f16", "linear f32"}
     rounded = {"linear int4 block 32, w4a8", "linear int8 block 32, w4a8"}
-    assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS}
+    assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS, SCORES}
     assert operators["GPU"] == linears | rounded | {
         "embedding int8 block 32",
         "embedding f16",
@@ -202,7 +204,9 @@ def test_parts_that_round_differently_do_not_agree(device, monkeypatch):
 def test_a_device_that_rounds_no_inputs_says_so_by_name(device, monkeypatch):
     forms = device.npu.forms
     monkeypatch.setattr(
-        device.npu, "forms", lambda shape, length: () if shape.integer_inputs else forms(shape, length)
+        device.npu,
+        "forms",
+        lambda shape, length: () if getattr(shape, "integer_inputs", False) else forms(shape, length),
     )
     operators = ("linear int4 block 32, w4a8", "linear int8 block 32, w4a8", AGREEMENT)
     checks = [run_case(case, "fp32") for case in cases_of(device, *operators)]
@@ -335,3 +339,21 @@ def test_the_row_of_shared_contexts(device, monkeypatch, verdict, status, words)
     assert (check.part, check.status) == ("NPU", status)
     assert words in check.message
     assert ("contexts-with-shared-weights" in check.fix) is (status == "fail")
+
+
+@pytest.mark.parametrize(("offset", "status"), [(0, "pass"), (1, "fail")])
+def test_scores_whose_codes_all_lie_beside_the_exact_ones_fail(device, monkeypatch, offset, status):
+    def shifted(case, npu):
+        found, exact = run(case, npu)
+        return found + offset, exact
+
+    run = ScoresCase.on_npu
+    monkeypatch.setattr(ScoresCase, "on_npu", shifted)
+    assert [run_case(case, "fp32").status for case in score_cases(device.npu)] == [status] * 3
+
+
+def test_an_npu_without_such_a_graph_says_so(device, monkeypatch):
+    monkeypatch.setattr(device.npu, "forms", lambda shape, length: ())
+    checks = [run_case(case, "fp32") for case in score_cases(device.npu)]
+    assert [check.status for check in checks] == ["not offered"] * 3
+    assert checks[0].message == f"{device.npu.name} has no such graph"

@@ -39,7 +39,7 @@ def npu_us(
 
 
 def test_every_form_is_known() -> None:
-    assert set(get_args(GraphForm)) == SLICE_FORMS | BLOCK_FORMS
+    assert set(get_args(GraphForm)) == SLICE_FORMS | BLOCK_FORMS | {"scores"}
 
 
 def test_time_moves_in_steps_of_32_tokens_where_arrays_are_the_limit() -> None:

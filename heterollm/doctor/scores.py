@@ -1,0 +1,39 @@
+"""The doctor's checks of attention scores on the NPU, in graphs of one and several heads without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from heterollm.doctor.case import DoctorCase, Seen
+from heterollm.kernels.npu import NpuBackend
+from heterollm.kernels.score_cases import ScoresCase
+
+__all__ = ["SCORES", "score_cases"]
+
+SCORES: Final = "attention scores, 8 bits"
+LARGEST_FRACTION: Final = 0.1
+"""Codes that may differ from the exact ones, by one: the emulator rounds 2 to 5 percent the other way."""
+
+FIX: Final = "Update onnxruntime, onnxruntime-qnn and the NPU driver. No plan uses such graphs yet."
+
+
+def score_cases(npu: NpuBackend) -> Iterator[DoctorCase]:
+    """Yield graphs of one, two and four heads; an NPU without such a form says so."""
+    for heads in (1, 2, 4):
+        case = ScoresCase(heads, tokens=32, keys=256, head_dim=64)
+        if npu.forms(case.data()[0].shape, case.tokens):
+            yield DoctorCase("NPU", SCORES, str(case), partial(_scores, npu, case))
+        else:
+            yield DoctorCase("NPU", SCORES, str(case), None, f"{npu.name} has no such graph")
+
+
+def _scores(npu: NpuBackend, case: ScoresCase) -> Seen:
+    found, exact = case.on_npu(npu)
+    differences = np.abs(found - exact)
+    fraction, largest = float((differences > 0).mean()), int(differences.max())
+    message = f"{fraction:.1%} of the codes differ, by {largest} at most"
+    return Seen(fraction <= LARGEST_FRACTION and largest <= 1, message, FIX)
