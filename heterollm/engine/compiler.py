@@ -185,10 +185,16 @@ class Compiler:
         return delta
 
     def compile_head(
-        self, phase: Phase, rows: int, output: Segments, lane: int = 0, *, builds_graphs: bool = True
+        self, phase: Phase, rows: int, layers: CompiledPass, *, builds_graphs: bool = True
     ) -> CompiledPass:
-        """Return the steps from the last layer's output in a lane to the logits of ``rows`` positions."""
-        builder = self._begin(phase, rows, lane=self.lanes[lane], builds_graphs=builds_graphs)
+        """Return the steps from the output of ``layers`` to the logits of ``rows`` positions.
+
+        A pass on the GPU alone ends in the driver's wait, as under plan ``gpu``: a predicted sleep for all of
+        it would end late until the prediction has learnt its length.
+        """
+        output = layers.output
+        assert output is not None
+        builder = self._begin(phase, rows, lane=self.lanes[layers.lane], builds_graphs=builds_graphs)
         glue = self._glue(builder)
         op = self._placed(builder, -1, "head")
         glue.final_norm(builder, output, op)
@@ -197,7 +203,7 @@ class Compiler:
         else:
             self._head_of_gpu(builder, op)
         glue.soft_cap(builder)
-        self._splits.end(builder, waits=self._plan.uses_npu)
+        self._splits.end(builder, waits=layers.uses_npu or bool(op.placement.npu_lengths))
         written = (*segments_of(output), builder.lane.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
 

@@ -25,6 +25,7 @@ class CompiledPass:
         output: The output of the last layer; None for a head.
         bound_cache: The KV cache that is bound to the kernels; None for a head.
         lane: The lane of the output.
+        uses_npu: Whether it runs graphs.
     """
 
     steps: tuple[Step, ...]
@@ -33,6 +34,7 @@ class CompiledPass:
     output: Segments | None = None
     bound_cache: KvMemory | None = None
     lane: int = 0
+    uses_npu: bool = False
 
     @classmethod
     def of(
@@ -49,7 +51,8 @@ class CompiledPass:
             for step in steps
             if isinstance(step.run, Launch | MergedLaunch) and step.touches("kv_cache")
         )
-        return cls(steps, calls, launches, output, cache, lane)
+        uses_npu = any(step.processor == "npu" for step in steps)
+        return cls(steps, calls, launches, output, cache, lane, uses_npu)
 
     def bind_cache(self, cache: KvMemory) -> None:
         """Bind a session's cache to the kernels, unless it is bound already."""

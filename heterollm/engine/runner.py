@@ -111,7 +111,7 @@ class Engine:
         self._passes: OrderedDict[tuple[Phase, int | tuple[int, ...], int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._no_cache: KvMemory | None = None
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int], CompiledPass] = {}
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
         self._lanes = self._compiler.lanes
         # With a wait after every operator, or without the NPU, chunks at once would gain nothing.
         self._flies = plan.schedule is not None and not self.fences.after_every_operator
@@ -242,9 +242,8 @@ class Engine:
         """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
         bucket, cache = self._bucket(tokens), self.new_cache().memory
         compiled = self._compiler.compile_pass(phase, tokens, bucket, cache, builds_graphs=False)
-        assert compiled.output is not None
         rows = _head_rows(phase, tokens)
-        head = self._compiler.compile_head(phase, rows, compiled.output, builds_graphs=False)
+        head = self._compiler.compile_head(phase, rows, compiled, builds_graphs=False)
         return compiled.steps + head.steps
 
     def close(self) -> None:
@@ -360,11 +359,11 @@ class Engine:
 
     def _head_pass(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
         assert compiled.output is not None
-        key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane)
+        key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane, compiled.uses_npu)
         head = self._heads.get(key)
         if head is None:
             with self._observed("build"), compiling(phase, rows):
-                head = self._compiler.compile_head(phase, rows, compiled.output, compiled.lane)
+                head = self._compiler.compile_head(phase, rows, compiled)
             self._heads[key] = self._observable(head)
         return head
 

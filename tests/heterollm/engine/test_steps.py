@@ -300,6 +300,19 @@ def test_how_the_host_waits_is_part_of_a_pass(sync: str, same: bool) -> None:
     assert (one.steps("prefill", 40) == other.steps("prefill", 40)) is same
 
 
+def test_a_pass_without_graphs_ends_as_under_plan_gpu() -> None:
+    """Also behind a pass with graphs, whose head ends in a poll: the two have heads of their own."""
+    engine = make_engine({"o": RowsPlacement((512,), (40,))}, sync="poll")
+    gpu = make_engine({}, sync="poll")
+    with_graphs = engine.steps("prefill", 40)
+    assert [step.action for step in with_graphs[-3:]] == ["mark", "wait", "finish"]
+    for phase, tokens in (("prefill", 20), ("decode", 1), ("decode", 7)):
+        steps = engine.steps(phase, tokens)
+        assert steps == gpu.steps(phase, tokens)
+        assert [step.action for step in steps[-2:]] == ["kernel", "finish"]
+    assert engine.steps("prefill", 40) == with_graphs
+
+
 def test_lengths_that_no_pass_has_are_refused() -> None:
     engine = make_engine({})
     for tokens in (0, CHUNK + 1):

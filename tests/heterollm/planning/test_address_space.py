@@ -9,7 +9,7 @@ import pytest
 
 from heterollm.base import GIB, silent
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Precision, ffn_specs
+from heterollm.kernels.ops import Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel, solve_plan
@@ -103,8 +103,18 @@ def test_lengths_that_share_weights_leave_room_for_more(tmp_path_factory: pytest
     assert plans[1].npu_bytes(specs, copies_by_length=True, activation_bytes=2) > 3.5 * GIB
 
 
-@pytest.mark.parametrize("gib", [0.0, 0.5, 3.0, 8.0])
-def test_every_limit_is_kept(model: ProfiledModel, gib: float) -> None:
+@pytest.mark.parametrize("gib", [0.0, 0.5, 3.0, 3.5, 8.0])
+def test_every_limit_is_kept_and_no_pass_is_slower_than_on_the_gpu_alone(
+    model: ProfiledModel, gib: float
+) -> None:
     plan = solve_plan(model, PlanRequest(npu_gib=gib)).plan
     assert model.npu_bytes(plan) <= gib * GIB
     assert plan.uses_npu is bool(gib)
+    gpu = plan.without_npu()
+    passes: list[tuple[Phase, int]] = [("decode", tokens) for tokens in range(1, 17)]
+    passes += [("prefill", tokens) for tokens in (*range(2, 64, 7), *range(64, 1025, 61), *PROMPTS)]
+    for phase, tokens in passes:
+        own, alone = (model.predict(one, phase, tokens) for one in (plan, gpu))
+        assert own is not None
+        assert alone is not None
+        assert own.time_us <= alone.time_us * (1.0 + 1e-9), (phase, tokens)
