@@ -3,6 +3,9 @@ from .chain import Choice as Choice
 from .check import check_plan as check_plan
 from .chunks import best_chunk as best_chunk
 from .costs import CachedCosts as CachedCosts
+from .flights import AUTOMATIC as AUTOMATIC
+from .flights import WORTH_DOUBLING as WORTH_DOUBLING
+from .flights import PredictedPrompt as PredictedPrompt
 from .flights import plan_flights as plan_flights
 from .flights import predict_prompt as predict_prompt
 from .flights import with_schedule as with_schedule
@@ -29,10 +32,14 @@ from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
 from .request import MOST_IN_FLIGHT as MOST_IN_FLIGHT
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
+from .request import InFlight as InFlight
 from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel
+from .request import check_in_flight as check_in_flight
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
+from .sharing import GraphSharing as GraphSharing
+from .sharing import graph_sharing as graph_sharing
 from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights

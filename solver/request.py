@@ -15,10 +15,12 @@ __all__ = [
     "FORBIDDEN",
     "MOST_IN_FLIGHT",
     "SOLVED_LEVELS",
+    "InFlight",
     "PlanRequest",
     "RequestedLevel",
     "SolvedLevel",
     "check_forbidden",
+    "check_in_flight",
 ]
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
@@ -51,6 +53,21 @@ def check_forbidden(names: Iterable[str]) -> None:
 MOST_IN_FLIGHT: Final = 16
 """Most chunks at once; each has slots of its own."""
 
+InFlight: TypeAlias = Literal["auto"] | Annotated[int, Meta(ge=1, le=MOST_IN_FLIGHT)]
+"""Chunks of a long prompt at once, or ``auto``: as few as are predicted nearly as fast as the best number."""
+
+
+def check_in_flight(given: InFlight) -> None:
+    """Refuse a number of chunks that cannot run at once.
+
+    Raises:
+        OptionError: It is neither a legal number nor ``auto``.
+    """
+    if given != "auto" and not (isinstance(given, int) and 1 <= given <= MOST_IN_FLIGHT):
+        raise OptionError(
+            f"{given!r:.40} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}, or auto."
+        )
+
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The options of a plan.
@@ -65,7 +82,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
         build_budget_s: Limit of the time for building NPU graphs; the solver then chooses standard lengths
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
-        in_flight: Chunks of a long prompt at once.
+        in_flight: Chunks of a long prompt at once, or ``auto``.
 
     Raises:
         OptionError: A field is not legal.
@@ -79,7 +96,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     histogram: Mapping[int, Amount] | None = None
     build_budget_s: Amount | None = None
     level: RequestedLevel = "auto"
-    in_flight: Annotated[int, Meta(ge=1, le=MOST_IN_FLIGHT)] = 1
+    in_flight: InFlight = 1
 
     def __post_init__(self) -> None:
         if self.level not in ("auto", *SOLVED_LEVELS):
@@ -88,10 +105,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
                 fix=f"Choose auto, {' or '.join(SOLVED_LEVELS)}.",
             )
         check_forbidden(self.forbidden)
-        if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
-            raise OptionError(
-                f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
-            )
+        check_in_flight(self.in_flight)
         if self.npu_gib is not None and not 0.0 <= self.npu_gib < math.inf:
             raise OptionError(
                 f"The NPU cannot hold {self.npu_gib} GiB of slices.", fix="Give a number of at least 0."

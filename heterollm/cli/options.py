@@ -26,6 +26,7 @@ __all__ = [
     "Format",
     "FormatOption",
     "GroupSize",
+    "InFlightOption",
     "IntegerList",
     "JsonOption",
     "MaybeModel",
@@ -69,6 +70,15 @@ def whole_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise typer.BadParameter(f"{text!r:.80} is not a whole number.")
     return int(text)
+
+
+def chunk_count(text: str) -> Literal["auto"] | int:
+    """Return the number of chunks at once that an option states, or ``auto``.
+
+    Raises:
+        BadParameter: The text is neither.
+    """
+    return "auto" if text == "auto" else whole_number(text)
 
 
 def several(
@@ -134,6 +144,14 @@ SyncOption = Annotated[
 Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
 FormatOption = Annotated[Format, typer.Option("--format", help="Format of the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+InFlightOption = Annotated[
+    Any,
+    typer.Option(
+        help="Chunks of a long prompt at once, 1 to 16, in turns that fill waits; auto: as few as pay.",
+        metavar="N|auto",
+        parser=chunk_count,
+    ),
+]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
 ]

@@ -12,6 +12,7 @@ import typer
 from heterollm.cli.options import (
     Context,
     DeviceOption,
+    InFlightOption,
     IntegerList,
     JsonOption,
     Model,
@@ -88,9 +89,7 @@ class LimitOptions:
             "such pairs."
         ),
     ] = None
-    in_flight: Annotated[
-        int, typer.Option(min=1, max=16, help="Chunks of a long prompt at once, in turns that fill waits.")
-    ] = 1
+    in_flight: InFlightOption = 1
     build_budget: Annotated[
         str | None,
         typer.Option(

@@ -14,6 +14,7 @@ from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
     Format,
     FormatOption,
+    InFlightOption,
     IntegerList,
     JsonOption,
     Names,
@@ -111,9 +112,7 @@ class CaseOptions:
             names=get_args(Lengths),
         ),
     ] = ("auto",)
-    in_flight: Annotated[
-        int, typer.Option(min=1, max=16, help="Chunks of a long prompt at once, in turns that fill waits.")
-    ] = 1
+    in_flight: InFlightOption = 1
     sync: Annotated[
         Sequence[Waits],
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
@@ -18,8 +19,10 @@ from heterollm.planning import ProfiledModel, choose_context, solve_plan
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
 from heterollm.solver import (
+    AUTOMATIC,
     RETURN_VALUE,
     SOLVED_LEVELS,
+    WORTH_DOUBLING,
     LengthPolicy,
     PhaseSync,
     Plan,
@@ -27,7 +30,6 @@ from heterollm.solver import (
     PlanRequest,
     RequestedLevel,
     level_plan,
-    predict_prompt,
     with_schedule,
 )
 
@@ -91,24 +93,39 @@ def planned(
             )
 
         plan = rule(longest)
-        if request.in_flight > 1 and plan.uses_npu:
+        if request.in_flight != 1 and plan.uses_npu:
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
-            plan = _fastest_in_flight([rule(length) for length in lengths], profiled(), request)
+            plan = _fastest_in_flight(plan, [rule(length) for length in lengths], profiled(), request)
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 
-def _fastest_in_flight(plans: Sequence[Plan], model: ProfiledModel, request: SimulationRequest) -> Plan:
-    """Return the plan whose chunks, several at once, are predicted to run the prompt fastest."""
+def _fastest_in_flight(
+    plan: Plan, plans: Sequence[Plan], model: ProfiledModel, request: SimulationRequest
+) -> Plan:
+    """Return the plan whose chunks, several at once, are predicted to run the prompt fastest.
+
+    Args:
+        plan: The plan for one chunk after the other, which ``auto`` keeps where it is as fast.
+        plans: Plans of several chunk lengths.
+        model: The profiled model.
+        request: The simulated case.
+    """
 
     def time_us(plan: Plan) -> float:
-        assert plan.schedule is not None
-        lengths = [length for _, length in plan.chunks(request.prompt)]
-        return predict_prompt(plan.schedule, lengths, model.config.layers).time_us
+        found = model.prompt(plan, request.prompt)
+        return math.inf if found is None else found.time_us
 
-    costs_at, limits = model.costs.at, model.limits
-    return min(
-        (with_schedule(plan, model.specs, request.in_flight, costs_at, limits) for plan in plans), key=time_us
-    )
+    def fastest(in_flight: int) -> Plan:
+        costs_at, limits = model.costs.at, model.limits
+        return min(
+            (with_schedule(one, model.specs, in_flight, costs_at, limits) for one in plans), key=time_us
+        )
+
+    if request.in_flight != "auto":
+        return fastest(request.in_flight)
+    found = [(time_us(one), one) for one in (plan, *map(fastest, AUTOMATIC))]
+    least_us = min(own_us for own_us, _ in found)
+    return next(one for own_us, one in found if own_us <= least_us * (1.0 + WORTH_DOUBLING))
 
 
 def plan_request(device: Device, config: ModelConfig, request: SimulationRequest) -> PlanRequest:

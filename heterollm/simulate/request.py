@@ -11,7 +11,7 @@ from heterollm.base import OptionError
 from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.npu import GraphForm
 from heterollm.kernels.sim import GpuLoad, load_soc
-from heterollm.solver import MOST_IN_FLIGHT
+from heterollm.solver import InFlight, check_in_flight
 
 __all__ = [
     "LENGTH_CHOICES",
@@ -60,7 +60,7 @@ class SimulationRequest:
         level: Level of the plan.
         plan_for: What the solver plans for.
         length_policy: How lengths without a graph run; the solver's levels need none.
-        in_flight: Chunks of a long prompt at once.
+        in_flight: Chunks of a long prompt at once, or ``auto``.
         sync: How the processors wait for each other.
         resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
         load: A game that uses the GPU at the same time.
@@ -85,7 +85,7 @@ class SimulationRequest:
     level: str = "tensor"
     plan_for: PlanFor = "all"
     length_policy: SimulatedLengthPolicy = "auto"
-    in_flight: int = 1
+    in_flight: InFlight = 1
     sync: SimulatedSync = "predict"
     resolve: bool = False
     load: GpuLoad | None = None
@@ -115,10 +115,7 @@ class SimulationRequest:
             raise OptionError(
                 "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
             )
-        if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
-            raise OptionError(
-                f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
-            )
+        check_in_flight(self.in_flight)
         if self.numerics and self.calibrated:
             raise OptionError(
                 "With numerics ranges are not assumed to be calibrated.",

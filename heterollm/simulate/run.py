@@ -25,10 +25,26 @@ from heterollm.kernels.npu import (
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
 from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simulation, clock_of
-from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
+from heterollm.model import (
+    Checkpoint,
+    ModelConfig,
+    block_norms,
+    find_model,
+    load_weights,
+    op_specs,
+    shape_only_weights,
+)
 from heterollm.simulate.plan import planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
-from heterollm.simulate.result import PhaseUse, SimulationResult, graphs_of, padding_us, splits_of, used
+from heterollm.simulate.result import (
+    PhaseUse,
+    SimulationResult,
+    graphs_of,
+    padding_us,
+    sharing_of,
+    splits_of,
+    used,
+)
 from heterollm.solver import SOLVED_LEVELS, Plan
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -66,6 +82,12 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     device = _open(request)
     run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
+    in_order = None
+    if plan.lanes > 1:
+        before = replace(request, in_flight=1, decode=0, numerics=False, trace=False)
+        opened = _open(replace(before, load=None))
+        plan_before = planned(opened, found.name, found.config, specs, before, report, strategy)
+        in_order, _ = _Run(_open(before), found.config, specs, plan_before, before).measured(report)
     without = None
     if request.load is not None:
         quiet = replace(request, load=None, trace=False)
@@ -84,6 +106,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         in_flight=request.in_flight,
         calibrated=request.calibrated,
         graphs=graphs_of(device, plan, specs),
+        sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
         decode=decode,
         ttft_us=prefill.elapsed_us,
@@ -91,6 +114,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         alone=without,
         trace=run.trace,
         splits=splits_of(plan, specs, first),
+        in_order=in_order,
     )
 
 
