@@ -64,7 +64,7 @@ def linears(size: int, tails: bool, outliers: bool) -> Iterator[dict[str, Any]]:
     """Yield accuracy and CPU time of each form of a square weight at each length."""
     generator = np.random.default_rng(0)
     values = generator.standard_t(3, (size, size)) if tails else generator.standard_normal((size, size))
-    weight = quantize((values / np.sqrt(size)).astype(np.float32), bits=4, block=32, stepped=True)
+    weight = quantize((values / np.sqrt(size)).astype(np.float32), bits=4, block=32, scale_kind="stepped")
     exact = weight.dequantize().astype(np.float64).T
     channels = generator.choice(size, OUTLIER_CHANNELS, replace=False)
 

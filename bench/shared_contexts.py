@@ -45,7 +45,7 @@ CASES: Final[tuple[tuple[GraphForm, tuple[int, ...], int], ...]] = (
 def weight(rows: int, columns: int, seed: int) -> QuantizedTensor:
     """Return random 4-bit weights in blocks of 32."""
     values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-    return quantize(values / columns**0.5, bits=4, block=32, stepped=True)
+    return quantize(values / columns**0.5, bits=4, block=32, scale_kind="stepped")
 
 
 def shard_of(form: GraphForm, layer: int) -> NpuShard:

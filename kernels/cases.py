@@ -428,7 +428,7 @@ class LayerCases:
     def codes(self, tokens: int, columns: int, grid: CodeGrid) -> Numbers:
         """Write the codes of a random input, and read them back as if they were an NPU's output."""
         x = _random(self.generator, (tokens, columns), self.activation_dtype)
-        slot = self.gpu.shared((tokens, columns), np.uint16)
+        slot = self.gpu.shared((tokens, columns), grid.dtype)
         factors, counts = (
             DeviceMemory(self.gpu.scratch(size), size) for size in (tokens * FACTOR_BYTES, COUNT_WORDS * 4)
         )

@@ -26,16 +26,20 @@ __all__ = [
     "Phase",
     "Power",
     "Precision",
+    "ScaleKind",
     "Scales",
     "WeightFormat",
     "ffn_spec",
     "ffn_specs",
 ]
 
-Precision = Literal["w4a16", "w4a8", "fp16"]
+Precision = Literal["w4a16", "w4a8", "w8a8", "fp16"]
 Scales = Literal["free", "stepped"]
 """Scales of 4-bit blocks: each of least squared error alone, or 1 to 16 times one number of its row, which
 integer NPU graphs need."""
+
+ScaleKind = Literal["free", "stepped", "tensor"]
+"""Scales of quantised weights: those of :data:`Scales`, or one positive scale for a tensor (``w8a8``)."""
 
 Phase = Literal["prefill", "decode"]
 Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn"]
@@ -60,18 +64,18 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
         bits: 4 or 8 for block-quantised weights, 16 or 32 for floats.
         block: Inputs that share one scale (a power of two of at least 16); 0 for floats.
         symmetric: Whether zero is the middle code instead of a stored zero point; true for floats.
-        stepped: Whether each scale is 1 to 16 times one number of its row, as integer graphs need.
+        scales: Kind of the scales; integer NPU graphs need other ones than ``free``.
     """
 
     bits: Literal[4, 8, 16, 32]
     block: int = 0
     symmetric: bool = True
-    stepped: bool = False
+    scales: ScaleKind = "free"
 
     @property
     def layout(self) -> WeightFormat:
         """The format without its kind of scales, which decides nothing but the legal NPU graphs."""
-        return replace_struct(self, stepped=False)
+        return replace_struct(self, scales="free")
 
     @property
     def quantized(self) -> bool:
@@ -90,7 +94,8 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
         if not self.quantized:
             return f"f{self.bits}"
         kind = "" if self.symmetric else " asymmetric"
-        return f"int{self.bits} block {self.block}{kind}{' stepped' if self.stepped else ''}"
+        scales = {"free": "", "stepped": " stepped", "tensor": ", one scale"}[self.scales]
+        return f"int{self.bits} block {self.block}{kind}{scales}"
 
 
 @dataclass(frozen=True, slots=True)

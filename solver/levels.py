@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.base import OptionError
+from heterollm.kernels.npu import TILE_OF_INTEGERS, GraphForm
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.placements import GPU_ONLY, RowsPlacement
@@ -53,7 +54,8 @@ def level_plan(
 
     ``gpu`` places everything on the GPU; ``npu`` every linear, the head included, on the NPU in both
     phases; ``layer`` is HeteroLLM's layer level: the linears of prefill on the NPU, decode and the head on
-    the GPU (section 4 of the paper, "layer-level heterogeneous execution").
+    the GPU (section 4 of the paper, "layer-level heterogeneous execution"). Weights with one scale for a
+    tensor are computed in the form ``static_int8``.
 
     Args:
         level: The level.
@@ -86,8 +88,13 @@ def level_plan(
                 entries.append(PlanEntry(phase, (1, chunk_length), layers, spec.group, GPU_ONLY))
                 continue
             cost = partial(length_costs, spec) if length_policy == "auto" and length_costs else None
-            for lengths, npu_lengths in _covered(standard_lengths, chunk_length, length_policy, cost):
-                placement = RowsPlacement(npu_rows=spec.member_rows, npu_lengths=npu_lengths)
+            form: GraphForm | None = None
+            usable = standard_lengths
+            if spec.weight.scales == "tensor":
+                form = "static_int8"
+                usable = [one for one in standard_lengths if one % TILE_OF_INTEGERS[form] == 0]
+            for lengths, npu_lengths in _covered(usable, chunk_length, length_policy, cost):
+                placement = RowsPlacement(spec.member_rows, npu_lengths, form)
                 entries.append(PlanEntry(phase, lengths, layers, spec.group, placement))
     return Plan(level, device, precision, model_shape(specs), chunk_length, tuple(entries))
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias, TypeGuard
 
 from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
-from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm
+from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import SUBMISSIONS, GlueOperator, layer_key
@@ -57,8 +57,9 @@ BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
 MEMORY_BOUND_FRACTION: Final = 0.5
 """A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
 
-_Formats: TypeAlias = tuple[WeightFormat, bool, bool]
-"""Weight format, whether inputs are rounded, and whether it is an ffn: graph forms depend on these."""
+_Formats: TypeAlias = tuple[WeightFormat, bool, bool, bool]
+"""Weight format, whether inputs are rounded, whether it is an ffn, and whether a tensor has one scale: graph
+forms depend on these."""
 
 _Size: TypeAlias = tuple[int, int, bool]
 """Inputs, tokens, and whether ``down`` of an ffn is too wide for a graph without a k-split."""
@@ -227,7 +228,7 @@ def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None
     Args:
         profile: The profile.
         calibrated: Whether the model has calibrated ranges, so that integer forms may compute weights with
-            stepped scales.
+            stepped scales, or with one for a tensor.
 
     Raises:
         ProfileError: The description of the device lacks its standard lengths.
@@ -246,24 +247,32 @@ def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None
     for key, _ in profile.of_kind(LinearKey):
         if key.processor == "npu":
             point = key.point
-            sizes = measured.setdefault((point.weight.layout, point.integer_inputs, point.is_ffn), {})
+            one_scale = point.bits == 8 and point.form in INTEGER_FORMS
+            key_of = (point.weight.layout, point.integer_inputs, point.is_ffn, one_scale)
+            sizes = measured.setdefault(key_of, {})
             wide = point.is_ffn and point.member_rows[0] > K_SPLIT_COLUMNS
             sizes.setdefault((point.columns, point.tokens, wide), set()).add(point.form)
 
     def forms(spec: OpSpec, length: int) -> tuple[str, ...]:
-        sizes = measured.get((spec.weight.layout, spec.integer_inputs, spec.then is not None), {})
+        one_scale = spec.weight.scales == "tensor"
+        key = (spec.weight.layout, spec.integer_inputs, spec.then is not None, one_scale)
+        sizes = measured.get(key, {})
         wide = spec.then is not None and spec.then.columns > K_SPLIT_COLUMNS
         own = sizes.get((spec.columns, length, wide))
         if own is None:
             alike = [found for size, found in sizes.items() if size[2] == wide] or list(sizes.values())
             own = set.intersection(*alike) if alike else set()
-            if length > 1:
-                # Integer forms have no graph of one token.
-                longer = [found for size, found in sizes.items() if size[1] > 1 and size[2] == wide]
-                own |= INTEGER_FORMS.intersection(*longer) if longer else set()
+            for form, tile in TILE_OF_INTEGERS.items():
+                # Integer forms have no graphs of other lengths.
+                tiles = [found for size, found in sizes.items() if size[1] % tile == 0 and size[2] == wide]
+                if length % tile == 0 and tiles and all(form in found for found in tiles):
+                    own.add(form)
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
         found = sorted(form for form in own if wide or form not in K_SPLIT_FFNS)
-        integer = calibrated and spec.weight.stepped
+        if one_scale:
+            # Where the ranges of a layer have 16 bits, ``integer`` takes its place.
+            found = [form for form in found if form == "static_int8"]
+        integer = calibrated and spec.weight.scales != "free"
         return tuple(form for form in found if integer or form not in INTEGER_FORMS)
 
     return NpuLimits(tuple(lengths), alignment, forms)

@@ -17,7 +17,7 @@ from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.solver import level_plan
 from heterollm.text import Tokenizer, load_tokenizer
@@ -39,6 +39,7 @@ def calibrate(
     *,
     output: Path,
     windows: int = CALIBRATION_WINDOWS,
+    precision: Precision = "w4a16",
     group_size: int = 32,
     device: str = "host",
     gpu_threads: int | None = None,
@@ -53,7 +54,8 @@ def calibrate(
         texts: Files of plain text, one after the other; by default a built-in text (Python code).
         output: The file.
         windows: Windows of 512 tokens, at most those that the text has; one of them only checks the ranges.
-        group_size: Weights that share a scale; the scales are stepped.
+        precision: ``w4a16``, whose scales are stepped, or ``w8a8``.
+        group_size: Weights that share a scale.
         device: Device whose GPU computes.
         gpu_threads: Threads of the GPU on ``host``.
         progress: Called with a stage's name, steps done and steps in all.
@@ -66,6 +68,8 @@ def calibrate(
     """
     if windows < 2:
         raise OptionError(f"A calibration of {windows} windows.", fix="Choose at least 2.")
+    if precision not in ("w4a16", "w8a8"):
+        raise OptionError(f"A calibration of {precision}.", fix="Choose w4a16 or w8a8.")
     check_target(output, "calibration")
     checkpoint = Checkpoint(model)
     config = ModelConfig.from_folder(checkpoint.folder)
@@ -76,8 +80,9 @@ def calibrate(
     weights = load_weights(
         checkpoint,
         config,
+        precision=precision,
         group_size=group_size,
-        scales="stepped",
+        scales="stepped" if precision == "w4a16" else "free",
         progress=lambda done, total: progress("Quantising weights", done, total),
     )
     fresh = Calibration(
@@ -117,7 +122,7 @@ class _Run:
         self._progress = progress
         self._weights = weights
         self._specs: dict[tuple[int, Group], OpSpec] = {
-            (spec.layer, spec.group): spec for spec in weights.specs if spec.weight.stepped
+            (spec.layer, spec.group): spec for spec in weights.specs if spec.weight.scales != "free"
         }
         earlier = {(one.layer, one.group): one for one in state.linears}
         self._linears = {key: LinearStatistics(spec, earlier.get(key)) for key, spec in self._specs.items()}
@@ -129,7 +134,7 @@ class _Run:
             "gpu",
             weights.specs,
             device=device.name,
-            precision="w4a16",
+            precision="w8a8" if weights.specs[0].weight.scales == "tensor" else "w4a16",
             standard_lengths=(),
             chunk_length=tokens,
         )

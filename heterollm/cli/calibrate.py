@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from heterollm.cli.options import GroupSize, JsonOption, Model, command_group
+from heterollm.cli.options import GroupSize, JsonOption, Model, PrecisionOption, command_group
 
 __all__ = ["commands"]
 
@@ -25,6 +25,7 @@ def calibrate_model(
         Path, typer.Option("-o", "--output", metavar="FILE", help="The calibration; continued if it exists.")
     ] = Path("calibration.json"),
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens to run, at least 2.")] = 8,
+    precision: PrecisionOption = "w4a16",
     group_size: GroupSize = 32,
     gpu_threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
     as_json: JsonOption = False,
@@ -40,6 +41,7 @@ def calibrate_model(
             texts or (),
             output=output,
             windows=windows,
+            precision=precision,
             group_size=group_size,
             gpu_threads=gpu_threads,
             progress=progress,

@@ -18,6 +18,7 @@ __all__ = ["gpu_layer_cases"]
 SHAPE: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
 PER_TOKEN: Final = CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
 STATIC: Final = CodeGrid(8 / LARGEST_CODE, 8 / LARGEST_CODE, per_token=False)
+STATIC_8_BITS: Final = CodeGrid(5 / 127, 5 / 127, per_token=False, bits=8)
 CAPPED: Final = Scores(SHAPE.head_dim**-0.5, soft_cap=0.5)
 
 
@@ -54,7 +55,11 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
         lambda: made().gated(5, 160, (64, 64), activation="gelu_tanh"),
     )
     yield DoctorCase("GPU", "soft cap of the logits", "1 row", lambda: made().soft_cap(1, 300, 30.0))
-    for grid, name in ((PER_TOKEN, "a scale for each token"), (STATIC, "static")):
+    for grid, name in (
+        (PER_TOKEN, "a scale for each token"),
+        (STATIC, "static"),
+        (STATIC_8_BITS, "static, 8 bits"),
+    ):
         yield DoctorCase("GPU", "codes for the NPU", f"5 tokens, {name}", _coded(made, grid))
     yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().join(3, 300, 256))
 

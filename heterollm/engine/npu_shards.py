@@ -30,6 +30,7 @@ from heterollm.solver import Plan
 __all__ = [
     "PlannedGraph",
     "context_graphs",
+    "form_of_ranges",
     "npu_shard",
     "planned_contexts",
     "planned_graphs",
@@ -50,6 +51,16 @@ def shard_ranges(
     """
     found = ranges.get((spec.layer, spec.group))
     return found.of_shard(whole=npu_rows == spec.member_rows) if isinstance(found, FfnRanges) else found
+
+
+def form_of_ranges(form: GraphForm | None, ranges: StaticRanges | None) -> GraphForm | None:
+    """Return the planned form, or ``integer`` in place of ``static_int8`` where ranges have 16 bits.
+
+    Plans treat layers alike; a calibration keeps 16 bits where 8 are not enough. Every length of
+    ``static_int8`` is one of ``integer``.
+    """
+    wide = isinstance(ranges, LinearRanges) and ranges.bits == 16
+    return "integer" if wide and form == "static_int8" else form
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +102,9 @@ def planned_graphs(
             used = entry.group == spec.group and first <= spec.layer <= last
             if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
                 form, rows = cast("GraphForm | None", placement.form), placement.npu_rows
-                if form in INTEGER_FORMS and shard_ranges(ranges, spec, rows) is None:
-                    form = None
+                own = shard_ranges(ranges, spec, rows)
+                if form in INTEGER_FORMS:
+                    form = form_of_ranges(form, own) if own is not None else None
                 for length in placement.npu_lengths:
                     yield PlannedGraph(spec, rows, length, form)
 

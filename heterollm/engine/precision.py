@@ -14,7 +14,7 @@ __all__ = ["check_precision"]
 def check_precision(device: Device, precision: Precision, specs: Iterable[OpSpec]) -> None:
     """Refuse a device whose NPU does not support the precision's int8 activations.
 
-    Plans for the GPU alone are refused too, since no split of such a plan could give the same numbers.
+    Plans for the GPU alone are refused too: at ``w4a8`` no split of such a plan could give the same numbers.
 
     Raises:
         DeviceError: The NPU has no graph form with int8 activations for a group.
@@ -23,8 +23,9 @@ def check_precision(device: Device, precision: Precision, specs: Iterable[OpSpec
     if npu is None:
         return
     for spec in specs:
-        if spec.integer_inputs and not any(
-            npu.forms(spec.weight, columns=spec.columns, length=length, integer_inputs=True)
+        rounded = spec.integer_inputs
+        if (rounded or spec.weight.scales == "tensor") and not any(
+            npu.forms(spec.weight, columns=spec.columns, length=length, integer_inputs=rounded)
             for length in npu.standard_lengths
         ):
             raise DeviceError(

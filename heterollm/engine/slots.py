@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from heterollm.kernels.gpu import CODE_BYTES, FACTOR_BYTES, code_bytes
+from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelConfig
@@ -91,8 +91,8 @@ def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, 
             spec = own[entry.group]
             tokens = max(sum(entry.placement.npu_lengths), plan.longest_pass(entry, HEAD_ROWS))
             rows = spec.rows if spec.then is None else spec.then.rows
-            yield NPU_CODES, tokens * spec.columns * CODE_BYTES
-            yield NPU_OUTPUT_CODES, tokens * rows * CODE_BYTES
+            yield NPU_CODES, tokens * spec.columns * LARGEST_CODE_BYTES
+            yield NPU_OUTPUT_CODES, tokens * rows * LARGEST_CODE_BYTES
             yield NPU_FACTORS, tokens * FACTOR_BYTES
 
 

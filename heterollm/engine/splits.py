@@ -13,6 +13,7 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.npu_shards import (
     PlannedGraph,
     context_graphs,
+    form_of_ranges,
     planned_contexts,
     planned_graphs,
     planned_shard,
@@ -291,13 +292,14 @@ class SplitEmitter:
 
     def _npu_dtype(self, op: PlacedOp) -> np.dtype[Any]:
         """Return the element type of the memory that the NPU reads and writes."""
-        return self._device.activation_dtype if op.codes is None else np.dtype(np.uint16)
+        return self._device.activation_dtype if op.codes is None else op.codes.grid.dtype
 
     def _form(self, spec: OpSpec, placement: Placement) -> GraphForm | None:
-        """Return the planned form, or the default in place of an integer one without ranges."""
+        """Return the planned form for the bits of the ranges, or the default in place of one without."""
         form = cast("GraphForm | None", placement.form)
-        if form not in INTEGER_FORMS or self._shard_ranges(spec, placement.npu_rows) is not None:
-            return form
+        ranges = self._shard_ranges(spec, placement.npu_rows)
+        if form not in INTEGER_FORMS or ranges is not None:
+            return form_of_ranges(form, ranges)
         self._float_operators[operator_name(spec.group, spec.layer)] = None
         return None
 

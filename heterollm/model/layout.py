@@ -176,7 +176,8 @@ def op_specs(
     """List every group of every layer in order of execution, and the head.
 
     At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all groups, including the
-    head, read inputs that are rounded to int8. If ``group_size`` does not divide the inputs of a group, the
+    head, read inputs that are rounded to int8. At ``w8a8`` all have 8 bits, the layers with one scale for a
+    tensor. If ``group_size`` does not divide the inputs of a group, the
     block is the largest power of two below it that does.
 
     Args:
@@ -197,9 +198,11 @@ def op_specs(
         if precision != "fp16":
             block = effective_block(columns, group_size)
             head = group == "head"
-            weight = WeightFormat(4, block, symmetric, scales == "stepped")
+            weight = WeightFormat(4, block, symmetric, scales)
             if head:
                 weight = WeightFormat(EMBEDDING_BITS, block)
+            elif precision == "w8a8":
+                weight = WeightFormat(8, block, scales="tensor")
         members = tuple(
             Member(member, _rows(config, member)) for member in linear_names(config, layer)[group]
         )

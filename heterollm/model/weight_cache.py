@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, EngineError, atomic_path, locked
-from heterollm.kernels.formats import QuantizedTensor, quantize
+from heterollm.kernels.formats import Magnitudes, QuantizedTensor, best_tensor_scale, quantize
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
@@ -37,6 +37,8 @@ CODES, SCALES, ZERO_POINTS = ".codes", ".scales", ".zero_points"
 
 SLAB_WEIGHTS = 4 * 1024 * 1024
 """Weights that a thread reads and quantises at once: 16 MB of float32."""
+
+T = TypeVar("T")
 
 Slab = tuple[str, int, int]
 """A tensor's name and a range of its rows."""
@@ -98,7 +100,7 @@ def quantized_view(file: TensorFile, name: str, weight: WeightFormat) -> Quantiz
     zeros = None if weight.symmetric else file.bits(name + ZERO_POINTS)
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
     codes, scales = file.bits(name + CODES), file.bits(name + SCALES)
-    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.stepped)
+    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.scales)
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -184,7 +186,10 @@ def _quantized_slabs(
     progress: ByteProgress | None,
     cancelled: threading.Event | None,
 ) -> Generator[tuple[str, int, QuantizedTensor], None, None]:
-    """Quantise all tensors on all cores; yield the name, first row and result of each slab of rows."""
+    """Quantise all tensors on all cores; yield the name, first row and result of each slab of rows.
+
+    Tensors with one scale are read twice: first for their magnitudes.
+    """
     slabs = [
         (name, start, min(start + rows_at_once, rows))
         for name in recipe.formats
@@ -193,40 +198,73 @@ def _quantized_slabs(
         for start in range(0, rows, rows_at_once)
     ]
 
+    whole = [slab for slab in slabs if recipe.formats[slab[0]].scales == "tensor"]
+    found: dict[str, Magnitudes] = {}
+    for (name, *_), magnitudes in _in_parallel(lambda slab: _magnitudes(checkpoint, slab), whole):
+        _check_not_stopped(cancelled)
+        found[name] = found[name] + magnitudes if name in found else magnitudes
+    tensor_scales = {name: best_tensor_scale(magnitudes) for name, magnitudes in found.items()}
+
     def work(slab: Slab) -> QuantizedTensor:
         name, start, stop = slab
-        return _quantize_rows(checkpoint, name, (start, stop), recipe.formats[name])
+        weight = recipe.formats[name]
+        return _quantize_rows(checkpoint, name, (start, stop), weight, tensor_scales.get(name))
 
     total_bytes = sum(checkpoint.size_bytes(name) for name in recipe.formats)
     done_bytes = 0
     for (name, start, stop), part in _in_parallel(work, slabs):
-        if cancelled is not None and cancelled.is_set():
-            raise EngineError("Quantising was stopped.")
+        _check_not_stopped(cancelled)
         yield name, start, part
         done_bytes += checkpoint.size_bytes(name) * (stop - start) // checkpoint.shape(name)[0]
         if progress is not None:
             progress(done_bytes, total_bytes)
 
 
+def _check_not_stopped(cancelled: threading.Event | None) -> None:
+    if cancelled is not None and cancelled.is_set():
+        raise EngineError("Quantising was stopped.")
+
+
+def _magnitudes(checkpoint: Checkpoint, slab: Slab) -> Magnitudes:
+    name, start, stop = slab
+    values = checkpoint.read(name, (start, stop))
+    with _naming(name):
+        return Magnitudes.of(values)
+
+
 def _quantize_rows(
-    checkpoint: Checkpoint, name: str, rows: tuple[int, int], weight: WeightFormat
+    checkpoint: Checkpoint,
+    name: str,
+    rows: tuple[int, int],
+    weight: WeightFormat,
+    tensor_scale: float | None,
 ) -> QuantizedTensor:
     values = checkpoint.read(name, rows)
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
-    try:
+    with _naming(name):
         return quantize(
-            values, bits=bits, block=weight.block, symmetric=weight.symmetric, stepped=weight.stepped
+            values,
+            bits=bits,
+            block=weight.block,
+            symmetric=weight.symmetric,
+            scale_kind=weight.scales,
+            tensor_scale=tensor_scale,
         )
+
+
+@contextlib.contextmanager
+def _naming(tensor: str) -> Iterator[None]:
+    """Name a tensor in errors of its values."""
+    try:
+        yield
     except CheckpointError as error:
-        raise CheckpointError(f"Tensor {name}: {error.message}", fix=error.fix) from error
+        raise CheckpointError(f"Tensor {tensor}: {error.message}", fix=error.fix) from error
 
 
-def _in_parallel(
-    work: Callable[[Slab], QuantizedTensor], slabs: Iterable[Slab]
-) -> Iterator[tuple[Slab, QuantizedTensor]]:
+def _in_parallel(work: Callable[[Slab], T], slabs: Iterable[Slab]) -> Iterator[tuple[Slab, T]]:
     """Yield each slab with its result, in order, while only a few results wait."""
     workers = len(allowed_cores())
-    waiting: deque[tuple[Slab, Future[QuantizedTensor]]] = deque()
+    waiting: deque[tuple[Slab, Future[T]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="quantize")
     try:
         for slab in slabs:

@@ -16,6 +16,7 @@ from heterollm.base import CheckpointError, cache_root
 from heterollm.kernels.formats import (
     QUANTIZER_VERSION,
     STEPPED_VERSION,
+    TENSOR_VERSION,
     LinearWeight,
     QuantizedTensor,
     shape_only_array,
@@ -168,7 +169,8 @@ def load_weights(
     Args:
         checkpoint: The tensors.
         config: The model; its tensors are checked against the checkpoint's.
-        precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights) or ``fp16``.
+        precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights), ``w8a8`` (8 bits)
+            or ``fp16``.
         group_size: Inputs that share one scale, except at ``fp16``.
         symmetric: Whether 4-bit weights have no zero points.
         scales: Scales of the 4-bit weights.
@@ -194,12 +196,14 @@ def load_weights(
     variant = f"{dtype}"
     if precision != "fp16":
         kind = "" if scales == "free" else f" {scales} {STEPPED_VERSION}"
+        if precision == "w8a8":
+            kind = f" tensor {TENSOR_VERSION}"
         variant = f"{group_size} {symmetric} {QUANTIZER_VERSION}{kind}"
 
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
     content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
-    stored = "fp16" if precision == "fp16" else "w4a16"
+    stored = "w4a16" if precision == "w4a8" else precision
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
     float_names = tuple(name for name in expected_tensors(config) if name not in formats)
     recipe = Recipe(content_key, formats, float_names)

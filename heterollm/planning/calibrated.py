@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from heterollm.kernels.npu import StaticRanges
+from heterollm.base import CalibrationError
+from heterollm.kernels.npu import LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
+
+if TYPE_CHECKING:
+    from heterollm.calibration import Calibration
 
 __all__ = ["calibrated_ranges", "calibration_key"]
 
@@ -32,7 +37,8 @@ def calibrated_ranges(
     """Return the ranges of the operators that passed the check, by layer and group; none without a file.
 
     Raises:
-        CalibrationError: The file cannot be read, is not a complete calibration, or is of other weights.
+        CalibrationError: The file cannot be read, is not a complete calibration, is of other weights, or, at
+            precision ``w8a8``, lacks an operator.
     """
     if path is None:
         return {}
@@ -40,4 +46,22 @@ def calibrated_ranges(
 
     found = load_calibration(Path(path))
     found.check_weights(weights.content_key)
-    return found.ranges()
+    int8 = any(spec.weight.scales == "tensor" for spec in weights.specs)
+    ranges = _int8_ranges(found) if int8 else found.ranges()
+    for spec in weights.specs:
+        if spec.weight.scales == "tensor" and (spec.layer, spec.group) not in ranges:
+            raise CalibrationError(
+                f"The calibration {path} has no ranges of {spec.group} of layer {spec.layer}, without which "
+                "the NPU cannot compute it at precision w8a8.",
+                fix="Calibrate with other text, or choose plan gpu.",
+            )
+    return ranges
+
+
+def _int8_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
+    """Return static ranges of 8 bits of the operators that have magnitudes."""
+    return {
+        (one.layer, one.group): LinearRanges(max(one.outputs), one.inputs, bits=8)
+        for one in found.linears
+        if min(one.inputs, *one.outputs) > 0
+    }

@@ -197,10 +197,11 @@ def _checked(
             )
     if plan.calibration != calibration and (plan.calibration is not None or plan.has_integer_forms):
         made = f"made with the calibration {plan.calibration}" if plan.calibration else "names no calibration"
+        weights = "--precision w8a8" if precision == "w8a8" else "--scales stepped"
         given = f"the calibration {calibration} is given" if calibration else "none is given"
         raise PlanError(
             f"{what} {'was ' if plan.calibration else ''}{made}, and {given}.",
             fix="Give the calibration of the plan with --calibration FILE, or make a plan with this one: "
-            "`heterollm plan MODEL --scales stepped --calibration FILE -o PLAN`.",
+            f"`heterollm plan MODEL {weights} --calibration FILE -o PLAN`.",
         )
     return plan

@@ -31,12 +31,15 @@ class LoadOptions:
         request: Further options of the solver's plan: objective, cap on the GPU's share, memory,
             forbidden processors and kinds. Its context and level are those of the load.
         precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs
-            rounded to int8; ``host`` only) or ``fp16`` (float weights; FP32 on ``host``).
+            rounded to int8; ``host`` only), ``w8a8`` (8-bit weights with one scale for a tensor; the NPU
+            computes with 8-bit activations on calibrated ranges, the GPU with floats) or ``fp16`` (float
+            weights; FP32 on ``host``).
         group_size: Weights that share a scale: 32, 64 or 128.
         symmetric: Whether 4-bit codes have no zero point of their own.
         scales: ``free``, or ``stepped`` so that the NPU may compute in integers: each scale of a 4-bit row is
             1 to 16 times one number.
-        calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need.
+        calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need; at ``w8a8`` only
+            plan ``gpu`` does without.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
@@ -84,10 +87,17 @@ class LoadOptions:
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
-        if self.calibration is not None and (self.scales != "stepped" or self.precision != "w4a16"):
+        stepped = self.precision == "w4a16" and self.scales == "stepped"
+        if self.calibration is not None and self.precision != "w8a8" and not stepped:
             raise OptionError(
-                "A calibration is for weights of precision w4a16 with stepped scales.",
-                fix="Choose scales stepped, or leave the calibration out.",
+                "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8.",
+                fix="Choose scales stepped or precision w8a8, or leave the calibration out.",
+            )
+        if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
+            raise OptionError(
+                "Precision w8a8 needs the calibrated ranges of the model's activations.",
+                fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
+                "or choose plan gpu, which computes with float activations.",
             )
         for what, given, legal in (
             ("power", self.power, POWERS),
@@ -143,6 +153,11 @@ def check_weights(precision: object, group_size: object, symmetric: object, scal
     if scales == "stepped" and precision == "fp16":
         raise OptionError(
             "Weights of precision fp16 have no scales, stepped or free.", fix="Choose w4a16 or w4a8."
+        )
+    if precision == "w8a8" and (scales != "free" or not symmetric):
+        raise OptionError(
+            "Weights of precision w8a8 have one scale for a tensor and no zero points.",
+            fix="Leave the scales and the zero points out, or choose w4a16.",
         )
     if scales == "stepped" and not symmetric:
         raise OptionError(

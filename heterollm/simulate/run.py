@@ -159,7 +159,7 @@ def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...
 def _assumed_ranges(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges]:
     """Return ranges of every operator, on which no time depends."""
     found: dict[tuple[int, Group], StaticRanges] = {
-        (spec.layer, spec.group): LinearRanges(1.0, 1.0) for spec in specs if spec.weight.stepped
+        (spec.layer, spec.group): LinearRanges(1.0, 1.0) for spec in specs if spec.weight.scales == "stepped"
     }
     ffns: dict[tuple[int, Group], StaticRanges] = {
         (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)

@@ -1,5 +1,12 @@
 from . import reference as reference
 from . import reference_layers as reference_layers
+from .edge_codes import LARGEST_CODE as LARGEST_CODE
+from .edge_codes import ZERO_CODE as ZERO_CODE
+from .edge_codes import CodeBits as CodeBits
+from .edge_codes import CodeGrid as CodeGrid
+from .edge_codes import code_dtype as code_dtype
+from .edge_codes import largest_code as largest_code
+from .edge_codes import zero_code as zero_code
 from .quantisation import QUANTIZER_VERSION as QUANTIZER_VERSION
 from .quantisation import STEPPED_VERSION as STEPPED_VERSION
 from .quantisation import effective_block as effective_block
@@ -18,10 +25,10 @@ from .shape_only import shape_only_array as shape_only_array
 from .shape_only import shape_only_weight as shape_only_weight
 from .stepped_scales import LARGEST_MULTIPLE as LARGEST_MULTIPLE
 from .stepped_scales import row_steps as row_steps
+from .tensor_scale import TENSOR_VERSION as TENSOR_VERSION
+from .tensor_scale import Magnitudes as Magnitudes
+from .tensor_scale import best_tensor_scale as best_tensor_scale
 from .tolerances import LINEAR_NMSE as LINEAR_NMSE
 from .tolerances import SINGLE_FACTOR as SINGLE_FACTOR
 from .tolerances import ComputeType as ComputeType
 from .tolerances import linear_errors as linear_errors
-from .uint16_codes import LARGEST_CODE as LARGEST_CODE
-from .uint16_codes import ZERO_CODE as ZERO_CODE
-from .uint16_codes import CodeGrid as CodeGrid

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError, OptionError
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
 from heterollm.kernels.formats.stepped_scales import LARGEST_MULTIPLE, choose_steps, nearest_multiples
+from heterollm.kernels.formats.tensor_scale import Magnitudes, best_tensor_scale, tensor_codes
+from heterollm.kernels.ops import ScaleKind
 
 __all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "STEPPED_VERSION", "effective_block", "quantize"]
 
@@ -80,7 +82,8 @@ def quantize(
     bits: Literal[4, 8],
     block: int,
     symmetric: bool = True,
-    stepped: bool = False,
+    scale_kind: ScaleKind = "free",
+    tensor_scale: float | None = None,
 ) -> QuantizedTensor:
     """Quantise a float32 weight ``[n, k]`` in blocks of ``block`` inputs.
 
@@ -93,11 +96,13 @@ def quantize(
         bits: 4 or 8.
         block: A power of two of at least 16 that divides ``k``.
         symmetric: Whether the zero point is the middle code instead of a stored one per block.
-        stepped: Whether each scale is 1 to 16 times one positive number of its row, and 16 occurs, with the
-            least squared error under this constraint; 4 symmetric bits only.
+        scale_kind: ``stepped`` for scales of which each is 1 to 16 times one positive number of its row, and
+            16 occurs, with the least squared error under this constraint (4 symmetric bits only); ``tensor``
+            for one positive scale (8 symmetric bits only).
+        tensor_scale: That one scale, if ``weight`` is part of a tensor; default the best one for ``weight``.
 
     Raises:
-        OptionError: ``bits`` or ``block`` is not legal for this shape, or ``stepped`` for this format.
+        OptionError: ``bits`` or ``block`` is not legal for this shape, or ``scale_kind`` for this format.
         CheckpointError: A value is NaN or infinite, or too large for an FP16 scale.
     """
     rows, columns = weight.shape
@@ -106,10 +111,16 @@ def quantize(
     _check_block(block)
     if columns % block:
         raise OptionError(f"A weight with {columns} inputs cannot be quantised in blocks of {block}.")
-    if stepped and (bits != 4 or not symmetric):
-        raise OptionError("Stepped scales are for symmetric weights of 4 bits only.")
-    if stepped:
+    if scale_kind == "stepped":
+        if bits != 4 or not symmetric:
+            raise OptionError("Stepped scales are for symmetric weights of 4 bits only.")
         return _quantize_stepped(weight, block)
+    if scale_kind == "tensor":
+        if bits != 8 or not symmetric:
+            raise OptionError("One scale for a tensor is for symmetric weights of 8 bits only.")
+        scale = best_tensor_scale(Magnitudes.of(weight)) if tensor_scale is None else tensor_scale
+        same = np.full((rows, columns // block), scale, np.float16)
+        return QuantizedTensor(tensor_codes(weight, scale, block), same, None, 8, block, "tensor")
     blocks = np.ascontiguousarray(weight, np.float32).reshape(-1, block)
     codes = np.empty((blocks.shape[0], block * bits // 8), np.uint8)
     scales = np.empty(blocks.shape[0], np.float16)
@@ -148,7 +159,7 @@ def _quantize_stepped(weight: NDArray[np.float32], block: int) -> QuantizedTenso
         steps -= grid.low
         codes[batch] = _pack(steps.astype(np.uint8), 4).T.reshape(-1, per_row, block // 2)
         scales[batch] = grid.scale.reshape(-1, per_row)
-    return QuantizedTensor(codes, scales, None, 4, block, stepped=True)
+    return QuantizedTensor(codes, scales, None, 4, block, scale_kind="stepped")
 
 
 def _check_block(block: int) -> None:

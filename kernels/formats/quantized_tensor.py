@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import ScaleKind, WeightFormat
 
 __all__ = [
     "LinearWeight",
@@ -40,7 +40,7 @@ class QuantizedTensor:
         zero_points: uint8 ``[n, ceil(k/block*bits/8)]``, packed like ``codes``; None when symmetric.
         bits: 4 or 8.
         block: Inputs that share one scale.
-        stepped: Whether each scale is 1 to 16 times one number of its row.
+        scale_kind: Kind of the scales; with ``tensor`` all scales of a stored tensor are equal.
     """
 
     codes: NDArray[np.uint8]
@@ -48,7 +48,7 @@ class QuantizedTensor:
     zero_points: NDArray[np.uint8] | None
     bits: Literal[4, 8]
     block: int
-    stepped: bool = False
+    scale_kind: ScaleKind = "free"
 
     @property
     def rows(self) -> int:
@@ -63,7 +63,7 @@ class QuantizedTensor:
     @property
     def format(self) -> WeightFormat:
         """The number format."""
-        return WeightFormat(self.bits, self.block, self.zero_points is None, self.stepped)
+        return WeightFormat(self.bits, self.block, self.zero_points is None, self.scale_kind)
 
     @property
     def size_bytes(self) -> int:
@@ -117,7 +117,7 @@ def take_rows(weight: LinearWeight, ranges: Iterable[tuple[int, int]]) -> Linear
             None if zeros is None else _take(zeros, parts),
             weight.bits,
             weight.block,
-            weight.stepped,
+            weight.scale_kind,
         )
     return _take(weight, parts)
 
@@ -150,7 +150,7 @@ def take_columns(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
         zeros,
         bits,
         weight.block,
-        weight.stepped,
+        weight.scale_kind,
     )
 
 
@@ -170,7 +170,7 @@ def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
         _stacked(zeros) if zeros else None,
         quantized[0].bits,
         quantized[0].block,
-        quantized[0].stepped,
+        quantized[0].scale_kind,
     )
 
 

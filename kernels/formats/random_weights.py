@@ -31,11 +31,14 @@ def random_weight(
     steps = 1 << (bits - 2)
     signs = generator.choice([-1.0, 1.0], (rows, blocks))
     scales = signs * generator.uniform(0.5, 1.5, (rows, blocks)) / (steps * np.sqrt(columns))
-    if weight.stepped:
+    if weight.scales == "stepped":
         free = np.abs(scales).astype(np.float32)
         step = choose_steps(free, np.ones_like(free))
         scales = nearest_multiples(free, step) * step[:, None]
+    if weight.scales == "tensor":
+        codes = np.maximum(codes, 1)
+        scales = np.full_like(scales, abs(scales[0, 0]))
     zeros = None
     if not weight.symmetric:
         zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, weight.block, weight.stepped)
+    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, weight.block, weight.scales)

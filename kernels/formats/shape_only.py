@@ -35,4 +35,4 @@ def shape_only_weight(rows: int, columns: int, weight: WeightFormat) -> LinearWe
         zeros = shape_only_array((rows, -(-blocks * bits // 8)), np.uint8)
     codes = shape_only_array((rows, blocks, weight.block * bits // 8), np.uint8)
     scales = shape_only_array((rows, blocks), np.float16)
-    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.stepped)
+    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.scales)

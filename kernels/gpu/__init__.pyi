@@ -1,7 +1,7 @@
 from .binding import OpenClError as OpenClError
-from .codes import CODE_BYTES as CODE_BYTES
 from .codes import COUNT_WORDS as COUNT_WORDS
 from .codes import FACTOR_BYTES as FACTOR_BYTES
+from .codes import LARGEST_CODE_BYTES as LARGEST_CODE_BYTES
 from .codes import NpuCodes as NpuCodes
 from .glue import GpuGlue as GpuGlue
 from .glue_kernels import Segments as Segments

@@ -1,4 +1,4 @@
-"""Memory for the 16-bit codes at the edges of integer NPU graphs (opencl/codes.h)."""
+"""Memory for the codes at the edges of integer NPU graphs (opencl/codes.h)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from heterollm.kernels.formats import CodeGrid
 from heterollm.kernels.gpu.launch import Argument
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 
-__all__ = ["CODE_BYTES", "COUNT_WORDS", "FACTOR_BYTES", "NpuCodes"]
+__all__ = ["COUNT_WORDS", "FACTOR_BYTES", "LARGEST_CODE_BYTES", "NpuCodes"]
 
-CODE_BYTES: Final = 2
+LARGEST_CODE_BYTES: Final = 2
+"""Bytes of a code of 16 bits."""
 FACTOR_BYTES: Final = 4
 COUNT_WORDS: Final = 2
 """Words that count for an operator: codes at the end of their range, and tokens."""
@@ -25,8 +26,8 @@ class NpuCodes:
     """The codes of an operator with an integer NPU graph.
 
     Args:
-        inputs: uint16 ``[tokens, k]``, which kernels write and the NPU reads.
-        outputs: uint16 ``[tokens, n]``, which the NPU writes and a kernel reads.
+        inputs: ``[tokens, k]`` in the type of the grid, which kernels write and the NPU reads.
+        outputs: ``[tokens, n]`` in the same type, which the NPU writes and a kernel reads.
         factors: float32 ``[tokens]``.
         counts: uint32, the counts of all operators.
         place: First word of this operator's counts.
@@ -43,7 +44,12 @@ class NpuCodes:
     @property
     def defines(self) -> dict[str, str | int]:
         """Defines of the kernels that write the codes of their output."""
-        return {"NPU_CODES": 1}
+        return {"NPU_CODES": self.grid.bits}
+
+    @property
+    def code_bytes(self) -> int:
+        """Size of a code."""
+        return self.grid.bits // 8
 
     def arguments(self, tokens: int, columns: int, label: str) -> tuple[Argument, ...]:
         """Return the last arguments of a kernel that writes the codes of ``[tokens, columns]``.
@@ -53,7 +59,7 @@ class NpuCodes:
         """
         if columns % 8:
             raise KernelError(f"{label}: rows of {columns} inputs are not whole eights, as codes must be.")
-        self.inputs.require(tokens * columns * CODE_BYTES, f"{label} code")
+        self.inputs.require(tokens * columns * self.code_bytes, f"{label} code")
         self.require_factors(tokens, label)
         steps, per_token = np.float32(1 / self.grid.input_step), np.int32(self.grid.per_token)
         return self.inputs, self.factors, self.counts, np.int32(self.place), steps, per_token

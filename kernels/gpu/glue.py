@@ -14,7 +14,7 @@ import numpy as np
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention import GpuAttention
-from heterollm.kernels.gpu.codes import CODE_BYTES, NpuCodes
+from heterollm.kernels.gpu.codes import NpuCodes
 from heterollm.kernels.gpu.glue_kernels import Segments
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
@@ -67,7 +67,7 @@ class GpuGlue(GpuAttention):
             delta: Output of the preceding linear, one member; None at the start of the model.
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the delta's norm, or None.
-            rounded: Target of the codes of ``out``, int8 for a GPU or uint16 for an NPU; None for no codes.
+            rounded: Target of the codes of ``out``, int8 for a GPU, or those of an NPU; None for no codes.
         """
         residual.require(tokens * hidden * 4, "norm residual")
         memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
@@ -127,7 +127,8 @@ class GpuGlue(GpuAttention):
         )
         item, block = self._item_bytes, rounded.block if isinstance(rounded, RoundedInputs) else 0
         read = 4 if mode == NORM_ONLY else 4 + item
-        stored = (item + 4 if mode == NORM_ADD else item) + CODE_BYTES * isinstance(rounded, NpuCodes)
+        stored = item + 4 if mode == NORM_ADD else item
+        stored += rounded.code_bytes if isinstance(rounded, NpuCodes) else 0
         work = functools.partial(pointwise_work, rows * hidden, 6, read, stored, block)
         return self._runtime.launch(kernel, arguments, (rows * items,), (items,), label, work=work)
 
@@ -201,13 +202,13 @@ class GpuGlue(GpuAttention):
         x.require(tokens * columns * self._item_bytes, f"{label} input")
         arguments = (x, np.int32(columns), *codes.arguments(tokens, columns, label))
         kernel, _, items = self._kernel(CODE_FILES, "write_npu_codes", rounded=codes, widths=(columns,))
-        work = functools.partial(pointwise_work, tokens * columns, 4, self._item_bytes, CODE_BYTES)
+        work = functools.partial(pointwise_work, tokens * columns, 4, self._item_bytes, codes.code_bytes)
         return self._runtime.launch(kernel, arguments, (tokens * items,), (items,), label, work=work)
 
     def read_codes(self, codes: NpuCodes, out: DeviceMemory, *, tokens: int, rows: int) -> Launch:
         """Return the launch that writes the values of output codes ``[tokens, rows]``, and counts them."""
         label = "reading of codes"
-        codes.outputs.require(tokens * rows * CODE_BYTES, f"{label} input")
+        codes.outputs.require(tokens * rows * codes.code_bytes, f"{label} input")
         codes.require_factors(tokens, label)
         out.require(tokens * rows * self._item_bytes, f"{label} output")
         kernel, style, items = self._kernel(CODE_FILES, "read_npu_codes", rounded=codes, widths=(rows,))
@@ -216,7 +217,7 @@ class GpuGlue(GpuAttention):
             *(codes.outputs, codes.factors, out, codes.counts, np.int32(codes.place)),
             *(np.float32(codes.grid.output_step), np.int32(rows), np.int32(span)),
         )
-        work = functools.partial(pointwise_work, tokens * rows, 4, CODE_BYTES, self._item_bytes)
+        work = functools.partial(pointwise_work, tokens * rows, 4, codes.code_bytes, self._item_bytes)
         size = round_up(-(-rows // span), items), tokens
         return self._runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
 

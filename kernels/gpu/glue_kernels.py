@@ -135,7 +135,8 @@ class GlueKernels:
 
         what = name.replace("_", " ")
         if rounded:
-            what += " with uint16 codes" if isinstance(rounded, NpuCodes) else " with int8 codes"
+            bits = rounded.grid.bits if isinstance(rounded, NpuCodes) else 0
+            what += f" with uint{bits} codes" if bits else " with int8 codes"
         return self._runtime.variants.first(what, self._variants, build)
 
 

@@ -9,6 +9,7 @@ from .host import HostNpu as HostNpu
 from .protocol import INTEGER_FORMS as INTEGER_FORMS
 from .protocol import K_SPLIT_COLUMNS as K_SPLIT_COLUMNS
 from .protocol import STANDARD_LENGTHS as STANDARD_LENGTHS
+from .protocol import TILE_OF_INTEGERS as TILE_OF_INTEGERS
 from .protocol import GraphForm as GraphForm
 from .protocol import NpuBackend as NpuBackend
 from .protocol import NpuGraph as NpuGraph

@@ -6,13 +6,10 @@ the plain forms of float weights, the default first.
 
 from __future__ import annotations
 
-from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_TOKENS, GraphForm
+from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_OF_INTEGERS, TILE_TOKENS, GraphForm
 from heterollm.kernels.ops import Activation, WeightFormat
 
 __all__ = ["every_ffn_form", "every_form", "integer_forms", "k_split_ffn_forms", "reshaped_forms"]
-
-INTEGER_TILE_TOKENS = 32
-"""Hexagon lays out 16-bit activations in tiles of 32 tokens; other lengths take up to 8 times as long."""
 
 
 def every_form(
@@ -23,8 +20,10 @@ def every_form(
     length: int,
     integer_inputs: bool = False,
 ) -> tuple[GraphForm, ...]:
-    """Return the forms of a linear shard for a backend that runs them all."""
+    """Return the forms of a linear shard for a backend that runs them all, except integer ones."""
     plain = floats
+    if weight.scales == "tensor":
+        return ()
     if weight.quantized:
         plain = ("matmul_nbits_int8",) if integer_inputs else ("matmul_nbits",)
     elif integer_inputs:
@@ -33,8 +32,10 @@ def every_form(
 
 
 def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) -> tuple[GraphForm, ...]:
-    """Return the forms of an ffn shard for a backend that runs them all."""
+    """Return the forms of an ffn shard for a backend that runs them all, except integer ones."""
     plain: tuple[GraphForm, ...] = ("ffn", "ffn_weight_first")
+    if weight.scales == "tensor":
+        return ()
     if weight.quantized:
         plain = ("ffn_int8",) if integer_inputs else ("ffn",)
     elif integer_inputs:
@@ -45,11 +46,19 @@ def every_ffn_form(weight: WeightFormat, *, width: int, integer_inputs: bool) ->
 def integer_forms(
     weight: WeightFormat, *, length: int, integer_inputs: bool = False, activation: Activation | None = None
 ) -> tuple[GraphForm, ...]:
-    """Return the legal forms with 16-bit activations of a linear shard, or with an activation of an ffn."""
-    packed = weight.bits == 4 and weight.symmetric and weight.stepped and not integer_inputs
-    if not packed or length % INTEGER_TILE_TOKENS or activation not in (None, "silu"):
+    """Return the legal forms with calibrated ranges of a linear shard, or with an activation of an ffn.
+
+    Weights with one scale for a tensor have no other forms: their activations are to have 8 bits, or 16 where
+    the calibration says so. Their ffns have no forms: 8 bits within one graph would not be enough.
+    """
+    forms: tuple[GraphForm, ...] = ()
+    if weight.scales == "stepped" and activation in (None, "silu"):
+        forms = ("integer",) if activation is None else ("ffn_integer",)
+    elif weight.scales == "tensor" and activation is None:
+        forms = ("static_int8", "integer")
+    if integer_inputs:
         return ()
-    return ("integer",) if activation is None else ("ffn_integer",)
+    return tuple(form for form in forms if length % TILE_OF_INTEGERS[form] == 0)
 
 
 def reshaped_forms(

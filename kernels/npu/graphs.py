@@ -38,7 +38,7 @@ FLOAT_FORMS: frozenset[GraphForm] = frozenset(
     {"activation_first", "weight_first", "conv_1x1", "token_tiles", "k_chunked"}
 )
 QUANTIZED_FORMS: frozenset[GraphForm] = frozenset(
-    {"matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8", "integer"}
+    {"matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8", "integer", "static_int8"}
 )
 FLOAT_FFN_FORMS: frozenset[GraphForm] = frozenset({"ffn", "ffn_weight_first", "ffn_k_chunked"})
 QUANTIZED_FFN_FORMS: frozenset[GraphForm] = frozenset(
@@ -48,6 +48,7 @@ QUANTIZED_FFN_FORMS: frozenset[GraphForm] = frozenset(
 ONNX_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.float16): TensorProto.FLOAT16,
+    np.dtype(np.int8): TensorProto.INT8,
     np.dtype(np.uint8): TensorProto.UINT8,
     np.dtype(np.uint16): TensorProto.UINT16,
     np.dtype(ml_dtypes.int4): TensorProto.INT4,
@@ -129,8 +130,8 @@ def write_graph(
     body = GraphBody(dtype, length)
     if isinstance(shard, FfnShard) and form == "ffn_integer":
         build_integer_ffn(shard, body)
-    elif isinstance(shard, LinearShard) and form == "integer":
-        build_integer_linear(shard, body)
+    elif isinstance(shard, LinearShard) and form in ("integer", "static_int8"):
+        build_integer_linear(shard, form, body)
     elif isinstance(shard, FfnShard):
         build_ffn(shard, form, body, k_split_columns)
     else:

@@ -125,6 +125,8 @@ class HostNpu:
         options = session_options(self.threads)
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        # Without VNNI its products of uint8 and int8 would saturate at 16 bits.
+        options.add_session_config_entry("session.x64quantprecision", "1")
         # ONNX Runtime would round the inputs of integer forms to 8 bits.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         folder = None

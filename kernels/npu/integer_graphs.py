@@ -1,4 +1,4 @@
-"""Linear layers and ffns with uint16 activations, for Hexagon's integer matrix unit.
+"""Linear layers and ffns with uint16 or uint8 activations, for Hexagon's integer matrix unit.
 
 Every activation lies on a static grid of 16 bits with zero point 32768, whose range a calibration gave. Input
 and output of the graph are codes on such grids, which the GPU writes and reads: it divides the input of a
@@ -6,7 +6,9 @@ single linear by the largest magnitude of each token, and multiplies the output 
 4-bit codes and stepped scales, so the graph computes with the very numbers of the GPU's kernels. QNN's
 compiler keeps such a linear in integers only in this form: uint16, symmetric weights, scales that are 1 to 16
 times one number of their row with 16 used, and an output of 16 bits. The functions of this module therefore
-refuse all other weights.
+refuse all other weights, except those of 8 bits with one scale for a tensor: their codes go with activations
+of 16 bits, or of 8 bits with zero point 128 and an output of 8 bits (one of 16 bits QNN would compute in
+floats). Their scale is written for every row, so that stacked tensors keep their own.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from numpy.typing import NDArray
 from heterollm.base import GraphError
 from heterollm.kernels.formats import (
     LARGEST_MULTIPLE,
-    ZERO_CODE,
+    CodeGrid,
     LinearWeight,
     QuantizedTensor,
     concatenate_rows,
     row_steps,
     take_rows,
+    zero_code,
 )
 from heterollm.kernels.npu.linear_graphs import INPUT, OUTPUT, GraphBody
+from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.npu.shards import FfnShard, LinearShard
 
@@ -40,24 +44,36 @@ ZERO_CODES: Final = 0x88
 """Two 4-bit codes of the value 0."""
 
 
-def build_integer_linear(shard: LinearShard, body: GraphBody) -> None:
+def build_integer_linear(shard: LinearShard, form: GraphForm, body: GraphBody) -> None:
     """Append the nodes of a linear shard from :data:`INPUT` to :data:`OUTPUT`.
 
     Raises:
-        GraphError: The shard has no ranges, or its weight has not the scales that the form needs.
+        GraphError: The shard has no ranges of the form's bits, or its weight has not the scales that the form
+            needs.
     """
-    ranges = shard.ranges
-    if not isinstance(ranges, LinearRanges):
-        raise _uncalibrated(shard)
+    ranges, bits = shard.ranges, 8 if form == "static_int8" else 16
+    if not isinstance(ranges, LinearRanges) or ranges.bits != bits:
+        raise _uncalibrated(shard, bits)
+    if shard.format.scales == "tensor" or bits == 8:
+        weight = _with_row_scale(shard.weight, shard.label)
+        _start(body, ranges.grid)
+        values = (weight.unpacked_codes() ^ np.uint8(128)).view(np.int8)
+        body.tensors["weight_codes"] = np.ascontiguousarray(values.T)
+        body.tensors["scales"] = np.ascontiguousarray(weight.scales[:, 0], np.float32)
+        body.tensors["zeros"] = np.zeros(weight.rows, np.int8)
+        body.add("DequantizeLinear", ["weight_codes", "scales", "zeros"], "weight", axis=1)
+        body.add("MatMul", ["x_rounded", "weight"], "y_product")
+        _end(body, ranges.grid)
+        return
     weight = _stepped(shard.weight, shard.label)
     if not row_steps(weight.scales).reaches_largest.all():
         raise GraphError(
             f"{shard.label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step, and "
             "would lose digits in integers."
         )
-    _start(body, ranges.grid.input_step)
+    _start(body, ranges.grid)
     _product(body, weight, "x_rounded", "y_product", "")
-    _end(body, ranges.grid.output_step)
+    _end(body, ranges.grid)
 
 
 def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
@@ -73,7 +89,7 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
     if shard.activation != "silu" or shard.bias is not None:
         raise GraphError(f"{shard.label} has a bias or {shard.activation}, which the integer graph lacks.")
     gate, up, down = _whole_steps(shard)
-    _start(body, ranges.grid.input_step)
+    _start(body, ranges.grid)
     _product(body, gate, "x_rounded", "gate_product", "gate_")
     _round(body, "gate_product", "gate", ranges.gate)
     _product(body, up, "x_rounded", "up_product", "up_")
@@ -88,19 +104,19 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
     body.add("Mul", ["activated", "up"], "product_exact")
     _round(body, "product_exact", "product", ranges.product)
     _product(body, down, "product", "y_product", "down_")
-    _end(body, ranges.grid.output_step)
+    _end(body, ranges.grid)
 
 
-def _start(body: GraphBody, step: float) -> None:
+def _start(body: GraphBody, grid: CodeGrid) -> None:
     """Append the values of the input's codes."""
-    body.tensors[ZERO] = np.array(ZERO_CODE, np.uint16)
-    body.tensors["x_step"] = np.array(step, np.float32)
+    body.tensors[ZERO] = np.array(zero_code(grid.bits), grid.dtype)
+    body.tensors["x_step"] = np.array(grid.input_step, np.float32)
     body.add("DequantizeLinear", [INPUT, "x_step", ZERO], "x_rounded")
 
 
-def _end(body: GraphBody, step: float) -> None:
+def _end(body: GraphBody, grid: CodeGrid) -> None:
     """Append the codes of the output."""
-    body.tensors["y_step"] = np.array(step, np.float32)
+    body.tensors["y_step"] = np.array(grid.output_step, np.float32)
     body.add("QuantizeLinear", ["y_product", "y_step", ZERO], OUTPUT)
 
 
@@ -140,7 +156,7 @@ def _whole_steps(shard: FfnShard) -> tuple[QuantizedTensor, QuantizedTensor, Qua
             raise GraphError(f"{shard.label} has scales beyond the range of FP16.")
         zeros = np.full((down.rows, 1, down.codes.shape[2]), ZERO_CODES, np.uint8)
         codes = np.concatenate([down.codes, zeros], axis=1)
-        down = QuantizedTensor(codes, scales, None, 4, down.block, stepped=True)
+        down = QuantizedTensor(codes, scales, None, 4, down.block, scale_kind="stepped")
         gate, up = (_with_zero_rows(part, down.block) for part in (gate, up))
     for weight in (gate, up, down):
         if not row_steps(weight.scales).reaches_largest.all():
@@ -153,7 +169,7 @@ def _whole_steps(shard: FfnShard) -> tuple[QuantizedTensor, QuantizedTensor, Qua
 def _with_zero_rows(weight: QuantizedTensor, rows: int) -> QuantizedTensor:
     codes = np.full((rows, *weight.codes.shape[1:]), ZERO_CODES, np.uint8)
     scales = np.ones((rows, weight.scales.shape[1]), np.float16)
-    added = QuantizedTensor(codes, scales, None, 4, weight.block, stepped=True)
+    added = QuantizedTensor(codes, scales, None, 4, weight.block, scale_kind="stepped")
     return _stepped(concatenate_rows([weight, added]), "the rows of zeros")
 
 
@@ -166,7 +182,7 @@ def _stepped(weight: LinearWeight, label: str) -> QuantizedTensor:
     """
     if isinstance(weight, QuantizedTensor) and weight.bits == 4 and weight.zero_points is None:
         positive = (weight.scales > 0).all()
-        if weight.stepped and positive and row_steps(weight.scales).stepped.all():
+        if weight.scale_kind == "stepped" and positive and row_steps(weight.scales).stepped.all():
             return weight
     raise GraphError(
         f"{label} needs symmetric 4-bit weights with stepped scales to be computed in integers.",
@@ -174,8 +190,26 @@ def _stepped(weight: LinearWeight, label: str) -> QuantizedTensor:
     )
 
 
-def _uncalibrated(shard: LinearShard | FfnShard) -> GraphError:
+def _with_row_scale(weight: LinearWeight, label: str) -> QuantizedTensor:
+    """Return a weight of 8 bits with one positive scale for each row.
+
+    Raises:
+        GraphError: It has another format.
+    """
+    if isinstance(weight, QuantizedTensor) and weight.scale_kind == "tensor" and weight.zero_points is None:
+        scales = weight.scales
+        if weight.bits == 8 and (scales > 0).all() and (scales == scales[:, :1]).all():
+            return weight
+    raise GraphError(
+        f"{label} needs symmetric 8-bit weights with one scale for a tensor.",
+        fix="Load the model at precision w8a8, or choose another form.",
+    )
+
+
+def _uncalibrated(shard: LinearShard | FfnShard, bits: int = 16) -> GraphError:
+    precision = " --precision w8a8" if shard.format.scales == "tensor" else ""
     return GraphError(
-        f"{shard.label} has no calibrated ranges, without which integers cannot hold its activations.",
-        fix="Run `heterollm calibrate MODEL -o FILE` and load the model with --calibration FILE.",
+        f"{shard.label} has no calibrated ranges of {bits} bits, without which integers cannot hold its "
+        "activations.",
+        fix=f"Run `heterollm calibrate MODEL{precision} -o FILE` and load the model with --calibration FILE.",
     )

@@ -7,13 +7,15 @@ A backend turns shards of linear layers into prepared graphs of standard lengths
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import GraphError
+from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.npu.shards import FfnShard, NpuShard
 from heterollm.kernels.ops import Activation, WeightFormat
 
@@ -21,6 +23,7 @@ __all__ = [
     "INTEGER_FORMS",
     "K_SPLIT_COLUMNS",
     "STANDARD_LENGTHS",
+    "TILE_OF_INTEGERS",
     "TILE_TOKENS",
     "GraphForm",
     "NpuBackend",
@@ -43,6 +46,7 @@ GraphForm = Literal[
     "k_chunked",
     "k_chunked_int8",
     "integer",
+    "static_int8",
     "ffn",
     "ffn_int8",
     "ffn_integer",
@@ -58,8 +62,11 @@ GraphForm = Literal[
 - ``token_tiles``: ``weight_first`` as one batched product over tiles of :data:`TILE_TOKENS` tokens.
 - ``k_chunked``, ``k_chunked_int8``: a k-split, the sum of ``matmul_nbits``, ``matmul_nbits_int8`` or
   ``weight_first`` over ranges of at most :data:`K_SPLIT_COLUMNS` inputs.
-- ``integer``: packed codes with stepped scales and activations of 16 bits, on calibrated ranges; at multiples
-  of 32 tokens. Input and output are uint16 codes (:class:`heterollm.kernels.formats.CodeGrid`).
+- ``integer``: packed codes with stepped scales, or 8-bit codes with one scale for a tensor, and activations
+  of 16 bits, on calibrated ranges; at multiples of 32 tokens. Input and output are uint16 codes
+  (:class:`heterollm.kernels.formats.CodeGrid`).
+- ``static_int8``: 8-bit codes with one scale for a tensor and activations of 8 bits, on calibrated static
+  ranges; at multiples of 64 tokens. Input and output are uint8 codes.
 
 Forms of an ffn shard:
 
@@ -70,8 +77,14 @@ Forms of an ffn shard:
 - ``ffn_integer``: all three as ``integer``, SiLU between them in 16 bits, too.
 """
 
-INTEGER_FORMS: frozenset[GraphForm] = frozenset({"integer", "ffn_integer"})
-"""Forms that need stepped scales and calibrated ranges."""
+TILE_OF_INTEGERS: Mapping[GraphForm, int] = MappingProxyType(
+    {"integer": 32, "ffn_integer": 32, "static_int8": 64}
+)
+"""Forms with calibrated ranges, and the tokens of their tiles: Hexagon lays out 16-bit activations in tiles
+of 32 tokens and 8-bit ones in tiles of 64, and other lengths take up to 8 times as long."""
+
+INTEGER_FORMS: frozenset[GraphForm] = frozenset(TILE_OF_INTEGERS)
+"""Forms that need stepped scales, or one for a tensor, and calibrated ranges."""
 
 K_SPLIT_COLUMNS = 4096
 """Most inputs of one range of a k-split. By HeteroLLM's published operator latencies a Hexagon needs 3.5
@@ -245,8 +258,10 @@ class NpuBackend(Protocol):
 
 
 def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the element type of a graph's input and output: uint16 for integer forms, else ``dtype``."""
-    return np.dtype(np.uint16) if form in INTEGER_FORMS else dtype
+    """Return the element type of a graph's input and output: that of codes, or ``dtype``."""
+    if form in INTEGER_FORMS:
+        return code_dtype(8 if form == "static_int8" else 16)
+    return dtype
 
 
 def check_form(

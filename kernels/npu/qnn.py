@@ -179,7 +179,7 @@ class QnnNpu:
         plain: tuple[GraphForm, ...] = ("weight_first", "activation_first")
         if weight.quantized:
             integer = integer_forms(weight, length=length)
-            if soc is not None and not soc.takes_4_bits:
+            if weight.scales == "tensor" or (soc is not None and not soc.takes_4_bits):
                 return integer
             plain = ("matmul_nbits",)
             return plain + reshaped_forms(weight, columns=columns, length=length) + integer
@@ -205,7 +205,8 @@ class QnnNpu:
         plain: tuple[GraphForm, ...] = ("ffn_weight_first",)
         if weight.quantized:
             integer = integer_forms(weight, length=length, activation=activation)
-            if (soc := SOCS.get(self.soc_model)) is not None and not soc.takes_4_bits:
+            soc = SOCS.get(self.soc_model)
+            if weight.scales == "tensor" or (soc is not None and not soc.takes_4_bits):
                 return integer
             return ("ffn", *k_split_ffn_forms(weight, width=width), *integer)
         if activation != "silu":

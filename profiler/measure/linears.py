@@ -22,6 +22,7 @@ from heterollm.kernels.formats import LinearWeight, concatenate_rows, take_rows
 from heterollm.kernels.gpu import GpuLinear, SharedArray, kernel_source_hash, scratch_codes
 from heterollm.kernels.npu import (
     GRAPH_VERSION,
+    INTEGER_FORMS,
     FfnRanges,
     FfnShard,
     GraphForm,
@@ -30,6 +31,7 @@ from heterollm.kernels.npu import (
     NpuBackend,
     NpuGraph,
     NpuShard,
+    StaticRanges,
     edge_dtype,
 )
 from heterollm.kernels.ops import OpSpec
@@ -54,6 +56,7 @@ EMULATED_SAMPLES: Final = 3
 """Samples on an emulated NPU, whose times mean nothing."""
 
 LINEAR_RANGES: Final = LinearRanges(8.0)
+INT8_RANGES: Final = LinearRanges(8.0, 8.0, bits=8)
 FFN_RANGES: Final = FfnRanges(8.0, 8.0, 8.0, 8.0, 64.0, 64.0)
 """Ranges of random activations for integer forms; times do not depend on them."""
 
@@ -86,7 +89,7 @@ class _Group:
     spec: OpSpec
     members: list[LinearWeight]
     linear: GpuLinear | None = None
-    shards: dict[tuple[int, ...], NpuShard] = field(default_factory=dict)
+    shards: dict[tuple[tuple[int, ...], StaticRanges | None], NpuShard] = field(default_factory=dict)
     prepared: set[LinearPoint] = field(default_factory=set)
 
 
@@ -219,7 +222,10 @@ class LinearBench:
 
     def _shard(self, group: _Group, point: LinearPoint) -> NpuShard:
         rows, spec = point.member_rows, group.spec
-        if rows not in group.shards:
+        linear_ranges = INT8_RANGES if point.form == "static_int8" else LINEAR_RANGES
+        integer = point.form in INTEGER_FORMS
+        place = rows, linear_ranges if integer else None
+        if place not in group.shards:
             members = [
                 take_rows(member, [(0, own)]) for member, own in zip(group.members, rows, strict=True) if own
             ]
@@ -228,18 +234,18 @@ class LinearBench:
             name = f"random {spec.member_rows}"
             weight, layer, rounded = concatenate_rows(members), spec.layer, spec.integer_inputs
             if spec.then is None:
-                group.shards[rows] = LinearShard(
+                group.shards[place] = LinearShard(
                     weight,
                     layer,
                     spec.group,
                     ranges,
                     name,
                     rounded,
-                    LINEAR_RANGES if spec.weight.stepped else None,
+                    linear_ranges if integer else None,
                 )
             else:
                 [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
-                group.shards[rows] = FfnShard(
+                group.shards[place] = FfnShard(
                     gate_up=weight,
                     down=down,
                     activation=FFN_ACTIVATION,
@@ -248,9 +254,9 @@ class LinearBench:
                     weights_key=name,
                     cut=ranges[0],
                     integer_inputs=rounded,
-                    ranges=FFN_RANGES if spec.weight.stepped else None,
+                    ranges=FFN_RANGES if integer else None,
                 )
-        return group.shards[rows]
+        return group.shards[place]
 
     def _graph(
         self, npu: NpuBackend, group: _Group, shard: NpuShard, point: LinearPoint

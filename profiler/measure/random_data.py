@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.kernels.formats import RANDOM_FLOATS, ZERO_CODE, LinearWeight, random_weight, shape_only_weight
+from heterollm.kernels.formats import RANDOM_FLOATS, LinearWeight, random_weight, shape_only_weight, zero_code
 from heterollm.kernels.gpu import GpuRuntime, SharedArray
 from heterollm.kernels.ops import OpSpec, WeightFormat
 
@@ -48,11 +48,12 @@ def random_members(spec: OpSpec) -> list[LinearWeight]:
 
 
 def fill_random(array: NDArray[Any], seed: int = 0) -> None:
-    """Fill an array of floats with normal numbers, or of uint16 codes with such of normal numbers."""
+    """Fill an array of floats with normal numbers, or of codes with such of normal numbers."""
     flat = array.reshape(-1)
     tile = np.random.default_rng(seed).standard_normal(min(RANDOM_FLOATS, flat.size), np.float32)
-    if array.dtype == np.uint16:
-        tile = ZERO_CODE + 4096 * np.clip(tile, -7, 7)
+    if array.dtype.kind == "u":
+        zero = zero_code(16 if array.dtype == np.uint16 else 8)
+        tile = zero + zero // 8 * np.clip(tile, -7, 7)
     for start in range(0, flat.size, RANDOM_FLOATS):
         piece = flat[start : start + RANDOM_FLOATS]
         piece[...] = tile[: piece.size]

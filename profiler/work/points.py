@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import structs
 
-from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm, NpuBackend
+from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm, NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Processor
@@ -80,9 +80,9 @@ split is among them, so that times of others lie between measured ones."""
 NPU_FIRST_LENGTHS: Final = (1, 256)
 """Lengths that no plan can do without: decode, and a prompt."""
 
-INTEGER_FIRST_LENGTHS: Final = (32, 256)
-"""The same of integer forms, which have no graph of one token. They count like the default form, since
-nothing else needs stepped scales."""
+INTEGER_FIRST_LENGTH: Final = 256
+"""The same of integer forms, beside their shortest graph. They count like the default form, since
+nothing else needs stepped scales, or one for a tensor."""
 
 NPU_SPLIT_LENGTHS: Final = (*SPLIT_TOKENS, 32)
 FFN_SPLIT_LENGTHS: Final = (*NPU_FIRST_LENGTHS, 32)
@@ -308,4 +308,5 @@ def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterat
 
 
 def _first_lengths(form: GraphForm) -> tuple[int, ...]:
-    return INTEGER_FIRST_LENGTHS if form in INTEGER_FORMS else NPU_FIRST_LENGTHS
+    tile = TILE_OF_INTEGERS.get(form)
+    return NPU_FIRST_LENGTHS if tile is None else (tile, INTEGER_FIRST_LENGTH)

@@ -11,7 +11,7 @@ from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.profile_costs import limits_of
 
-STEPPED = WeightFormat(4, 32, stepped=True)
+STEPPED = WeightFormat(4, 32, scales="stepped")
 GATE_UP = OpSpec("gate_up", 0, (Member("gate", 512), Member("up", 512)), 256, STEPPED, "x", "y")
 DOWN = OpSpec("down", 0, (Member("down", 256),), 512, STEPPED, "y", "z")
 FFN = ffn_spec(GATE_UP, DOWN)
@@ -32,7 +32,7 @@ def profile() -> Profile:
 
 
 def free(spec: OpSpec) -> OpSpec:
-    weight = structs.replace(spec.weight, stepped=False)
+    weight = structs.replace(spec.weight, scales="free")
     return replace(spec, weight=weight, then=None if spec.then is None else replace(spec.then, weight=weight))
 
 

@@ -9,7 +9,7 @@ GROUP_SIZE __kernel void write_npu_codes(__global const act_t *restrict x, int c
 }
 
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
-GROUP_SIZE __kernel void read_npu_codes(__global const ushort *restrict codes, __global const float *restrict factors,
+GROUP_SIZE __kernel void read_npu_codes(__global const code_t *restrict codes, __global const float *restrict factors,
                                         __global act_t *restrict out, __global uint *counts, int count_place,
                                         float step, int columns, int span) {
   size_t token = get_global_id(1);
@@ -22,9 +22,9 @@ GROUP_SIZE __kernel void read_npu_codes(__global const ushort *restrict codes, _
   int8 at_end = 0;
   for (int i = begin; i + 8 <= end; i += 8) {
 #ifdef WHOLE_EIGHTS
-    const float8 code = FLOATS_OF_CODES(*(__global const ushort8 *)(codes + i));
+    const float8 code = FLOATS_OF_CODES(*(__global const code8_t *)(codes + i));
 #else
-    const float8 code = FLOATS_OF_CODES(*(__global const loose_ushort8 *)(codes + i));
+    const float8 code = FLOATS_OF_CODES(*(__global const loose_code8_t *)(codes + i));
 #endif
     at_end += (code < 0.5f) + (code > LARGEST_CODE - 0.5f);
     store_act8((code - ZERO_CODE) * scale, out, i);

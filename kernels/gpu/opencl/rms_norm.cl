@@ -1,6 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may be the sum of two segments, and have a bias and a norm of its own: delta / rms(delta) * post.
-// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to uint16. Follows common.h, rounding.h and
+// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h, rounding.h and
 // glue.h, and with NPU_CODES codes.h.
 
 #define NORM_ONLY 0       // no delta

@@ -61,9 +61,14 @@ static inline void round_written(__global const act_t *values, __global uchar *c
 }
 #endif
 #elif defined(NPU_CODES)
-// The last arguments of kernels that write codes for an integer NPU graph (codes.h).
+// A code of an integer NPU graph (codes.h), and the last arguments of kernels that write such codes.
+#if NPU_CODES == 8
+typedef uchar code_t;
+#else
+typedef ushort code_t;
+#endif
 #define CODE_ARGUMENTS                                                                                                 \
-  , __global ushort *codes, __global float *factors, __global uint *counts, int count_place, float code_steps,        \
+  , __global code_t *codes, __global float *factors, __global uint *counts, int count_place, float code_steps,        \
       int per_token
 #else
 #define CODE_ARGUMENTS

@@ -36,6 +36,7 @@ SLICE_FORMS: Final = frozenset(
         "k_chunked",
         "k_chunked_int8",
         "integer",
+        "static_int8",
     }
 )
 BLOCK_FORMS: Final = frozenset(
@@ -92,12 +93,22 @@ class NpuWork:
     @property
     def integer(self) -> bool:
         """Whether the arrays compute in integers of 8 bits."""
-        return self.integer_inputs or self.form.endswith("_int8")
+        return self.integer_inputs or self.form.endswith("_int8")  # static_int8 among them
 
     @property
     def wide_integer(self) -> bool:
         """Whether the arrays compute in integers, with activations of 16 bits."""
-        return self.form in INTEGER_FORMS
+        return self.form in INTEGER_FORMS and not self.static_int8
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether 8-bit codes have one scale for a tensor, so that the arrays take them as they are."""
+        return self.bits == 8 and self.form in INTEGER_FORMS
+
+    @property
+    def static_int8(self) -> bool:
+        """Whether the arrays compute in integers of 8 bits from end to end, without any unpacking."""
+        return self.form == "static_int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +212,7 @@ def _copy_us(soc: SocParameters, work: NpuWork) -> float:
     """Return the time in which the driver copies the inputs and outputs of a run."""
     if not soc.npu.io_copy_gbps:
         return 0.0
-    moved_bytes = (work.columns + work.rows) * work.tokens * FLOAT_BYTES
+    moved_bytes = (work.columns + work.rows) * work.tokens * (1 if work.static_int8 else FLOAT_BYTES)
     return moved_bytes / (soc.npu.io_copy_gbps * 1e3)
 
 
@@ -225,6 +236,9 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
     chunks = -(-columns // chunk) if chunk else 1
     spills = (chunk or columns) > npu.row_limit_columns and columns > npu.row_limit_columns
     n, k, m = (-(-size // npu.tile) for size in (rows, columns, tokens))
+    if work.static_int8:
+        # Activations of 8 bits lie in tiles of twice as many tokens.
+        m = 2 * -(-tokens // (2 * npu.tile))
 
     # Arrays: every row of a tile costs tile² multiply-adds.
     native = work.wide_integer
@@ -237,16 +251,20 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
 
     # Weights: read packed, then unpacked.
     packed_bytes = weights * work.bits / 8 + (2 * weights / work.block if work.block else 0)
-    packed_bytes = weights * npu.integer_weight_bytes if native else packed_bytes
+    if native:
+        packed_bytes = weights * (npu.integer_weight_bytes if work.bits == 4 else 1)
+    elif work.static_int8:
+        packed_bytes = weights
     element_bytes = 1 if work.integer else FLOAT_BYTES
+    output_bytes = 1 if work.static_int8 else FLOAT_BYTES
     # The published rate of integer graphs contains long rows.
     spills = spills and not native
     codes_us = 0.0
-    if work.bits <= 8:
+    if work.bits <= 8 and not work.one_scale:
         speed = npu.dequantize_gweights_per_s if work.bits == 4 else npu.dequantize_int8_gweights_per_s
         speed = npu.expand_gweights_per_s if native else speed
         codes_us = weights / (speed * npu.clock_factor * 1e3)
-    token_bytes = columns * element_bytes + rows * FLOAT_BYTES
+    token_bytes = columns * element_bytes + rows * output_bytes
     first_bytes = packed_bytes + token_bytes * tokens
     # Whole tiles move between chip and memory unit: fewer tokens than a tile cost what a tile costs.
     memory_us = (packed_bytes + token_bytes * m * npu.tile) / (npu.dram_gbps * 1e3)

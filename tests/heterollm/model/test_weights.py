@@ -80,14 +80,14 @@ def test_stepped_scales_have_a_cache_file_of_their_own(folders, cache):
     assert len(files(cache)) == 2
     checkpoint = Checkpoint(folders / "llama")
     for spec in stepped.specs:
-        assert spec.weight.stepped == (spec.group != "head")
+        assert (spec.weight.scales == "stepped") == (spec.group != "head")
         names = linear_names(stepped.config, spec.layer)[spec.group]
         for weight, name in zip(stepped.linear(spec.layer, spec.group), names.values(), strict=True):
             assert weight_format(weight) == spec.weight
-            if spec.weight.stepped:
+            if spec.weight.scales == "stepped":
                 assert row_steps(weight.scales).reaches_largest.all()
                 values = checkpoint.read(name)
-                expected = quantize(values, bits=4, block=spec.weight.block, stepped=True)
+                expected = quantize(values, bits=4, block=spec.weight.block, scale_kind="stepped")
                 np.testing.assert_array_equal(weight.codes, expected.codes)
                 np.testing.assert_array_equal(weight.scales, expected.scales)
     assert weight_format(stepped.embedding) == WeightFormat(8, 32)

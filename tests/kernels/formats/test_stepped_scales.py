@@ -40,8 +40,8 @@ def test_every_scale_is_a_whole_multiple_of_its_row_and_the_largest_is_16(
 ):
     generator = np.random.default_rng(seed)
     weight = np.clip(generator.standard_normal((rows, blocks * block)) ** tails, -14, 14) * spread
-    tensor = quantize(weight.astype(np.float32), bits=4, block=block, stepped=True)
-    assert tensor.format == WeightFormat(4, block, stepped=True)
+    tensor = quantize(weight.astype(np.float32), bits=4, block=block, scale_kind="stepped")
+    assert tensor.format == WeightFormat(4, block, scales="stepped")
     scales = tensor.scales.astype(np.float64)
     multiples = scales / (scales.max(axis=1, keepdims=True) / LARGEST_MULTIPLE)
     assert (multiples == np.rint(multiples)).all()  # exact in FP16: no rounding is left
@@ -63,7 +63,7 @@ def test_the_constraint_costs_a_fraction_of_a_decibel(tails, allowed_db, block):
     extreme = np.abs(blocks).max(axis=1, keepdims=True)
     positive = np.min([block_error(blocks, extreme / reach) for reach in np.linspace(6, 10, 60)], axis=0)
     limit = 10 * np.log10((blocks**2).sum() / positive.sum())
-    stepped = signal_to_error_db(weight, quantize(weight, bits=4, block=block, stepped=True))
+    stepped = signal_to_error_db(weight, quantize(weight, bits=4, block=block, scale_kind="stepped"))
     assert limit - allowed_db < stepped
     # Free scales may be negative, which is worth as much again.
     free = signal_to_error_db(weight, quantize(weight, bits=4, block=block))
@@ -72,7 +72,7 @@ def test_the_constraint_costs_a_fraction_of_a_decibel(tails, allowed_db, block):
 
 def test_the_error_is_near_that_of_an_exhaustive_search():
     weight = np.random.default_rng(7).standard_t(5, (24, 8 * 32)).astype(np.float32)
-    tensor = quantize(weight, bits=4, block=32, stepped=True)
+    tensor = quantize(weight, bits=4, block=32, scale_kind="stepped")
     got = ((tensor.dequantize() - weight) ** 2).sum(axis=1)
     blocks = weight.reshape(24, 8, 32).astype(np.float64)
     best = np.full(24, np.inf)
@@ -88,12 +88,12 @@ def test_the_error_is_near_that_of_an_exhaustive_search():
 
 
 def test_parts_of_a_stepped_weight_stay_stepped():
-    weight = random_weight(np.random.default_rng(1), 40, 512, WeightFormat(4, 32, stepped=True))
-    assert weight_format(weight).stepped
+    weight = random_weight(np.random.default_rng(1), 40, 512, WeightFormat(4, 32, scales="stepped"))
+    assert weight_format(weight).scales == "stepped"
     assert row_steps(weight.scales).reaches_largest.all()
-    assert weight_format(take_rows(weight, [(0, 8), (16, 24)])).stepped
+    assert weight_format(take_rows(weight, [(0, 8), (16, 24)])).scales == "stepped"
     half = take_columns(weight, 0, 256)
-    assert weight_format(half).stepped
+    assert weight_format(half).scales == "stepped"
     assert row_steps(half.scales).stepped.all()
     assert not row_steps(half.scales).reaches_largest.all()  # the range of some rows lacks the largest
 
@@ -106,7 +106,7 @@ def test_free_scales_are_not_stepped():
 @pytest.mark.parametrize("options", [{"bits": 8}, {"bits": 4, "symmetric": False}])
 def test_other_formats_have_no_stepped_scales(options):
     with pytest.raises(OptionError, match="symmetric weights of 4 bits"):
-        quantize(np.zeros((2, 64), np.float32), block=32, stepped=True, **options)
+        quantize(np.zeros((2, 64), np.float32), block=32, scale_kind="stepped", **options)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e7])
@@ -114,4 +114,4 @@ def test_unusable_values_are_refused(value):
     weight = np.ones((2, 64), np.float32)
     weight[1, 3] = value
     with pytest.raises(CheckpointError):
-        quantize(weight, bits=4, block=32, stepped=True)
+        quantize(weight, bits=4, block=32, scale_kind="stepped")

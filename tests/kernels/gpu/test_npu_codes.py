@@ -5,17 +5,21 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.cases import fill_slot
-from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
+from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, largest_code
 from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuGlue, NpuCodes
 
 PER_TOKEN = CodeGrid(1 / LARGEST_CODE, 3 / LARGEST_CODE, per_token=True)
 STATIC = CodeGrid(6 / LARGEST_CODE, 0.7 / LARGEST_CODE, per_token=False)
+STATIC_8_BITS = CodeGrid(6 / 127, 0.7 / 127, per_token=False, bits=8)
+GRIDS = pytest.mark.parametrize(
+    "grid", [PER_TOKEN, STATIC, STATIC_8_BITS], ids=["per token", "static", "8 bits"]
+)
 PLACE = COUNT_WORDS
 
 
 def codes_for(runtime, grid, tokens, columns, rows):
     scratch = [DeviceMemory(runtime.scratch(size), size) for size in (4 * tokens, 2 * 4 * COUNT_WORDS)]
-    inputs, outputs = (runtime.shared((tokens, width), np.uint16) for width in (columns, rows))
+    inputs, outputs = (runtime.shared((tokens, width), grid.dtype) for width in (columns, rows))
     return NpuCodes(inputs, outputs, *scratch, PLACE, grid)
 
 
@@ -38,7 +42,7 @@ def activations(tokens, columns, dtype):
 
 
 @pytest.mark.parametrize("style", ["vector", "simt"])
-@pytest.mark.parametrize("grid", [PER_TOKEN, STATIC], ids=["per token", "static"])
+@GRIDS
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
     layers = GpuGlue(runtime, dtype, dtype, style=style)
@@ -52,23 +56,24 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         got_factors, counts = factors_and_counts(runtime, codes)
         np.testing.assert_array_equal(got_factors, factors)
         steps = np.abs(x.astype(np.float32) * np.float32(1 / grid.input_step))
-        outside = 0 if grid.per_token else int((steps > LARGEST_CODE).sum())
+        outside = 0 if grid.per_token else int((steps > largest_code(grid.bits)).sum())
         assert grid.per_token or outside or tokens == 1
         assert counts.tolist() == [0, 0, outside, 0]
 
-        outputs = np.random.default_rng(1).integers(0, 1 << 16, (tokens, rows)).astype(np.uint16)
-        outputs[0, [0, -1]] = 0, 65535
+        last = (1 << grid.bits) - 1
+        outputs = np.random.default_rng(1).integers(0, last, (tokens, rows), endpoint=True).astype(grid.dtype)
+        outputs[0, [0, -1]] = 0, last
         codes.outputs.array[...] = outputs
         y = runtime.shared((tokens, rows), dtype)
         layers.read_codes(codes, y, tokens=tokens, rows=rows)()
         runtime.finish()
         np.testing.assert_array_equal(y.array, grid.values(outputs, factors).astype(dtype))
-        ends = int(((outputs == 0) | (outputs == 65535)).sum())
+        ends = int(((outputs == 0) | (outputs == last)).sum())
         assert factors_and_counts(runtime, codes)[1].tolist() == [0, 0, outside + ends, tokens]
 
 
 @pytest.mark.parametrize("style", ["vector", "simt"])
-@pytest.mark.parametrize("grid", [PER_TOKEN, STATIC], ids=["per token", "static"])
+@GRIDS
 def test_a_norm_writes_the_codes_of_its_output(runtime, style, grid):
     layers = GpuGlue(runtime, np.float16, np.float16, style=style)
     hidden, tokens = 392, 3

@@ -76,8 +76,16 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64 -DWHOLE_EIGHTS",
     ],
-    (*LAYERS, "codes.h", "rms_norm.cl"): ["-DWG=1 -DNPU_CODES", "-DWG=64 -DNPU_CODES -DWHOLE_EIGHTS"],
-    (*LAYERS, "codes.h", "npu_codes.cl"): ["-DWG=1 -DNPU_CODES", "-DWG=64 -DNPU_CODES -DWHOLE_EIGHTS"],
+    (*LAYERS, "codes.h", "rms_norm.cl"): [
+        "-DWG=1 -DNPU_CODES=16",
+        "-DWG=1 -DNPU_CODES=8",
+        "-DWG=64 -DNPU_CODES=16 -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "codes.h", "npu_codes.cl"): [
+        "-DWG=1 -DNPU_CODES=16",
+        "-DWG=1 -DNPU_CODES=8",
+        "-DWG=64 -DNPU_CODES=16 -DWHOLE_EIGHTS",
+    ],
     (*LAYERS, "pointwise.cl"): ["-DWG=1", "-DWG=64", "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS"],
     (*LAYERS, "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF", "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS"],
     (*ATTENTION, "attention_vector.cl"): [

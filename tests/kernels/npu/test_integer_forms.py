@@ -2,10 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -29,21 +25,12 @@ from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
-STEPPED = WeightFormat(4, 32, stepped=True)
-
-OPEN_AND_TRACE = """
-import sys
-from pathlib import Path
-from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
-import json
-options = json.loads(sys.argv[2]) | {"profiling_level": "optrace", "profiling_file_path": "profile.csv"}
-open_session(Path(sys.argv[1]), QnnTarget(True, options), "traced")
-"""
+STEPPED = WeightFormat(4, 32, scales="stepped")
 
 
 def weight_of(generator, rows, columns, block=32, tails=False):
     values = generator.standard_t(3, (rows, columns)) if tails else generator.standard_normal((rows, columns))
-    return quantize((values / np.sqrt(columns)).astype(np.float32), bits=4, block=block, stepped=True)
+    return quantize((values / np.sqrt(columns)).astype(np.float32), bits=4, block=block, scale_kind="stepped")
 
 
 def exact(weight):
@@ -83,7 +70,7 @@ def ffn_case(hidden=128, width=192, cut=None, tokens=32, seed=0):
 def quantized_rows(gate, up, cut):
     codes = np.concatenate([gate.codes[:cut], up.codes[:cut]])
     scales = np.concatenate([gate.scales[:cut], up.scales[:cut]])
-    return QuantizedTensor(codes, scales, None, 4, gate.block, stepped=True)
+    return QuantizedTensor(codes, scales, None, 4, gate.block, scale_kind="stepped")
 
 
 def run(npu, shard, x, form, factor=None):
@@ -194,34 +181,6 @@ def test_a_hexagon_without_float16_takes_the_form_with_wide_edges(dtype, compile
         compile_graph(model, tmp_path / "compiled.onnx", target, "integer", in_child=True)
 
 
-@pytest.fixture
-def compiled(tmp_path):
-    """Return the operations, and the memory blocks, of a graph as QNN's compiler has lowered it."""
-
-    def compile_graph(shard, form, length, options):
-        model = write_graph(shard, form, np.dtype(np.float16), tmp_path, length)
-        command = [sys.executable, "-P", "-c", OPEN_AND_TRACE, str(model), json.dumps(options)]
-        subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=600)
-        [schematic] = tmp_path.glob("*_schematic.bin")
-        text = schematic.read_bytes().decode("latin-1")
-        schematic.unlink()
-        graph = text.split(":::BEGIN:graph_after_optimization:::")[1]
-        graph = graph.split(":::END:graph_after_optimization:::")[0]
-        operations = re.findall(r"'operation':'([^']+)'", graph)
-        [blocks] = re.findall(r"total [1-9][0-9]* bytes in (\d+) blocks, in \d+ groups", text)[:1]
-        return operations, int(blocks)
-
-    return compile_graph
-
-
-BASE = {
-    "backend_type": "htp",
-    "soc_model": "57",
-    "enable_htp_fp16_precision": "1",
-    "htp_graph_finalization_optimization_mode": "3",
-}
-
-
 def expanded(operations):
     """Operations that expand all weights to floats, or multiply in floats."""
     return [name for name in operations if "packed_quant_offset_to_fp16" in name or ".fp16" in name]
@@ -233,7 +192,7 @@ def expanded(operations):
 def test_the_compiler_keeps_integers(kind, compiled):
     shard = linear_case(512, 512)[0] if kind == "linear" else ffn_case(256, 512, cut=256)[0]
     form = "integer" if kind == "linear" else "ffn_integer"
-    operations, blocks = compiled(shard, form, 32, BASE | BLOCK_OPTION)
+    operations, blocks = compiled(shard, form, 32, BLOCK_OPTION)
     assert not expanded(operations)
     assert any("expand_block_quant_to_pc_int8_weights" in name for name in operations)
     assert any(name.startswith("q::ConvLayer_s1") for name in operations)
@@ -244,21 +203,21 @@ def test_the_compiler_keeps_integers(kind, compiled):
 
 @pytest.mark.parametrize("form", [pytest.param("matmul_nbits", marks=emulated)])
 def test_the_compiler_expands_the_weights_of_other_forms(form, compiled):
-    operations, _ = compiled(linear_case(512, 512)[0], form, 32, BASE)
+    operations, _ = compiled(linear_case(512, 512)[0], form, 32, {})
     assert expanded(operations)
 
 
 @pytest.mark.parametrize("length", [pytest.param(31, marks=[*emulated, pytest.mark.slow])])
 def test_a_length_off_the_tiles_has_many_more_blocks(length, compiled):
     shard = linear_case(512, 512)[0]
-    _, blocks = compiled(shard, "integer", length, BASE | BLOCK_OPTION)
-    _, tiled = compiled(shard, "integer", 32, BASE | BLOCK_OPTION)
+    _, blocks = compiled(shard, "integer", length, BLOCK_OPTION)
+    _, tiled = compiled(shard, "integer", 32, BLOCK_OPTION)
     assert blocks > 3 * tiled
 
 
 @pytest.mark.parametrize("without", [pytest.param("option", marks=[*emulated, pytest.mark.slow])])
 def test_the_compiler_expands_the_weights_without_the_option(without, compiled):
-    operations, _ = compiled(linear_case(512, 512)[0], "integer", 32, BASE)
+    operations, _ = compiled(linear_case(512, 512)[0], "integer", 32, {})
     assert expanded(operations)
 
 
@@ -363,4 +322,4 @@ def test_rows_past_the_tokens_may_hold_any_codes(host):
 
 
 def test_the_integer_forms_are_named():
-    assert {"integer", "ffn_integer"} == INTEGER_FORMS
+    assert {"integer", "ffn_integer", "static_int8"} == INTEGER_FORMS

@@ -7,7 +7,7 @@ from heterollm.profiler.measure.linears import LinearBench
 from heterollm.profiler.records import LinearKey, LinearPoint
 from heterollm.profiler.work import WorkPoint
 
-STEPPED = WeightFormat(4, 32, stepped=True)
+STEPPED = WeightFormat(4, 32, scales="stepped")
 GATE_UP = OpSpec("gate_up", 0, (Member("gate", 192), Member("up", 192)), 128, STEPPED, "x", "y")
 DOWN = OpSpec("down", 0, (Member("down", 128),), 192, STEPPED, "y", "z")
 
