@@ -30,12 +30,13 @@ from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_costs import best_strategy as best_strategy
 from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
-from .request import MOST_IN_FLIGHT as MOST_IN_FLIGHT
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import InFlight as InFlight
+from .request import PassName as PassName
 from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel
 from .request import check_in_flight as check_in_flight
+from .request import check_passes as check_passes
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
 from .sharing import GraphSharing as GraphSharing

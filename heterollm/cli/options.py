@@ -19,6 +19,7 @@ from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
 __all__ = [
+    "PASSES",
     "PRECISIONS",
     "Context",
     "DeviceOption",
@@ -33,6 +34,8 @@ __all__ = [
     "Model",
     "ModelOptions",
     "Names",
+    "PassName",
+    "PassOption",
     "PowerOption",
     "RowsOption",
     "RunOptions",
@@ -72,12 +75,14 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def chunk_count(text: str) -> Literal["auto"] | int:
-    """Return the number of chunks at once that an option states, or ``auto``.
+def chunk_count(text: str | int) -> Literal["auto"] | int:
+    """Return the number of chunks at once that an option states, or ``auto``; its default is a number.
 
     Raises:
         BadParameter: The text is neither.
     """
+    if isinstance(text, int):
+        return text
     return "auto" if text == "auto" else whole_number(text)
 
 
@@ -152,6 +157,17 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
+PassName: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+PASSES: tuple[PassName, ...] = get_args(PassName)
+PassOption = Annotated[
+    Sequence[PassName],
+    several(
+        "--pass",
+        help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md.",
+        names=PASSES,
+        metavar="NAME",
+    ),
+]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
 ]
@@ -202,6 +218,7 @@ class ModelOptions:
     ] = "auto"
     weights: WeightOptions = WeightOptions()
     context: Context = None
+    passes: PassOption = ()
 
 
 @dataclass(frozen=True, slots=True)

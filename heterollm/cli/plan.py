@@ -17,6 +17,7 @@ from heterollm.cli.options import (
     JsonOption,
     Model,
     Names,
+    PassOption,
     PowerOption,
     ThreadOptions,
     WeightOptions,
@@ -90,6 +91,7 @@ class LimitOptions:
         ),
     ] = None
     in_flight: InFlightOption = 1
+    passes: PassOption = ()
     build_budget: Annotated[
         str | None,
         typer.Option(
@@ -166,6 +168,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
         level=level,
         in_flight=limits.in_flight,
+        passes=tuple(limits.passes),
     )
 
 

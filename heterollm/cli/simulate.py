@@ -12,12 +12,14 @@ import typer
 from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
+    PASSES,
     Format,
     FormatOption,
     InFlightOption,
     IntegerList,
     JsonOption,
     Names,
+    PassName,
     RowsOption,
     chosen_format,
     command_group,
@@ -113,6 +115,14 @@ class CaseOptions:
         ),
     ] = ("auto",)
     in_flight: InFlightOption = 1
+    passes: Annotated[
+        Sequence[Literal["none"] | PassName],
+        several(
+            "--pass",
+            help="none, llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md.",
+            names=("none", *PASSES),
+        ),
+    ] = ("none",)
     sync: Annotated[
         Sequence[Waits],
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
@@ -221,6 +231,7 @@ def _requests(
         prompt=cases.prompt[0],
         decode=cases.decode[0],
         plan_for=cases.plan_for,
+        level=cases.plan[0],
         in_flight=cases.in_flight,
         resolve=cases.resolve,
         overrides=dict(modelling.what_if or ()),
@@ -240,6 +251,7 @@ def _requests(
         policies=cases.length_policy,
         syncs=cases.sync,
         loads=cases.gpu_load or (None,),
+        passes=[() if name == "none" else (name,) for name in cases.passes],
     )
 
 

@@ -82,9 +82,11 @@ def plan_for(
 
     def solve(level: str) -> Plan | None:
         model = profiled()
-        if model is None:
-            return None
         request = structs.replace(options.request or PlanRequest(), context=context, level=level)
+        if model is None:
+            if request.passes:
+                raise no_profile(device.name, f"The pass {request.passes[0]}")
+            return None
         solved = solve_plan(model, request)
         notes.extend(solved.notes)
         return solved.plan
@@ -111,6 +113,14 @@ def plan_for(
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)
+
+
+def no_profile(device: str, what: str) -> OptionError:
+    """Return the error of a plan that needs the profile of a device."""
+    return OptionError(
+        f"{what} needs a profile of the device {device!r} with these threads.",
+        fix=f"Run `heterollm profile MODEL --device {device}` first.",
+    )
 
 
 def choose_plan(
@@ -151,10 +161,7 @@ def choose_plan(
         if solved is not None:
             return solved
         if plan != "auto":
-            raise OptionError(
-                f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
-                fix=f"Run `heterollm profile MODEL --device {device}` first.",
-            )
+            raise no_profile(device, f"Plan level {plan!r}")
         plan = "gpu"
     if plan in LEVELS:
         found = level_plan(

@@ -17,6 +17,7 @@ from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
 from heterollm.planning.load_options import CHUNK_LENGTH
+from heterollm.planning.passes import check_pass, llm_npu_plan, request_of_solver
 from heterollm.solver import (
     GraphSharing,
     NpuLimits,
@@ -220,6 +221,7 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
     """
     from heterollm.planning.kept import kept_plan, plan_path
 
+    check_pass(request, model.precision, request.level, calibrated=model.calibration is not None)
     _check_level(model, request)
     notes: tuple[str, ...] = ()
     if model.limits is not None and not model.has_linears:
@@ -277,6 +279,24 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+    best = best_strategy(model.profile)
+    if request.passes and request.level == "auto" and model.limits is not None:
+        plan = llm_npu_plan(model, request, _prompts(model, request))
+    else:
+        plan = _solved(model, request_of_solver(request), solver)
+    return structs.replace(
+        plan,
+        level="tensor"
+        if request.level == "auto" and plan.level == "block" and not plan.has_ffn
+        else plan.level,
+        sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
+        request=request,
+        calibration=model.calibration,
+    )
+
+
+def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+    """Return the solver's plan."""
     from heterollm.solver import best_chunk, plan_flights
 
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
@@ -288,14 +308,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
             plan, slices = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
     if request.in_flight != 1 and plan.uses_npu:
         plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
-    best = best_strategy(model.profile)
-    return structs.replace(
-        plan,
-        level="tensor" if request.level == "auto" and not plan.has_ffn else plan.level,
-        sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
-        request=request,
-        calibration=model.calibration,
-    )
+    return plan
 
 
 def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -> LengthChoice | None:

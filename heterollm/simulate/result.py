@@ -23,6 +23,7 @@ from heterollm.simulate.account import OperatorUse, time_account
 from heterollm.solver import (
     GraphSharing,
     InFlight,
+    PassName,
     Placement,
     Plan,
     graph_sharing,
@@ -179,7 +180,7 @@ def sharing_of(device: Device, plan: Plan, specs: Sequence[OpSpec], prompt: int,
 
 
 class _Counted(TypedDict):
-    """How the memory of a device's graphs counts."""
+    """The way in which the memory of a device's graphs counts."""
 
     copies_by_length: bool
     activation_bytes: int
@@ -208,6 +209,7 @@ class SimulationResult:
         length_policy: How lengths without a graph ran.
         in_flight: Chunks of a long prompt at once, as requested.
         calibrated: Whether ranges for integer graphs were assumed.
+        passes: Techniques of a paper over the plan.
         graphs: The NPU's graphs of the plan, for all of its lengths.
         sharing: What the chunks of the prompt share.
         prefill: The prompt.
@@ -230,6 +232,7 @@ class SimulationResult:
     length_policy: str
     in_flight: InFlight
     calibrated: bool
+    passes: tuple[PassName, ...]
     graphs: GraphUse
     sharing: GraphSharing
     prefill: PhaseUse
@@ -295,6 +298,7 @@ class SimulationResult:
             "lanes": self.plan.lanes,
             "chunk_tokens": self.plan.chunk_length,
             "calibrated": self.calibrated,
+            "passes": list(self.passes),
             "npu_graphs": self.graphs.count,
             "npu_gib": self.graphs.held_gib,
             "npu_limit_gib": self.graphs.limit_gib,

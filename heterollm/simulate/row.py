@@ -39,6 +39,7 @@ class SimulatedRow:
         every_form: Whether graphs could have forms that HeteroLLM lacks.
         left_out: Graph forms that the plan could not take.
         calibrated: Whether ranges for integer graphs were assumed.
+        passes: Techniques of a paper over the plan.
         prompt_tokens: Tokens of the prompt.
         decode_tokens: Tokens made after the first.
         error: Why the case failed.
@@ -83,6 +84,7 @@ class SimulatedRow:
     every_form: bool
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
+    passes: tuple[str, ...] = ()
     prompt_tokens: Count
     decode_tokens: Count
     error: str | None = None
@@ -141,6 +143,7 @@ class SimulatedRow:
             every_form=request.forms,
             left_out=request.left_out,
             calibrated=request.calibrated,
+            passes=request.passes,
             prompt_tokens=request.prompt,
             decode_tokens=request.decode,
             error=error,
@@ -151,7 +154,7 @@ class SimulatedRow:
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, in the order of the fields."""
         found = {name: getattr(self, name) for name in ROW_FIELDS}
-        return found | {"left_out": list(self.left_out)}
+        return found | {"left_out": list(self.left_out), "passes": list(self.passes)}
 
     @classmethod
     def from_dict(cls, data: object) -> SimulatedRow:

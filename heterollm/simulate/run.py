@@ -15,7 +15,6 @@ from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import (
-    STANDARD_LENGTHS,
     FewerForms,
     FfnRanges,
     LinearRanges,
@@ -34,7 +33,7 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
-from heterollm.simulate.plan import planned, profile_of
+from heterollm.simulate.plan import own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import (
     PhaseUse,
@@ -105,6 +104,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         length_policy=request.length_policy,
         in_flight=request.in_flight,
         calibrated=request.calibrated,
+        passes=request.passes,
         graphs=graphs_of(device, plan, specs),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
@@ -134,11 +134,11 @@ def profile_ahead(request: SimulationRequest) -> None:
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    return request.level in SOLVED_LEVELS or by_time
+    return (request.level in SOLVED_LEVELS or by_time) and not request.naive
 
 
 def _open(request: SimulationRequest) -> Device:
-    own = (request.prompt,) if request.length_policy == "online" and request.level in ("npu", "layer") else ()
+    own = (own_length(request),) if request.online and request.level in ("npu", "layer") else ()
     how = Simulation(request.numerics, request.overrides, request.load, own, request.forms)
     device = open_device(f"{SIMULATED}{request.soc}", simulation=how)
     if request.left_out and device.npu is not None:
@@ -147,9 +147,9 @@ def _open(request: SimulationRequest) -> Device:
 
 
 def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...]:
-    """Return the groups at W4A16 in blocks of 128, as in the papers."""
+    """Return the groups in blocks of 128, as in the papers."""
     scales: Scales = "stepped" if request.calibrated else "free"
-    specs = op_specs(config, "w4a16", GROUP_SIZE, True, scales=scales)
+    specs = op_specs(config, request.precision, GROUP_SIZE, True, scales=scales)
     if request.head_bits == 8:
         return specs
     head = specs[-1]
@@ -159,7 +159,9 @@ def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...
 def _assumed_ranges(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges]:
     """Return ranges of every operator, on which no time depends."""
     found: dict[tuple[int, Group], StaticRanges] = {
-        (spec.layer, spec.group): LinearRanges(1.0, 1.0) for spec in specs if spec.weight.scales == "stepped"
+        (spec.layer, spec.group): LinearRanges(1.0, 1.0, bits=8 if spec.weight.scales == "tensor" else 16)
+        for spec in specs
+        if spec.weight.scales != "free"
     }
     ffns: dict[tuple[int, Group], StaticRanges] = {
         (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
@@ -199,8 +201,7 @@ class _Run:
         flights = self.plan.flights(request.prompt)
         lengths = tuple(dict.fromkeys(sum(length for _, length in flight) for flight in flights))
         # Graphs are built ahead, except with the policy online.
-        online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
-        engine.compile_ahead(cache, () if online else lengths, progress)
+        engine.compile_ahead(cache, () if request.online else lengths, progress)
         if request.trace:
             take_trace(engine)
         ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size
@@ -228,7 +229,7 @@ class _Run:
             weights = shape_only_weights(self.config, self.specs)
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
-        ranges = _assumed_ranges(self.specs) if request.calibrated else {}
+        ranges = _assumed_ranges(self.specs)
         return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
 
     def _choose(self, engine: Engine) -> None:

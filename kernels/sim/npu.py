@@ -42,8 +42,10 @@ FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 AS_INTEGERS: Final = " as integers"
 """End of the name of a run of an integer graph."""
 
-BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
-"""The graph forms that HeteroLLM has."""
+BASELINE_FORMS: Final = frozenset(
+    {"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first", "static_int8"}
+)
+"""The graph forms that HeteroLLM has, and llm.npu."""
 
 
 class SimulatedNpu:
@@ -93,7 +95,8 @@ class SimulatedNpu:
     ) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         found = every_form(weight, FLOAT_FORMS, columns=columns, length=length, integer_inputs=integer_inputs)
-        if self._soc.npu.integer_graphs:
+        # Every Hexagon has graphs of 8 bits; llm.npu publishes their times on this chip.
+        if self._soc.npu.integer_graphs or weight.scales == "tensor":
             found += integer_forms(weight, length=length, integer_inputs=integer_inputs)
         return self._offered(found)
 
