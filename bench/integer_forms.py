@@ -286,7 +286,7 @@ def _code_rows(gpu: Any, tokens: int, width: int) -> Iterator[dict[str, Any]]:  
     for name, codes in made.items():
         launches[f"norm with codes, {name}"] = layers.rms_norm(residual, weight, y, **options, rounded=codes)
         launches[f"writing of codes, {name}"] = layers.write_codes(x, codes, tokens=tokens, columns=width)
-    launches["reading of codes"] = layers.read_codes(made["static"], y, tokens=tokens, rows=width)
+    launches["reading of codes"] = layers.read_codes(made["static"], y, tokens=tokens, member_rows=(width,))
     times: dict[str, list[float]] = {name: [] for name in launches}
     for _ in range(CODE_ROUNDS):
         for name, launch in launches.items():

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from heterollm.calibration.int8_check import int8_checked
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.kernels.formats import (
@@ -22,7 +23,7 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 
-__all__ = ["RangeCheck", "as_floats", "largest_partial", "silu"]
+__all__ = ["RangeCheck", "as_floats", "group_floats", "largest_partial", "silu"]
 
 WORST = RangeErrors(1.0, 1.0, 1.0)
 """Errors of an operator that no range can serve: all of its values were 0."""
@@ -65,7 +66,11 @@ class RangeCheck:
         members = [as_floats(member) for member in self._weights.linear(spec.layer, spec.group)]
         found = self.linears[spec.layer, spec.group]
         weight = np.concatenate(members)
-        self.linears[spec.layer, spec.group] = _checked(found, weight, x)
+        checked = _checked(found, weight, x)
+        if found.int8 is not None:
+            int8 = int8_checked(found.int8, weight, x, found.inputs, found.outputs)
+            checked = structs.replace(checked, int8=int8)
+        self.linears[spec.layer, spec.group] = checked
         if spec.group == "gate_up" and spec.layer in self.ffns:
             (down,) = self._weights.linear(spec.layer, "down")
             self._check_ffn(spec.layer, members, as_floats(down), x)
@@ -126,6 +131,11 @@ def largest_partial(product: Floats, down: Floats) -> float:
 def as_floats(weight: LinearWeight) -> Floats:
     """Return a weight's values."""
     return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.astype(np.float32)
+
+
+def group_floats(weights: ModelWeights, spec: OpSpec) -> Floats:
+    """Return the values of a group's weight ``[n, k]``."""
+    return np.concatenate([as_floats(member) for member in weights.linear(spec.layer, spec.group)])
 
 
 def _ffn_errors(

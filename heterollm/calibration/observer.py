@@ -8,18 +8,20 @@ are launched one by one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.calibration.int8_check import Int8Statistics
+from heterollm.calibration.int8_records import ChannelOutliers
 from heterollm.calibration.records import (
     LOWEST_OCTAVE,
     OCTAVES,
     STEPS_PER_OCTAVE,
-    ChannelOutliers,
+    HeadMagnitudes,
     LinearCalibration,
 )
 from heterollm.engine import Call, EngineActivity, Step
@@ -27,16 +29,18 @@ from heterollm.kernels.ops import Group, OpSpec, Phase
 
 if TYPE_CHECKING:
     from heterollm.engine import Engine
-    from heterollm.kernels.gpu import HostClock
+    from heterollm.kernels.gpu import HostClock, KvMemory
+    from heterollm.model import ModelConfig
 
-__all__ = ["ActivationObserver", "LinearStatistics", "Reader"]
+__all__ = ["ActivationObserver", "HeadStatistics", "LinearStatistics", "Reader"]
 
 OUTLIER_FACTOR = 8.0
 """Magnitude of an outlier in root mean squares of the first window."""
 
 Floats = NDArray[np.float32]
-Reader = Callable[[OpSpec, Floats, Floats], None]
-"""Called with a group, its input ``[m, k]`` and its output ``[m, n]``, which it must not keep."""
+Reader = Callable[[OpSpec, Floats, Floats], Floats | None]
+"""Called with a group, its input ``[m, k]`` and its output ``[m, n]``, which it must not keep; an output that
+it returns replaces the group's."""
 
 
 class LinearStatistics:
@@ -45,10 +49,13 @@ class LinearStatistics:
     Args:
         spec: The group.
         earlier: The state to continue from.
+        int8: Whether to measure what 8-bit activations need.
     """
 
-    def __init__(self, spec: OpSpec, earlier: LinearCalibration | None = None) -> None:
+    def __init__(self, spec: OpSpec, earlier: LinearCalibration | None = None, *, int8: bool = False) -> None:
         self._spec = spec
+        state = None if earlier is None else earlier.int8
+        self._int8 = Int8Statistics(spec.members, spec.columns, state) if int8 else None
         self._inputs = 0.0
         self._outputs = [0.0] * len(spec.members)
         self._relative = [0.0] * len(spec.members)
@@ -64,8 +71,10 @@ class LinearStatistics:
             for one in earlier.outliers:
                 self._counts[one.channel], self._maxima[one.channel] = one.count, one.maximum
 
-    def add(self, x: Floats, y: Floats) -> None:
-        """Add an input ``[m, k]`` and its output ``[m, n]``."""
+    def add(self, x: Floats, y: Floats, weight: Callable[[], Floats]) -> None:
+        """Add an input ``[m, k]``, its output ``[m, n]``, and the weight ``[n, k]`` if 8 bits need it."""
+        if self._int8 is not None:
+            self._int8.add(x, y, weight())
         sizes = np.abs(x)
         tokens = sizes.max(axis=1)
         self._inputs = max(self._inputs, float(tokens.max()))
@@ -99,7 +108,43 @@ class LinearStatistics:
             outliers=tuple(
                 ChannelOutliers(int(c), int(self._counts[c]), float(self._maxima[c])) for c in channels
             ),
+            int8=None if self._int8 is None else self._int8.record(),
         )
+
+
+class HeadStatistics:
+    """Running magnitudes of queries and keys after RoPE.
+
+    Args:
+        config: The model.
+        earlier: The state to continue from.
+    """
+
+    def __init__(self, config: ModelConfig, earlier: Iterable[HeadMagnitudes] = ()) -> None:
+        self._config = config
+        self._queries = np.zeros((config.layers, config.heads))
+        self._keys = np.zeros((config.layers, config.kv_heads))
+        for one in earlier:
+            self._queries[one.layer], self._keys[one.layer] = one.queries, one.keys
+
+    @property
+    def query_columns(self) -> int:
+        """Elements of a token's queries."""
+        return self._config.heads * self._config.head_dim
+
+    def add_queries(self, layer: int, queries: Floats) -> None:
+        """Add queries ``[m, heads * head_dim]`` of a layer."""
+        sizes = np.abs(queries.reshape(len(queries), self._config.heads, -1)).max(axis=(0, 2))
+        np.maximum(self._queries[layer], sizes, out=self._queries[layer])
+
+    def add_keys(self, keys: Floats) -> None:
+        """Add keys ``[layers, kv_heads, ...]``."""
+        np.maximum(self._keys, np.abs(keys).max(axis=tuple(range(2, keys.ndim))), out=self._keys)
+
+    def record(self) -> tuple[HeadMagnitudes, ...]:
+        """Return the magnitudes so far."""
+        pairs = zip(self._queries.tolist(), self._keys.tolist(), strict=True)
+        return tuple(HeadMagnitudes(layer, tuple(q), tuple(k)) for layer, (q, k) in enumerate(pairs))
 
 
 class ActivationObserver:
@@ -111,10 +156,12 @@ class ActivationObserver:
 
     Attributes:
         reader: The reader; None reads nothing.
+        heads: Statistics that get the queries; None reads none.
     """
 
     def __init__(self, specs: Mapping[tuple[int, Group], OpSpec], dtype: np.dtype[Any]) -> None:
         self.reader: Reader | None = None
+        self.heads: HeadStatistics | None = None
         self._specs = specs
         self._dtype = dtype
         self._engine: Engine | None = None
@@ -138,9 +185,13 @@ class ActivationObserver:
         return clock
 
     def call_of(self, step: Step) -> Call:
-        """Return a call that runs a step and reads its slots, for a group of linears."""
-        spec = None if step.layer is None else self._specs.get((step.layer, step.operator))  # type: ignore[arg-type]
-        if spec is None or step.action != "kernel" or step.work is None or step.tokens < 2:
+        """Return a call that runs a step and reads its slots, for RoPE and for a group of linears."""
+        if step.action != "kernel" or step.tokens < 2 or step.layer is None:
+            return step.run
+        if step.operator == "rope":
+            return self._call_of_rope(step, step.layer)
+        spec = self._specs.get((step.layer, step.operator))  # type: ignore[arg-type]
+        if spec is None or step.work is None:
             return step.run
         source, target = step.reads[0].name, step.writes[0].name
 
@@ -148,22 +199,59 @@ class ActivationObserver:
             if self.reader is None:
                 step.run()
                 return
-            x = self._read(source, step.tokens, spec.columns)
+            x = self._read(source, step.tokens, spec.columns, self._dtype)
             step.run()
-            self.reader(spec, x, self._read(target, step.tokens, spec.rows))
+            made = self.reader(spec, x, self._read(target, step.tokens, spec.rows, self._dtype))
+            if made is not None:
+                self._write(target, made)
 
         return call
 
-    def _read(self, name: str, tokens: int, columns: int) -> Floats:
-        """Return a copy of a slot's activations."""
+    def keys(self, cache: KvMemory, tokens: int, config: ModelConfig) -> Floats:
+        """Return the keys of a session's first tokens ``[layers, kv_heads, tokens * head_dim]``."""
+        assert self._engine is not None
+        self._engine.device.gpu.finish()
+        parts = []
+        for memory in cache.memories:
+            copied = np.empty(memory.size_bytes, np.uint8)
+            self._engine.device.gpu.copy(copied, memory.buffer)
+            parts.append(copied.view(self._engine.device.cache_dtype))
+        stored = np.concatenate(parts).reshape(config.layers, 2, config.kv_heads, -1)
+        return stored[:, 0, :, : tokens * config.head_dim].astype(np.float32)
+
+    def _call_of_rope(self, step: Step, layer: int) -> Call:
+        target = step.writes[0].name
+
+        def call() -> None:
+            step.run()
+            if self.heads is not None:
+                columns, dtype = self.heads.query_columns, np.dtype(np.float32)
+                self.heads.add_queries(layer, self._read(target, step.tokens, columns, dtype))
+
+        return call
+
+    def _read(self, name: str, tokens: int, columns: int, dtype: np.dtype[Any]) -> Floats:
+        """Return a copy of a slot's values."""
         assert self._engine is not None
         self._engine.device.gpu.finish()
         if name in self._engine.private:
-            copied = np.empty((tokens, columns), self._dtype)
+            copied = np.empty((tokens, columns), dtype)
             self._engine.device.gpu.copy(copied, self._engine.private[name].buffer)
             return copied.astype(np.float32)
         slot = self._engine.pool[name]
         slot.acquire_to_read()
-        values = slot.view(self._dtype, (tokens, columns)).astype(np.float32)
+        values = slot.view(dtype, (tokens, columns)).astype(np.float32)
         slot.release()
         return values
+
+    def _write(self, name: str, values: Floats) -> None:
+        """Replace a slot's values."""
+        assert self._engine is not None
+        given = np.ascontiguousarray(values, self._dtype)
+        if name in self._engine.private:
+            self._engine.device.gpu.copy(self._engine.private[name].buffer, given)
+            return
+        slot = self._engine.pool[name]
+        slot.acquire()
+        slot.view(self._dtype, given.shape)[...] = given
+        slot.release()

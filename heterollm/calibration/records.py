@@ -24,9 +24,17 @@ from heterollm.base import (
     decode_json,
     save_file,
 )
+from heterollm.calibration.int8_records import (
+    LARGEST_INT8,
+    Activations,
+    ChannelOutliers,
+    Decision,
+    Int8Calibration,
+    int8_mistakes,
+)
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
-from heterollm.kernels.ops import Group
+from heterollm.kernels.ops import Group, Precision
 
 __all__ = [
     "FIX",
@@ -34,15 +42,15 @@ __all__ = [
     "OCTAVES",
     "STEPS_PER_OCTAVE",
     "Calibration",
-    "ChannelOutliers",
     "FfnCalibration",
+    "HeadMagnitudes",
     "LinearCalibration",
     "RangeErrors",
     "load_calibration",
 ]
 
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` again."
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8
@@ -72,20 +80,6 @@ class RangeErrors(Struct, frozen=True, forbid_unknown_fields=True):
         return self.nmse <= gate and self.worst_row <= single and self.worst_token <= single
 
 
-class ChannelOutliers(Struct, frozen=True, forbid_unknown_fields=True):
-    """Outliers of one input channel.
-
-    Args:
-        channel: The input.
-        count: Tokens at which its magnitude exceeds the threshold.
-        maximum: Its largest magnitude.
-    """
-
-    channel: Count
-    count: Positive
-    maximum: Amount
-
-
 class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     """Magnitudes at a group of linears.
 
@@ -102,6 +96,7 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         errors: The check of the ranges; None as long as there was none.
         static: Whether the check is of one grid for all tokens, on which alone it passed, and not of inputs
             that are divided by the largest magnitude of their token.
+        int8: Magnitudes and errors of 8-bit activations, at precision ``w8a8``.
     """
 
     layer: Count
@@ -114,6 +109,7 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     outliers: tuple[ChannelOutliers, ...]
     errors: RangeErrors | None = None
     static: bool = False
+    int8: Int8Calibration | None = None
 
     @property
     def token_ranges(self) -> LinearRanges:
@@ -124,6 +120,16 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     def static_ranges(self) -> LinearRanges:
         """Ranges of one grid for all tokens."""
         return LinearRanges(max(self.outputs), self.inputs)
+
+    @property
+    def importance(self) -> float:
+        """The largest input over the quantisation step of the shadow's threshold, as llm.npu ranks layers.
+
+        It is 0 without 8-bit activations.
+        """
+        if self.int8 is None or not self.int8.shadow.threshold:
+            return 0.0
+        return self.inputs * LARGEST_INT8 / self.int8.shadow.threshold
 
     @property
     def percentiles(self) -> dict[float, float]:
@@ -159,6 +165,20 @@ class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     split_errors: RangeErrors | None = None
 
 
+class HeadMagnitudes(Struct, frozen=True, forbid_unknown_fields=True):
+    """Largest magnitudes of the queries and keys of a layer after RoPE, which attention in integers needs.
+
+    Args:
+        layer: Decoder layer.
+        queries: Of each query head.
+        keys: Of each key head.
+    """
+
+    layer: Count
+    queries: tuple[Amount, ...]
+    keys: tuple[Amount, ...]
+
+
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     """Static ranges of a model's activations.
 
@@ -172,6 +192,9 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         checked_tokens: Tokens of the check, from one more window.
         linears: By layer and group.
         ffns: By layer.
+        heads: By layer.
+        precision: Precision of the weights.
+        decision: How the activations of the linears were decided; None but at ``w8a8``, and before.
         version: Version of the file.
     """
 
@@ -184,7 +207,10 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     checked_tokens: Count
     linears: tuple[LinearCalibration, ...]
     ffns: tuple[FfnCalibration, ...]
-    version: Literal[2] = SCHEMA_VERSION
+    heads: tuple[HeadMagnitudes, ...] = ()
+    precision: Precision = "w4a16"
+    decision: Decision | None = None
+    version: Literal[3] = SCHEMA_VERSION
 
     @property
     def key(self) -> str:
@@ -193,8 +219,14 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def complete(self) -> bool:
-        """Whether all windows were run and the ranges checked."""
-        return self.windows == self.windows_planned and self.checked_tokens > 0
+        """Whether all windows were run, the ranges checked, and activations decided."""
+        decided = self.decision is not None or self.precision != "w8a8"
+        return self.windows == self.windows_planned and self.checked_tokens > 0 and decided
+
+    @property
+    def load_options(self) -> str:
+        """Options of a load of the calibrated weights."""
+        return "--precision w8a8" if self.precision == "w8a8" else "--scales stepped"
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -227,6 +259,14 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
                 )
         return found
 
+    def activations(self) -> dict[tuple[int, Group], Activations]:
+        """Return the decisions by layer and group; none but at ``w8a8``."""
+        return {
+            (one.layer, one.group): one.int8.activations
+            for one in self.linears
+            if one.int8 is not None and one.int8.activations is not None
+        }
+
     def check_weights(self, weights_key: str) -> None:
         """Refuse other weights than the calibrated ones, or an incomplete calibration.
 
@@ -243,8 +283,8 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
             raise CalibrationError(
                 f"The calibration is of {self.model} with other weights (key {self.weights_key[:12]}, not "
                 f"{weights_key[:12]}).",
-                fix="Load the calibrated checkpoint with --scales stepped and the same group size, or run "
-                "`heterollm calibrate` for this one.",
+                fix=f"Load the calibrated checkpoint with {self.load_options} and the same group size, or "
+                "run `heterollm calibrate` for this one.",
             )
 
     @classmethod
@@ -256,6 +296,12 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
                 wrong field.
         """
         data = decode_json(text, source=source, error=CalibrationError, fix=FIX)
+        version = data.get("version", SCHEMA_VERSION) if isinstance(data, dict) else SCHEMA_VERSION
+        if version != SCHEMA_VERSION:
+            raise CalibrationError(
+                f"{source} has version {version!r:.40}; this version of heterollm reads {SCHEMA_VERSION}.",
+                fix=FIX,
+            )
         source = f"{source} is not a calibration"
         found = decode(data, cls, source=source, error=CalibrationError, fix=FIX)
         if (mistake := next(_mistakes(found), None)) is not None:
@@ -304,6 +350,13 @@ def _mistakes(found: Calibration) -> Iterator[str]:
         largest = (one.inputs, max(one.outputs, default=0.0), max(one.relative_outputs, default=0.0))
         if _passed(one.errors) and not all(map(_is_range, largest)):
             yield f"{where}.inputs, outputs: no ranges, although the check of their ranges passed"
+        if one.int8 is not None:
+            yield from int8_mistakes(f"{where}.int8", one.int8, one.inputs, members)
+        if found.decision is not None and (one.int8 is None or one.int8.activations is None):
+            yield f"{where}.int8.activations: none, although there is a decision"
+    layers = [one.layer for one in found.heads]
+    if layers != sorted(set(layers)):
+        yield "heads: a layer is given twice, or out of order"
     for place, ffn in enumerate(found.ffns):
         where = f"ffns[{place}]"
         if (ffn.layer, "ffn") in seen:

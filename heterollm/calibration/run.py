@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
 
 from heterollm.base import CalibrationError, InputError, OptionError, Progress, check_target, silent
-from heterollm.calibration.check import RangeCheck, as_floats, largest_partial, silu
-from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
-from heterollm.calibration.records import Calibration, FfnCalibration, LinearCalibration, load_calibration
+from heterollm.calibration.check import RangeCheck, as_floats, group_floats, largest_partial, silu
+from heterollm.calibration.decision import Policy, decide
+from heterollm.calibration.loss import LossMeter
+from heterollm.calibration.observer import ActivationObserver, Floats, HeadStatistics, LinearStatistics
+from heterollm.calibration.records import Calibration, FfnCalibration, load_calibration
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
 from heterollm.kernels.device import Device
@@ -29,6 +33,14 @@ WINDOW_TOKENS: Final = 512
 CHECKED_TOKENS: Final = 64
 """Tokens of the last window that are computed on their grids."""
 
+LOSS_WINDOWS: Final = 2
+"""Last windows of the text, on which the loss of pruned shadows is measured; no range is of the last one."""
+
+CALIBRATED: Final[tuple[Precision, ...]] = ("w4a16", "w8a8")
+DEFAULT_POLICY: Final = Policy()
+
+Ids: TypeAlias = NDArray[np.int32]
+
 BUILT_IN_CHARACTERS: Final = 40_000
 """Length of the built-in text: the end of the bundled model's held-out text."""
 
@@ -41,6 +53,7 @@ def calibrate(
     windows: int = CALIBRATION_WINDOWS,
     precision: Precision = "w4a16",
     group_size: int = 32,
+    policy: Policy = DEFAULT_POLICY,
     device: str = "host",
     gpu_threads: int | None = None,
     progress: Progress = silent,
@@ -54,8 +67,10 @@ def calibrate(
         texts: Files of plain text, one after the other; by default a built-in text (Python code).
         output: The file.
         windows: Windows of 512 tokens, at most those that the text has; one of them only checks the ranges.
-        precision: ``w4a16``, whose scales are stepped, or ``w8a8``.
+        precision: ``w4a16``, whose integer graphs have 16-bit activations and stepped scales, or ``w8a8``.
         group_size: Weights that share a scale.
+        policy: Which operators have which activations at ``w8a8``. A file that was finished with another
+            policy is decided again.
         device: Device whose GPU computes.
         gpu_threads: Threads of the GPU on ``host``.
         progress: Called with a stage's name, steps done and steps in all.
@@ -68,8 +83,10 @@ def calibrate(
     """
     if windows < 2:
         raise OptionError(f"A calibration of {windows} windows.", fix="Choose at least 2.")
-    if precision not in ("w4a16", "w8a8"):
-        raise OptionError(f"A calibration of {precision}.", fix="Choose w4a16 or w8a8.")
+    if precision not in CALIBRATED:
+        raise OptionError(f"A calibration of {precision}.", fix=f"Choose {' or '.join(CALIBRATED)}.")
+    if precision != "w8a8" and policy != DEFAULT_POLICY:
+        raise OptionError(f"Decisions about 8-bit activations at {precision}.", fix="Choose w8a8.")
     check_target(output, "calibration")
     checkpoint = Checkpoint(model)
     config = ModelConfig.from_folder(checkpoint.folder)
@@ -95,16 +112,17 @@ def calibrate(
         checked_tokens=0,
         linears=(),
         ffns=(),
+        precision=precision,
     )
     state = _continued(output, fresh)
-    if state.complete:
+    if state.complete and (precision != "w8a8" or policy.made(state.decision)):
         return state
     thread = EngineThread()
     try:
         opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=0))
         run = thread.run(lambda: _Run(opened, weights, state, output, progress))
         try:
-            return thread.run(lambda: run.finish(parts))
+            return thread.run(lambda: run.finish(parts, policy))
         finally:
             thread.run(run.close)
     finally:
@@ -122,10 +140,14 @@ class _Run:
         self._progress = progress
         self._weights = weights
         self._specs: dict[tuple[int, Group], OpSpec] = {
-            (spec.layer, spec.group): spec for spec in weights.specs if spec.weight.scales != "free"
+            (spec.layer, spec.group): spec for spec in weights.specs if spec.group != "head"
         }
+        int8 = state.precision == "w8a8"
         earlier = {(one.layer, one.group): one for one in state.linears}
-        self._linears = {key: LinearStatistics(spec, earlier.get(key)) for key, spec in self._specs.items()}
+        self._linears = {
+            key: LinearStatistics(spec, earlier.get(key), int8=int8) for key, spec in self._specs.items()
+        }
+        self._heads = HeadStatistics(weights.config, state.heads)
         self._activated = {one.layer: one.activated for one in state.ffns}
         self._partial = {one.layer: one.partial for one in state.ffns}
         self._observer = ActivationObserver(self._specs, device.activation_dtype)
@@ -134,7 +156,7 @@ class _Run:
             "gpu",
             weights.specs,
             device=device.name,
-            precision="w8a8" if weights.specs[0].weight.scales == "tensor" else "w4a16",
+            precision=state.precision,
             standard_lengths=(),
             chunk_length=tokens,
         )
@@ -146,15 +168,25 @@ class _Run:
     def close(self) -> None:
         self._engine.close()
 
-    def finish(self, parts: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Calibration:
-        """Run the remaining windows, then the check."""
+    def finish(self, parts: Ids, policy: Policy) -> Calibration:
+        """Run the remaining windows, then the check, and decide."""
         total = self._state.windows_planned + 1
-        self._observer.reader = self._measure
+        self._observer.reader, self._observer.heads = self._measure, self._heads
         for done in range(self._state.windows, self._state.windows_planned):
             self._progress("Calibrating", done, total)
             self._prefill(parts[done])
             self._save(windows=done + 1)
+        self._observer.reader = self._observer.heads = None
         self._progress("Calibrating", total - 1, total)
+        if not self._state.checked_tokens:
+            self._check(parts[-1])
+        if self._state.precision == "w8a8":
+            self._decide(parts[-LOSS_WINDOWS:], policy)
+        self._progress("Calibrating", total, total)
+        return self._state
+
+    def _check(self, ids: Ids) -> None:
+        """Check the ranges on a window that they do not come from."""
         check = RangeCheck(
             self._weights,
             {(one.layer, one.group): one for one in self._state.linears},
@@ -162,23 +194,32 @@ class _Run:
             CHECKED_TOKENS,
         )
         self._observer.reader = check.read
-        self._prefill(parts[-1])
-        linears, ffns = tuple(check.linears.values()), tuple(check.ffns.values())
-        self._store(self._state.windows, linears, ffns, check.checked_tokens)
-        self._progress("Calibrating", total, total)
-        return self._state
-
-    def _prefill(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
         self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", None)
+        self._store(
+            linears=tuple(check.linears.values()),
+            ffns=tuple(check.ffns.values()),
+            checked_tokens=check.checked_tokens,
+        )
+
+    def _decide(self, parts: Ids, policy: Policy) -> None:
+        meter = LossMeter(self._engine, self._observer, self._weights, parts, self._progress)
+        linears, decision = decide(self._state.linears, policy, meter.perplexity)
+        self._store(linears=linears, decision=decision)
+
+    def _prefill(self, ids: Ids) -> None:
+        cache = self._engine.new_cache()
+        self._engine.prefill(cache, 0, ids, "prefill", None)
+        self._heads.add_keys(self._observer.keys(cache.memory, len(ids), self._weights.config))
 
     def _measure(self, spec: OpSpec, x: Floats, y: Floats) -> None:
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise CalibrationError(
                 f"{spec.layer}.{spec.group} has values that are not finite.", fix="The checkpoint is damaged."
             )
-        self._linears[spec.layer, spec.group].add(x, y)
+        self._linears[spec.layer, spec.group].add(x, y, lambda: group_floats(self._weights, spec))
         config = self._weights.config
         plain = config.activation == "silu" and not self._weights.bias(spec.layer, "gate_up")
+        plain &= self._state.precision != "w8a8"  # which has no graphs of whole ffns
         if spec.group == "gate_up" and plain:
             largest = float(np.abs(silu(y[:, : spec.members[0].rows])).max())
             self._activated[spec.layer] = max(self._activated.get(spec.layer, 0.0), largest)
@@ -194,27 +235,10 @@ class _Run:
             FfnCalibration(layer, value, self._partial[layer])
             for layer, value in sorted(self._activated.items())
         )
-        self._store(windows, linears, ffns, 0)
+        self._store(windows=windows, linears=linears, ffns=ffns, heads=self._heads.record())
 
-    def _store(
-        self,
-        windows: int,
-        linears: tuple[LinearCalibration, ...],
-        ffns: tuple[FfnCalibration, ...],
-        checked_tokens: int,
-    ) -> None:
-        old = self._state
-        self._state = Calibration(
-            weights_key=old.weights_key,
-            model=old.model,
-            text_key=old.text_key,
-            window_tokens=old.window_tokens,
-            windows=windows,
-            windows_planned=old.windows_planned,
-            checked_tokens=checked_tokens,
-            linears=linears,
-            ffns=ffns,
-        )
+    def _store(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the calibration
+        self._state = structs.replace(self._state, **changes)
         self._state.save(self._output)
 
 
@@ -227,7 +251,7 @@ def _continued(path: Path, fresh: Calibration) -> Calibration:
     if not path.exists():
         return fresh
     found = load_calibration(path)
-    for field in ("weights_key", "text_key", "window_tokens", "windows_planned"):
+    for field in ("precision", "weights_key", "text_key", "window_tokens", "windows_planned"):
         if getattr(found, field) != getattr(fresh, field):
             raise CalibrationError(
                 f"{path} is a calibration of {found.model} with another {field.replace('_', ' ')}.",
@@ -252,9 +276,7 @@ def _text(texts: Sequence[Path]) -> str:
     return "\n\n".join(parts)
 
 
-def _windows(
-    ids: Sequence[int], tokens: int, windows: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+def _windows(ids: Sequence[int], tokens: int, windows: int) -> Ids:
     """Return the first windows of the text ``[windows, tokens]``."""
     count = min(windows, len(ids) // tokens)
     if count < 2:

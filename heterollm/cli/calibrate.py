@@ -27,11 +27,21 @@ def calibrate_model(
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens to run, at least 2.")] = 8,
     precision: PrecisionOption = "w4a16",
     group_size: GroupSize = 32,
+    int16_limit: Annotated[
+        float | None, typer.Option(metavar="DB", help="w8a8: operators below this SQNR keep 16 bits.")
+    ] = None,
+    pruned: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="w8a8: share of the shadows to prune, 0 to 1.")
+    ] = None,
+    loss_limit: Annotated[
+        float | None,
+        typer.Option(metavar="PERCENT", help="w8a8: perplexity that pruning may cost; 1 by default."),
+    ] = None,
     gpu_threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the ranges of a model's activations, which integer NPU graphs need."""
-    from heterollm.calibration import calibrate
+    from heterollm.calibration import Policy, calibrate
     from heterollm.report import calibration_json, calibration_report
     from heterollm.report import console as report
 
@@ -43,6 +53,7 @@ def calibrate_model(
             windows=windows,
             precision=precision,
             group_size=group_size,
+            policy=Policy(int16_limit, pruned, loss_limit),
             gpu_threads=gpu_threads,
             progress=progress,
         )

@@ -61,7 +61,9 @@ def calibrated_ranges(
 def _int8_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
     """Return static ranges of 8 bits of the operators that have magnitudes."""
     return {
-        (one.layer, one.group): LinearRanges(max(one.outputs), one.inputs, bits=8)
+        (one.layer, one.group): LinearRanges(
+            max(one.outputs), one.inputs, bits=8, members=one.outputs if len(one.outputs) > 1 else ()
+        )
         for one in found.linears
         if min(one.inputs, *one.outputs) > 0
     }

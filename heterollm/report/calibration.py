@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -12,9 +15,12 @@ from heterollm.report.console import note, table
 
 __all__ = ["calibration_json", "calibration_report"]
 
+SHOWN = 8
+"""Most names or layers of a list."""
+
 
 def calibration_report(found: Calibration, path: str) -> Group:
-    """Return the worst operators of each kind, and those that keep float activations."""
+    """Return the worst operators of each kind, and the decisions or those that keep float activations."""
     shown = table("operators", ">number", ">worst error", ">failed", ">outlier channels")
     for group in dict.fromkeys(one.group for one in found.linears):
         linears = [one for one in found.linears if one.group == group]
@@ -31,17 +37,64 @@ def calibration_report(found: Calibration, path: str) -> Group:
     lines: list[RenderableType] = [
         Text(f"{found.model}: ranges of {tokens} tokens, checked on {found.checked_tokens} others"),
         shown,
-        Text(f"Wrote {path}; load the model with --scales stepped --calibration {path}."),
     ]
+    if found.decision is not None:
+        lines += _int8(found)
+    lines.append(Text(f"Wrote {path}; load the model with {found.load_options} --calibration {path}."))
     if found.failed:
-        names = ", ".join(found.failed[:8]) + (", …" if len(found.failed) > 8 else "")
-        lines.append(note(f"Below 60 dB (50 for a row or token), so with float activations: {names}."))
+        what = "keep float activations" if found.decision is None else "have no ranges of 16 bits"
+        lines.append(note(f"Below 60 dB (50 for a row or token), so they {what}: {_names(found.failed)}."))
     return Group(*lines)
+
+
+def _int8(found: Calibration) -> list[RenderableType]:
+    """Return the outliers and decisions of each layer, and how they were decided."""
+    shown = table(
+        *("layer", ">outlier channels", ">hot", ">importance", ">8 bits dB", ">shadow dB", "activations")
+    )
+    for layer in dict.fromkeys(one.layer for one in found.linears):
+        linears = [one for one in found.linears if one.layer == layer]
+        int8 = [one.int8 for one in linears if one.int8 is not None]
+        counts = [one.shadow.window_channels / found.windows for one in int8]
+        plain_db = [one.errors.sqnr_db for one in int8 if one.errors is not None]
+        shadow_db = [one.shadow.errors.sqnr_db for one in int8 if one.shadow.errors is not None]
+        shown.add_row(
+            str(layer),
+            _numbers(counts),
+            _numbers([len(one.shadow.hot_channels) for one in int8]),
+            _numbers([one.importance for one in linears]),
+            _numbers(plain_db),
+            _numbers(shadow_db),
+            " ".join(str(one.activations) for one in int8),
+        )
+    assert found.decision is not None
+    decision = found.decision
+    counted = Counter(found.activations().values())
+    decided = ", ".join(f"{number} {name}" for name, number in sorted(counted.items()))
+    lines: list[RenderableType] = [
+        Text("8-bit activations: qkv, o, gate_up and down of each layer; channels of a window of text,"),
+        Text("those that have 80 % of all outliers, the largest input over the step, the mean token's SQNR"),
+        shown,
+        Text(f"{decided}; {decision.pruned:.0%} of the shadows pruned"),
+    ]
+    if decision.losses:
+        tried = ", ".join(f"{one.pruned:.0%}: {one.loss_percent:+.1f} %" for one in decision.losses)
+        limit = decision.loss_limit_percent
+        lines.append(Text(f"Perplexity over that with all shadows (limit {limit:g} %), by share: {tried}"))
+    return lines
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.0f}" for value in values)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 
 def calibration_json(found: Calibration, path: str) -> dict[str, Any]:
     """Return the summary of a calibration as JSON data."""
-    return {
+    summary: dict[str, Any] = {
         "path": path,
         "model": found.model,
         "weights_key": found.weights_key,
@@ -50,4 +103,15 @@ def calibration_json(found: Calibration, path: str) -> dict[str, Any]:
         "linears": len(found.linears),
         "ffns": len(found.ffns),
         "failed": list(found.failed),
+    }
+    if found.decision is None:
+        return summary
+    int8 = [one.int8 for one in found.linears if one.int8 is not None]
+    hot = [len(one.shadow.hot_channels) for one in int8]
+    counted = Counter(one.activations for one in int8)
+    return summary | {
+        "activations": {name: counted[name] for name in ("int8", "shadow", "int16")},
+        "pruned": found.decision.pruned,
+        "outlier_channels": float(np.mean([one.shadow.window_channels for one in int8])) / found.windows,
+        "hot_channels": float(np.mean(hot)),
     }

@@ -48,17 +48,25 @@ class CodeGrid:
         output_step: Difference between adjacent output codes.
         per_token: Whether tokens have factors other than 1. The graph must then be linear.
         bits: Of a code.
+        member_steps: Steps of the members' output codes in place of ``output_step``, if they have their own.
     """
 
     input_step: float
     output_step: float
     per_token: bool
     bits: CodeBits = 16
+    member_steps: tuple[float, ...] = ()
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Element type of the codes."""
         return code_dtype(self.bits)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest input that codes hold, of tokens with the factor 1."""
+        zero = zero_code(self.bits)
+        return -zero * self.input_step, (zero - 1) * self.input_step
 
     def codes(self, x: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return codes of inputs ``[m, k]`` and the factors ``[m]``, as the GPU's kernels compute them."""
@@ -70,9 +78,19 @@ class CodeGrid:
         limited = np.clip(np.rint(x * steps[:, None]), -zero, zero - 1)
         return (limited + zero).astype(self.dtype), factors
 
-    def values(self, codes: NDArray[Any], factors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the values of output codes ``[m, n]``, as the GPU's kernels compute them."""
-        steps = np.float32(self.output_step) * factors
+    def values(
+        self, codes: NDArray[Any], factors: NDArray[np.float32], member_rows: tuple[int, ...] = ()
+    ) -> NDArray[np.float32]:
+        """Return the values of output codes ``[m, n]``, as the GPU's kernels compute them.
+
+        Args:
+            codes: The codes.
+            factors: Of the tokens.
+            member_rows: Outputs of each member, where they have steps of their own.
+        """
+        steps = np.full(1, self.output_step, np.float32)
+        if self.member_steps:
+            steps = np.repeat(np.array(self.member_steps, np.float32), member_rows)
         centred = codes.astype(np.float32) - np.float32(zero_code(self.bits))
-        found: NDArray[np.float32] = centred * steps[:, None]
+        found: NDArray[np.float32] = centred * (steps * factors[:, None])
         return found

@@ -7,7 +7,7 @@ a linear's input writes the type that both processors read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -112,15 +112,15 @@ class GpuGlue(GpuAttention):
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
         out.require(rows * hidden * self._item_bytes, f"{label} output")
-        split = 0 if delta.join == "sum" else delta.splits[0]
         files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
-        kernel, _, items = self._kernel(files, "rms_norm", rounded=rounded, widths=(hidden, split))
+        widths = (hidden, delta.splits[0])
+        kernel, _, items = self._kernel(files, "rms_norm", rounded=rounded, widths=widths, segments=delta)
         arguments = (
             *(residual, weight, out, delta.a, delta.b),
             # Absent memory is never read, but OpenCL needs a valid argument.
             *(weight if extra is None else extra for extra in extras),
             step,
-            *map(np.int32, (-1 if delta.join == "sum" else delta.splits[0], hidden)),
+            *map(np.int32, (delta.splits[0], hidden)),
             np.float32(epsilon),
             *map(np.int32, (mode, *(extra is not None for extra in extras))),
             *(rounded.arguments(rows, hidden, label) if rounded else ()),
@@ -158,7 +158,6 @@ class GpuGlue(GpuAttention):
             rounded: Target of the int8 codes of ``out``; None for no codes.
             label: Name for traces and errors.
         """
-        gate_up.require_concatenated(label)
         if gate_up.rows != (intermediate, intermediate):
             raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
         out.require(tokens * intermediate * self._item_bytes, f"{label} output")
@@ -166,17 +165,19 @@ class GpuGlue(GpuAttention):
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
         item, block = self._item_bytes, rounded.block if rounded else 0
         work = functools.partial(pointwise_work, tokens * intermediate, 10, 2 * item, item, block)
-        return self._pointwise("gated_activation", memory, sizes, tokens, label, work, rounded)
+        return self._pointwise(
+            "gated_activation", memory, sizes, tokens, label, work, rounded=rounded, segments=gate_up
+        )
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that joins the head's segments as float32 ``[rows, vocabulary]``."""
-        head.require_concatenated(label)
         if len(head.rows) != 1:
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
         out.require(rows * head.rows[0] * 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
         work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes, 4)
-        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, work)
+        memory = (head.a, head.b, out)
+        return self._pointwise("join_logits", memory, sizes, rows, label, work, segments=head)
 
     def soft_cap(
         self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"
@@ -205,17 +206,35 @@ class GpuGlue(GpuAttention):
         work = functools.partial(pointwise_work, tokens * columns, 4, self._item_bytes, codes.code_bytes)
         return self._runtime.launch(kernel, arguments, (tokens * items,), (items,), label, work=work)
 
-    def read_codes(self, codes: NpuCodes, out: DeviceMemory, *, tokens: int, rows: int) -> Launch:
-        """Return the launch that writes the values of output codes ``[tokens, rows]``, and counts them."""
+    def read_codes(
+        self, codes: NpuCodes, out: DeviceMemory, *, tokens: int, member_rows: tuple[int, ...]
+    ) -> Launch:
+        """Return the launch that writes the values of output codes ``[tokens, rows]``, and counts them.
+
+        Args:
+            codes: The codes.
+            out: ``[tokens, rows]`` in the activation type.
+            tokens: Tokens.
+            member_rows: Rows of each member, at most three members.
+        """
+        rows = sum(member_rows)
         label = "reading of codes"
         codes.outputs.require(tokens * rows * codes.code_bytes, f"{label} input")
         codes.require_factors(tokens, label)
         out.require(tokens * rows * self._item_bytes, f"{label} output")
-        kernel, style, items = self._kernel(CODE_FILES, "read_npu_codes", rounded=codes, widths=(rows,))
+        steps = codes.grid.member_steps
+        kernel, style, items = self._kernel(
+            CODE_FILES,
+            "read_npu_codes",
+            lambda _: {"MEMBER_STEPS": 1} if steps else {},
+            rounded=codes,
+            widths=(rows,),
+        )
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
             *(codes.outputs, codes.factors, out, codes.counts, np.int32(codes.place)),
             *(np.float32(codes.grid.output_step), np.int32(rows), np.int32(span)),
+            *(_steps_of_members(steps, member_rows) if steps else ()),
         )
         work = functools.partial(pointwise_work, tokens * rows, 4, codes.code_bytes, self._item_bytes)
         size = round_up(-(-rows // span), items), tokens
@@ -231,14 +250,25 @@ class GpuGlue(GpuAttention):
         rows: int,
         label: str,
         work: Callable[[], GpuWork],
+        *,
         rounded: RoundedInputs | None = None,
+        segments: Segments | None = None,
     ) -> Launch:
         columns = sizes[-1]
         # All sizes but flags are widths of segments and rows.
         widths = sizes[2:] if name == "gated_activation" else sizes
-        kernel, style, items = self._kernel(("pointwise.cl",), name, rounded=rounded, widths=widths)
+        kernel, style, items = self._kernel(
+            ("pointwise.cl",), name, rounded=rounded, widths=widths, segments=segments
+        )
         span = VECTOR_COLUMNS if style == "vector" else 8
         width = round_up(-(-columns // span), items)
         codes = rounded.arguments(rows, columns, label) if rounded else ()
         arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
         return self._runtime.launch(kernel, arguments, (width, rows), (items, 1), label, work=work)
+
+
+def _steps_of_members(steps: tuple[float, ...], rows: tuple[int, ...]) -> Iterator[np.generic]:
+    """Yield the first row of the second and third member, and the step of each of three."""
+    ends = [sum(rows[: count + 1]) for count in range(len(rows))]
+    yield from (np.int32(ends[min(place, len(ends) - 1)]) for place in (0, 1))
+    yield from (np.float32(steps[min(place, len(steps) - 1)]) for place in (0, 1, 2))

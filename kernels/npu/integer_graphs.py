@@ -8,7 +8,8 @@ compiler keeps such a linear in integers only in this form: uint16, symmetric we
 times one number of their row with 16 used, and an output of 16 bits. The functions of this module therefore
 refuse all other weights, except those of 8 bits with one scale for a tensor: their codes go with activations
 of 16 bits, or of 8 bits with zero point 128 and an output of 8 bits (one of 16 bits QNN would compute in
-floats). Their scale is written for every row, so that stacked tensors keep their own.
+floats). Their scale is written for every row, so that stacked tensors keep their own; times a factor of each
+member, where members have output grids of their own.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def build_integer_linear(shard: LinearShard, form: GraphForm, body: GraphBody) -
         _start(body, ranges.grid)
         values = (weight.unpacked_codes() ^ np.uint8(128)).view(np.int8)
         body.tensors["weight_codes"] = np.ascontiguousarray(values.T)
-        body.tensors["scales"] = np.ascontiguousarray(weight.scales[:, 0], np.float32)
+        body.tensors["scales"] = weight.scales[:, 0].astype(np.float32) * _member_factors(shard, ranges.grid)
         body.tensors["zeros"] = np.zeros(weight.rows, np.int8)
         body.add("DequantizeLinear", ["weight_codes", "scales", "zeros"], "weight", axis=1)
         body.add("MatMul", ["x_rounded", "weight"], "y_product")
@@ -204,6 +205,14 @@ def _with_row_scale(weight: LinearWeight, label: str) -> QuantizedTensor:
         f"{label} needs symmetric 8-bit weights with one scale for a tensor.",
         fix="Load the model at precision w8a8, or choose another form.",
     )
+
+
+def _member_factors(shard: LinearShard, grid: CodeGrid) -> NDArray[np.float32]:
+    """Return the factor of each row that brings its member's output to the one step that the graph has."""
+    if not grid.member_steps:
+        return np.ones(1, np.float32)
+    rows = [stop - start for start, stop in shard.row_ranges]
+    return np.repeat(np.float32(grid.output_step) / np.array(grid.member_steps, np.float32), rows)
 
 
 def _uncalibrated(shard: LinearShard | FfnShard, bits: int = 16) -> GraphError:

@@ -10,12 +10,35 @@ from typing import Final, TypeAlias
 from heterollm.base import GraphError
 from heterollm.kernels.formats import CodeBits, CodeGrid, largest_code
 
-__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "StaticRanges", "step_of"]
+__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "ShadowRanges", "StaticRanges", "step_of"]
 
 HEADROOM: Final[Mapping[CodeBits, float]] = MappingProxyType({8: 1.0, 16: 1.5})
 """Factor of a range over the largest magnitude seen. One saturated output ruins a token; the lost bit does
 not matter at 16 bits. A percentile in place of the maximum leaves 1 to 36 dB. At 8 bits the lost bit
 costs more than saturation does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowRanges:
+    """Ranges of a linear shard whose large inputs are clamped, while the GPU multiplies what is beyond them.
+
+    Args:
+        inputs: Magnitude at which inputs are clamped.
+        outputs: Largest magnitude of the output of clamped inputs, before a bias.
+        members: The same of each member, if each has a grid of its own.
+        hot: Channels that often have larger inputs, whose float weights stay in memory.
+
+    Raises:
+        GraphError: A magnitude is not positive and finite.
+    """
+
+    inputs: float
+    outputs: float
+    members: tuple[float, ...] = ()
+    hot: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check((self.inputs, self.outputs, *self.members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +50,8 @@ class LinearRanges:
             input.
         inputs: Largest magnitude of the input; None divides the input by that of each token.
         bits: Of a code; static 8-bit graphs need ``inputs``.
+        members: Largest magnitude of the output of each member, if each has a grid of its own.
+        shadow: Ranges of the same shard with a shadow of outliers; None without one.
 
     Raises:
         GraphError: A magnitude is not positive and finite, or 8-bit ranges lack ``inputs``.
@@ -35,19 +60,31 @@ class LinearRanges:
     outputs: float
     inputs: float | None = None
     bits: CodeBits = 16
+    members: tuple[float, ...] = ()
+    shadow: ShadowRanges | None = None
 
     def __post_init__(self) -> None:
-        _check((self.outputs, self.inputs))
+        _check((self.outputs, self.inputs, *self.members))
         if self.bits == 8 and self.inputs is None:
             raise GraphError("Ranges of 8-bit codes lack that of the input: they are static.")
+
+    def of_placement(self, *, shadow: bool) -> LinearRanges | None:
+        """Return the ranges with or without the shadow; None without suitable ones."""
+        if not shadow:
+            return replace(self, shadow=None)
+        if self.shadow is None:
+            return None
+        own = self.shadow
+        return replace(self, inputs=own.inputs, outputs=own.outputs, members=own.members, shadow=None)
 
     @property
     def grid(self) -> CodeGrid:
         """The grids of the graph's codes."""
         output_step = step_of(self.outputs, self.bits)
-        if self.inputs is None:
-            return CodeGrid(1 / largest_code(self.bits), output_step, per_token=True, bits=self.bits)
-        return CodeGrid(step_of(self.inputs, self.bits), output_step, per_token=False, bits=self.bits)
+        members = tuple([step_of(own, self.bits) for own in self.members])
+        per_token = self.inputs is None
+        input_step = 1 / largest_code(self.bits) if self.inputs is None else step_of(self.inputs, self.bits)
+        return CodeGrid(input_step, output_step, per_token, self.bits, members)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ def test_a_static_grid_serves_where_a_scale_for_each_token_fails() -> None:
         spec = OpSpec("o", 0, (Member("o", 8),), 32, WeightFormat(32), "x", "y")
         seen = LinearStatistics(spec)
         y = x @ weight.T
-        seen.add(x, y)
+        seen.add(x, y, lambda: weight)
         check = RangeCheck(SimpleNamespace(linear=lambda *_: [weight]), {(0, "o"): seen.record()}, {}, 64)  # type: ignore[arg-type]
         check.read(spec, x, y)
         found = check.linears[0, "o"]
@@ -350,6 +350,7 @@ def test_other_weights_are_refused(bundled_model: Path, calibrated: Path) -> Non
         (lambda text: text.replace('"layer": 3', '"layer": 2'), r"linears\[12\]\.group: qkv of layer 2"),
         (lambda text: text.replace('"group": "o"', '"group": "ffn"', 1), r"linears\[1\]\.group: ffn"),
         (lambda text: text.replace('"nmse": ', '"nmse": [', 1), "not JSON"),
+        (lambda text: text.replace('"version": 3', '"version": 2'), "has version 2; .* reads 3"),
         (lambda text: "[" * 100_000, "not JSON"),
         (lambda text: "[]", "not a calibration"),
     ],

@@ -1,5 +1,7 @@
 """Codes for integer NPU graphs: kernels give the bits of the NumPy oracle, and count ends of ranges."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,9 @@ from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuGlue, NpuCodes
 PER_TOKEN = CodeGrid(1 / LARGEST_CODE, 3 / LARGEST_CODE, per_token=True)
 STATIC = CodeGrid(6 / LARGEST_CODE, 0.7 / LARGEST_CODE, per_token=False)
 STATIC_8_BITS = CodeGrid(6 / 127, 0.7 / 127, per_token=False, bits=8)
+MEMBERS = dataclasses.replace(STATIC_8_BITS, member_steps=(0.7 / 127, 0.1 / 127, 0.3 / 127))
 GRIDS = pytest.mark.parametrize(
-    "grid", [PER_TOKEN, STATIC, STATIC_8_BITS], ids=["per token", "static", "8 bits"]
+    "grid", [PER_TOKEN, STATIC, STATIC_8_BITS, MEMBERS], ids=["per token", "static", "8 bits", "members"]
 )
 PLACE = COUNT_WORDS
 
@@ -65,9 +68,11 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         outputs[0, [0, -1]] = 0, last
         codes.outputs.array[...] = outputs
         y = runtime.shared((tokens, rows), dtype)
-        layers.read_codes(codes, y, tokens=tokens, rows=rows)()
+        # The second member begins within eight columns.
+        members = (rows // 3, rows // 4, rows - rows // 3 - rows // 4) if grid.member_steps else (rows,)
+        layers.read_codes(codes, y, tokens=tokens, member_rows=members)()
         runtime.finish()
-        np.testing.assert_array_equal(y.array, grid.values(outputs, factors).astype(dtype))
+        np.testing.assert_array_equal(y.array, grid.values(outputs, factors, members).astype(dtype))
         ends = int(((outputs == 0) | (outputs == last)).sum())
         assert factors_and_counts(runtime, codes)[1].tolist() == [0, 0, outside + ends, tokens]
 
@@ -102,4 +107,4 @@ def test_slots_that_do_not_fit_are_refused(runtime):
     with pytest.raises(KernelError, match="not whole eights"):
         layers.write_codes(x, codes, tokens=1, columns=12)
     with pytest.raises(KernelError, match="input slot has 32 bytes"):
-        layers.read_codes(codes, x, tokens=2, rows=16)
+        layers.read_codes(codes, x, tokens=2, member_rows=(16,))

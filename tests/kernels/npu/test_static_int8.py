@@ -24,7 +24,7 @@ BITS = {"static_int8": 8, "integer": 16}
 
 
 def case(rows=(96, 32), columns=256, tokens=64, seed=0, form="static_int8"):
-    """Members of unlike sizes, each with its own scale, an input, and the exact output."""
+    """Members of unlike sizes, each with its own scale and output range, an input, and the exact output."""
     generator = np.random.default_rng(seed)
     members = [generator.standard_normal((own, columns)) * 3.0**-place for place, own in enumerate(rows)]
     weight = concatenate_rows(
@@ -35,7 +35,8 @@ def case(rows=(96, 32), columns=256, tokens=64, seed=0, form="static_int8"):
     )
     x = generator.standard_normal((tokens, columns), np.float32)
     y = x.astype(np.float64) @ weight.dequantize().astype(np.float64).T
-    ranges = LinearRanges(float(np.abs(y).max()), float(np.abs(x).max()), BITS[form])
+    largest = [float(np.abs(part).max()) for part in np.split(y, np.cumsum(rows)[:-1], axis=1)]
+    ranges = LinearRanges(max(largest), float(np.abs(x).max()), BITS[form], tuple(largest))
     row_ranges = tuple((0, own) for own in rows)
     return LinearShard(weight, 0, "qkv", row_ranges, f"one scale {seed} {rows}", ranges=ranges), x, y
 
@@ -50,7 +51,8 @@ def exact_codes(shard, codes):
     """Return the output codes before rounding, in exact arithmetic on the input's codes."""
     grid, zero = shard.ranges.grid, zero_code(shard.ranges.bits)
     x = (codes.astype(np.float64) - zero) * grid.input_step
-    y = x @ shard.weight.dequantize().astype(np.float64).T / grid.output_step
+    rows = [stop - start for start, stop in shard.row_ranges]
+    y = x @ shard.weight.dequantize().astype(np.float64).T / np.repeat(grid.member_steps, rows)
     return np.clip(y, -zero, largest_code(shard.ranges.bits)) + zero
 
 
@@ -89,7 +91,7 @@ def test_the_host_rounds_exact_sums(host, rows, columns, tokens, seed):
 def test_sums_of_pairs_do_not_saturate(host):
     """Instructions without VNNI add pairs of products in 16 bits, which large codes exceed."""
     shard, x, _ = case(columns=1024)
-    wide = dataclasses.replace(shard.ranges, outputs=100 * shard.ranges.outputs)
+    wide = dataclasses.replace(shard.ranges, members=tuple(100 * own for own in shard.ranges.members))
     shard = dataclasses.replace(shard, ranges=wide)
     codes = np.random.default_rng(1).choice(np.array([0, 255], np.uint8), x.shape, p=[0.1, 0.9])
     check(host, shard, codes, "static_int8", 0.502)
@@ -99,7 +101,7 @@ def test_16_bits_are_within_the_gate_on_the_host(host):
     shard, x, y = case(form="integer")
     grid = shard.ranges.grid
     codes, factors = grid.codes(x)
-    assert linear_errors(grid.values(run(host, shard, codes, "integer"), factors), y).within("fp16")
+    assert linear_errors(grid.values(run(host, shard, codes, "integer"), factors, (96, 32)), y).within("fp16")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_the_emulator_is_within_a_step(emulator, rows, form):
     if form == "static_int8":
         check(emulator, shard, codes, form, 1.0)
     else:
-        found = grid.values(run(emulator, shard, codes, form), factors)
+        found = grid.values(run(emulator, shard, codes, form), factors, rows)
         assert linear_errors(found, y).within("fp16")
 
 
@@ -193,3 +195,14 @@ def test_8_bit_ranges_are_static():
     with pytest.raises(GraphError, match="lack that of the input"):
         LinearRanges(1.0, bits=8)
     assert LinearRanges(1.27, 2.54, bits=8).grid.output_step == pytest.approx(0.01)
+
+
+def test_each_member_has_its_own_range(host):
+    """On one grid for all, the small member keeps three bits less."""
+    shard, x, y = case(rows=(64, 64, 64))
+    codes, factors = shard.ranges.grid.codes(x)
+    own = shard.ranges.grid.values(run(host, shard, codes, "static_int8"), factors, (64, 64, 64))
+    common = with_ranges(shard, members=())
+    shared = common.ranges.grid.values(run(host, common, codes, "static_int8"), factors)
+    errors = [np.square(found - y)[:, 128:].mean() for found in (own, shared)]
+    assert errors[0] < errors[1] / 8

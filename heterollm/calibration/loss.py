@@ -1,0 +1,79 @@
+"""Measures perplexity with decided activations: 8-bit outputs replace those of the engine's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import Progress
+from heterollm.calibration.check import group_floats
+from heterollm.calibration.int8_check import int8_output
+from heterollm.calibration.observer import ActivationObserver, Floats
+from heterollm.calibration.records import LinearCalibration
+from heterollm.engine import Engine
+from heterollm.kernels.ops import OpSpec
+from heterollm.model import ModelWeights
+
+__all__ = ["LossMeter"]
+
+
+class LossMeter:
+    """Runs text through an engine while the linears' outputs are computed on their 8-bit grids.
+
+    Operators of 16 bits keep the engine's floats, which differ from 16 bits much less than 8 bits do.
+
+    Args:
+        engine: An engine at level ``gpu``.
+        observer: Its observer.
+        weights: The model's weights.
+        windows: Token ids ``[windows, tokens]``.
+        progress: Called after each window.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        observer: ActivationObserver,
+        weights: ModelWeights,
+        windows: NDArray[np.int32],
+        progress: Progress,
+    ) -> None:
+        self._engine = engine
+        self._observer = observer
+        self._weights = weights
+        self._windows = windows
+        self._progress = progress
+        self._decided: dict[tuple[int, str], LinearCalibration] = {}
+        self._logits = np.empty((windows.shape[1], weights.config.vocab_size), np.float32)
+        self._done, self._planned = 0, 0
+
+    def perplexity(self, linears: Sequence[LinearCalibration]) -> float:
+        """Return the perplexity of the windows with the activations that the records decide."""
+        self._decided = {(one.layer, one.group): one for one in linears}
+        self._observer.reader = self._replaced
+        self._planned += len(self._windows)
+        total = 0.0
+        for ids in self._windows:
+            self._progress("Measuring the loss", self._done, self._planned)
+            self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", self._logits)
+            total += _surprise(self._logits, ids)
+            self._done += 1
+        self._observer.reader = None
+        return float(np.exp(total / (self._windows.size - len(self._windows))))
+
+    def _replaced(self, spec: OpSpec, x: Floats, _y: Floats) -> Floats | None:
+        one = self._decided[spec.layer, spec.group]
+        if one.int8 is None or one.int8.activations in (None, "int16"):
+            return None
+        weight = group_floats(self._weights, spec)
+        return int8_output(x, weight, one.int8, one.int8.activations, inputs=one.inputs, outputs=one.outputs)
+
+
+def _surprise(logits: Floats, ids: NDArray[np.int32]) -> float:
+    """Return the negative log-likelihood of all ids but the first, summed."""
+    scores = logits[:-1].astype(np.float64)
+    scores -= scores.max(axis=1, keepdims=True)
+    sums = np.log(np.exp(scores).sum(axis=1))
+    return float((sums - scores[np.arange(len(scores)), ids[1:]]).sum())
