@@ -162,6 +162,9 @@ class ModellingOptions:
             "--calibrated", help="Assume stepped scales and calibrated ranges, for integer NPU graphs."
         ),
     ] = False
+    pruned: Annotated[
+        float, typer.Option(help="Assumed share of layers whose outliers llm.npu leaves to the NPU.")
+    ] = 0.85
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compute values, too, from a checkpoint with weights.")
     ] = False
@@ -238,6 +241,7 @@ def _requests(
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
         every_form=True if modelling.every_form else None,
         calibrated=modelling.calibrated,
+        pruned=modelling.pruned,
         numerics=modelling.numerics,
         trace=trace,
     )

@@ -14,7 +14,7 @@ from heterollm.model import ModelWeights
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
 
-__all__ = ["calibrated_ranges", "calibration_key"]
+__all__ = ["calibrated_ranges", "calibration_key", "shadowed_operators"]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -29,6 +29,18 @@ def calibration_key(path: str | Path | None) -> str | None:
     from heterollm.calibration import load_calibration
 
     return load_calibration(Path(path)).key
+
+
+def shadowed_operators(path: str | Path | None) -> frozenset[tuple[int, Group]]:
+    """Return the layers and groups whose outliers a calibration gives to the GPU; none without a file."""
+    if path is None:
+        return frozenset()
+    from heterollm.calibration import load_calibration
+
+    linears = load_calibration(Path(path)).linears
+    return frozenset(
+        (one.layer, one.group) for one in linears if one.int8 is not None and one.int8.activations == "shadow"
+    )
 
 
 def calibrated_ranges(

@@ -12,7 +12,7 @@ from msgspec import structs
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import OpSpec, Precision
 from heterollm.model import ModelConfig
-from heterollm.planning.calibrated import calibration_key
+from heterollm.planning.calibrated import calibration_key, shadowed_operators
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.solver import (
     LEVELS,
@@ -78,7 +78,8 @@ def plan_for(
         profile = stored_profile(device)
         if profile is None:
             return None
-        return ProfiledModel(profile, config, specs, options.precision, calibration)
+        shadowed = shadowed_operators(options.calibration)
+        return ProfiledModel(profile, config, specs, options.precision, calibration, shadowed)
 
     def solve(level: str) -> Plan | None:
         model = profiled()

@@ -10,7 +10,7 @@ from heterollm.base import ProfileError
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
-from heterollm.planning.calibrated import calibration_key
+from heterollm.planning.calibrated import calibration_key, shadowed_operators
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.planner import ProfiledModel, Solved, solve_plan, stored_profile
 from heterollm.profiler.records import Profile
@@ -57,7 +57,9 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
     calibration = calibration_key(options.calibration)
-    return solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
+    shadowed = shadowed_operators(options.calibration)
+    profiled = ProfiledModel(found, config, specs, options.precision, calibration, shadowed)
+    return solve_plan(profiled, asked)
 
 
 def no_profile(

@@ -8,18 +8,37 @@ for each operator how many rows the NPU computes in integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
 from heterollm.base import OptionError
-from heterollm.solver import AUTOMATIC, WORTH_DOUBLING, InFlight, Plan, PlanRequest, level_plan, with_schedule
+from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.ops import Group
+from heterollm.solver import (
+    AUTOMATIC,
+    WORTH_DOUBLING,
+    InFlight,
+    Plan,
+    PlanEntry,
+    PlanRequest,
+    RowsPlacement,
+    level_plan,
+    with_schedule,
+)
 
 if TYPE_CHECKING:
     from heterollm.planning.planner import ProfiledModel
 
-__all__ = ["check_pass", "fastest_in_flight", "llm_npu_plan", "request_of_solver"]
+__all__ = [
+    "check_pass",
+    "fastest_in_flight",
+    "llm_npu_plan",
+    "request_of_solver",
+    "with_shadows",
+]
 
 CHUNK_TOKENS: Final = 256
 """Chunks of the paper on this program's phone (section 3.2)."""
@@ -85,6 +104,34 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
     if "llm.npu" in request.passes and not model.costs.overheads.empties_queue:
         plan = fastest_in_flight(model, plan, [plan], prompts, "auto")
     return plan
+
+
+def with_shadows(plan: Plan, shadowed: Collection[tuple[int, Group]]) -> Plan:
+    """Return a plan in which the GPU multiplies outliers of some operators that the NPU computes in integers.
+
+    Args:
+        plan: The plan.
+        shadowed: Layers and groups of the operators; the shadows of others are pruned.
+    """
+    schedule = plan.schedule
+    if schedule is not None:
+        own = tuple(one for entry in schedule.entries for one in _split(entry, shadowed))
+        schedule = structs.replace(schedule, entries=own)
+    entries = tuple(one for entry in plan.entries for one in _split(entry, shadowed))
+    return structs.replace(plan, entries=entries, schedule=schedule, slices=())
+
+
+def _split(entry: PlanEntry, shadowed: Collection[tuple[int, Group]]) -> Iterator[PlanEntry]:
+    """Yield an entry for each run of layers with or without a shadow."""
+    placement = entry.placement
+    if not isinstance(placement, RowsPlacement) or placement.form not in INTEGER_FORMS:
+        yield entry
+        return
+    first, last = entry.layers
+    for shadow, run in groupby(range(first, last + 1), lambda layer: (layer, entry.group) in shadowed):
+        layers = list(run)
+        own = structs.replace(placement, shadow=shadow)
+        yield structs.replace(entry, layers=(layers[0], layers[-1]), placement=own)
 
 
 def fastest_in_flight(

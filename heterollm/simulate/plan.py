@@ -12,7 +12,7 @@ from msgspec import structs
 from heterollm.base import LABEL, Progress, cache_name, cache_root
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import TILE_OF_INTEGERS
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
 from heterollm.model import ModelConfig, shape_of_specs
 from heterollm.planning import ProfiledModel, choose_context, fastest_in_flight, solve_plan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
     from heterollm.simulate.request import SimulationRequest
 
-__all__ = ["own_length", "planned", "profile_of", "with_one_strategy"]
+__all__ = ["assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
 
 ASSUMED: Final = "assumed"
 """Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
@@ -66,7 +66,8 @@ def planned(
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
         calibration = ASSUMED if request.calibrated or request.passes else None
-        return ProfiledModel(profile, config, tuple(specs), request.precision, calibration)
+        shadowed = assumed_shadows(specs, request.pruned)
+        return ProfiledModel(profile, config, tuple(specs), request.precision, calibration, shadowed)
 
     if request.naive:
         length = own_length(request)
@@ -132,6 +133,21 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
         )
     context = max(choose_context(config, None), request.prompt + request.decode)
     return PlanRequest(context, level=level, in_flight=request.in_flight, passes=request.passes)
+
+
+def assumed_shadows(specs: Sequence[OpSpec], pruned: float) -> frozenset[tuple[int, Group]]:
+    """Return the operators whose outliers are assumed to matter: those of the first and last layers.
+
+    Such layers have the most important outliers (llm.npu, section 3.3).
+
+    Args:
+        specs: All groups of the model.
+        pruned: Share of the layers without a shadow.
+    """
+    layers = sorted({spec.layer for spec in specs if spec.layer >= 0})
+    kept = round((1.0 - pruned) * len(layers))
+    outer = sorted(layers, key=lambda layer: min(layer, layers[-1] - layer))[:kept]
+    return frozenset((spec.layer, spec.group) for spec in specs if spec.layer in outer)
 
 
 def own_length(request: SimulationRequest) -> int:

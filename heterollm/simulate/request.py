@@ -76,6 +76,7 @@ class SimulationRequest:
             that the plan may use integer graphs: an assumption, since nothing is computed.
         passes: Techniques of a paper over levels ``layer`` and ``tensor``; with those of llm.npu weights have
             precision ``w8a8``, and their ranges are assumed.
+        pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
 
     Raises:
         OptionError: A value is not legal.
@@ -100,6 +101,7 @@ class SimulationRequest:
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
     passes: tuple[PassName, ...] = ()
+    pruned: float = 0.85
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
@@ -122,6 +124,8 @@ class SimulationRequest:
         check_in_flight(self.in_flight)
         check_passes(self.passes)
         self._check_pass()
+        if not 0.0 <= self.pruned <= 1.0:
+            raise OptionError(f"A share of {self.pruned} of the shadows is pruned.", fix="Choose 0 to 1.")
         if self.numerics and self.calibrated:
             raise OptionError(
                 "With numerics ranges are not assumed to be calibrated.",

@@ -40,6 +40,7 @@ class SimulatedRow:
         left_out: Graph forms that the plan could not take.
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of a paper over the plan.
+        pruned: Assumed share of the layers whose outliers are pruned.
         prompt_tokens: Tokens of the prompt.
         decode_tokens: Tokens made after the first.
         error: Why the case failed.
@@ -85,6 +86,7 @@ class SimulatedRow:
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
     passes: tuple[str, ...] = ()
+    pruned: Amount = 0.85
     prompt_tokens: Count
     decode_tokens: Count
     error: str | None = None
@@ -144,6 +146,7 @@ class SimulatedRow:
             left_out=request.left_out,
             calibrated=request.calibrated,
             passes=request.passes,
+            pruned=request.pruned,
             prompt_tokens=request.prompt,
             decode_tokens=request.decode,
             error=error,

@@ -5,7 +5,7 @@ Only the processors are modelled, and the clock is virtual. Every result is labe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final, cast
 
@@ -19,6 +19,7 @@ from heterollm.kernels.npu import (
     FfnRanges,
     LinearRanges,
     NpuBackend,
+    ShadowRanges,
     StaticRanges,
 )
 from heterollm.kernels.open import open_device
@@ -33,7 +34,7 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
-from heterollm.simulate.plan import own_length, planned, profile_of
+from heterollm.simulate.plan import assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import (
     PhaseUse,
@@ -156,13 +157,18 @@ def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...
     return (*specs[:-1], replace(head, weight=WeightFormat(4, head.weight.block)))
 
 
-def _assumed_ranges(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges]:
+def _assumed_ranges(
+    specs: tuple[OpSpec, ...], shadowed: Collection[tuple[int, Group]]
+) -> dict[tuple[int, Group], StaticRanges]:
     """Return ranges of every operator, on which no time depends."""
-    found: dict[tuple[int, Group], StaticRanges] = {
-        (spec.layer, spec.group): LinearRanges(1.0, 1.0, bits=8 if spec.weight.scales == "tensor" else 16)
-        for spec in specs
-        if spec.weight.scales != "free"
-    }
+    found: dict[tuple[int, Group], StaticRanges] = {}
+    for spec in specs:
+        key = spec.layer, spec.group
+        if spec.weight.scales == "tensor":
+            shadow = ShadowRanges(1.0, 1.0) if key in shadowed else None
+            found[key] = LinearRanges(1.0, 1.0, bits=8, shadow=shadow)
+        elif spec.weight.scales == "stepped":
+            found[key] = LinearRanges(1.0, 1.0)
     ffns: dict[tuple[int, Group], StaticRanges] = {
         (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
     }
@@ -229,7 +235,7 @@ class _Run:
             weights = shape_only_weights(self.config, self.specs)
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
-        ranges = _assumed_ranges(self.specs)
+        ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request.pruned))
         return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
 
     def _choose(self, engine: Engine) -> None:
