@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from heterollm.kernels.gpu import EXPECTED_CHANNELS
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
 from heterollm.report.tables_sweep import sweep_table
@@ -54,6 +55,8 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
         parts.append(Text(result.note))
     if result.calibrated:
         parts.append(Text(ASSUMPTION))
+    if result.passes:
+        parts.append(Text(_assumed(result)))
     rates = table("simulated", "prefill", "decode")
     phases = [result.prefill, result.decode]
     rates.add_row("tokens", *_cells(phases, lambda use: f"{use.tokens}"))
@@ -131,6 +134,20 @@ def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
 
 def _ms(times_us: Sequence[float]) -> list[str]:
     return [f"{time_us / 1e3:.1f}" if time_us >= 50 else "" for time_us in times_us]
+
+
+def _assumed(result: SimulationResult) -> str:
+    """Return what is assumed about the weights and the outliers under a pass."""
+    words = (
+        f"Pass {', '.join(result.passes)}. Assumed: weights of 8 bits with one scale for a tensor, static "
+        "ranges of 8 bits that passed their check"
+    )
+    if not result.plan.has_shadows:
+        return f"{words}, and outliers without importance."
+    return (
+        f"{words}, outliers in {EXPECTED_CHANNELS} channels of an operator at once, and {result.pruned:.0%} "
+        "of the layers, those in the middle, with their outliers pruned."
+    )
 
 
 def _bubbles(result: SimulationResult, before: PhaseUse) -> str:

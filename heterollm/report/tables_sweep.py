@@ -18,7 +18,7 @@ __all__ = [
     "sweep_table",
 ]
 
-CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
+CHOICES: Final = ("soc", "plan", "pass", "at once", "lengths", "sync", "game", "prompt", "decode")
 """Columns that the table omits if all rows have the same value."""
 
 
@@ -29,7 +29,17 @@ def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
     shared = [name for name in CHOICES if len({line[name] for line in cells}) == 1]
     columns = [name for name in names if name not in shared]
     words = ", ".join(f"{name} {cells[0][name]}" for name in shared if cells[0][name])
-    right = {"prompt", "decode", "ttft ms", "prefill t/s", "decode t/s", "prefill J", "J a token", "W"}
+    right = {
+        "prompt",
+        "decode",
+        "ttft ms",
+        "prefill t/s",
+        "decode t/s",
+        "NPU idle",
+        "prefill J",
+        "J a token",
+        "W",
+    }
     return Section(
         f"Simulated, nothing here was measured{f': {words}' if words else ''}",
         tuple(f">{name}" if name in right else name for name in columns),
@@ -88,10 +98,13 @@ def _failures(rows: Sequence[SimulatedRow]) -> list[str]:
 
 
 def _cells(row: SimulatedRow) -> dict[str, str]:
+    idle = (row.prefill or {}).get("npu_idle_fraction")
     return {
         "model": Path(row.model).name,
         "soc": Path(row.soc).stem,
         "plan": row.plan_level,
+        "pass": ", ".join(row.passes),
+        "at once": "" if row.lanes in (None, 1) else f"{row.lanes} of {row.chunk_tokens}",
         "lengths": row.length_policy,
         "sync": f"{row.sync}, resolved" if row.resolve else row.sync,
         "game": row.gpu_load or "",
@@ -100,6 +113,7 @@ def _cells(row: SimulatedRow) -> dict[str, str]:
         "ttft ms": "failed" if row.error is not None else number(row.ttft_ms, 1),
         "prefill t/s": number(row.prefill_tokens_per_second, 1),
         "decode t/s": number(row.decode_tokens_per_second, 2),
+        "NPU idle": "" if idle is None else f"{idle:.0%}",
         "prefill J": number(row.prefill_joules, 2),
         "J a token": number(row.decode_joules_per_token, 3),
         "W": number(row.average_watts, 2),

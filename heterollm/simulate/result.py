@@ -210,6 +210,7 @@ class SimulationResult:
         in_flight: Chunks of a long prompt at once, as requested.
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of a paper over the plan.
+        pruned: Assumed share of the layers whose outliers are pruned.
         graphs: The NPU's graphs of the plan, for all of its lengths.
         sharing: What the chunks of the prompt share.
         prefill: The prompt.
@@ -233,6 +234,7 @@ class SimulationResult:
     in_flight: InFlight
     calibrated: bool
     passes: tuple[PassName, ...]
+    pruned: float
     graphs: GraphUse
     sharing: GraphSharing
     prefill: PhaseUse
@@ -299,6 +301,7 @@ class SimulationResult:
             "chunk_tokens": self.plan.chunk_length,
             "calibrated": self.calibrated,
             "passes": list(self.passes),
+            "pruned": self.pruned,
             "npu_graphs": self.graphs.count,
             "npu_gib": self.graphs.held_gib,
             "npu_limit_gib": self.graphs.limit_gib,

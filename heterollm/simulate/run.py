@@ -106,6 +106,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         in_flight=request.in_flight,
         calibrated=request.calibrated,
         passes=request.passes,
+        pruned=request.pruned,
         graphs=graphs_of(device, plan, specs),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
