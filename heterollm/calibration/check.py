@@ -68,7 +68,12 @@ class RangeCheck:
         weight = np.concatenate(members)
         checked = _checked(found, weight, x)
         if found.int8 is not None:
-            int8 = int8_checked(found.int8, weight, x, found.inputs, found.outputs)
+            int8 = int8_checked(
+                *(found.int8, weight, x),
+                inputs=found.inputs,
+                outputs=found.outputs,
+                member_rows=spec.member_rows,
+            )
             checked = structs.replace(checked, int8=int8)
         self.linears[spec.layer, spec.group] = checked
         if spec.group == "gate_up" and spec.layer in self.ffns:

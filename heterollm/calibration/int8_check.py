@@ -96,6 +96,7 @@ def int8_output(
     *,
     inputs: float,
     outputs: Sequence[float],
+    member_rows: Sequence[int],
 ) -> Floats:
     """Return the output of a group with 8-bit activations, its weight ``[n, k]`` as given.
 
@@ -105,25 +106,35 @@ def int8_output(
         found: The group's record.
         activations: ``int8`` or ``shadow``.
         inputs: Largest magnitude of the input, for ``int8``.
-        outputs: Largest magnitude of each member's output, for ``int8``.
+        outputs: Largest magnitude of each member's output, for ``int8``; each has a grid of its own.
+        member_rows: Rows of each member.
     """
     if activations == "int8":
-        return _rounded(_rounded(x, inputs) @ weight.T, max(outputs))
+        return _members_rounded(_rounded(x, inputs) @ weight.T, outputs, member_rows)
     shadow = found.shadow
-    y = _rounded(_rounded(x, shadow.threshold) @ weight.T, max(shadow.outputs))
+    y = _members_rounded(_rounded(x, shadow.threshold) @ weight.T, shadow.outputs, member_rows)
     channels = np.flatnonzero(np.abs(x).max(axis=0) > shadow.threshold)
     beyond: Floats = _residual(x[:, channels], shadow.threshold) @ weight[:, channels].T
     return y + beyond
 
 
 def int8_checked(
-    found: Int8Calibration, weight: Floats, x: Floats, inputs: float, outputs: Sequence[float]
+    found: Int8Calibration,
+    weight: Floats,
+    x: Floats,
+    *,
+    inputs: float,
+    outputs: Sequence[float],
+    member_rows: Sequence[int],
 ) -> Int8Calibration:
-    """Return the record with the errors of all thresholds and with a chosen one."""
+    """Return the record with the errors of all thresholds and with a chosen one; see :func:`int8_output`."""
     exact = x @ weight.T
 
     def errors(one: Int8Calibration, activations: Activations) -> Int8Errors:
-        return _errors(int8_output(x, weight, one, activations, inputs=inputs, outputs=outputs), exact)
+        actual = int8_output(
+            *(x, weight, one, activations), inputs=inputs, outputs=outputs, member_rows=member_rows
+        )
+        return _errors(actual, exact)
 
     shadows = tuple(
         structs.replace(shadow, errors=errors(structs.replace(found, chosen=place), "shadow"))
@@ -144,6 +155,11 @@ def _rounded(values: Floats, magnitude: float) -> Floats:
     step = np.float32(max(magnitude, SMALLEST) / LARGEST_INT8)
     rounded: Floats = np.clip(np.rint(values / step), -LARGEST_INT8 - 1, LARGEST_INT8) * step
     return rounded
+
+
+def _members_rounded(y: Floats, magnitudes: Sequence[float], member_rows: Sequence[int]) -> Floats:
+    parts = np.split(y, np.cumsum(member_rows)[:-1], axis=1)
+    return np.concatenate([_rounded(*pair) for pair in zip(parts, magnitudes, strict=True)], axis=1)
 
 
 def _errors(actual: Floats, exact: Floats) -> Int8Errors:

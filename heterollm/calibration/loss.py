@@ -68,7 +68,15 @@ class LossMeter:
         if one.int8 is None or one.int8.activations in (None, "int16"):
             return None
         weight = group_floats(self._weights, spec)
-        return int8_output(x, weight, one.int8, one.int8.activations, inputs=one.inputs, outputs=one.outputs)
+        return int8_output(
+            x,
+            weight,
+            one.int8,
+            one.int8.activations,
+            inputs=one.inputs,
+            outputs=one.outputs,
+            member_rows=spec.member_rows,
+        )
 
 
 def _surprise(logits: Floats, ids: NDArray[np.int32]) -> float:

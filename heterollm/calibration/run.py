@@ -97,8 +97,8 @@ def calibrate(
     weights = load_weights(
         checkpoint,
         config,
-        precision=precision,
         group_size=group_size,
+        precision=precision,
         scales="stepped" if precision == "w4a16" else "free",
         progress=lambda done, total: progress("Quantising weights", done, total),
     )

@@ -58,8 +58,7 @@ def calibrated_ranges(
 
     found = load_calibration(Path(path))
     found.check_weights(weights.content_key)
-    int8 = any(spec.weight.scales == "tensor" for spec in weights.specs)
-    ranges = _int8_ranges(found) if int8 else found.ranges()
+    ranges = _decided_ranges(found) if found.precision == "w8a8" else found.ranges()
     for spec in weights.specs:
         if spec.weight.scales == "tensor" and (spec.layer, spec.group) not in ranges:
             raise CalibrationError(
@@ -70,12 +69,15 @@ def calibrated_ranges(
     return ranges
 
 
-def _int8_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
-    """Return static ranges of 8 bits of the operators that have magnitudes."""
-    return {
-        (one.layer, one.group): LinearRanges(
-            max(one.outputs), one.inputs, bits=8, members=one.outputs if len(one.outputs) > 1 else ()
-        )
-        for one in found.linears
-        if min(one.inputs, *one.outputs) > 0
-    }
+def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
+    """Return the ranges of precision ``w8a8``: static ones of 8 bits, or 16 bits where decided."""
+    ranges: dict[tuple[int, Group], StaticRanges] = {}
+    for one in found.linears:
+        if min(one.inputs, *one.outputs) <= 0 or one.int8 is None:
+            continue
+        if one.int8.activations == "int16":
+            ranges[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
+        else:
+            members = one.outputs if len(one.outputs) > 1 else ()
+            ranges[one.layer, one.group] = LinearRanges(max(one.outputs), one.inputs, 8, members)
+    return ranges
