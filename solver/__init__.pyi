@@ -17,13 +17,11 @@ from .levels import PlanLevel as PlanLevel
 from .levels import level_plan as level_plan
 from .objective import Objective as Objective
 from .placements import Placement as Placement
-from .placements import RowsPlacement as RowsPlacement
 from .plan import Plan as Plan
 from .plan import model_shape as model_shape
 from .plan_records import ChunkSchedule as ChunkSchedule
 from .plan_records import GroupTimes as GroupTimes
 from .plan_records import PhaseSync as PhaseSync
-from .plan_records import PlanEntry as PlanEntry
 from .predict import PredictedOperator as PredictedOperator
 from .predict import PredictedPass as PredictedPass
 from .predict import predict_pass as predict_pass
@@ -41,6 +39,7 @@ from .request import check_in_flight as check_in_flight
 from .request import check_passes as check_passes
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
+from .shadows import with_shadows as with_shadows
 from .sharing import GraphSharing as GraphSharing
 from .sharing import graph_sharing as graph_sharing
 from .slices import Budget as Budget

@@ -9,7 +9,6 @@ copies them and enqueues their product. So reading overlaps the graph without a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ from heterollm.kernels.npu import LinearRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ChannelFile, ModelWeights
 
-__all__ = ["ColdProduct", "Shadow", "Shadows", "hot_bytes"]
+__all__ = ["ColdProduct", "Shadow", "Shadows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,21 +176,3 @@ class Shadows:
             f"The weights of {self.count.channels} channels with outliers were read from disk, one after the "
             "other. Calibrate with text of this kind to keep them in memory.",
         )
-
-
-def hot_bytes(
-    specs: Mapping[tuple[int, Group], OpSpec], ranges: Mapping[tuple[int, Group], object], item_bytes: int
-) -> int:
-    """Return the bytes of the weights of hot channels.
-
-    Args:
-        specs: The operators with a shadow.
-        ranges: Calibrated ranges by layer and group.
-        item_bytes: Size of a weight.
-    """
-    found = ((spec, ranges.get(place)) for place, spec in specs.items())
-    return sum(
-        len(own.shadow.hot) * spec.rows * item_bytes
-        for spec, own in found
-        if isinstance(own, LinearRanges) and own.shadow is not None
-    )

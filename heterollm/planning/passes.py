@@ -8,23 +8,19 @@ for each operator how many rows the NPU computes in integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
 from heterollm.base import OptionError
-from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group
 from heterollm.solver import (
     AUTOMATIC,
     WORTH_DOUBLING,
     InFlight,
     Plan,
-    PlanEntry,
     PlanRequest,
-    RowsPlacement,
     level_plan,
     with_schedule,
 )
@@ -37,7 +33,7 @@ __all__ = [
     "fastest_in_flight",
     "llm_npu_plan",
     "request_of_solver",
-    "with_shadows",
+    "shadows_under",
 ]
 
 CHUNK_TOKENS: Final = 256
@@ -106,32 +102,11 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
     return plan
 
 
-def with_shadows(plan: Plan, shadowed: Collection[tuple[int, Group]]) -> Plan:
-    """Return a plan in which the GPU multiplies outliers of some operators that the NPU computes in integers.
-
-    Args:
-        plan: The plan.
-        shadowed: Layers and groups of the operators; the shadows of others are pruned.
-    """
-    schedule = plan.schedule
-    if schedule is not None:
-        own = tuple(one for entry in schedule.entries for one in _split(entry, shadowed))
-        schedule = structs.replace(schedule, entries=own)
-    entries = tuple(one for entry in plan.entries for one in _split(entry, shadowed))
-    return structs.replace(plan, entries=entries, schedule=schedule, slices=())
-
-
-def _split(entry: PlanEntry, shadowed: Collection[tuple[int, Group]]) -> Iterator[PlanEntry]:
-    """Yield an entry for each run of layers with or without a shadow."""
-    placement = entry.placement
-    if not isinstance(placement, RowsPlacement) or placement.form not in INTEGER_FORMS:
-        yield entry
-        return
-    first, last = entry.layers
-    for shadow, run in groupby(range(first, last + 1), lambda layer: (layer, entry.group) in shadowed):
-        layers = list(run)
-        own = structs.replace(placement, shadow=shadow)
-        yield structs.replace(entry, layers=(layers[0], layers[-1]), placement=own)
+def shadows_under(
+    request: PlanRequest | None, shadows: Mapping[tuple[int, Group], int]
+) -> Mapping[tuple[int, Group], int]:
+    """Return the shadows of a calibration that a request wants; the pass ``llm.npu:chunks`` has none yet."""
+    return {} if request is not None and "llm.npu:chunks" in request.passes else shadows
 
 
 def fastest_in_flight(

@@ -14,10 +14,10 @@ from msgspec import structs
 
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
-from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
+from heterollm.kernels.ops import OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
 from heterollm.planning.load_options import CHUNK_LENGTH
-from heterollm.planning.passes import check_pass, llm_npu_plan, request_of_solver, with_shadows
+from heterollm.planning.passes import check_pass, llm_npu_plan, request_of_solver
 from heterollm.solver import (
     GraphSharing,
     NpuLimits,
@@ -57,7 +57,6 @@ class ProfiledModel:
         specs: Every group of the model.
         precision: Precision of the linears.
         calibration: Identity of its calibration, whose ranges integer graphs need; None without one.
-        shadowed: Layers and groups whose outliers the calibration gives to the GPU.
     """
 
     profile: Profile
@@ -65,7 +64,6 @@ class ProfiledModel:
     specs: tuple[OpSpec, ...]
     precision: Precision
     calibration: str | None = None
-    shadowed: frozenset[tuple[int, Group]] = frozenset()
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -241,7 +239,6 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
         "shape": model.shape,
         "precision": model.precision,
         "calibration": model.calibration,
-        "shadowed": sorted(model.shadowed),
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
@@ -287,8 +284,6 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
         plan = llm_npu_plan(model, request, _prompts(model, request))
     else:
         plan = _solved(model, request_of_solver(request), solver)
-    if {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
-        plan = with_shadows(plan, model.shadowed)
     return structs.replace(
         plan,
         level="tensor"

@@ -28,6 +28,7 @@ from heterollm.solver import (
     PlanRequest,
     RequestedLevel,
     level_plan,
+    with_shadows,
 )
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ def planned(
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
         calibration = ASSUMED if request.calibrated or request.passes else None
-        shadowed = assumed_shadows(specs, request.pruned)
-        return ProfiledModel(profile, config, tuple(specs), request.precision, calibration, shadowed)
+        return ProfiledModel(profile, config, tuple(specs), request.precision, calibration)
 
     if request.naive:
         length = own_length(request)
@@ -105,6 +105,8 @@ def planned(
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
             plans = [rule(length) for length in lengths]
             plan = fastest_in_flight(profiled(), plan, plans, {request.prompt: 1.0}, request.in_flight)
+    if {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
+        plan = with_shadows(plan, assumed_shadows(specs, request.pruned))
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 

@@ -7,10 +7,9 @@ import pytest
 from heterollm.base import OptionError
 from heterollm.cli import main
 from heterollm.model import find_model, op_specs
-from heterollm.planning.passes import with_shadows
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.plan import assumed_shadows
-from heterollm.solver import PlanRequest, level_plan
+from heterollm.solver import PlanRequest, level_plan, with_shadows
 from heterollm.solver.request import PASSES
 
 SMALL, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
