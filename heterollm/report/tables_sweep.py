@@ -35,7 +35,6 @@ def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
         "ttft ms",
         "prefill t/s",
         "decode t/s",
-        "NPU idle",
         "prefill J",
         "J a token",
         "W",
@@ -98,7 +97,6 @@ def _failures(rows: Sequence[SimulatedRow]) -> list[str]:
 
 
 def _cells(row: SimulatedRow) -> dict[str, str]:
-    idle = (row.prefill or {}).get("npu_idle_fraction")
     return {
         "model": Path(row.model).name,
         "soc": Path(row.soc).stem,
@@ -113,7 +111,6 @@ def _cells(row: SimulatedRow) -> dict[str, str]:
         "ttft ms": "failed" if row.error is not None else number(row.ttft_ms, 1),
         "prefill t/s": number(row.prefill_tokens_per_second, 1),
         "decode t/s": number(row.decode_tokens_per_second, 2),
-        "NPU idle": "" if idle is None else f"{idle:.0%}",
         "prefill J": number(row.prefill_joules, 2),
         "J a token": number(row.decode_joules_per_token, 3),
         "W": number(row.average_watts, 2),
